@@ -1,0 +1,1 @@
+"""Triton kernels for paged attention and its neighbours, each with a torch reference."""

@@ -1,0 +1,147 @@
+from pagestream.v1 import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ApiForm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    API_FORM_UNSPECIFIED: _ClassVar[ApiForm]
+    API_FORM_GRPC: _ClassVar[ApiForm]
+    API_FORM_COMPLETIONS: _ClassVar[ApiForm]
+    API_FORM_CHAT_COMPLETIONS: _ClassVar[ApiForm]
+API_FORM_UNSPECIFIED: ApiForm
+API_FORM_GRPC: ApiForm
+API_FORM_COMPLETIONS: ApiForm
+API_FORM_CHAT_COMPLETIONS: ApiForm
+
+class AnswerForm(_message.Message):
+    __slots__ = ("api", "created", "include_usage", "echo_texts", "top_logprobs")
+    API_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_USAGE_FIELD_NUMBER: _ClassVar[int]
+    ECHO_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    api: ApiForm
+    created: int
+    include_usage: bool
+    echo_texts: _containers.RepeatedScalarFieldContainer[str]
+    top_logprobs: int
+    def __init__(self, api: _Optional[_Union[ApiForm, str]] = ..., created: _Optional[int] = ..., include_usage: _Optional[bool] = ..., echo_texts: _Optional[_Iterable[str]] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
+
+class RequestSpec(_message.Message):
+    __slots__ = ("request_id", "model", "tenant", "prompts", "sampling", "priority", "deadline_ms", "on_disconnect", "disconnect_grace_ms", "answer", "client_request_id", "traceparent", "tracestate")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    ON_DISCONNECT_FIELD_NUMBER: _ClassVar[int]
+    DISCONNECT_GRACE_MS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    tenant: str
+    prompts: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]
+    sampling: _inference_pb2.SamplingParams
+    priority: int
+    deadline_ms: int
+    on_disconnect: _inference_pb2.OnDisconnect
+    disconnect_grace_ms: int
+    answer: AnswerForm
+    client_request_id: str
+    traceparent: str
+    tracestate: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., on_disconnect: _Optional[_Union[_inference_pb2.OnDisconnect, str]] = ..., disconnect_grace_ms: _Optional[int] = ..., answer: _Optional[_Union[AnswerForm, _Mapping]] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
+
+class ModelCard(_message.Message):
+    __slots__ = ("name", "tokenizer_json_zlib", "chat_template", "special_tokens", "max_model_len", "vocab_size", "eos_token_ids", "architecture", "revision", "default_sampling")
+    class SpecialTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_JSON_ZLIB_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tokenizer_json_zlib: bytes
+    chat_template: str
+    special_tokens: _containers.ScalarMap[str, str]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    architecture: str
+    revision: str
+    default_sampling: _inference_pb2.SamplingParams
+    def __init__(self, name: _Optional[str] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
+
+class LogSlice(_message.Message):
+    __slots__ = ("request_id", "first_index", "entries")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    first_index: int
+    entries: _containers.RepeatedCompositeFieldContainer[LogEntry]
+    def __init__(self, request_id: _Optional[str] = ..., first_index: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[LogEntry, _Mapping]]] = ...) -> None: ...
+
+class LogEntry(_message.Message):
+    __slots__ = ("choice", "digest", "text", "token_id", "finish", "end", "logprobs")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    digest: str
+    text: str
+    token_id: int
+    finish: ChoiceFinish
+    end: LogEnd
+    logprobs: _inference_pb2.TokenLogprobs
+    def __init__(self, choice: _Optional[int] = ..., digest: _Optional[str] = ..., text: _Optional[str] = ..., token_id: _Optional[int] = ..., finish: _Optional[_Union[ChoiceFinish, _Mapping]] = ..., end: _Optional[_Union[LogEnd, _Mapping]] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
+
+class ChoiceFinish(_message.Message):
+    __slots__ = ("reason", "stop_reason")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: _inference_pb2.FinishReason
+    stop_reason: str
+    def __init__(self, reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ...) -> None: ...
+
+class LogEnd(_message.Message):
+    __slots__ = ("reason", "usage", "error")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    reason: _inference_pb2.FinishReason
+    usage: _inference_pb2.Usage
+    error: _inference_pb2.RequestError
+    def __init__(self, reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_inference_pb2.Usage, _Mapping]] = ..., error: _Optional[_Union[_inference_pb2.RequestError, _Mapping]] = ...) -> None: ...
+
+class WakeUp(_message.Message):
+    __slots__ = ("slices",)
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    slices: _containers.RepeatedCompositeFieldContainer[LogSlice]
+    def __init__(self, slices: _Optional[_Iterable[_Union[LogSlice, _Mapping]]] = ...) -> None: ...

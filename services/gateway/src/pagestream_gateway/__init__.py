@@ -1,0 +1,1 @@
+"""The gateway: gRPC and OpenAI HTTP in front of the durable token stream."""

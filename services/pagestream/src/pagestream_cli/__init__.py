@@ -1,0 +1,1 @@
+"""The pagestream command: serve, generate, chat, bench, doctor."""

@@ -1,0 +1,1 @@
+"""The durable token stream: requests and token logs in Redis."""
