@@ -1,0 +1,55 @@
+# The verbs of this repository; CI calls the same ones. `make help` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.setup-done
+PACKAGES := proto kernels services/streams services/gateway services/engine services/pagestream
+SOURCES := $(addsuffix /src,$(PACKAGES)) tests deploy tools
+PYTEST := $(BIN)/python -m pytest
+# An index that offers PyTorch's CPU build, for machines without an NVIDIA GPU (see README, "Which torch").
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+.PHONY: help setup run test check bench proto demo-model kernels constraints clean
+
+help: ## List the verbs
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## Make .venv from constraints.txt
+
+$(STAMP): constraints.txt pyproject.toml $(addsuffix /pyproject.toml,$(PACKAGES)) tools/setup.sh
+	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" tools/setup.sh $(PACKAGES)
+	@touch $@
+
+run: $(STAMP) ## Serve the demo model and show a streamed answer (Ctrl-C ends it)
+	@$(BIN)/pagestream serve --greet "Tell me a story about the lighthouse." $(ARGS)
+
+test: $(STAMP) ## Run the tests (under 15 minutes on two cores)
+	$(PYTEST) -m "not slow and not gpu" tests/unit tests/integration tests/faults $(PYTEST_ARGS)
+
+check: $(STAMP) ## Lint, format, types, layer order
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP) ## Print the benchmarks' ratios (minutes; a quiet machine is best)
+	$(BIN)/python tests/benchmarks/run.py $(ARGS)
+
+kernels: $(STAMP) ## Every kernel in every shape, interpreted and compiled ahead of time (long; cached by source)
+	$(BIN)/python tests/campaigns/kernels.py $(ARGS)
+
+proto: $(STAMP) ## Generate the Python code of the wire contract
+	$(BIN)/python tools/generate_proto.py
+
+demo-model: $(STAMP) ## Train the demo model again from its seed
+	$(BIN)/python deploy/demo-model/train.py --out deploy/demo-model/model --seed 0
+
+constraints: $(STAMP) ## Write the exact versions of .venv to constraints.txt
+	$(BIN)/python tools/write_constraints.py
+
+clean: ## Remove what the other verbs made
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .kernel-cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

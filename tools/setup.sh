@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Makes .venv: exact versions from constraints.txt, the packages named as arguments in editable form.
+# PYTHON: the interpreter (>= 3.11). TORCH_INDEX: an index with PyTorch's CPU build, where one is wanted.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+  echo "setup: $("$python" --version 2>&1) was given, 3.11 or newer is needed: make setup PYTHON=/path/to/python3.11" >&2
+  exit 1
+fi
+if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+  echo "setup: $python has no venv module; on Debian: apt-get install python3-venv" >&2
+  exit 1
+fi
+
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt)
+"${pip[@]}" pip
+if [ -n "${TORCH_INDEX:-}" ]; then
+  .venv/bin/python -m pip install --quiet --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)"
+fi
+"${pip[@]}" --group dev
+editable=()
+for package in "$@"; do editable+=(--editable "./$package"); done
+# One call for torch and all packages: pip must never see a chance to prefer a newer torch.
+"${pip[@]}" --no-build-isolation "${editable[@]}"
