@@ -1,0 +1,1 @@
+"""The block pool, its prefix cache, and what holds them together."""

@@ -1,0 +1,152 @@
+"""The engine's settings: frozen groups, composed, each field with its unit and reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from pagestream_engine.errors import ConfigError, UnsupportedOption
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+ATTENTION_BACKENDS = ("auto", "torch", "triton")
+SCHEDULING_POLICIES = ("fcfs",)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What is loaded and how it computes."""
+
+    dtype: str = "auto"
+    """Of weights, activations and KV cache; auto is the checkpoint's own."""
+    max_model_len: int | None = None
+    """Tokens of prompt and output together; None is what the model and the block pool allow."""
+    device: str = "auto"
+    """auto is the GPU where there is one."""
+    attention_backend: str = "auto"
+    """auto is Triton on a GPU, torch on a CPU."""
+    seed: int = 0
+    """Of the generator that draws seeds for requests that bring none."""
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("device", self.device, DEVICES)
+        _choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 2)
+        _at_least("seed", self.seed, 0)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The pool of KV blocks."""
+
+    block_size: int = 16
+    """Tokens a block: a sequence wastes less than one block, and a prefix is shared in whole blocks."""
+    num_gpu_blocks_override: int | None = None
+    """Blocks in the pool, on a CPU too; None measures what fits."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory for weights, activations and the pool."""
+    enable_prefix_caching: bool = True
+    """Whether full blocks are found again by their content."""
+
+    def __post_init__(self) -> None:
+        _choice("block_size", self.block_size, (1, 2, 4, 8, 16, 32, 64, 128))
+        if self.num_gpu_blocks_override is not None:
+            _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 1)
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
+            raise ConfigError("gpu_memory_utilization", share, "a number above 0 and at most 1")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError("enable_prefix_caching", self.enable_prefix_caching, "True or False")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What a step may hold."""
+
+    max_num_seqs: int = 256
+    """Sequences that run at once; each takes one token of the budget while it decodes."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of a step, decodes first, then prefill chunks: bounds the step's time and its activations."""
+    scheduling_policy: str = "fcfs"
+    """Order in which waiting requests are admitted, and the reverse order of preemption."""
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                self.max_num_batched_tokens,
+                f"at least max_num_seqs ({self.max_num_seqs})",
+                "every running sequence decodes one token a step",
+            )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All settings of one engine.
+
+    Raises:
+        ConfigError: a value is malformed (a `ValueError`; `.field` names it).
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Builds the groups from vLLM's flat option names, as `LLM` and the command line take them.
+
+        Raises:
+            ConfigError: an option is unknown or malformed.
+            UnsupportedOption: `swap_space`, `cpu_offload_gb` or `kv_cache_dtype` asks for more than the default.
+        """
+        _refuse_unsupported(options)
+        names = [name for group in _GROUPS.values() for name in group]
+        unknown = sorted(set(options) - set(names))
+        if unknown:
+            raise ConfigError(unknown[0], options[unknown[0]], f"one of the options {', '.join(sorted(names))}")
+        if "max_num_batched_tokens" in options and "max_num_seqs" not in options:
+            # A small budget alone is no contradiction: fewer sequences run at once.
+            _at_least("max_num_batched_tokens", options["max_num_batched_tokens"], 1)
+            options["max_num_seqs"] = min(SchedulerConfig.max_num_seqs, options["max_num_batched_tokens"])
+        groups = {group: {name: options[name] for name in names if name in options} for group, names in _GROUPS.items()}
+        return cls(
+            model=ModelConfig(**groups["model"]),
+            cache=CacheConfig(**groups["cache"]),
+            scheduler=SchedulerConfig(**groups["scheduler"]),
+        )
+
+
+_GROUPS = {
+    "model": tuple(f.name for f in fields(ModelConfig)),
+    "cache": tuple(f.name for f in fields(CacheConfig)),
+    "scheduler": tuple(f.name for f in fields(SchedulerConfig)),
+}
+_ONLY_DEFAULT: dict[str, tuple[object, ...]] = {
+    "swap_space": (0, None),
+    "cpu_offload_gb": (0, None),
+    "kv_cache_dtype": ("auto", None),
+}
+"""vLLM's options that are accepted at these values only: preemption recomputes, weights and cache keep their dtype."""
+
+
+def _refuse_unsupported(options: dict[str, Any]) -> None:
+    for name, supported in _ONLY_DEFAULT.items():
+        given = options.pop(name, None)
+        if isinstance(given, bool) or given not in supported:
+            raise UnsupportedOption(name, given, f"{supported[0]!r}", "other values are not supported yet")
+
+
+def _choice(name: str, given: object, allowed: tuple[object, ...]) -> None:
+    if isinstance(given, bool) or given not in allowed:
+        raise ConfigError(name, given, f"one of {', '.join(map(str, allowed))}")
+
+
+def _at_least(name: str, given: object, low: int) -> None:
+    if isinstance(given, bool) or not isinstance(given, int) or given < low:
+        raise ConfigError(name, given, f"a whole number of at least {low}")

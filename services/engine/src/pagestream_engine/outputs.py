@@ -1,0 +1,81 @@
+"""What comes out of the engine: one `StepOutput` for each new token, one `RequestOutput` for each prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step did for one sequence.
+
+    A finishing output carries the last token too. A sequence that failed may finish without a token.
+    """
+
+    request_id: str
+    token_id: int | None
+    text: str
+    """The new text, a pure function of the tokens. Empty while a character or a stop string may be incomplete."""
+    finish_reason: str | None = None
+    """stop, length or error; None while it goes on."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string; None for the model's own end-of-sequence token."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had."""
+    error: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One choice."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    """Why it failed, where finish_reason is error."""
+
+
+@dataclass
+class RequestOutput:
+    """All choices of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    """The text given; None where tokens were given."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot. Counters count from the engine's start."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    """Blocks that no sequence references; some still hold cached content."""
+    kv_utilization: float
+    """Referenced blocks / all blocks, in [0, 1]."""
+    prefix_query_tokens: int
+    """Tokens that were looked up in the prefix cache."""
+    prefix_hit_tokens: int
+    """Tokens that were found there."""
+    num_preemptions: int
+    num_steps: int
+    num_prompt_tokens: int
+    """Prompt tokens computed, those of a recomputation included."""
+    num_generated_tokens: int
+    last_step_s: float
+    """Seconds that the last step took."""
+    last_schedule_s: float
+    """Seconds of it that the scheduler took."""
+    total_step_s: float
+    total_schedule_s: float

@@ -1,0 +1,151 @@
+"""How a request's tokens are chosen and when they end. Names, defaults and meanings are vLLM's."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pagestream_engine.errors import InvalidSamplingParams, UnsupportedSamplingParams
+
+_INT64 = 1 << 63
+_NOT_YET: dict[str, object] = {
+    "best_of": None,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "structured_outputs": None,
+}
+"""Known fields that only their default is supported for."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling parameters of one request.
+
+    Raises:
+        InvalidSamplingParams: a value is out of range or of a wrong type (a `ValueError`; `.field` names it).
+        UnsupportedSamplingParams: a known field has another value than its default, and is not supported yet.
+    """
+
+    n: int = 1
+    """Choices for each prompt."""
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus probability in (0, 1]."""
+    top_k: int = 0
+    """Number of candidates; 0 or -1 is all."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """Seed of the noise, 64 bits signed; None lets the engine draw one."""
+    stop: str | Sequence[str] | None = None
+    """The text ends before any of these strings. Kept as a tuple: see `stop_strings`."""
+    stop_token_ids: Sequence[int] | None = None
+    """The output ends with any of these tokens. Kept as a tuple."""
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    """No end-of-sequence token, stop token or stop string before this many tokens."""
+    max_tokens: int | None = 16
+    """Most output tokens; None is what the context leaves."""
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    structured_outputs: object | None = None
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _strings("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        self._check_support()
+        _whole("n", self.n, low=1)
+        _real("temperature", self.temperature, low=0.0)
+        _real("top_p", self.top_p, low=0.0, high=1.0, above=True)
+        _whole("top_k", self.top_k, low=-1)
+        if self.seed is not None:
+            _whole("seed", self.seed, low=-_INT64, high=_INT64 - 1)
+        _whole("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, low=1)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidSamplingParams("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidSamplingParams(name, getattr(self, name), "True or False")
+
+    def _check_support(self) -> None:
+        for name, default in _NOT_YET.items():
+            given = getattr(self, name)
+            if given is default or (isinstance(given, (int, float)) and given == default):
+                continue
+            raise UnsupportedSamplingParams(name, given, f"its default {default!r}", "not supported yet: leave it out")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, in the order given."""
+        return tuple(self.stop or ())
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0.0
+
+    def for_child(self, seed: int, child: int) -> SamplingParams:
+        """The parameters of choice `child` of a request whose noise starts from `seed`."""
+        return replace(self, n=1, seed=child_seed(seed, child))
+
+
+def child_seed(seed: int, child: int) -> int:
+    """Seed of choice `child`: the request's own for choice 0, an unrelated 64-bit one for the others."""
+    if child == 0:
+        return seed
+    digest = hashlib.sha256(f"{seed}:{child}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def _strings(field: str, given: object) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        given = (given,)
+    if not isinstance(given, (list, tuple)) or not all(isinstance(text, str) for text in given):
+        raise InvalidSamplingParams(field, given, "a string or a list of strings")
+    if not all(given):
+        raise InvalidSamplingParams(field, given, "no empty string")
+    return tuple(given)
+
+
+def _token_ids(field: str, given: object) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, (list, tuple)):
+        raise InvalidSamplingParams(field, given, "a list of token ids")
+    for token_id in given:
+        _whole(field, token_id, low=0)
+    return tuple(given)
+
+
+def _whole(field: str, given: object, *, low: int, high: int | None = None) -> None:
+    limits = f"a whole number of at least {low}" + (f" and at most {high}" if high is not None else "")
+    if isinstance(given, bool) or not isinstance(given, int) or given < low or (high is not None and given > high):
+        raise InvalidSamplingParams(field, given, limits)
+
+
+def _real(field: str, given: object, *, low: float, high: float = math.inf, above: bool = False) -> None:
+    """Checks low <= given <= high, or low < given with `above`; NaN and infinity never pass."""
+    limits = f"a finite number {'above' if above else 'of at least'} {low}"
+    limits += f" and at most {high}" if high != math.inf else ""
+    number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    if not number or not math.isfinite(given) or given < low or given > high or (above and given == low):  # type: ignore[arg-type,operator]
+        raise InvalidSamplingParams(field, given, limits)

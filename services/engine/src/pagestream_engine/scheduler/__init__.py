@@ -1,0 +1,1 @@
+"""Sequences to steps: admission, chunked prefill, decode, preemption."""

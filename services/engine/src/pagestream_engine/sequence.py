@@ -1,0 +1,95 @@
+"""A sequence: the tokens of one choice and what is known about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from enum import Enum, auto
+
+from pagestream_engine.sampling_params import SamplingParams
+
+
+class SequenceState(Enum):
+    """Where a sequence stands; it owns blocks only while it runs."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """Tokens, block table and progress of one choice.
+
+    `token_ids[:num_computed_tokens]` have their keys and values in the cache: token i in block
+    `block_table[i // block_size]` at offset `i % block_size`.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_hashes",
+        "block_table",
+        "cache_salt",
+        "max_total_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_published_blocks",
+        "params",
+        "priority",
+        "seed",
+        "seq_id",
+        "state",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        seq_id: str,
+        prompt_token_ids: Tokens[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        arrival: int,
+        max_total_tokens: int,
+        output_token_ids: Tokens[int] = (),
+        priority: int = 0,
+        cache_salt: bytes = b"",
+    ) -> None:
+        self.seq_id = seq_id
+        self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.params = params
+        self.seed = seed
+        """Of its noise, 64 bits signed; never None."""
+        self.arrival = arrival
+        """Rises with each sequence and survives preemption."""
+        self.priority = priority
+        self.max_total_tokens = max_total_tokens
+        """Prompt and output together: where it ends with "length"."""
+        self.cache_salt = cache_salt
+        """Adapter, tenant: what must not share blocks although the tokens are equal."""
+        self.state = SequenceState.WAITING
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        """Prompt tokens that the prefix cache had when it was first admitted."""
+        self.block_table: list[int] = []
+        self.block_hashes: list[bytes] = []
+        """Chained hashes of its first full blocks, as far as they were needed."""
+        self.num_published_blocks = 0
+        """Leading blocks of the table that the prefix cache knows (or has another block for)."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated, those of a resumed request included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose keys and values are not in the cache yet."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def __repr__(self) -> str:
+        done, total = self.num_computed_tokens, len(self.token_ids)
+        return f"Sequence({self.seq_id!r}, {self.state.name.lower()}, {done}/{total} tokens computed)"
