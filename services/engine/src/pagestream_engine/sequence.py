@@ -28,6 +28,7 @@ class Sequence:
         "block_hashes",
         "block_table",
         "cache_salt",
+        "end_token_ids",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -39,6 +40,7 @@ class Sequence:
         "seq_id",
         "state",
         "token_ids",
+        "was_admitted",
     )
 
     def __init__(
@@ -53,6 +55,7 @@ class Sequence:
         output_token_ids: Tokens[int] = (),
         priority: int = 0,
         cache_salt: bytes = b"",
+        end_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.seq_id = seq_id
         self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
@@ -67,7 +70,11 @@ class Sequence:
         """Prompt and output together: where it ends with "length"."""
         self.cache_salt = cache_salt
         """Adapter, tenant: what must not share blocks although the tokens are equal."""
+        self.end_token_ids = end_token_ids
+        """Tokens that end it: stop tokens, and the model's own unless ignored. Not to be chosen before min_tokens."""
         self.state = SequenceState.WAITING
+        self.was_admitted = False
+        """Whether it has run before: its cached tokens are counted once."""
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         """Prompt tokens that the prefix cache had when it was first admitted."""

@@ -1,0 +1,67 @@
+"""What must always be true of the pool and the tables; checked after every step in tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.hashing import BlockHasher
+from pagestream_engine.errors import InvariantViolation
+from pagestream_engine.sequence import Sequence, SequenceState
+
+
+def check_cache(pool: BlockPool, block_size: int, sequences: Iterable[Sequence]) -> None:
+    """Checks the pool against every sequence that may hold blocks.
+
+    Raises:
+        InvariantViolation: names the first contradiction.
+    """
+    sequences = list(sequences)
+    _check_references(pool, sequences)
+    _check_content_map(pool)
+    for seq in sequences:
+        _check_table(pool, block_size, seq)
+
+
+def _check_references(pool: BlockPool, sequences: list[Sequence]) -> None:
+    free = list(pool.free_list)
+    _require(len(free) == len(set(free)) == pool.num_free, "the free list repeats a block, or its length is wrong")
+    referenced = Counter(block for seq in sequences for block in seq.block_table)
+    members = set(free)
+    for block in range(pool.num_blocks):
+        count = pool.ref_counts[block]
+        _require((block in members) == (count == 0), f"block {block} is free and referenced, or neither")
+        _require((block in pool.free_list) == (block in members), f"block {block} has a stray link")
+        _require(
+            count == referenced[block], f"block {block} has count {count}, tables hold it {referenced[block]} times"
+        )
+
+
+def _check_content_map(pool: BlockPool) -> None:
+    for content, block in pool.by_hash.items():
+        _require(pool.hashes[block] == content, f"block {block} is found by a hash that it does not carry")
+    known = sum(1 for content in pool.hashes if content is not None)
+    _require(known == len(pool.by_hash), "a block carries a hash by which it is not found")
+
+
+def _check_table(pool: BlockPool, block_size: int, seq: Sequence) -> None:
+    table = seq.block_table
+    if seq.state is not SequenceState.RUNNING:
+        _require(not table and seq.num_computed_tokens == 0, f"{seq!r} does not run, yet holds blocks")
+        return
+    _require(len(set(table)) == len(table), f"{seq!r} holds a block twice")
+    _require(seq.num_computed_tokens <= len(table) * block_size, f"{seq!r} computed more tokens than its table covers")
+    _require(seq.num_computed_tokens < len(seq.token_ids), f"{seq!r} runs without a token to compute")
+    _require(len(table) <= -(-len(seq.token_ids) // block_size), f"{seq!r} holds more than one partly filled block")
+    _require(seq.num_published_blocks <= seq.num_computed_tokens // block_size, f"{seq!r} published a block too early")
+    hasher = BlockHasher(block_size)
+    content = hasher.root(seq.cache_salt)
+    for index in range(seq.num_published_blocks):
+        content = hasher.child(content, seq.token_ids[index * block_size : (index + 1) * block_size])
+        _require(pool.hashes[table[index]] in (None, content), f"{seq!r} shares a block of other content")
+
+
+def _require(holds: bool, contradiction: str) -> None:
+    if not holds:
+        raise InvariantViolation(contradiction)

@@ -1,0 +1,125 @@
+"""What sequences ask of the pool: find a prefix, grow, let go, publish full blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.hashing import BlockHasher
+from pagestream_engine.sequence import Sequence
+
+_PUBLISH_AT_LEAST = 32
+"""Blocks that are hashed in a step however few wait: about 50 microseconds."""
+
+
+class CacheManager:
+    """Block tables over one pool.
+
+    A full block is published (hashed, and found by others from then on) after its keys and values are computed.
+    Publishing waits in a queue of which each step takes a share, so that many sequences that fill a block in the same
+    step make no spike; what a sequence still has in the queue is published when it lets go of its blocks.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, *, enable_prefix_caching: bool) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_query_tokens = 0
+        self.num_hit_tokens = 0
+        self._hasher = BlockHasher(block_size)
+        self._unpublished: deque[Sequence] = deque()
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def num_missing_blocks(self, seq: Sequence, num_tokens: int) -> int:
+        """Blocks that the table lacks to cover the first `num_tokens`."""
+        return self.num_blocks_for(num_tokens) - len(seq.block_table)
+
+    # -- prefix --
+
+    def find_prefix(self, seq: Sequence) -> list[int]:
+        """The cached blocks of the longest known prefix; the last token is never part of it, as it needs logits."""
+        blocks: list[int] = []
+        if not self.enable_prefix_caching:
+            return blocks
+        for index in range((len(seq.token_ids) - 1) // self.block_size):
+            block = self.pool.lookup(self._hash(seq, index))
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def adopt_prefix(self, seq: Sequence, blocks: list[int]) -> None:
+        """References what `find_prefix` found as the beginning of an empty table."""
+        for block in blocks:
+            self.pool.acquire(block)
+        seq.block_table.extend(blocks)
+        seq.num_published_blocks = len(blocks)
+        seq.num_computed_tokens = len(blocks) * self.block_size
+        if self.enable_prefix_caching:
+            self.num_query_tokens += len(seq.token_ids)
+            self.num_hit_tokens += seq.num_computed_tokens
+
+    def num_free_blocks_used_by(self, blocks: list[int]) -> int:
+        """How many of these blocks are free now, and would no longer be once they are adopted."""
+        ref_counts = self.pool.ref_counts
+        return sum(1 for block in blocks if ref_counts[block] == 0)
+
+    # -- table --
+
+    def grow(self, seq: Sequence, num_tokens: int) -> None:
+        """Extends the table to cover the first `num_tokens`; the caller has seen to it that blocks are free."""
+        for _ in range(self.num_missing_blocks(seq, num_tokens)):
+            seq.block_table.append(self.pool.allocate())
+
+    def free(self, seq: Sequence) -> None:
+        """Publishes what is full, and drops all blocks: the end of the prefix is lost before its beginning."""
+        if seq.block_table:
+            self._publish(seq, self._num_full_blocks(seq))
+        for block in reversed(seq.block_table):
+            self.pool.release(block)
+        seq.block_table.clear()
+        seq.num_published_blocks = 0
+        seq.num_computed_tokens = 0
+
+    # -- publishing --
+
+    def note_full_block(self, seq: Sequence) -> None:
+        """Queues a sequence that has filled at least one more block."""
+        if self.enable_prefix_caching:
+            self._unpublished.append(seq)
+
+    def publish_some(self, num_tokens: int) -> None:
+        """Publishes the share of a step that computed `num_tokens`: what a step like it fills on average, a quarter of
+        the queue, or `_PUBLISH_AT_LEAST` blocks, whichever is most."""
+        queue = self._unpublished
+        left = max(_PUBLISH_AT_LEAST, len(queue) // 4, num_tokens // self.block_size)
+        while queue and left > 0:
+            seq = queue[0]
+            published = seq.num_published_blocks
+            full = self._num_full_blocks(seq)
+            self._publish(seq, min(full, published + left))
+            left -= max(1, seq.num_published_blocks - published)
+            if seq.num_published_blocks >= full:
+                queue.popleft()
+
+    def _num_full_blocks(self, seq: Sequence) -> int:
+        return seq.num_computed_tokens // self.block_size
+
+    def _publish(self, seq: Sequence, until: int) -> None:
+        if not self.enable_prefix_caching:
+            return
+        for index in range(seq.num_published_blocks, until):
+            self.pool.publish(seq.block_table[index], self._hash(seq, index))
+            seq.num_published_blocks = index + 1
+
+    def _hash(self, seq: Sequence, index: int) -> bytes:
+        """The chained hash of a full block of `token_ids`, which never change, so that it is computed once."""
+        hashes = seq.block_hashes
+        while len(hashes) <= index:
+            parent = hashes[-1] if hashes else self._hasher.root(seq.cache_salt)
+            start = len(hashes) * self.block_size
+            hashes.append(self._hasher.child(parent, seq.token_ids[start : start + self.block_size]))
+        return hashes[index]
