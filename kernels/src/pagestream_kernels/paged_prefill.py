@@ -1,0 +1,295 @@
+"""Prefill attention over the paged KV cache: packed chunks of new tokens, causal over cached prefix and new tokens."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from pagestream_kernels.checks import check_dtype, check_last_stride, check_output, check_same_device, check_shape
+from pagestream_kernels.dot import exact_dot, needs_upcast
+from pagestream_kernels.errors import KernelArgumentError
+from pagestream_kernels.paging import Geometry, check_cache, check_tables, gather_cache
+from pagestream_kernels.runtime import (
+    Backend,
+    Pointer,
+    Variant,
+    cdiv,
+    current_backend,
+    jit,
+    next_power_of_two,
+    pointer_to,
+    require_launchable,
+    tl,
+)
+
+LOG2_E = math.log2(math.e)
+MIN_DOT = 16  # tl.dot's smallest side
+
+
+@jit
+def _prefill_kernel(
+    out_ptr: Pointer,
+    query_ptr: Pointer,
+    key_cache_ptr: Pointer,
+    value_cache_ptr: Pointer,
+    block_tables_ptr: Pointer,
+    cu_query_lens_ptr: Pointer,
+    seq_lens_ptr: Pointer,
+    scale_log2: float,
+    out_stride_n: int,
+    out_stride_h: int,
+    query_stride_n: int,
+    query_stride_h: int,
+    key_stride_b: int,
+    key_stride_t: int,
+    key_stride_h: int,
+    key_stride_d: int,
+    value_stride_b: int,
+    value_stride_t: int,
+    value_stride_h: int,
+    value_stride_d: int,
+    table_stride: int,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    UPCAST: tl.constexpr,
+) -> None:
+    seq = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    first_token = tl.program_id(2) * BLOCK_TOKENS
+    query_start = tl.load(cu_query_lens_ptr + seq)
+    query_len = tl.load(cu_query_lens_ptr + seq + 1) - query_start
+    if first_token < query_len:
+        seq_len = tl.load(seq_lens_ptr + seq)
+        context_len = seq_len - query_len
+
+        # -- a row is one token of one query head: the heads that share a KV head share its loads --
+        rows = tl.arange(0, BLOCK_ROWS)
+        tokens = first_token + rows // GROUP
+        heads = kv_head * GROUP + rows % GROUP
+        row_mask = (rows < BLOCK_TOKENS * GROUP) & (tokens < query_len)
+        row_positions = context_len + tokens
+        columns = tl.arange(0, BLOCK_DIM)
+        column_mask = columns < HEAD_DIM
+        query_rows = (query_start + tokens).to(tl.int64)
+        query_offsets = query_rows * query_stride_n + heads * query_stride_h
+        query_mask = row_mask[:, None] & column_mask[None, :]
+        query = tl.load(query_ptr + query_offsets[:, None] + columns[None, :], mask=query_mask, other=0.0)
+
+        key_head_ptr = key_cache_ptr + kv_head * key_stride_h
+        value_head_ptr = value_cache_ptr + kv_head * value_stride_h
+        table_ptr = block_tables_ptr + seq * table_stride
+
+        maximum = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_ROWS,), tl.float32)
+        accumulator = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+        end = tl.minimum(seq_len, context_len + first_token + BLOCK_TOKENS)
+        for tile in range(0, end, BLOCK_KV):
+            positions = tile + tl.arange(0, BLOCK_KV)
+            token_mask = positions < end
+            blocks = tl.load(table_ptr + positions // CACHE_BLOCK, mask=token_mask, other=0).to(tl.int64)
+            offsets = positions % CACHE_BLOCK
+
+            # -- scores --
+            key_ptrs = (
+                key_head_ptr
+                + (blocks * key_stride_b + offsets * key_stride_t)[None, :]
+                + columns[:, None] * key_stride_d
+            )
+            keys = tl.load(key_ptrs, mask=column_mask[:, None] & token_mask[None, :], other=0.0)
+            scores = exact_dot(query, keys, UPCAST) * scale_log2
+            visible = token_mask[None, :] & (positions[None, :] <= row_positions[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+
+            # -- online softmax; position 0 is visible to every row, so the maximum is finite from the first tile on --
+            new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+            rescale = tl.exp2(maximum - new_maximum)
+            weights = tl.exp2(scores - new_maximum[:, None])
+            total = total * rescale + tl.sum(weights, axis=1)
+
+            # -- weighted values --
+            value_ptrs = (
+                value_head_ptr
+                + (blocks * value_stride_b + offsets * value_stride_t)[:, None]
+                + columns[None, :] * value_stride_d
+            )
+            values = tl.load(value_ptrs, mask=token_mask[:, None] & column_mask[None, :], other=0.0)
+            accumulator = accumulator * rescale[:, None]
+            accumulator += exact_dot(weights.to(values.dtype), values, UPCAST)
+            maximum = new_maximum
+
+        result = (accumulator / total[:, None]).to(out_ptr.dtype.element_ty)
+        out_offsets = query_rows * out_stride_n + heads * out_stride_h
+        tl.store(out_ptr + out_offsets[:, None] + columns[None, :], result, mask=query_mask)
+
+
+@lru_cache(maxsize=256)
+def prefill_variant(geometry: Geometry, backend: Backend) -> Variant:
+    """How the kernel is built for a cache and a GPU family."""
+    block_dim = max(MIN_DOT, next_power_of_two(geometry.head_dim))
+    exact = geometry.dtype == torch.float32
+    wide = block_dim > 128
+    block_rows = max(32 if exact else 64, next_power_of_two(geometry.group_size))
+    pointer = pointer_to(geometry.dtype)
+    strides = [f"{name}_stride_{axis}" for name in ("out", "query") for axis in "nh"]
+    cache_strides = [f"{name}_stride_{axis}" for name in ("key", "value") for axis in "bthd"]
+    return Variant(
+        kernel=_prefill_kernel,
+        signature={
+            **dict.fromkeys(("out_ptr", "query_ptr", "key_cache_ptr", "value_cache_ptr"), pointer),
+            **dict.fromkeys(("block_tables_ptr", "cu_query_lens_ptr", "seq_lens_ptr"), "*i32"),
+            "scale_log2": "fp32",
+            **dict.fromkeys((*strides, *cache_strides, "table_stride"), "i32"),
+        },
+        constants={
+            "HEAD_DIM": geometry.head_dim,
+            "GROUP": geometry.group_size,
+            "CACHE_BLOCK": geometry.block_size,
+            "BLOCK_DIM": block_dim,
+            "BLOCK_TOKENS": block_rows // geometry.group_size,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_KV": 32 if exact or wide else 64,
+            "UPCAST": needs_upcast(geometry.dtype),
+        },
+        num_warps=8 if wide or block_rows > 64 else 4,
+        num_stages=1 if exact or backend == "hip" else 2,
+        unit_strides=("key_stride_d", "value_stride_d"),
+    )
+
+
+def paged_prefill_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    *,
+    max_query_len: int,
+    scale: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of packed chunks of new tokens, each causal over its sequence's cached prefix and the chunk itself.
+
+    Args:
+        query: (total_new_tokens, num_heads, head_dim), float32, float16 or bfloat16, last dimension contiguous: the
+            chunks one after the other. num_heads is a multiple of num_kv_heads: head h reads KV head
+            h // (num_heads // num_kv_heads). head_dim <= 256.
+        key_cache, value_cache: (num_blocks, block_size, num_kv_heads, head_dim) of the same dtype with any strides,
+            a permuted view too; keys and values of the new tokens are already in it. block_size is 8, 16, 32 or 64.
+        block_tables: (num_seqs, max_blocks) int32. Entries within a sequence's length must be blocks of the cache
+            (not checked); the others are never read.
+        cu_query_lens: (num_seqs + 1,) int32: 0, then the running sum of the chunks' lengths (not checked).
+        seq_lens: (num_seqs,) int32: length with the new tokens, so at least the chunk's (not checked).
+        max_query_len: a bound on the chunks' lengths. Tokens beyond it are not computed.
+        scale: factor of the scores, usually head_dim ** -0.5.
+        out: as query, or None for a new tensor.
+
+    Returns:
+        (total_new_tokens, num_heads, head_dim), accumulated in float32.
+
+    Raises:
+        KernelArgumentError: a wrong shape, dtype, stride or device.
+        KernelUnavailableError: no Triton, or no GPU and no interpreter.
+
+    Source: PagedAttention, https://arxiv.org/abs/2309.06180; FlashAttention-2, https://arxiv.org/abs/2307.08691.
+    """
+    geometry, out = _check(
+        query, key_cache, value_cache, block_tables, cu_query_lens, seq_lens, max_query_len, scale, out
+    )
+    require_launchable(query.device, reference="paged_prefill_attention_reference")
+    variant = prefill_variant(geometry, current_backend())
+    variant.launch(
+        (seq_lens.shape[0], key_cache.shape[2], cdiv(max_query_len, variant.constants["BLOCK_TOKENS"])),
+        {
+            "out_ptr": out,
+            "query_ptr": query,
+            "key_cache_ptr": key_cache,
+            "value_cache_ptr": value_cache,
+            "block_tables_ptr": block_tables,
+            "cu_query_lens_ptr": cu_query_lens,
+            "seq_lens_ptr": seq_lens,
+            "scale_log2": scale * LOG2_E,
+            "out_stride_n": out.stride(0),
+            "out_stride_h": out.stride(1),
+            "query_stride_n": query.stride(0),
+            "query_stride_h": query.stride(1),
+            **{f"key_stride_{axis}": stride for axis, stride in zip("bthd", key_cache.stride(), strict=True)},
+            **{f"value_stride_{axis}": stride for axis, stride in zip("bthd", value_cache.stride(), strict=True)},
+            "table_stride": block_tables.stride(0),
+        },
+    )
+    return out
+
+
+def paged_prefill_attention_reference(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    *,
+    max_query_len: int,
+    scale: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`paged_prefill_attention` in torch, on any device; same arguments, result and errors. One pass a sequence."""
+    geometry, out = _check(
+        query, key_cache, value_cache, block_tables, cu_query_lens, seq_lens, max_query_len, scale, out
+    )
+    starts = cu_query_lens.tolist()
+    for index, seq_len in enumerate(seq_lens.tolist()):
+        start, end = starts[index], min(starts[index + 1], starts[index] + max_query_len)
+        table = block_tables[index : index + 1, : cdiv(seq_len, geometry.block_size)]
+        keys = gather_cache(key_cache, table)[0, :seq_len].float()
+        values = gather_cache(value_cache, table)[0, :seq_len].float()
+        positions = torch.arange(seq_len, device=query.device)
+        first_position = seq_len - (starts[index + 1] - start)
+        visible = positions <= first_position + torch.arange(end - start, device=query.device)[:, None]
+        grouped = query[start:end].float().reshape(end - start, keys.shape[1], geometry.group_size, geometry.head_dim)
+        scores = torch.einsum("qkgd,tkd->kgqt", grouped, keys) * scale
+        weights = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
+        out[start:end] = torch.einsum("kgqt,tkd->qkgd", weights, values).flatten(1, 2).to(out.dtype)
+    return out
+
+
+def _check(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+    out: Tensor | None,
+) -> tuple[Geometry, Tensor]:
+    geometry = check_cache(query, key_cache, value_cache)
+    check_shape("seq_lens", seq_lens, (None,), meaning="(num_seqs,)")
+    num_seqs = seq_lens.shape[0]
+    check_tables(block_tables, seq_lens, num_seqs)
+    check_dtype("cu_query_lens", cu_query_lens, (torch.int32,))
+    check_shape("cu_query_lens", cu_query_lens, (num_seqs + 1,), meaning="(num_seqs + 1,)")
+    check_last_stride("cu_query_lens", cu_query_lens)
+    if max_query_len < 0:
+        raise KernelArgumentError(f"max_query_len: expected at least 0, got {max_query_len}")
+    if not math.isfinite(scale):
+        raise KernelArgumentError(f"scale: expected a finite number, got {scale}")
+    check_same_device(
+        ("query", query),
+        ("key_cache", key_cache),
+        ("value_cache", value_cache),
+        ("block_tables", block_tables),
+        ("cu_query_lens", cu_query_lens),
+        ("seq_lens", seq_lens),
+        ("out", out),
+    )
+    return geometry, check_output("out", out, query, query.shape)

@@ -1,0 +1,119 @@
+"""Triton, where it is installed, and what a launch needs to know about the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from pagestream_kernels.errors import KernelUnavailableError
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the references stay usable
+    triton = None
+    tl = None
+
+__all__ = [
+    "INTERPRETED",
+    "Backend",
+    "Pointer",
+    "Variant",
+    "cdiv",
+    "current_backend",
+    "jit",
+    "next_power_of_two",
+    "num_processors",
+    "pointer_to",
+    "require_launchable",
+    "tl",
+]
+
+Pointer: TypeAlias = Any
+"""A tensor at the launch, a pointer inside the kernel."""
+
+Backend: TypeAlias = Literal["cuda", "hip"]
+
+INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
+"""Whether the kernels of this process run under Triton's interpreter; fixed when Triton is imported."""
+
+INTERPRETER_PROCESSORS = 4
+"""The interpreter runs one program at a time; it plays a small GPU, so that work is split there too."""
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit`, or the plain function where Triton is not installed (a launch then says so)."""
+    return function if triton is None else triton.jit(function)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One specialisation of a kernel: everything that its machine code depends on.
+
+    The launcher and the ahead-of-time compiler both start from it, so what is compiled in the tests is what runs.
+    """
+
+    kernel: Any
+    signature: Mapping[str, str]  # runtime argument -> Triton type, in any order
+    constants: Mapping[str, Any]  # compile-time argument -> value
+    num_warps: int
+    num_stages: int
+    unit_strides: tuple[str, ...] = field(default=())  # arguments that are 1 for every usual layout: Triton folds them
+
+    def launch(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
+        """Start the kernel; a grid without programs starts nothing."""
+        if 0 in grid:
+            return
+        self.kernel[grid](**arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+_TRITON_NAMES: Mapping[torch.dtype, str] = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+def pointer_to(dtype: torch.dtype) -> str:
+    """The signature type of a pointer to `dtype`: `*fp16`."""
+    return "*" + _TRITON_NAMES[dtype]
+
+
+def current_backend() -> Backend:
+    """Which compiler a launch in this process uses."""
+    return "hip" if torch.version.hip is not None else "cuda"
+
+
+def require_launchable(device: torch.device, *, reference: str) -> None:
+    """Raise KernelUnavailableError unless a kernel can run on tensors of `device` in this process."""
+    if triton is None:
+        raise KernelUnavailableError(f"Triton is not installed; use {reference} or install triton==3.7.1")
+    if device.type != "cuda" and not INTERPRETED:
+        raise KernelUnavailableError(
+            f"tensors are on {device}, and a compiled kernel needs a GPU; use {reference}, or set TRITON_INTERPRET=1 "
+            "before Triton is imported"
+        )
+
+
+@lru_cache(maxsize=16)
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors (compute units) of a GPU."""
+    if device.type != "cuda":
+        return INTERPRETER_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """Division rounded up."""
+    return -(-numerator // denominator)
+
+
+def next_power_of_two(value: int) -> int:
+    """The smallest power of two that is at least `value` (>= 1)."""
+    return 1 << (value - 1).bit_length()
