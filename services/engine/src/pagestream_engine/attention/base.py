@@ -1,0 +1,111 @@
+"""What a model asks of the machine between its matrix products: attention over the paged cache, and the small steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """A step's packed tokens: the chunks of all prefills, then one token of each decode.
+
+    The keys and values of a sequence's first `seq_len - query_len` tokens are in the cache already.
+    """
+
+    positions: Tensor
+    """(tokens,) int64: place of each token in its sequence."""
+    slots: Tensor
+    """(tokens,) int64: where its key and value go, block * block_size + offset."""
+    block_tables: Tensor
+    """(sequences, most blocks) int32, padded with 0."""
+    query_lens: list[int]
+    """New tokens of each sequence; 1 for decodes."""
+    seq_lens: list[int]
+    """Tokens of each sequence, the new ones included."""
+    num_prefills: int
+    """Leading sequences that are prefills."""
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Leading tokens that belong to prefills."""
+        return sum(self.query_lens[: self.num_prefills])
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """One layer's cache, keys and values each (num_blocks, num_kv_heads, block_size, head_dim)."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    """Tokens a block."""
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
+
+
+PlanT = TypeVar("PlanT")
+
+
+class AttentionBackend(ABC, Generic[PlanT]):
+    """Owns the KV cache, and knows the fastest way over it on one kind of device.
+
+    A cache slot is written once, by `attend`, before any query reads it; a backend never reads past a sequence's
+    length, so that what a block held before is never seen. `PlanT` is what all layers of a step share.
+    """
+
+    def __init__(self, shape: CacheShape, cos_sin: Tensor) -> None:
+        """`cos_sin` is (positions, head_dim) float32: cosines, then sines, of each position's angles."""
+        self.shape = shape
+        self.cos_sin = cos_sin
+        self.device = cos_sin.device
+        self.scale = shape.head_dim**-0.5
+        self.key_cache: list[Tensor] = []
+        self.value_cache: list[Tensor] = []
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocates the cache of all layers, zeroed: pages are touched now and not in the middle of a request."""
+        shape = self.shape
+        size = (2, shape.num_layers, num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        keys, values = torch.zeros(size, dtype=shape.dtype, device=self.device).unbind(0)
+        self.key_cache, self.value_cache = list(keys.unbind(0)), list(values.unbind(0))
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> PlanT:
+        """Prepares, once a step, what every layer needs."""
+
+    @abstractmethod
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, plan: PlanT) -> Tensor:
+        """Rotates query and key, writes key and value to their slots, and attends causally.
+
+        Args:
+            layer: index of the layer.
+            query: (tokens, num_heads, head_dim), may be overwritten.
+            key: (tokens, num_kv_heads, head_dim), may be overwritten.
+            value: (tokens, num_kv_heads, head_dim).
+            plan: of this step's batch.
+
+        Returns:
+            (tokens, num_heads * head_dim), in the packed order.
+        """
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The norm of `x + residual`, and that sum; both arguments may be overwritten."""
+
+    @abstractmethod
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """(tokens, 2 * d) -> (tokens, d): silu of the first half times the second."""

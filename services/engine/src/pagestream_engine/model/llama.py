@@ -1,0 +1,76 @@
+"""The Llama family: Llama, Mistral, Qwen2 and Qwen3 differ only in biases and in the norm of query and key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F  # noqa: N812 - torch's own habit
+from torch import Tensor
+
+from pagestream_engine.attention import AttentionBackend
+from pagestream_engine.model.config import ModelInfo
+from pagestream_engine.model.layers import Linear
+
+
+@dataclass(slots=True)
+class Layer:
+    """One decoder layer's weights."""
+
+    input_norm: Tensor
+    qkv: Linear
+    """Query, key and value projections as one, rows in this order."""
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    """Gate and up projections as one, rows in this order."""
+    down: Linear
+
+
+class LlamaModel:
+    """The forward pass over packed tokens. Weights come from `loader`, everything between them from the backend."""
+
+    def __init__(self, info: ModelInfo, embedding: Tensor, layers: list[Layer], norm: Tensor, head: Linear) -> None:
+        """`embedding` is (vocab_size, hidden_size), `head` maps a hidden state to logits."""
+        self.info = info
+        self.embedding = embedding
+        self.layers = layers
+        self.norm = norm
+        self.head = head
+
+    def forward(self, token_ids: Tensor, backend: AttentionBackend[Any], plan: Any) -> Tensor:
+        """Runs all layers.
+
+        Args:
+            token_ids: (tokens,) int64, packed.
+            backend: whose cache holds the earlier tokens, and takes these.
+            plan: `backend.plan` of this step.
+
+        Returns:
+            (tokens, hidden_size), before the last norm.
+        """
+        eps = self.info.rms_norm_eps
+        residual = F.embedding(token_ids, self.embedding)
+        x = backend.rms_norm(residual, self.layers[0].input_norm, eps)
+        for index, layer in enumerate(self.layers):
+            if index:
+                x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps)
+            x = layer.output(self._attend(index, layer, x, backend, plan))
+            x, residual = backend.add_rms_norm(x, residual, layer.post_norm, eps)
+            x = layer.down(backend.silu_and_mul(layer.gate_up(x)))
+        return x.add_(residual)
+
+    def logits(self, hidden: Tensor, backend: AttentionBackend[Any]) -> Tensor:
+        """(rows, hidden_size) -> (rows, vocab_size), for the rows that are sampled."""
+        return self.head(backend.rms_norm(hidden, self.norm, self.info.rms_norm_eps))
+
+    def _attend(self, index: int, layer: Layer, x: Tensor, backend: AttentionBackend[Any], plan: Any) -> Tensor:
+        info = self.info
+        heads = layer.qkv(x).view(x.shape[0], -1, info.head_dim)
+        query, key, value = heads.tensor_split((info.num_heads, info.num_heads + info.num_kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query = backend.rms_norm(query, layer.q_norm, info.rms_norm_eps)
+            key = backend.rms_norm(key, layer.k_norm, info.rms_norm_eps)
+        return backend.attend(index, query, key, value, plan)

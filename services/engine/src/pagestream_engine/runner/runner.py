@@ -1,0 +1,114 @@
+"""Runs scheduled steps: owns the model, the attention backend with its cache, and the sampler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pagestream_engine.attention import CacheShape, select_backend
+from pagestream_engine.config import EngineConfig
+from pagestream_engine.errors import ConfigError
+from pagestream_engine.model.config import ModelInfo
+from pagestream_engine.model.loader import load_model
+from pagestream_engine.model.rope import cos_sin_table
+from pagestream_engine.runner.batch import build_batch
+from pagestream_engine.runner.memory import cache_bytes
+from pagestream_engine.sampler import sample
+from pagestream_engine.scheduler.base import ScheduledStep
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class ModelRunner:
+    """One model on one device.
+
+    Construct, `allocate_kv_cache`, then `execute` any number of steps. Not thread-safe: the engine's step loop owns it.
+    """
+
+    def __init__(self, model_dir: Path, config: EngineConfig, device: torch.device) -> None:
+        """Loads the weights.
+
+        Raises:
+            ModelError: the folder is incomplete, or holds a model that is not supported.
+            ConfigError: `max_model_len` or `attention_backend` does not fit the model or the device.
+        """
+        self.model_config = ModelInfo.from_folder(model_dir)
+        self.device = device
+        self.dtype = _DTYPES.get(config.model.dtype, self.model_config.dtype)
+        self._config = config
+        info = self.model_config
+        self.max_model_len = _max_model_len(config.model.max_model_len, info)
+        shape = CacheShape(info.num_layers, info.num_kv_heads, info.head_dim, config.cache.block_size, self.dtype)
+        cos_sin = cos_sin_table(info.rope, info.head_dim, self.max_model_len, device)
+        self._backend = select_backend(config.model.attention_backend, shape, cos_sin)
+        with torch.inference_mode():
+            self._model = load_model(model_dir, info, dtype=self.dtype, device=device)
+
+    def profile_num_blocks(self) -> int:
+        """Blocks of the cache: `num_gpu_blocks_override`, or what fits (see `memory`) and can be used.
+
+        Raises:
+            ConfigError: not even one block fits.
+        """
+        cache, scheduler = self._config.cache, self._config.scheduler
+        if cache.num_gpu_blocks_override is not None:
+            return cache.num_gpu_blocks_override
+        fitting = cache_bytes(self.device, cache.gpu_memory_utilization) // self._backend.shape.block_bytes
+        if fitting < 1:
+            raise ConfigError(
+                "gpu_memory_utilization",
+                cache.gpu_memory_utilization,
+                f"room for blocks of {self._backend.shape.block_bytes} bytes",
+                "free some memory, lower block_size, or set num_gpu_blocks_override",
+            )
+        useful = scheduler.max_num_seqs * -(-self.max_model_len // cache.block_size)
+        return min(fitting, useful)
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Allocates the cache; block ids are 0 to `num_blocks - 1`.
+
+        Raises:
+            ConfigError: `num_blocks` is below 1.
+        """
+        if num_blocks < 1:
+            raise ConfigError("num_gpu_blocks_override", num_blocks, "at least 1")
+        self._backend.allocate(num_blocks)
+
+    @torch.inference_mode()
+    def execute(self, step: ScheduledStep) -> list[int]:
+        """Computes a step and samples.
+
+        Returns:
+            One token id for each scheduled sequence with `needs_sample`, prefills first, then decodes. [] for an empty
+            step, or one that only fills the cache.
+        """
+        if step.is_empty:
+            return []
+        batch = build_batch(step, self._config.cache.block_size, self.device)
+        plan = self._backend.plan(batch.attention)
+        hidden = self._model.forward(batch.token_ids, self._backend, plan)
+        if not batch.sample_seqs:
+            return []
+        logits = self._model.logits(hidden[batch.sample_rows], self._backend)
+        return sample(logits, batch.sample_seqs, self.model_config.eos_token_ids)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of a `device` option; auto is the GPU where there is one.
+
+    Raises:
+        ConfigError: cuda is asked for, and there is none.
+    """
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ConfigError("device", name, "cpu or auto", "torch finds no GPU on this machine")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and has_gpu) else "cpu")
+
+
+def _max_model_len(given: int | None, info: ModelInfo) -> int:
+    if given is None:
+        return info.max_position_embeddings
+    if given > info.max_position_embeddings:
+        raise ConfigError("max_model_len", given, f"at most the model's context of {info.max_position_embeddings}")
+    return given

@@ -1,0 +1,62 @@
+"""Noise as a pure function of (seed, position, token id).
+
+Whatever else is in the batch, whichever device computes it and however often a request is moved or preempted: the same
+seed and position give the same noise. The bits are those of splitmix64 (Steele, Lea and Flood 2014, "Fast splittable
+pseudorandom number generators"; constants by Stafford's mix 13): each (seed, position) is hashed to a starting state,
+and token id i takes output i of the stream from there. It is counter-based, as Philox is, at a third of the integer
+operations on a vectorised CPU. All arithmetic is in int64, whose wrap-around is that of uint64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15, 2^64 / golden ratio
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_HALF_STEP = 0.5
+_LARGEST = 1.0 - 2.0**-24  # below 1 in float32: the noise stays finite
+
+
+def gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+    """Standard Gumbel noise for every token id.
+
+    Adding it to logits and taking the largest samples from their softmax (the Gumbel-max trick).
+
+    Args:
+        seeds: (rows,) int64.
+        positions: (rows,) int64: index of the token to sample within the request's output.
+        num_tokens: size of the vocabulary.
+
+    Returns:
+        (rows, num_tokens) float32, finite.
+    """
+    exponential = torch.log1p(uniform(seeds, positions, num_tokens).neg_()).neg_()
+    return exponential.log_().neg_()
+
+
+def uniform(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+    """(rows, num_tokens) float32 in (0, 1), of 53 random bits: fine near 0, whence the largest Gumbel values come."""
+    bits = random_bits(seeds, positions, num_tokens)
+    numbers = _logical_shift(bits, 11).to(torch.float32).add_(_HALF_STEP)
+    return numbers.mul_(2.0**-53).clamp_(max=_LARGEST)
+
+
+def random_bits(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+    """(rows, num_tokens) int64: 64 random bits for each row and token id."""
+    state = _mix(_mix(seeds + _GAMMA) ^ (positions * _GAMMA))
+    counters = torch.arange(1, num_tokens + 1, dtype=torch.int64, device=seeds.device) * _GAMMA
+    return _mix(state[:, None] + counters)
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = z ^ _logical_shift(z, 30)
+    z = z.mul_(_MIX_1)
+    z = z.bitwise_xor_(_logical_shift(z, 27)).mul_(_MIX_2)
+    return z.bitwise_xor_(_logical_shift(z, 31))
+
+
+def _logical_shift(z: Tensor, count: int) -> Tensor:
+    """Right shift that fills with zeros; torch's fills with the sign."""
+    return (z >> count).bitwise_and_((1 << (64 - count)) - 1)

@@ -1,0 +1,129 @@
+"""Small model folders with random weights, made with `transformers`: what parity is held against."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 331
+"""No multiple of a vector's width."""
+_INIT_STD = 0.15
+"""Large enough that the next token depends on all earlier ones: with the usual 0.02 greedy output is one token."""
+_SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 96,
+    "intermediate_size": 136,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": _INIT_STD,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A configuration class of `transformers` by name, and how it differs from the common shape."""
+
+    config_class: str
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+TINY_MODELS: dict[str, TinyModel] = {
+    "llama": TinyModel("LlamaConfig"),
+    "llama-tied": TinyModel("LlamaConfig", {"tie_word_embeddings": True, "head_dim": 24, "attention_bias": True}),
+    "llama3-rope": TinyModel(
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama-linear-rope": TinyModel(
+        "LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}
+    ),
+    "qwen2": TinyModel("Qwen2Config", {"num_key_value_heads": 3}),
+    "qwen3": TinyModel("Qwen3Config", {"head_dim": 32, "num_key_value_heads": 1}),
+    "mistral": TinyModel("MistralConfig", {"num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": None}),
+}
+
+
+def make_model(folder: Path, name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Writes a model folder (config, generation config, safetensors, tokenizer), once; returns it.
+
+    Args:
+        folder: where; taken as it is if it already holds a model.
+        name: key of `TINY_MODELS`.
+        seed: of the weights.
+        dtype: that the weights are stored in.
+        changes: configuration fields that differ further.
+    """
+    if (folder / "config.json").is_file():
+        return folder
+    import transformers
+
+    tiny = TINY_MODELS[name]
+    config = getattr(transformers, tiny.config_class)(**{**_SHAPE, **tiny.changes, **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        _randomise_vectors(model)
+    model.to(dtype).save_pretrained(folder)
+    write_tokenizer(folder, config.vocab_size)
+    return folder
+
+
+def write_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE) -> None:
+    """A byte-level BPE tokenizer without merges: each byte of a text is a token; ids past the bytes are words."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    specials = ["<unk>", "<s>", "</s>"]
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"Ġw{index}" for index in range(max(0, vocab_size - len(specials) - len(characters)))]
+    vocab = {token: index for index, token in enumerate([*specials, *characters, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The folder as `transformers` runs it, for comparisons."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def random_prompts(lengths: list[int], *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
+    """Prompts of these lengths, of ordinary tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _randomise_vectors(model: Any) -> None:
+    """Norm weights and biases, which `transformers` starts as ones and zeros, get values that a mistake would show."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
