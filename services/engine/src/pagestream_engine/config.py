@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypedDict
 
 from pagestream_engine.errors import ConfigError, UnsupportedOption
 
@@ -85,6 +86,26 @@ class SchedulerConfig:
             )
 
 
+class EngineOptions(TypedDict, total=False):
+    """The flat option names, which are vLLM's; see the groups for their meaning."""
+
+    dtype: str
+    max_model_len: int | None
+    device: str
+    attention_backend: str
+    seed: int
+    block_size: int
+    num_gpu_blocks_override: int | None
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    scheduling_policy: str
+    swap_space: float
+    cpu_offload_gb: float
+    kv_cache_dtype: str
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """All settings of one engine.
@@ -98,13 +119,14 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     @classmethod
-    def from_options(cls, **options: Any) -> EngineConfig:
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
         """Builds the groups from vLLM's flat option names, as `LLM` and the command line take them.
 
         Raises:
             ConfigError: an option is unknown or malformed.
             UnsupportedOption: `swap_space`, `cpu_offload_gb` or `kv_cache_dtype` asks for more than the default.
         """
+        options = dict(options)
         _refuse_unsupported(options)
         names = [name for group in _GROUPS.values() for name in group]
         unknown = sorted(set(options) - set(names))

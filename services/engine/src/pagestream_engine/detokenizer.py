@@ -118,7 +118,9 @@ def _text_if_complete(raw: bytes) -> str | bytes:
 
 def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
     """The types of the decoder and of the decoders inside it."""
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    if tokenizer.decoder is None:
+        return set()
+    decoder = json.loads(tokenizer.decoder.__getstate__())
     return {decoder.get("type", "")} | {inner.get("type", "") for inner in decoder.get("decoders", ())}
 
 

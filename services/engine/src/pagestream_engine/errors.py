@@ -19,6 +19,13 @@ class UnsupportedOption(ConfigError):  # noqa: N818 - reads as what happened
     """An option is known, but this version supports only its default."""
 
 
+class ModelNotFound(EngineError, FileNotFoundError):  # noqa: N818
+    """There is no readable model where one was expected."""
+
+    def __init__(self, given: str, expected: str) -> None:
+        super().__init__(f"model: given {given!r}, expected {expected}")
+
+
 class InvariantViolation(EngineError):  # noqa: N818
     """The engine's bookkeeping contradicts itself: a bug, never the fault of a request."""
 

@@ -1,0 +1,340 @@
+"""The engine: requests in, one step at a time, tokens and text out."""
+
+from __future__ import annotations
+
+import logging
+import random
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from pathlib import Path
+from time import perf_counter
+from typing import Protocol
+
+from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.invariants import check_cache
+from pagestream_engine.cache.manager import CacheManager
+from pagestream_engine.config import EngineConfig
+from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces
+from pagestream_engine.errors import ConfigError, InvalidRequest, InvariantViolation, PromptTooLong
+from pagestream_engine.folder import load_tokenizer, resolve_model
+from pagestream_engine.generation import Generation
+from pagestream_engine.outputs import EngineStats, StepOutput
+from pagestream_engine.sampling_params import SamplingParams
+from pagestream_engine.scheduler.base import ScheduledSequence, ScheduledStep
+from pagestream_engine.scheduler.policy import make_policy
+from pagestream_engine.scheduler.scheduler import Scheduler
+from pagestream_engine.sequence import Sequence
+
+_log = logging.getLogger(__name__)
+
+
+class ModelFacts(Protocol):
+    """What the engine must know of a model."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> Tokens[int]: ...
+
+
+class Runner(Protocol):
+    """What runs the steps: `runner.ModelRunner`, or a small real one in tests."""
+
+    @property
+    def model_config(self) -> ModelFacts: ...
+    def profile_num_blocks(self) -> int: ...
+    def allocate_kv_cache(self, num_blocks: int) -> None: ...
+    def execute(self, step: ScheduledStep) -> list[int]: ...
+
+
+RunnerFactory = Callable[[Path, EngineConfig], Runner]
+
+
+def make_model_runner(folder: Path, config: EngineConfig) -> Runner:
+    """Loads the model onto the configured device."""
+    import torch
+
+    from pagestream_engine.runner.runner import ModelRunner
+
+    device = config.model.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return ModelRunner(folder, config, torch.device(device))
+
+
+class Engine:
+    """Continuous batching of one model. Not thread-safe: one thread calls it, or a lock does.
+
+    Args:
+        model: a model folder, or the name of a Hugging Face repository.
+        config: settings.
+        make_runner: builds what computes the steps.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        ConfigError: a setting does not fit the model or the memory.
+    """
+
+    def __init__(
+        self, model: str | Path, config: EngineConfig, *, make_runner: RunnerFactory = make_model_runner
+    ) -> None:
+        folder = resolve_model(model)
+        self.config = config
+        self.tokenizer = load_tokenizer(folder)
+        self._runner = make_runner(folder, config)
+        facts = self._runner.model_config
+        num_blocks = config.cache.num_gpu_blocks_override or self._runner.profile_num_blocks()
+        self.block_size = config.cache.block_size
+        self.max_model_len = _fit_model_len(config, facts, num_blocks)
+        self.eos_token_ids = frozenset(facts.eos_token_ids)
+        self.vocab_size = facts.vocab_size
+        self._runner.allocate_kv_cache(num_blocks)
+        self._pool = BlockPool(num_blocks)
+        self._cache = CacheManager(
+            self._pool, self.block_size, enable_prefix_caching=config.cache.enable_prefix_caching
+        )
+        self._scheduler = Scheduler(config.scheduler, self._cache, make_policy(config.scheduler.scheduling_policy))
+        self._pieces = Pieces(self.tokenizer) if self.tokenizer is not None else None
+        self._generations: dict[str, Generation] = {}
+        self._already_ended: list[StepOutput] = []
+        self._seeds = random.Random(config.model.seed)
+        self._num_arrivals = 0
+        self._counts = _Counts()
+
+    # -- requests --
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Tokens[int],
+        params: SamplingParams,
+        *,
+        output_token_ids: Tokens[int] = (),
+        priority: int = 0,
+    ) -> None:
+        """Queues one sequence.
+
+        Args:
+            request_id: unique among the unfinished ones.
+            prompt_token_ids: at least one token, at most `max_model_len - 1`.
+            params: with `n` 1; choices are requests of their own (see `SamplingParams.for_child`).
+            output_token_ids: what an earlier run of this request has generated. The next output is the token after
+                them; if they reach the end already, it is that end without a token.
+            priority: kept for policies that look at it.
+
+        Raises:
+            InvalidRequest: names what is wrong (a `ValueError`). The engine is unhurt.
+            PromptTooLong: the prompt leaves no room for a new token.
+        """
+        self._check_request(request_id, prompt_token_ids, output_token_ids, params)
+        seq = self._make_sequence(request_id, prompt_token_ids, params, output_token_ids, priority)
+        generation = Generation(seq, self._make_detokenizer(prompt_token_ids, params), self.eos_token_ids)
+        num_taken, end = generation.replay(output_token_ids)
+        if num_taken < len(output_token_ids):
+            raise InvalidRequest(
+                f"output_token_ids: given {len(output_token_ids)} tokens, expected at most {num_taken}, "
+                "where the output ends by its parameters; resume with the parameters of the first run"
+            )
+        if end is not None:
+            self._already_ended.append(StepOutput(request_id, None, end.text, end.finish_reason, end.stop_reason))
+            return
+        self._num_arrivals += 1
+        self._generations[request_id] = generation
+        self._scheduler.add(seq)
+
+    def abort_request(self, request_id: str) -> None:
+        """Drops a request and frees its blocks; there will be no output. An unknown id is ignored."""
+        self._already_ended = [output for output in self._already_ended if output.request_id != request_id]
+        generation = self._generations.pop(request_id, None)
+        if generation is not None:
+            self._scheduler.abort(generation.seq)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._generations or self._already_ended)
+
+    # -- steps --
+
+    def step(self) -> list[StepOutput]:
+        """Runs one step: schedule, model, then text and ends. Returns one output for each new token; [] when idle.
+
+        What the runner raises comes through. The step can then be run again; no request has moved.
+        """
+        started = perf_counter()
+        step = self._scheduler.schedule()
+        scheduled = perf_counter()
+        outputs, self._already_ended = self._already_ended, []
+        if step.is_empty:
+            if self._generations and not outputs:
+                raise InvariantViolation(f"{len(self._generations)} requests wait and nothing can run")
+            return outputs
+        try:
+            token_ids = self._runner.execute(step)
+        except BaseException:
+            self._already_ended = outputs
+            raise
+        executed = perf_counter()
+        sampled = [chunk for chunk in step.prefills if chunk.needs_sample] + step.decodes
+        if len(token_ids) != len(sampled):
+            raise InvariantViolation(f"the runner gave {len(token_ids)} tokens for {len(sampled)} sequences")
+        self._scheduler.advance(step, token_ids)
+        advanced = perf_counter()
+        outputs += self._take_tokens(sampled, token_ids)
+        self._counts.note(step, len(token_ids), scheduled - started + advanced - executed, perf_counter() - started)
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """A snapshot of load, cache and work done."""
+        pool, counts = self._pool, self._counts
+        return EngineStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            kv_utilization=1.0 - pool.num_free / pool.num_blocks,
+            prefix_query_tokens=self._cache.num_query_tokens,
+            prefix_hit_tokens=self._cache.num_hit_tokens,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_steps=counts.num_steps,
+            num_prompt_tokens=counts.num_prompt_tokens,
+            num_generated_tokens=counts.num_generated_tokens,
+            last_step_s=counts.last_step_s,
+            last_schedule_s=counts.last_schedule_s,
+            total_step_s=counts.total_step_s,
+            total_schedule_s=counts.total_schedule_s,
+        )
+
+    def check_invariants(self) -> None:
+        """Checks the bookkeeping of blocks between two steps; O(blocks), so for tests and idle times.
+
+        Raises:
+            InvariantViolation: names the first contradiction.
+        """
+        sequences = list(self._scheduler.sequences())
+        check_cache(self._pool, self.block_size, sequences)
+        if {seq.seq_id for seq in sequences} != self._generations.keys():
+            raise InvariantViolation("the scheduler's sequences are not the engine's requests")
+        if len(sequences) != self._scheduler.num_running + self._scheduler.num_waiting:
+            raise InvariantViolation("the scheduler's counts do not match its sequences")
+
+    # -- inside --
+
+    def _take_tokens(self, sampled: list[ScheduledSequence], token_ids: list[int]) -> list[StepOutput]:
+        outputs: list[StepOutput] = []
+        ended: list[Sequence] = []
+        for entry, token_id in zip(sampled, token_ids, strict=True):
+            seq = entry.seq
+            try:
+                text, finish, stop = self._generations[seq.seq_id].take(token_id, seq.num_output_tokens)
+                error = None
+            except Exception as caught:  # noqa: BLE001 - whatever one request's text raises must not hurt its neighbours
+                _log.exception("request %s failed", seq.seq_id)
+                text, finish, stop, error = "", "error", None, f"{type(caught).__name__}: {caught}"
+            outputs.append(StepOutput(seq.seq_id, token_id, text, finish, stop, seq.num_cached_tokens, error))
+            if finish is not None:
+                ended.append(seq)
+                del self._generations[seq.seq_id]
+        self._scheduler.retire(ended)
+        return outputs
+
+    def _make_sequence(
+        self,
+        request_id: str,
+        prompt_token_ids: Tokens[int],
+        params: SamplingParams,
+        output_token_ids: Tokens[int],
+        priority: int,
+    ) -> Sequence:
+        max_total_tokens = self.max_model_len
+        if params.max_tokens is not None:
+            max_total_tokens = min(max_total_tokens, len(prompt_token_ids) + params.max_tokens)
+        end_token_ids = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            end_token_ids |= self.eos_token_ids
+        return Sequence(
+            request_id,
+            prompt_token_ids,
+            params,
+            seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
+            arrival=self._num_arrivals,
+            max_total_tokens=max_total_tokens,
+            output_token_ids=output_token_ids,
+            priority=priority,
+            end_token_ids=end_token_ids,
+        )
+
+    def _make_detokenizer(self, prompt: Tokens[int], params: SamplingParams) -> IncrementalDetokenizer | None:
+        if self._pieces is None:
+            return None
+        return IncrementalDetokenizer(self._pieces, prompt, skip_special_tokens=params.skip_special_tokens)
+
+    def _check_request(
+        self, request_id: str, prompt: Tokens[int], outputs: Tokens[int], params: SamplingParams
+    ) -> None:
+        if request_id in self._generations:
+            raise InvalidRequest(f"request_id: given {request_id!r}, which is running; expected a new one")
+        if params.n != 1:
+            raise InvalidRequest(f"n: given {params.n}, expected 1; add one request for each choice")
+        if params.stop_strings and self.tokenizer is None:
+            raise InvalidRequest("stop: stop strings need a tokenizer.json in the model folder; use stop_token_ids")
+        self._check_tokens("prompt_token_ids", prompt)
+        self._check_tokens("output_token_ids", outputs)
+        if not prompt:
+            raise InvalidRequest("prompt: given no tokens, expected at least one")
+        if len(prompt) >= self.max_model_len:
+            raise PromptTooLong(len(prompt), self.max_model_len)
+
+    def _check_tokens(self, field: str, token_ids: Tokens[int]) -> None:
+        try:
+            low, high = min(array("q", token_ids), default=0), max(token_ids, default=0)
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequest(f"{field}: expected whole numbers: {error}") from error
+        if low < 0 or high >= self.vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequest(f"{field}: given token {wrong}, expected 0 to {self.vocab_size - 1}, the vocabulary")
+
+
+class _Counts:
+    """What the engine has done since its start."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.last_step_s = 0.0
+        self.last_schedule_s = 0.0
+        self.total_step_s = 0.0
+        self.total_schedule_s = 0.0
+
+    def note(self, step: ScheduledStep, num_sampled: int, schedule_s: float, step_s: float) -> None:
+        self.num_steps += 1
+        self.num_prompt_tokens += sum(chunk.num_new_tokens for chunk in step.prefills)
+        self.num_generated_tokens += num_sampled
+        self.last_step_s = step_s
+        self.last_schedule_s = schedule_s
+        self.total_step_s += step_s
+        self.total_schedule_s += schedule_s
+
+
+def _fit_model_len(config: EngineConfig, facts: ModelFacts, num_blocks: int) -> int:
+    """The longest sequence: what was asked for, or what model and pool allow. One sequence alone must always fit."""
+    asked, of_model, of_pool = (
+        config.model.max_model_len,
+        facts.max_position_embeddings,
+        num_blocks * config.cache.block_size,
+    )
+    if asked is None:
+        if of_pool < of_model:
+            _log.warning("the KV pool holds %d tokens: max_model_len is that, not the model's %d", of_pool, of_model)
+        asked = min(of_model, of_pool)
+    if asked > of_model:
+        raise ConfigError("max_model_len", asked, f"at most {of_model}", "the model's positions end there")
+    if asked > of_pool:
+        hint = "lower it, or give the pool more (num_gpu_blocks_override, gpu_memory_utilization)"
+        raise ConfigError("max_model_len", asked, f"at most {of_pool}, what {num_blocks} KV blocks hold", hint)
+    if asked < 2:
+        raise ConfigError("num_gpu_blocks_override", num_blocks, "room for at least 2 tokens")
+    return asked
