@@ -1,1 +1,18 @@
 """The engine: continuous batching over a paged KV cache, offline or fed from the durable token stream."""
+
+from pagestream_engine.config import EngineConfig
+from pagestream_engine.engine import Engine
+from pagestream_engine.llm import LLM
+from pagestream_engine.outputs import CompletionOutput, EngineStats, RequestOutput, StepOutput
+from pagestream_engine.sampling_params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "RequestOutput",
+    "SamplingParams",
+    "StepOutput",
+]

@@ -55,14 +55,9 @@ RunnerFactory = Callable[[Path, EngineConfig], Runner]
 
 def make_model_runner(folder: Path, config: EngineConfig) -> Runner:
     """Loads the model onto the configured device."""
-    import torch
+    from pagestream_engine.runner.runner import ModelRunner, resolve_device
 
-    from pagestream_engine.runner.runner import ModelRunner
-
-    device = config.model.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return ModelRunner(folder, config, torch.device(device))
+    return ModelRunner(folder, config, resolve_device(config.model.device))
 
 
 class Engine:
@@ -155,6 +150,10 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do."""
         return bool(self._generations or self._already_ended)
+
+    def draw_seed(self) -> int:
+        """A seed for a request that brings none; the draws follow from the engine's own seed."""
+        return self._seeds.getrandbits(63)
 
     # -- steps --
 
@@ -258,7 +257,7 @@ class Engine:
             request_id,
             prompt_token_ids,
             params,
-            seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
+            seed=params.seed if params.seed is not None else self.draw_seed(),
             arrival=self._num_arrivals,
             max_total_tokens=max_total_tokens,
             output_token_ids=output_token_ids,

@@ -12,7 +12,6 @@ from pagestream_engine.errors import InvalidSamplingParams, UnsupportedSamplingP
 _INT64 = 1 << 63
 _NOT_YET: dict[str, object] = {
     "best_of": None,
-    "min_p": 0.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
@@ -46,6 +45,7 @@ class SamplingParams:
     top_k: int = 0
     """Number of candidates; 0 or -1 is all."""
     min_p: float = 0.0
+    """Smallest probability relative to the likeliest token's, in [0, 1]; 0 is off."""
     seed: int | None = None
     """Seed of the noise, 64 bits signed; None lets the engine draw one."""
     stop: str | Sequence[str] | None = None
@@ -73,6 +73,7 @@ class SamplingParams:
         _real("temperature", self.temperature, low=0.0)
         _real("top_p", self.top_p, low=0.0, high=1.0, above=True)
         _whole("top_k", self.top_k, low=-1)
+        _real("min_p", self.min_p, low=0.0, high=1.0)
         if self.seed is not None:
             _whole("seed", self.seed, low=-_INT64, high=_INT64 - 1)
         _whole("min_tokens", self.min_tokens, low=0)

@@ -1,0 +1,187 @@
+"""Offline inference: prompts in, finished outputs out. Names as vLLM's, so that a user changes one import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Unpack
+
+from tokenizers import Tokenizer
+
+from pagestream_engine.config import EngineConfig, EngineOptions
+from pagestream_engine.engine import Engine, RunnerFactory, make_model_runner
+from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.outputs import CompletionOutput, RequestOutput, StepOutput
+from pagestream_engine.progress import Progress
+from pagestream_engine.sampling_params import SamplingParams
+
+Prompt = str | Items[int] | Mapping[str, object]
+"""Text, token ids, or vLLM's dictionaries `{"prompt": ...}` and `{"prompt_token_ids": ...}`."""
+
+
+class LLM:
+    """A model and an engine for it, in this process.
+
+    Args:
+        model: a model folder, or the name of a Hugging Face repository.
+        options: vLLM's engine options (`EngineOptions`). `num_gpu_blocks_override` and `block_size` hold on a CPU too,
+            where the pool is in host memory. `swap_space`, `cpu_offload_gb` and `kv_cache_dtype` are accepted at their
+            defaults only.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        ConfigError: an option is unknown, malformed, or does not fit the model; `.field` names it.
+    """
+
+    def __init__(
+        self, model: str | Path, *, make_runner: RunnerFactory = make_model_runner, **options: Unpack[EngineOptions]
+    ) -> None:
+        self.engine = Engine(model, EngineConfig.from_options(options), make_runner=make_runner)
+        self._num_requests = 0
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None where its folder has none."""
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Items[Prompt],
+        sampling_params: SamplingParams | Items[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Runs prompts to their end, all together.
+
+        Args:
+            prompts: one prompt or a list of them.
+            sampling_params: for all prompts, or one for each; None is `SamplingParams()`.
+            use_tqdm: whether to show progress on stderr, where that is a terminal.
+
+        Returns:
+            One output for each prompt, in order. A choice that failed has finish_reason "error"; the others go on.
+
+        Raises:
+            InvalidRequest: a prompt or its parameters can't be run (a `ValueError`). Nothing has been run then.
+        """
+        requests = self._make_requests(_as_list(prompts), sampling_params)
+        progress = Progress(len(requests), enabled=use_tqdm)
+        try:
+            for request in requests:
+                request.add_to(self.engine)
+            self._run({seq_id: request for request in requests for seq_id in request.choices}, progress)
+        finally:
+            for request in requests:
+                request.abort_in(self.engine)
+            progress.close()
+        return [request.output for request in requests]
+
+    def _run(self, requests: dict[str, _Request], progress: Progress) -> None:
+        while self.engine.has_unfinished_requests():
+            outputs = self.engine.step()
+            finished = 0
+            for output in outputs:
+                request = requests.get(output.request_id)
+                if request is not None:
+                    finished += request.take(output)
+            progress.note(tokens=len(outputs), finished=finished)
+
+    def _make_requests(
+        self, prompts: list[Prompt], given: SamplingParams | Items[SamplingParams] | None
+    ) -> list[_Request]:
+        params = _params_for(len(prompts), given)
+        texts, token_ids = zip(*map(self._parse, prompts), strict=True) if prompts else ((), ())
+        encoded = iter(self._encode([text for text in texts if text is not None]))
+        requests = []
+        for text, ids, param in zip(texts, token_ids, params, strict=True):
+            prompt_ids = next(encoded) if ids is None else ids
+            requests.append(_Request.make(str(self._num_requests), text, prompt_ids, param))
+            self._num_requests += 1
+        return requests
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        if self.engine.tokenizer is None:
+            raise InvalidRequest("prompt: text needs a tokenizer.json in the model folder; give prompt_token_ids")
+        return [encoding.ids for encoding in self.engine.tokenizer.encode_batch(texts)]
+
+    def _parse(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
+        """The text to encode, or the token ids."""
+        if isinstance(prompt, str):
+            return prompt, None
+        if isinstance(prompt, Mapping):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+            if not unknown and isinstance(ids, (list, tuple)):
+                return None, list(ids)
+            if not unknown and ids is None and isinstance(text, str):
+                return text, None
+        elif isinstance(prompt, (list, tuple)):
+            return None, list(prompt)
+        raise InvalidRequest(
+            f"prompt: given {prompt!r:.80}, expected a string, token ids, {{'prompt': str}} or "
+            "{'prompt_token_ids': list of int}"
+        )
+
+
+@dataclass
+class _Request:
+    """One prompt on its way: its output and its choices, which are sequences of their own."""
+
+    output: RequestOutput
+    params: SamplingParams
+    choices: dict[str, CompletionOutput]
+    texts: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, request_id: str, text: str | None, token_ids: list[int], params: SamplingParams) -> _Request:
+        outputs = [CompletionOutput(index) for index in range(params.n)]
+        output = RequestOutput(request_id, text, token_ids, outputs, finished=False)
+        return cls(output, params, {f"{request_id}/{choice.index}": choice for choice in outputs})
+
+    def add_to(self, engine: Engine) -> None:
+        seed = engine.draw_seed() if self.params.seed is None else self.params.seed
+        for seq_id, choice in self.choices.items():
+            self.texts[seq_id] = []
+            engine.add_request(seq_id, self.output.prompt_token_ids, self.params.for_child(seed, choice.index))
+
+    def abort_in(self, engine: Engine) -> None:
+        for seq_id, choice in self.choices.items():
+            if choice.finish_reason is None:
+                engine.abort_request(seq_id)
+
+    def take(self, step: StepOutput) -> bool:
+        """Takes what a step brought. Returns whether all choices have ended with it."""
+        choice = self.choices[step.request_id]
+        if step.token_id is not None:
+            choice.token_ids.append(step.token_id)
+        self.texts[step.request_id].append(step.text)
+        self.output.num_cached_tokens = max(self.output.num_cached_tokens, step.num_cached_tokens)
+        if step.finish_reason is None:
+            return False
+        choice.text = "".join(self.texts[step.request_id])
+        choice.finish_reason, choice.stop_reason, choice.error = step.finish_reason, step.stop_reason, step.error
+        self.output.finished = all(other.finish_reason is not None for other in self.choices.values())
+        return self.output.finished
+
+
+def _as_list(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
+    """A list of prompts; a list of token ids is one prompt."""
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def _params_for(num_prompts: int, given: SamplingParams | Items[SamplingParams] | None) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequest(
+            f"sampling_params: given {len(given)}, expected one, or one for each of {num_prompts} prompts"
+        )
+    return list(given)
