@@ -1,0 +1,1 @@
+"""The worker: runs the offline engine on requests from the durable token stream."""

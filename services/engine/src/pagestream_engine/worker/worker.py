@@ -1,0 +1,257 @@
+"""The worker: claims requests when there is room, feeds the engine, and appends each step's tokens to their logs.
+
+Three tasks share the event loop: one claims, one appends, one watches the engine thread. Whatever step n+1 makes while
+the append of step n is under way goes out together in the next: a slow Redis makes appends larger, not steps slower.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Collection, Mapping, Sequence
+
+from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
+from pagestream_streams.errors import Unavailable
+
+from pagestream_engine.engine import Engine
+from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.outputs import StepOutput
+from pagestream_engine.worker.engine_thread import AbortSequences, AddSequence, EngineThread, Stop
+from pagestream_engine.worker.request import RunningRequest
+from pagestream_engine.worker.settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+EXIT_STALLED = 70  # EX_SOFTWARE: the engine made no progress.
+
+
+class EngineFailed(RuntimeError):  # noqa: N818 - reads as what happened
+    """The engine thread ended by an error of its own; the process must end, and its requests go on elsewhere."""
+
+
+class Worker:
+    """Runs one engine on one model's queue until told to stop.
+
+    Args:
+        engine: ready to run; from here on only the engine thread touches it.
+        settings: names and limits.
+    """
+
+    def __init__(self, engine: Engine, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._block_size = engine.block_size
+        self._max_num_seqs = engine.config.scheduler.max_num_seqs
+        self._requests: dict[str, RunningRequest] = {}
+        self._prefilling: dict[str, int] = {}  # sequence -> prompt tokens that may not have blocks yet
+        self._num_sequences = 0
+        self._loop = asyncio.get_running_loop()
+        self._room = asyncio.Event()
+        self._pending = asyncio.Event()
+        self._thread_ended: asyncio.Future[None] = self._loop.create_future()
+        self._thread = EngineThread(engine, on_outputs=self._post_outputs, on_end=self._post_end)
+
+    # -- life --
+
+    async def run(self, session: EngineSession, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set, then hand everything back. Raises EngineFailed if the engine ended by itself."""
+        self._thread.start()
+        tasks = [
+            asyncio.create_task(self._claim_forever(session), name="claim"),
+            asyncio.create_task(self._append_forever(session), name="append"),
+            asyncio.create_task(self._watch_engine(), name="watchdog"),
+        ]
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            await asyncio.wait([stopping, self._thread_ended, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            await self._drain(session)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        if not stop.is_set():
+            self._thread_ended.result()
+
+    async def _drain(self, session: EngineSession) -> None:
+        self._thread.submit(Stop())
+        try:
+            async with asyncio.timeout(self._settings.drain_timeout_s):
+                await asyncio.wait([self._thread_ended])
+                while any(request.has_pending for request in self._requests.values()):
+                    if not await self._append_pending(session):
+                        await asyncio.sleep(self._settings.retry_delay_s)
+                unfinished = list(self._requests)
+                await session.hand_back(unfinished)
+                logger.info("handed back %d requests", len(unfinished))
+        except (TimeoutError, Unavailable) as error:
+            # Nothing is lost: the lease lapses and another engine reclaims what the logs hold.
+            logger.warning("could not hand back %d requests: %r", len(self._requests), error)
+
+    async def _watch_engine(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.stall_timeout_s / 10)
+            age = self._thread.step_age_s()
+            if age > self._settings.stall_timeout_s:
+                logger.critical(
+                    "a step has taken %.0f s without an end: exiting, so that its requests go on elsewhere", age
+                )
+                os._exit(EXIT_STALLED)
+
+    # -- claiming --
+
+    async def _claim_forever(self, session: EngineSession) -> None:
+        while True:
+            max_requests, max_prompt_tokens = self._capacity()
+            if max_requests < 1 or max_prompt_tokens < 1:
+                await self._wait_for_room()
+                continue
+            try:
+                claims = await session.claim(max_requests=max_requests, max_prompt_tokens=max_prompt_tokens)
+                for claim in claims:
+                    self._start(claim)
+                if not claims:
+                    await session.wait_for_work(self._settings.idle_poll_s)
+            except Unavailable:
+                await asyncio.sleep(self._settings.retry_delay_s)
+
+    def _capacity(self) -> tuple[int, int]:
+        """Return how many requests, and prompt tokens in all, fit now. An idle engine takes one of any length."""
+        stats = self._thread.stats()
+        if not self._num_sequences:
+            return self._max_num_seqs, stats.num_blocks * self._block_size
+        promised = sum(self._prefilling.values())
+        return self._max_num_seqs - self._num_sequences, stats.num_free_blocks * self._block_size - promised
+
+    async def _wait_for_room(self) -> None:
+        self._room.clear()
+        try:
+            async with asyncio.timeout(self._settings.idle_poll_s):
+                await self._room.wait()
+        except TimeoutError:
+            pass
+
+    def _start(self, claim: Claim) -> None:
+        request = RunningRequest(claim)
+        self._requests[request.request_id] = request
+        try:
+            choices = list(request.open_choices())
+        except InvalidRequest as error:
+            request.fail("unsupported", str(error))
+            self._pending.set()
+            return
+        for choice in choices:
+            self._prefilling[choice.seq_id] = len(choice.prompt.ids) + len(choice.output_token_ids)
+            self._num_sequences += 1
+            self._thread.submit(
+                AddSequence(choice.seq_id, list(choice.prompt.ids), choice.params, choice.output_token_ids)
+            )
+        request.end_if_complete()
+        self._pending.set()
+        logger.info(
+            "claimed",
+            extra={"request_id": request.request_id, "attempt": claim.attempts, "next_index": claim.next_index},
+        )
+
+    # -- outputs --
+
+    def _post_outputs(self, outputs: Sequence[StepOutput]) -> None:
+        self._loop.call_soon_threadsafe(self._take_outputs, outputs)
+
+    def _post_end(self, error: BaseException | None) -> None:
+        self._loop.call_soon_threadsafe(self._take_end, error)
+
+    def _take_end(self, error: BaseException | None) -> None:
+        if error is None:
+            self._thread_ended.set_result(None)
+            return
+        logger.critical("the engine failed", exc_info=error)
+        failure = EngineFailed(f"the engine ended by {error!r}")
+        failure.__cause__ = error
+        self._thread_ended.set_exception(failure)
+
+    def _take_outputs(self, outputs: Sequence[StepOutput]) -> None:
+        for output in outputs:
+            request_id, nonce, choice = output.request_id.split("/")
+            request = self._requests.get(request_id)
+            if request is None or request.claim.nonce != nonce:
+                continue  # dropped while the step ran
+            self._prefilling.pop(output.request_id, None)
+            request.add_output(int(choice), output)
+            if output.finish_reason is not None:
+                self._num_sequences -= 1
+                self._room.set()
+            if output.error is not None:
+                logger.error("failed: %s", output.error, extra={"request_id": request_id})
+                self._abort(request)
+        self._pending.set()
+
+    # -- appending --
+
+    async def _append_forever(self, session: EngineSession) -> None:
+        while True:
+            await self._pending.wait()
+            self._pending.clear()
+            if not await self._append_pending(session):
+                await asyncio.sleep(self._settings.retry_delay_s)
+                self._pending.set()
+
+    async def _append_pending(self, session: EngineSession) -> bool:
+        """Send what the logs don't have yet, once. Returns whether Redis took it."""
+        limit = self._settings.append_limit
+        appends = [request.pending(limit) for request in self._requests.values() if request.has_pending]
+        if not appends:
+            return True
+        try:
+            outcomes = await session.append(appends)
+        except Unavailable as error:
+            logger.warning("append of %d requests put off: %s", len(appends), error)
+            return False
+        for append, outcome in zip(appends, outcomes, strict=True):
+            self._settle(append, outcome)
+        return True
+
+    def _settle(self, append: Append, outcome: AppendOutcome) -> None:
+        request = self._requests.get(append.request_id)
+        if request is None:
+            return
+        if outcome.kind is AppendKind.OK or (
+            outcome.kind is AppendKind.GAP and request.can_send_from(outcome.next_index)
+        ):
+            request.acknowledge(outcome.next_index)
+            if request.is_complete:
+                del self._requests[append.request_id]
+            elif request.has_pending:
+                self._pending.set()
+            return
+        logger.warning("dropped: the log said %s", outcome.kind.name, extra={"request_id": append.request_id})
+        self.drop([append.request_id])
+
+    def drop(self, request_ids: Collection[str]) -> None:
+        """Forget requests that are no longer this engine's: ended, cancelled, or taken over by another."""
+        for request_id in request_ids:
+            request = self._requests.pop(request_id, None)
+            if request is not None:
+                self._abort(request)
+
+    def _abort(self, request: RunningRequest) -> None:
+        running = request.running_seq_ids()
+        for seq_id in running:
+            self._prefilling.pop(seq_id, None)
+        self._num_sequences -= len(running)
+        self._room.set()
+        self._thread.submit(AbortSequences(running))
+
+    # -- what others see --
+
+    def load(self) -> Mapping[str, str | int | float]:
+        """Return what placement and people want to know; never the truth about ownership."""
+        stats = self._thread.stats()
+        return {
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "kv_utilization": round(stats.kv_utilization, 4),
+            "free_blocks": stats.num_free_blocks,
+            "preemptions": stats.num_preemptions,
+        }
