@@ -1,1 +1,50 @@
 """The durable token stream: requests and token logs in Redis."""
+
+from pagestream_streams.broker import Broker, expire_engine
+from pagestream_streams.embedded import EmbeddedRedis, ServerBinary, find_server, server_command
+from pagestream_streams.engine_session import EngineSession
+from pagestream_streams.errors import (
+    DigestMismatch,
+    IdempotencyConflict,
+    ModelNameRefused,
+    ModelNotFound,
+    OffsetOutOfRange,
+    QueueFull,
+    RequestNotFound,
+    ServerNotFound,
+    StreamsError,
+    Unavailable,
+)
+from pagestream_streams.gateway_session import GatewaySession
+from pagestream_streams.records import Append, AppendKind, AppendOutcome, Claim, ModelInfo, RequestView
+from pagestream_streams.settings import StreamsSettings
+from pagestream_streams.sweeper import Sweeper
+
+__all__ = [
+    "Append",
+    "AppendKind",
+    "AppendOutcome",
+    "Broker",
+    "Claim",
+    "DigestMismatch",
+    "EmbeddedRedis",
+    "EngineSession",
+    "GatewaySession",
+    "IdempotencyConflict",
+    "ModelInfo",
+    "ModelNameRefused",
+    "ModelNotFound",
+    "OffsetOutOfRange",
+    "QueueFull",
+    "RequestNotFound",
+    "RequestView",
+    "ServerBinary",
+    "ServerNotFound",
+    "StreamsError",
+    "StreamsSettings",
+    "Sweeper",
+    "Unavailable",
+    "expire_engine",
+    "find_server",
+    "server_command",
+]

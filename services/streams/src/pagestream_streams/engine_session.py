@@ -1,0 +1,268 @@
+"""An engine's registration: it claims requests, appends to their logs, and keeps its books equal to Redis'."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from pagestream.v1.records_pb2 import LogSlice, RequestSpec
+
+from pagestream_streams import keys, placement, wakeups
+from pagestream_streams.broker import Broker
+from pagestream_streams.connection import Call
+from pagestream_streams.doorbell import Doorbell
+from pagestream_streams.entries import Argument, from_fields, to_arguments
+from pagestream_streams.errors import Unavailable
+from pagestream_streams.holdings import Holdings
+from pagestream_streams.keys import Partition
+from pagestream_streams.records import Append, AppendKind, AppendOutcome, Claim
+from pagestream_streams.scripts import APPEND, CLAIM, HAND_BACK, HEARTBEAT, REGISTRY
+from pagestream_streams.subscription import Subscription
+from pagestream_streams.sweeper import Sweeper
+from pagestream_streams.tasks import Periodic
+
+Load = Callable[[], Mapping[str, str | int | float]]
+
+
+class EngineSession:
+    """Used as `async with EngineSession(broker, model=..., on_lost=...) as engine`."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        *,
+        model: str,
+        engine_id: str | None = None,
+        on_lost: Callable[[Collection[str]], None],
+        load: Load | None = None,
+    ) -> None:
+        """`engine_id` is a name for people; a boot nonce is added. ValueError where it has a space or a colon.
+
+        `on_lost` gets the ids of requests that Redis no longer shows as this engine's (cancelled, reclaimed, over their deadline): drop the work.
+        It runs on the event loop and must not block. `load` gives what the engine tells people and placement about itself.
+        """
+        name = engine_id or "engine"
+        if any(character.isspace() or character == ":" for character in name):
+            raise ValueError(f"an engine's id must have no spaces and no colons; {engine_id!r} has")
+        self._id = f"{name}:{secrets.token_hex(8)}"
+        self._broker = broker
+        self._settings = broker.settings
+        self._model = model
+        self._on_lost = on_lost
+        self._load = load
+        self._holdings = Holdings()
+        self._own: list[int] = []
+        self._doorbell = Doorbell(self._settings.steal_after_ms / 1000)
+        self._subscription = Subscription(
+            broker.connection, [keys.doorbell(model)], self._ring, self._doorbell.ring_all
+        )
+        self._heartbeat = Periodic("engine heartbeat", self._settings.heartbeat_ms / 1000, self._beat)
+        self._sweeper = Sweeper(broker, lambda: broker.directory.all_partitions(model))
+
+    @property
+    def engine_id(self) -> str:
+        """The name and the boot nonce."""
+        return self._id
+
+    async def __aenter__(self) -> Self:
+        """Registers the engine. ModelNotFound where its card wasn't published; Unavailable."""
+        await self._broker.partitions(self._model)
+        await self._beat()
+        self._subscription.start()
+        self._heartbeat.start()
+        self._sweeper.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stops the tasks, hands back what is still held, and deregisters the engine, as far as Redis is there."""
+        await self._sweeper.stop()
+        await self._heartbeat.stop()
+        await self._subscription.stop()
+        self._doorbell.close()
+        with suppress(Unavailable):
+            await self.hand_back(list(self._holdings))
+            await self._broker.connection.execute("ZREM", keys.engines(self._model), self._id)
+            await self._broker.connection.execute("DEL", keys.engine(self._id))
+
+    async def claim(self, *, max_requests: int, max_prompt_tokens: int) -> list[Claim]:
+        """Requests for this engine, each its own from now on; [] if there are none. Never more tokens than asked for.
+
+        The tokens of a request that goes on after another engine are its prompt's and those generated. A request that is larger than
+        `max_prompt_tokens` stays at the head of its queue, so an idle engine should offer all it has. Asking again without a doorbell
+        costs nothing until entries that others left may be old enough to take. Unavailable; then what was claimed is handed back by itself.
+        """
+        claims: list[Claim] = []
+        with self._holdings.claiming():
+            for number in self._to_look_at():
+                room = max_requests - len(claims)
+                if room <= 0 or max_prompt_tokens <= 0:
+                    break
+                found = await self._claim_from(Partition(self._model, number), room, max_prompt_tokens)
+                claims += found
+                max_prompt_tokens -= sum(_tokens(claim) for claim in found)
+                if not found:
+                    self._doorbell.quiet(number)
+            self._hold(claims)
+        return claims
+
+    async def wait_for_work(self, timeout_s: float) -> None:
+        """Waits until a claim may find something, at most so long."""
+        await self._doorbell.wait(timeout_s)
+
+    async def append(self, appends: Sequence[Append]) -> list[AppendOutcome]:
+        """Appends a step's entries to their logs: one script for each partition, then one wake-up for each gateway that reads.
+
+        Outcomes come in the order of `appends`. Unavailable; then some may have been appended: a retry of the same is harmless.
+        """
+        places: defaultdict[Partition, list[int]] = defaultdict(list)
+        for place, each in enumerate(appends):
+            places[await self._broker.directory.locate(each.request_id)].append(place)
+        retention_ms = self._settings.retention_s * 1000
+        calls = [
+            Call(APPEND, where.prefix, _arguments(retention_ms, [appends[i] for i in mine]))
+            for where, mine in places.items()
+        ]
+        replies = await self._broker.connection.run_many(calls)
+        results: dict[int, Any] = {}
+        for mine, reply in zip(places.values(), replies, strict=True):
+            results.update(zip(mine, reply, strict=True))
+        outcomes = [AppendOutcome(AppendKind(results[i][0]), results[i][1]) for i in range(len(appends))]
+        self._settle(appends, outcomes)
+        await wakeups.publish(
+            self._broker.connection,
+            [(_slice(each), results[i][2]) for i, each in enumerate(appends) if results[i][2]],
+        )
+        return outcomes
+
+    async def hand_back(self, request_ids: Collection[str]) -> None:
+        """Gives requests back with their position, for any engine to go on with. Unavailable; a retry is harmless."""
+        by_partition: defaultdict[Partition, list[Argument]] = defaultdict(list)
+        for request_id in request_ids:
+            where = await self._broker.directory.locate(request_id)
+            by_partition[where] += [request_id, *self._holdings.fence(request_id)]
+        bell = keys.doorbell(self._model)
+        await self._broker.connection.run_many(
+            [
+                Call(HAND_BACK, where.prefix, (self._id, bell, where.number, *triples))
+                for where, triples in by_partition.items()
+            ]
+        )
+        self._holdings.drop(request_ids)
+
+    def _to_look_at(self) -> list[int]:
+        loud = self._doorbell.loud(self._partition_count)
+        own = set(self._own)
+        return [number for number in loud if number in own] + [number for number in loud if number not in own]
+
+    async def _claim_from(self, where: Partition, max_requests: int, max_tokens: int) -> list[Claim]:
+        settings = self._settings
+        nonce = secrets.token_hex(8)
+        least_age = 0 if where.number in self._own else settings.steal_after_ms
+        reply = await self._broker.connection.run(
+            CLAIM,
+            where.prefix,
+            self._id,
+            nonce,
+            max_requests,
+            max_tokens,
+            least_age,
+            settings.ageing_ms,
+            settings.lease_ms,
+            settings.drain_window_ms,
+        )
+        now, rows = reply[0], reply[1:]
+        return [await self._opened(where, nonce, now, row) for row in rows]
+
+    async def _opened(self, where: Partition, nonce: str, now: int, row: Sequence[Any]) -> Claim:
+        request_id, spec, epoch, next_index, digest, attempts, deadline = row
+        entries = []
+        if int(next_index):
+            logged = await self._broker.connection.execute("XRANGE", where.log(request_id.decode()), "-", "+")
+            entries = [from_fields(fields) for _, fields in logged]
+        return Claim(
+            spec=RequestSpec.FromString(spec),
+            epoch=epoch,
+            nonce=nonce,
+            next_index=int(next_index),
+            digest=digest.decode(),
+            attempts=attempts,
+            deadline=time.monotonic() + (int(deadline) - now) / 1000 if int(deadline) else None,
+            entries=entries,
+        )
+
+    def _hold(self, claims: Sequence[Claim]) -> None:
+        # A request that we hold already was taken from us and has come back: the old work is as lost as any.
+        twice = [claim.request_id for claim in claims if claim.request_id in self._holdings]
+        if twice:
+            self._on_lost(twice)
+        for claim in claims:
+            self._holdings.add(claim.request_id, claim.epoch, claim.nonce)
+
+    def _settle(self, appends: Sequence[Append], outcomes: Sequence[AppendOutcome]) -> None:
+        for each, outcome in zip(appends, outcomes, strict=True):
+            finished = outcome.kind is AppendKind.OK and each.entries and each.entries[-1].HasField("end")
+            if (finished or outcome.lost) and self._holdings.fence(each.request_id) == (each.epoch, each.nonce):
+                self._holdings.drop([each.request_id])
+
+    def _ring(self, message: bytes) -> None:
+        number = int(message)
+        self._doorbell.ring(number, at_once=number in self._own)
+
+    async def _beat(self) -> None:
+        lease = self._settings.lease_ms
+        partitions = await self._broker.directory.all_partitions(self._model)
+        self._partition_count = len(partitions)
+        held = self._holdings.snapshot()
+        living, *owned = await self._broker.connection.run_many(
+            [
+                Call(REGISTRY, keys.engines(self._model), (self._id, lease)),
+                *(Call(HEARTBEAT, where.prefix, (self._id, lease)) for where in partitions),
+            ]
+        )
+        self._own = placement.owned(self._id, len(partitions), {each.decode() for each in living})
+        await self._tell_load(lease)
+        await self._reconcile(held, {request_id.decode() for ids in owned for request_id in ids})
+
+    async def _reconcile(self, held: Mapping[str, tuple[int, str]], owned: set[str]) -> None:
+        lost = self._holdings.lost(held, owned)
+        if lost:
+            self._holdings.drop(lost)
+            self._on_lost(lost)
+        unknown = self._holdings.unknown(owned)
+        if unknown:
+            await self.hand_back(unknown)
+
+    async def _tell_load(self, lease_ms: int) -> None:
+        load = dict(self._load()) if self._load else {}
+        fields: list[Argument] = ["model", self._model]
+        for name, value in load.items():
+            fields += [name, str(value)]
+        key = keys.engine(self._id)
+        await self._broker.connection.pipeline([("HSET", key, *fields), ("PEXPIRE", key, lease_ms)])
+
+
+def _arguments(retention_ms: int, appends: Sequence[Append]) -> list[Argument]:
+    arguments: list[Argument] = [retention_ms]
+    for each in appends:
+        cached: Argument = "" if each.cached_tokens is None else each.cached_tokens
+        arguments += (each.request_id, each.epoch, each.nonce, each.first_index, cached, len(each.entries))
+        for entry in each.entries:
+            arguments += to_arguments(entry)
+    return arguments
+
+
+def _slice(append: Append) -> LogSlice:
+    return LogSlice(request_id=append.request_id, first_index=append.first_index, entries=append.entries)
+
+
+def _tokens(claim: Claim) -> int:
+    generated = sum(entry.HasField("token_id") for entry in claim.entries)
+    return sum(len(prompt.ids) for prompt in claim.spec.prompts) + generated

@@ -1,0 +1,112 @@
+"""One read of one log: where it is, what it has verified, and what wake-ups have brought since."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+from pagestream.v1.records_pb2 import LogEntry, LogSlice
+
+from pagestream_streams.digests import chain
+from pagestream_streams.errors import DigestMismatch, StreamsError
+from pagestream_streams.keys import Partition
+
+
+class Follower:
+    """Entries leave it in order, each once, and only if they chain on to what left before."""
+
+    def __init__(
+        self, where: Partition, request_id: str, tenant: str, from_index: int, digest: str, buffer_entries: int
+    ) -> None:
+        """`digest` is that of the log before `from_index`; "" is not known."""
+        self.where = where
+        self.request_id = request_id
+        self.tenant = tenant
+        self.next_index = from_index
+        self.ended = False
+        self.failure: StreamsError | None = None
+        self.waiting_since: float | None = None  # time.monotonic(); None while its consumer is busy
+        self._digest = digest
+        self._anchored = (
+            from_index == 0
+        )  # whether _digest is that of the log; else the first read takes the entry before as well
+        self._look = True
+        self._slices: deque[LogSlice] = deque()
+        self._buffered = 0
+        self._limit = buffer_entries
+        self._event = asyncio.Event()
+
+    @property
+    def log_start(self) -> int:
+        """The index from which the log has to be read."""
+        return self.next_index if self._anchored else self.next_index - 1
+
+    def offer(self, log_slice: LogSlice) -> None:
+        """Takes what a wake-up brought. A consumer that is too slow for the buffer is sent to the log."""
+        if not log_slice.entries or self._buffered + len(log_slice.entries) > self._limit:
+            self.look()
+            return
+        self._slices.append(log_slice)
+        self._buffered += len(log_slice.entries)
+        self._event.set()
+
+    def look(self) -> None:
+        """Has the log looked into."""
+        self._slices.clear()
+        self._buffered = 0
+        self._look = True
+        self._event.set()
+
+    def fail(self, failure: StreamsError) -> None:
+        """Ends the read with an error."""
+        self.failure = failure
+        self._event.set()
+
+    def take_look(self) -> bool:
+        """Whether the log has to be looked into; asking answers it."""
+        look, self._look = self._look, False
+        return look
+
+    def take_buffered(self) -> list[LogEntry]:
+        """What wake-ups have brought and is next. Anything else in them sends to the log, which is the truth."""
+        taken: list[LogEntry] = []
+        while self._slices and self._anchored:
+            log_slice = self._slices.popleft()
+            self._buffered -= len(log_slice.entries)
+            skipped = self.next_index - log_slice.first_index
+            if skipped < 0 or not self._chain(log_slice.entries[skipped:], taken):
+                self.look()
+        return taken
+
+    def take_logged(self, first_index: int, entries: Sequence[LogEntry]) -> list[LogEntry]:
+        """What a read of the log from `first_index` brought and is next. DigestMismatch where it isn't what was read before."""
+        if not self._anchored and entries:
+            if self._digest and self._digest != entries[0].digest:
+                raise DigestMismatch(self.request_id, self.next_index)
+            self._digest = entries[0].digest
+            self._anchored = True
+        taken: list[LogEntry] = []
+        if not self._chain(entries[self.next_index - first_index :], taken):
+            raise DigestMismatch(self.request_id, self.next_index)
+        return taken
+
+    async def wait(self, timeout_s: float) -> None:
+        """Waits for anything new, at most so long."""
+        self.waiting_since = time.monotonic()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._event.wait(), timeout_s)
+        self._event.clear()
+        self.waiting_since = None
+
+    def _chain(self, entries: Sequence[LogEntry], taken: list[LogEntry]) -> bool:
+        for entry in entries:
+            if self.ended or chain(self._digest, entry) != entry.digest:
+                return False
+            self._digest = entry.digest
+            self.next_index += 1
+            self.ended = entry.HasField("end")
+            taken.append(entry)
+        return True

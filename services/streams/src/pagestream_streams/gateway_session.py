@@ -1,0 +1,182 @@
+"""A gateway's registration: it accepts requests and reads their logs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Self
+
+from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
+from pagestream.v1.records_pb2 import LogEntry, RequestSpec
+
+from pagestream_streams import ids, keys, placement
+from pagestream_streams.broker import Broker
+from pagestream_streams.connection import Call
+from pagestream_streams.errors import IdempotencyConflict, QueueFull, Unavailable
+from pagestream_streams.keys import Partition
+from pagestream_streams.readers import Readers
+from pagestream_streams.scripts import ACCEPT, GATEWAY_HEARTBEAT
+from pagestream_streams.subscription import Subscription
+from pagestream_streams.sweeper import Sweeper
+from pagestream_streams.tasks import Periodic
+
+_RESERVE_TRIES = 3  # a reservation can expire between two looks at it
+
+
+class GatewaySession:
+    """Used as `async with GatewaySession(broker) as gateway`. All that it holds can be rebuilt from Redis."""
+
+    def __init__(self, broker: Broker, gateway_id: str | None = None) -> None:
+        """`gateway_id` is a name for people; a boot nonce is added. ValueError where it has a space."""
+        name = gateway_id or "gateway"
+        if not name or any(character.isspace() for character in name):
+            raise ValueError(f"a gateway's id must have no spaces; {gateway_id!r} has")
+        self._id = f"{name}:{secrets.token_hex(8)}"
+        self._broker = broker
+        self._settings = broker.settings
+        self._readers = Readers(broker, self._id)
+        self._queued: dict[Partition, int] = {}
+        self._subscription = Subscription(
+            broker.connection, [keys.wake_ups(self._id)], self._readers.wake, self._readers.missed
+        )
+        self._heartbeat = Periodic("gateway heartbeat", self._settings.heartbeat_ms / 1000, self._beat)
+        self._sweeper = Sweeper(broker, self._partitions)
+
+    @property
+    def gateway_id(self) -> str:
+        """The name and the boot nonce."""
+        return self._id
+
+    async def __aenter__(self) -> Self:
+        """Starts the subscription, the heartbeat, the polls and the sweeps. They also start while Redis is away."""
+        self._subscription.start()
+        self._heartbeat.start()
+        self._sweeper.start()
+        self._readers.start()
+        await self._subscription.subscribed(self._settings.command_timeout_s)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stops them all, and takes the registrations of reads back: their grace starts."""
+        await self._sweeper.stop()
+        await self._heartbeat.stop()
+        await self._subscription.stop()
+        await self._readers.stop()
+
+    async def place(self, model: str, prompt_token_ids: Sequence[int]) -> str:
+        """A fresh request id on the partition of the prompt's first tokens, or on a second one where that is overloaded.
+
+        ModelNotFound, Unavailable.
+        """
+        partitions = await self._broker.partitions(model)
+        first, second = placement.choices(prompt_token_ids, partitions, self._settings.placement_tokens)
+        return ids.new(model, second if self._overloaded(model, first, second) else first)
+
+    async def accept(self, spec: RequestSpec) -> None:
+        """Accepts a request durably, and registers this gateway as its reader. Accepting an id again changes nothing.
+
+        QueueFull, Unavailable, RequestNotFound for an id of an unknown model. After Unavailable the request may have been accepted all the same.
+        """
+        where = await self._broker.directory.locate(spec.request_id)
+        self._readers.expect(where, spec.request_id)
+        settings = self._settings
+        tokens = sum(len(prompt.ids) for prompt in spec.prompts)
+        reply = await self._broker.connection.run(
+            ACCEPT,
+            where.prefix,
+            spec.request_id,
+            spec.SerializeToString(),
+            spec.tenant,
+            spec.priority,
+            tokens,
+            len(spec.prompts) * max(1, spec.sampling.n),
+            spec.deadline_ms,
+            spec.disconnect_grace_ms,
+            int(spec.on_disconnect == ON_DISCONNECT_CONTINUE),
+            self._id,
+            settings.lease_ms,
+            settings.max_queued_requests,
+            settings.max_queued_prompt_tokens,
+            keys.doorbell(where.model),
+            where.number,
+        )
+        if reply[0] == 0:
+            raise self._queue_full(*reply[1:])
+
+    async def accept_once(self, spec: RequestSpec, *, key: str, body_digest: str) -> str:
+        """Accepts a request once for a tenant's idempotency key; returns the id that runs: the spec's, or that of an earlier try.
+
+        A retry completes an accept that was left half done. IdempotencyConflict where the key came with another body; else as `accept`.
+        """
+        reservation = keys.idempotency(spec.tenant, key)
+        request_id = await self._reserve(reservation, spec.request_id, body_digest, key)
+        same = spec
+        if request_id != spec.request_id:
+            same = RequestSpec()
+            same.CopyFrom(spec)
+            same.request_id = request_id
+        await self.accept(same)
+        return request_id
+
+    def read(
+        self, request_id: str, *, tenant: str, from_index: int = 0, digest: str = ""
+    ) -> AsyncGenerator[list[LogEntry], None]:
+        """Batches of consecutive entries from `from_index`, first what the log holds, then live; ends after the end entry.
+
+        While it runs, this gateway counts as a reader; after `aclose()` the disconnect grace starts where nobody else reads. An offset past the
+        end of an unfinished log waits. Redis may go away and come back.
+
+        RequestNotFound; OffsetOutOfRange past a finished log; DigestMismatch where the log isn't what `digest` or earlier entries say;
+        Unavailable where Redis stays away for settings.outage_limit_s.
+        """
+        return self._readers.read(request_id, tenant=tenant, from_index=from_index, digest=digest)
+
+    async def _reserve(self, reservation: str, request_id: str, body_digest: str, key: str) -> str:
+        for _ in range(_RESERVE_TRIES):
+            value = f"{request_id} {body_digest}"
+            made = await self._broker.connection.execute(
+                "SET", reservation, value, "NX", "EX", self._settings.retention_s
+            )
+            if made:
+                return request_id
+            found = await self._broker.connection.execute("GET", reservation)
+            if found is not None:
+                earlier, _, digest = found.decode().partition(" ")
+                if digest != body_digest:
+                    raise IdempotencyConflict(key)
+                return earlier
+        raise Unavailable("the idempotency key's reservation expired while it was looked at, again and again")
+
+    def _queue_full(self, requests: int, tokens: int, drained: int, window_ms: int) -> QueueFull:
+        settings = self._settings
+        by_requests = requests >= settings.max_queued_requests
+        limit = "requests" if by_requests else "prompt tokens"
+        bound = settings.max_queued_requests if by_requests else settings.max_queued_prompt_tokens
+        rate = drained / max(window_ms / 1000, 0.001)
+        wanted = max(1.0, requests / 10)
+        retry_after = min(wanted / rate, settings.retry_after_max_s) if rate > 0 else settings.retry_after_max_s
+        return QueueFull(
+            limit=limit, bound=bound, queued=requests if by_requests else tokens, retry_after_s=max(retry_after, 0.1)
+        )
+
+    def _overloaded(self, model: str, first: int, second: int) -> bool:
+        here = self._queued.get(Partition(model, first), 0)
+        there = self._queued.get(Partition(model, second), 0)
+        return here > self._settings.overload_requests and here > self._settings.overload_factor * there
+
+    async def _partitions(self) -> list[Partition]:
+        directory = self._broker.directory
+        return [where for name in await directory.names() for where in await directory.all_partitions(name)]
+
+    async def _beat(self) -> None:
+        partitions = await self._partitions()
+        lease = self._settings.lease_ms
+        calls = [Call(GATEWAY_HEARTBEAT, where.prefix, (self._id, lease)) for where in partitions]
+        for where, (registered, queued) in zip(partitions, await self._broker.connection.run_many(calls), strict=True):
+            self._queued[where] = queued
+            # Fewer than we read: somebody took us for dead meanwhile.
+            if registered < len(self._readers.registered(where)):
+                await self._readers.register_again(where)

@@ -1,0 +1,48 @@
+-- Ends a request from outside, in whatever state it is: a finish for each open choice, then the end with the usage. Retry: harmless, a finished
+-- request stays as it is.
+-- ARGV: id, tenant ('': any), reason, retention in ms, condition ('': none; 'deadlines' | 'graces': only if the request is due there now), error
+-- Returns {1, reason, next index, readers} ended now, {2, reason, next index, ''} had ended before, {0} not found, {3} not due.
+local id, tenant, reason, retention, condition, message = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local req = prefix .. 'req:' .. id
+local found = call('HMGET', req, 'state', 'tenant', 'next', 'digest', 'choices', 'ptok', 'ctok', 'cached', 'owner', 'queue', 'entry', 'readers',
+  'reason', 'class')
+local state, next_index, digest = found[1], tonumber(found[3] or 0), found[4]
+if not state or tenant ~= '' and tenant ~= found[2] then
+  if condition ~= '' then
+    call('ZREM', prefix .. condition, id)
+  end
+  return {0}
+end
+if state == 'finished' then
+  return {2, found[13], next_index, ''}
+end
+if condition ~= '' then
+  local due = call('ZSCORE', prefix .. condition, id)
+  if not due or tonumber(due) > now_ms() then
+    return {3}
+  end
+end
+
+-- A first write that needs no memory lets the others through when Redis is full: to end a request frees some.
+call('ZREM', prefix .. 'graces', id)
+call('HDEL', req, 'queue', 'entry')
+if found[10] then
+  local queue = prefix .. 'queue:' .. found[10]
+  if call('XDEL', queue, found[11]) == 1 then
+    uncount(found[10], found[6])
+  end
+end
+local log = prefix .. 'log:' .. id
+for choice = 0, found[5] - 1 do
+  if call('HSETNX', req, 'f' .. choice, reason) == 1 then
+    digest = chain(digest, 'c:' .. choice .. ':f:' .. reason)
+    next_index = next_index + 1
+    call('XADD', log, next_index .. '-0', 'c', choice, 'f', reason, 'd', digest)
+  end
+end
+digest = chain(digest, 'end:' .. reason)
+next_index = next_index + 1
+call('XADD', log, next_index .. '-0', 'end', reason, 'u', found[6] .. ',' .. found[7] .. ',' .. found[8], 'm', message, 'd', digest)
+call('HSET', req, 'next', next_index, 'digest', digest, 'nonce', '')
+retire(id, found[9], found[12], reason, retention)
+return {1, reason, next_index, found[12]}

@@ -1,0 +1,10 @@
+-- Tells how far logs have come. Retry: harmless, it only reads.
+-- ARGV: ids
+-- Returns for each id its next index and 1 if it is finished, else 0; -1 and 1 where there is no such request.
+local out = {}
+for i = 1, #ARGV do
+  local found = call('HMGET', prefix .. 'req:' .. ARGV[i], 'next', 'state')
+  out[2 * i - 1] = tonumber(found[1] or -1)
+  out[2 * i] = (not found[1] or found[2] == 'finished') and 1 or 0
+end
+return out

@@ -1,0 +1,14 @@
+-- Registers a gateway as a reader of a request, which ends its disconnect grace. Retry: harmless.
+-- ARGV: id, tenant, gateway id, gateway lease in ms
+-- Returns {next index, finished (0 | 1)}, or nothing where the tenant has no such request.
+local id, gateway = ARGV[1], ARGV[3]
+local found = call('HMGET', prefix .. 'req:' .. id, 'tenant', 'state', 'readers', 'next')
+if not found[1] or found[1] ~= ARGV[2] then
+  return false
+end
+local finished = found[2] == 'finished'
+if not finished then
+  add_reader(id, found[3], gateway)
+  call('ZADD', prefix .. 'gateways', now_ms() + ARGV[4], gateway)
+end
+return {tonumber(found[4]), finished and 1 or 0}

@@ -1,0 +1,9 @@
+-- The living engines of a model. KEYS[1] is the registry itself. Retry: harmless.
+-- ARGV: engine id to renew ('': only look), time to live in ms
+-- Returns the ids of the living engines.
+local now = now_ms()
+if ARGV[1] ~= '' then
+  call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
+  call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+end
+return call('ZRANGEBYSCORE', KEYS[1], '(' .. now, '+inf')

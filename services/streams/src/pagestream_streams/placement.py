@@ -1,0 +1,36 @@
+"""Which partition a prompt goes to, and which engine a partition belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Collection, Sequence
+
+
+def choices(prompt_token_ids: Sequence[int], partitions: int, first_tokens: int) -> tuple[int, int]:
+    """The first and the second choice of a partition for a prompt: the same for prompts that are equal in their first tokens.
+
+    The two differ wherever there are two.
+    """
+    head = array("Q", prompt_token_ids[:first_tokens]).tobytes()
+    digest = hashlib.blake2b(head, digest_size=16).digest()
+    first = int.from_bytes(digest[:8], "big") % partitions
+    if partitions == 1:
+        return first, first
+    step = 1 + int.from_bytes(digest[8:], "big") % (partitions - 1)
+    return first, (first + step) % partitions
+
+
+def owner(partition: int, engines: Collection[str]) -> str | None:
+    """The engine with the highest hash of (engine, partition); None without engines. Adding an engine moves 1/n of the partitions."""
+    return max(engines, key=lambda engine: _weight(engine, partition), default=None)
+
+
+def owned(engine: str, partitions: int, engines: Collection[str]) -> list[int]:
+    """The partitions that belong to an engine, which counts as living itself."""
+    living = {*engines, engine}
+    return [number for number in range(partitions) if owner(number, living) == engine]
+
+
+def _weight(engine: str, partition: int) -> bytes:
+    return hashlib.blake2b(f"{partition}:{engine}".encode(), digest_size=8).digest()

@@ -1,0 +1,240 @@
+"""All reads of one gateway: their registration with Redis, the wake-ups, and the log where wake-ups fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from typing import TypeVar
+
+from pagestream.v1.records_pb2 import LogEntry, WakeUp
+
+from pagestream_streams.broker import Broker
+from pagestream_streams.connection import Call
+from pagestream_streams.entries import from_fields
+from pagestream_streams.errors import OffsetOutOfRange, RequestNotFound, Unavailable
+from pagestream_streams.follower import Follower
+from pagestream_streams.keys import Partition
+from pagestream_streams.scripts import POLL, REGISTER, UNREGISTER
+from pagestream_streams.tasks import Periodic
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_RETRY_PAUSE_S = 0.1
+_LONGEST_WAIT_S = 5.0  # polls wake a reader; this is for the case that they don't run
+
+
+class Readers:
+    """Owned by a GatewaySession."""
+
+    def __init__(self, broker: Broker, gateway_id: str) -> None:
+        """Starts nothing yet."""
+        self._broker = broker
+        self._settings = broker.settings
+        self._gateway_id = gateway_id
+        self._followers: defaultdict[str, list[Follower]] = defaultdict(list)
+        self._leaving: dict[str, Partition] = {}
+        self._expected: dict[str, tuple[Partition, float]] = {}  # accepted, not read yet; until when
+        self._away_since: float | None = None
+        self._keeper = Periodic("readers", self._settings.poll_ms / 4000, self._keep)
+
+    def start(self) -> None:
+        """Begins to poll for reads that wait."""
+        self._keeper.start()
+
+    async def stop(self) -> None:
+        """Ends every read with Unavailable and takes their registrations back."""
+        await self._keeper.stop()
+        for followers in self._followers.values():
+            for follower in followers:
+                follower.fail(Unavailable("this gateway is closing"))
+                self._leaving[follower.request_id] = follower.where
+        self._leaving.update({request_id: where for request_id, (where, _) in self._expected.items()})
+        try:
+            await self._unregister()
+        except Unavailable as error:
+            _log.info("reads were not taken back, their grace starts when this gateway's lease ends: %s", error)
+
+    def expect(self, where: Partition, request_id: str) -> None:
+        """An accept registers this gateway; if no read follows, the registration is taken back."""
+        until = time.monotonic() + self._settings.accepted_unread_ms / 1000
+        self._expected[request_id] = (where, until)
+
+    def wake(self, message: bytes) -> None:
+        """Hands the slices of a wake-up to their reads."""
+        for log_slice in WakeUp.FromString(message).slices:
+            for follower in self._followers.get(log_slice.request_id, ()):
+                follower.offer(log_slice)
+
+    def missed(self) -> None:
+        """Wake-ups may have been lost: poll now."""
+        for follower in self._all():
+            if follower.waiting_since is not None:
+                follower.waiting_since = float("-inf")
+        self._keeper.nudge()
+
+    def registered(self, where: Partition) -> list[tuple[str, str]]:
+        """Request id and tenant of what is read in a partition."""
+        return list({(each.request_id, each.tenant) for each in self._all() if each.where == where and not each.ended})
+
+    async def read(
+        self, request_id: str, *, tenant: str, from_index: int, digest: str
+    ) -> AsyncGenerator[list[LogEntry], None]:
+        """See GatewaySession.read."""
+        where = await self._patiently(lambda: self._broker.directory.locate(request_id))
+        follower = Follower(where, request_id, tenant, from_index, digest, self._settings.buffer_entries)
+        self._join(follower)
+        try:
+            await self._patiently(lambda: self._register(follower))
+            while not follower.ended:
+                entries = await self._next(follower)
+                if entries:
+                    yield entries
+        finally:
+            self._leave(follower)
+
+    async def _next(self, follower: Follower) -> list[LogEntry]:
+        while True:
+            if follower.failure is not None:
+                raise follower.failure
+            entries = follower.take_buffered()
+            if entries or follower.ended:
+                return entries
+            if follower.take_look():
+                entries = await self._patiently(lambda: self._from_log(follower))
+                if entries or follower.ended:
+                    return entries
+            else:
+                await follower.wait(_LONGEST_WAIT_S)
+
+    async def _from_log(self, follower: Follower) -> list[LogEntry]:
+        start, batch = follower.log_start, self._settings.read_batch
+        log = follower.where.log(follower.request_id)
+        rows = await self._broker.connection.execute("XRANGE", log, f"{start + 1}-0", "+", "COUNT", batch)
+        if len(rows) == batch:
+            follower.look()
+        return follower.take_logged(start, [from_fields(fields) for _, fields in rows])
+
+    def _join(self, follower: Follower) -> None:
+        self._expected.pop(follower.request_id, None)
+        self._leaving.pop(follower.request_id, None)
+        self._followers[follower.request_id].append(follower)
+
+    def _leave(self, follower: Follower) -> None:
+        remaining = self._followers[follower.request_id]
+        remaining.remove(follower)
+        if not remaining:
+            del self._followers[follower.request_id]
+            if not follower.ended:
+                self._leaving[follower.request_id] = follower.where
+                self._keeper.nudge()
+
+    async def _register(self, follower: Follower) -> None:
+        [reply] = await self._register_all(follower.where, [(follower.request_id, follower.tenant)])
+        if reply is None:
+            raise RequestNotFound(follower.request_id)
+        next_index, finished = reply
+        if finished:
+            self._check_end(follower, next_index)
+
+    async def register_again(self, where: Partition) -> None:
+        """After the registrations were lost. Unavailable."""
+        await self._register_all(where, self.registered(where))
+
+    async def _register_all(self, where: Partition, reads: Iterable[tuple[str, str]]) -> list[list[int] | None]:
+        lease = self._settings.lease_ms
+        calls = [
+            Call(REGISTER, where.prefix, (request_id, tenant, self._gateway_id, lease)) for request_id, tenant in reads
+        ]
+        return await self._broker.connection.run_many(calls)
+
+    async def _keep(self) -> None:
+        try:
+            await self._unregister()
+            await self._poll()
+        except Unavailable as error:
+            self._note_outage(error)
+            raise
+        self._away_since = None
+
+    async def _unregister(self) -> None:
+        now = time.monotonic()
+        for request_id in [each for each, (_, until) in self._expected.items() if until < now]:
+            self._leaving[request_id], _ = self._expected.pop(request_id)
+        leaving = dict(self._leaving)
+        by_partition = _grouped(leaving)
+        calls = [
+            Call(UNREGISTER, where.prefix, (self._gateway_id, *request_ids))
+            for where, request_ids in by_partition.items()
+        ]
+        await self._broker.connection.run_many(calls)
+        for request_id, where in leaving.items():
+            self._leaving.pop(request_id, None)
+            # Somebody began to read while the script was on its way: its registration may have been the one that was taken back.
+            again = {(each.request_id, each.tenant) for each in self._followers.get(request_id, ())}
+            if again:
+                await self._register_all(where, again)
+
+    async def _poll(self) -> None:
+        limit = time.monotonic() - self._settings.poll_ms / 1000
+        idle = [each for each in self._all() if each.waiting_since is not None and each.waiting_since < limit]
+        by_partition: defaultdict[Partition, list[Follower]] = defaultdict(list)
+        for follower in idle:
+            by_partition[follower.where].append(follower)
+        calls = [
+            Call(POLL, where.prefix, [each.request_id for each in each_part])
+            for where, each_part in by_partition.items()
+        ]
+        replies = await self._broker.connection.run_many(calls)
+        now = time.monotonic()
+        for followers, reply in zip(by_partition.values(), replies, strict=True):
+            for follower, next_index, finished in zip(followers, reply[::2], reply[1::2], strict=True):
+                if follower.waiting_since is not None:
+                    follower.waiting_since = now
+                self._compare(follower, next_index, finished=bool(finished))
+
+    def _compare(self, follower: Follower, next_index: int, *, finished: bool) -> None:
+        if next_index < 0:
+            follower.fail(RequestNotFound(follower.request_id))
+        elif next_index > follower.next_index:
+            follower.look()
+        elif finished and not follower.ended:
+            try:
+                self._check_end(follower, next_index)
+            except OffsetOutOfRange as error:
+                follower.fail(error)
+
+    def _check_end(self, follower: Follower, next_index: int) -> None:
+        if follower.next_index > next_index:
+            raise OffsetOutOfRange(follower.request_id, follower.next_index, next_index)
+
+    def _note_outage(self, error: Unavailable) -> None:
+        now = time.monotonic()
+        self._away_since = self._away_since or now
+        if now - self._away_since > self._settings.outage_limit_s:
+            for follower in self._all():
+                follower.fail(error)
+
+    async def _patiently(self, operation: Callable[[], Awaitable[_T]]) -> _T:
+        """Repeats what Redis can't do now until it can, or until the outage has lasted too long."""
+        limit = time.monotonic() + self._settings.outage_limit_s
+        while True:
+            try:
+                return await operation()
+            except Unavailable:
+                if time.monotonic() > limit:
+                    raise
+                await asyncio.sleep(_RETRY_PAUSE_S)
+
+    def _all(self) -> list[Follower]:
+        return [follower for followers in self._followers.values() for follower in followers]
+
+
+def _grouped(leaving: dict[str, Partition]) -> dict[Partition, list[str]]:
+    groups: defaultdict[Partition, list[str]] = defaultdict(list)
+    for request_id, where in leaving.items():
+        groups[where].append(request_id)
+    return groups

@@ -1,0 +1,44 @@
+"""The Lua scripts beside this module: one file, one step of the protocol. Each tells its keys, arguments, result, and why a retry is harmless."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script's text, with the helpers that all of them share before it."""
+
+    name: str
+    text: str
+    repeat: bool = True  # whether a lost connection is answered by running it once more
+
+    @cached_property
+    def sha(self) -> str:
+        """The name by which Redis caches it."""
+        return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+def _load(name: str, *, repeat: bool = True) -> Script:
+    folder = resources.files("pagestream_streams") / "lua"
+    text = (folder / "prelude.lua").read_text() + (folder / f"{name}.lua").read_text()
+    return Script(name, text, repeat)
+
+
+ACCEPT = _load("accept")
+CLAIM = _load("claim", repeat=False)  # a second run would claim more
+APPEND = _load("append")
+END = _load("end")
+HAND_BACK = _load("hand_back")
+HEARTBEAT = _load("heartbeat")
+GATEWAY_HEARTBEAT = _load("gateway_heartbeat")
+REGISTER = _load("register")
+UNREGISTER = _load("unregister")
+POLL = _load("poll")
+VIEW = _load("view")
+SWEEP = _load("sweep")
+EXPIRE = _load("expire")
+REGISTRY = _load("registry")

@@ -1,0 +1,56 @@
+"""Every number that this package turns on, with its unit and its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StreamsSettings:
+    """All processes of a deployment should use the same values; a difference costs time, never correctness."""
+
+    # -- the connection
+    connect_timeout_s: float = 10.0  # how long Broker.connect waits for a server that is still starting
+    command_timeout_s: float = 5.0  # a command without a reply for so long counts as lost
+    max_connections: int = 64  # a process needs one for each command in flight
+    # -- liveness
+    lease_ms: int = 3000  # an engine or gateway that is silent for so long is dead; reclaim follows within sweep_ms
+    heartbeat_ms: int = 500  # six chances in a lease
+    sweep_ms: int = 500  # how late time's effects may be
+    sweep_gap_ms: int = (
+        2000  # a longer hole in the sweeps was an outage; heartbeat_ms and it together are below lease_ms
+    )
+    sweep_batch: int = 128  # requests that one sweep moves, so that no script blocks Redis for long
+    # -- the queue; bounds are for each class in each partition
+    max_queued_requests: int = 1024  # about 10 MB of Redis memory at 2,000 prompt tokens a request
+    max_queued_prompt_tokens: int = 4_000_000  # twice what as many requests of 2,000 tokens have
+    ageing_ms: int = 30_000  # a class waits so much longer than the class above it, and no longer
+    steal_after_ms: int = 100  # an entry that its partition's own engine left for so long is anybody's
+    placement_tokens: int = 64  # prompts that are equal so far share a partition, and so an engine's prefix cache
+    overload_factor: int = 2  # the second choice is taken when the first has so many times its queue ...
+    overload_requests: int = 16  # ... and more than this
+    drain_window_ms: int = 10_000  # the span over which the drain rate is measured
+    retry_after_max_s: float = 60.0  # also what is said when nothing drains
+    # -- reading
+    poll_ms: int = 250  # a reader without a wake-up for so long looks into the log
+    read_batch: int = 512  # entries that one read of the log takes
+    buffer_entries: int = 1024  # what a slow reader keeps in memory before it is sent to the log
+    outage_limit_s: float = 120.0  # how long a reader waits for Redis to come back
+    accepted_unread_ms: int = (
+        5000  # an accepted request that nobody of its gateway began to read is no longer read by it
+    )
+    # -- keeping
+    retention_s: int = 3600  # how long a finished log can be read again
+    directory_ttl_s: float = 1.0  # how old a process' knowledge of models and engines may be
+
+    def __post_init__(self) -> None:
+        """Refuses what would make a living engine look dead after an outage."""
+        if self.sweep_gap_ms + self.heartbeat_ms > self.lease_ms:
+            raise ValueError(
+                f"lease_ms ({self.lease_ms}) must not be below sweep_gap_ms + heartbeat_ms ({self.sweep_gap_ms} + {self.heartbeat_ms}): "
+                "an engine that lived through an outage shorter than the gap would be taken for dead"
+            )
+        if self.sweep_gap_ms <= self.sweep_ms:
+            raise ValueError(
+                f"sweep_gap_ms ({self.sweep_gap_ms}) must be above sweep_ms ({self.sweep_ms}): each sweep would be an outage"
+            )

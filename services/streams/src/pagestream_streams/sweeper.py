@@ -1,0 +1,57 @@
+"""Leases, deadlines and graces: what time alone brings about, on a timer of its own in every engine and gateway."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from pagestream_streams import keys
+from pagestream_streams.broker import Broker
+from pagestream_streams.connection import Call
+from pagestream_streams.keys import Partition
+from pagestream_streams.scripts import SWEEP
+from pagestream_streams.tasks import Periodic
+
+_log = logging.getLogger(__name__)
+
+
+class Sweeper:
+    """Sweeps partitions every settings.sweep_ms. Any number of sweepers may run: a partition that was just swept is skipped."""
+
+    def __init__(self, broker: Broker, partitions: Callable[[], Awaitable[Iterable[Partition]]]) -> None:
+        """`partitions` is asked in each round."""
+        self._broker = broker
+        self._partitions = partitions
+        self._timer = Periodic("sweeper", broker.settings.sweep_ms / 1000, self.sweep)
+
+    def start(self) -> None:
+        """Begins with a sweep at once."""
+        self._timer.start()
+
+    async def stop(self) -> None:
+        """Ends the timer."""
+        await self._timer.stop()
+
+    async def sweep(self) -> None:
+        """Sweeps every partition once. Unavailable."""
+        partitions = list(await self._partitions())
+        replies = await self._broker.connection.run_many([self._call(where) for where in partitions])
+        for where, (reclaimed, late, abandoned, restarted) in zip(partitions, replies, strict=True):
+            if restarted:
+                _log.info(
+                    "%s: nothing had swept for a while, or Redis is another process; leases and graces start anew",
+                    where.prefix,
+                )
+            if reclaimed:
+                _log.warning("%s: reclaimed %d requests of dead engines", where.prefix, len(reclaimed))
+            for request_id in late:
+                await self._broker.end(where, request_id.decode(), "deadline", condition="deadlines")
+            for request_id in abandoned:
+                await self._broker.end(where, request_id.decode(), "cancelled", condition="graces")
+
+    def _call(self, where: Partition) -> Call:
+        settings = self._broker.settings
+        # Half an interval: sweepers that tick together don't each do the work, and one alone misses no tick.
+        least = settings.sweep_ms // 2
+        lease, batch, bell = settings.lease_ms, settings.sweep_batch, keys.doorbell(where.model)
+        return Call(SWEEP, where.prefix, (least, settings.sweep_gap_ms, lease, lease, batch, bell, where.number))

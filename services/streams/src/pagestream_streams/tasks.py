@@ -1,0 +1,58 @@
+"""A background task with an owner: started once, runs at an interval or when nudged, ends when its owner stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from pagestream_streams.errors import Unavailable
+
+_log = logging.getLogger(__name__)
+
+
+class Periodic:
+    """Calls `work` every `interval_s` seconds, and at once after `nudge`.
+
+    Unavailable is expected and ends a round only; anything else is a bug, which is logged with its trace and ends a round as well: leases must
+    be renewed all the same.
+    """
+
+    def __init__(self, name: str, interval_s: float, work: Callable[[], Awaitable[None]]) -> None:
+        """Starts nothing yet."""
+        self._name = name
+        self._interval = interval_s
+        self._work = work
+        self._nudged = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins with a round at once."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=self._name)
+
+    async def stop(self) -> None:
+        """Cancels the round that runs and waits for it."""
+        if self._task is None:
+            return
+        task, self._task = self._task, None
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    def nudge(self) -> None:
+        """Lets the next round begin now."""
+        self._nudged.set()
+
+    async def _run(self) -> None:
+        while True:
+            self._nudged.clear()
+            try:
+                await self._work()
+            except Unavailable as error:
+                _log.info("%s: %s", self._name, error)
+            except Exception:  # noqa: BLE001
+                _log.exception("%s failed; it goes on with its next round", self._name)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._nudged.wait(), self._interval)
