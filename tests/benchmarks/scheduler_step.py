@@ -1,0 +1,121 @@
+"""Time of the scheduler in a step (plan, bookkeeping, block hashes; without the model) with many running decodes.
+
+    python tests/benchmarks/scheduler_step.py [--steps 400] [--running 256 1024]
+
+Two arrivals: staggered prompts fill their blocks in different steps; aligned ones all in the same step, which is the
+worst case for block allocation and hashing. The line "text and ends" is what the engine adds for stop checks, text of
+a byte-level tokenizer and output records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from statistics import fmean, quantiles
+from time import perf_counter
+
+from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.manager import CacheManager
+from pagestream_engine.config import SchedulerConfig
+from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces
+from pagestream_engine.generation import Generation
+from pagestream_engine.outputs import StepOutput
+from pagestream_engine.sampling_params import SamplingParams
+from pagestream_engine.scheduler.policy import make_policy
+from pagestream_engine.scheduler.scheduler import Scheduler
+from pagestream_engine.sequence import Sequence
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+BLOCK_SIZE = 16
+PROMPT_LEN = 64
+LIMITS_MS = {256: 0.5, 1024: 2.0}
+
+
+def make_scheduler(num_running: int, *, num_steps: int) -> tuple[Scheduler, CacheManager]:
+    """A scheduler over a pool in which everything fits."""
+    num_blocks = num_running * ((PROMPT_LEN + BLOCK_SIZE + num_steps) // BLOCK_SIZE + 2)
+    cache = CacheManager(BlockPool(num_blocks), BLOCK_SIZE, enable_prefix_caching=True)
+    config = SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=num_running * (PROMPT_LEN + BLOCK_SIZE))
+    return Scheduler(config, cache, make_policy("fcfs")), cache
+
+
+def make_sequences(num_running: int, *, staggered: bool) -> list[Sequence]:
+    """Sequences without a common prefix."""
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    return [
+        Sequence(
+            str(index),
+            [index, *range(PROMPT_LEN - 1 + (index % BLOCK_SIZE if staggered else 0))],
+            params,
+            seed=index,
+            arrival=index,
+            max_total_tokens=1 << 30,
+        )
+        for index in range(num_running)
+    ]
+
+
+def make_tokenizer() -> Tokenizer:
+    """A byte-level tokenizer of single bytes."""
+    vocab = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def measure(num_running: int, *, staggered: bool, num_steps: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of the scheduler, and of text and ends, in each step."""
+    scheduler, _ = make_scheduler(num_running, num_steps=num_steps)
+    sequences = make_sequences(num_running, staggered=staggered)
+    pieces = Pieces(make_tokenizer())
+    generations = {seq.seq_id: Generation(seq, IncrementalDetokenizer(pieces, seq.token_ids)) for seq in sequences}
+    for seq in sequences:
+        scheduler.add(seq)
+    step = scheduler.schedule()
+    scheduler.advance(step, [0] * num_running)
+    scheduling, text = [], []
+    for index in range(num_steps):
+        token_ids = [(index + row) % 256 for row in range(num_running)]
+        start = perf_counter()
+        step = scheduler.schedule()
+        planned = perf_counter()
+        # -- here the model runs --
+        resumed = perf_counter()
+        scheduler.advance(step, token_ids)
+        advanced = perf_counter()
+        outputs = []
+        for entry, token_id in zip(step.decodes, token_ids, strict=True):
+            seq = entry.seq
+            taken = generations[seq.seq_id].take(token_id, seq.num_output_tokens)
+            outputs.append(StepOutput(seq.seq_id, token_id, *taken, seq.num_cached_tokens))
+        done = perf_counter()
+        scheduling.append((planned - start + advanced - resumed) * 1e3)
+        text.append((done - advanced) * 1e3)
+    return scheduling, text
+
+
+def describe(times_ms: list[float]) -> str:
+    """Mean and percentiles."""
+    cuts = quantiles(times_ms, n=100)
+    return f"mean {fmean(times_ms):.3f}  p50 {cuts[49]:.3f}  p99 {cuts[98]:.3f}  max {max(times_ms):.3f} ms"
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--running", type=int, nargs="+", default=[256, 1024])
+    options = parser.parse_args()
+    for num_running in options.running:
+        for staggered in (True, False):
+            scheduling, text = measure(num_running, staggered=staggered, num_steps=options.steps)
+            name = "staggered" if staggered else "aligned"
+            limit = LIMITS_MS.get(num_running)
+            target = f"  (limit {limit} ms)" if limit else ""
+            print(f"{num_running:5d} running, {name:9s}  scheduler      {describe(scheduling)}{target}")
+            print(f"{'':5s}          {'':9s}  text and ends  {describe(text)}")
+            gc.collect()
+
+
+if __name__ == "__main__":
+    main()
