@@ -98,6 +98,12 @@ class Part:
         """Whether the process runs."""
         return self.process is not None and self.process.poll() is None
 
+    def has_said_ready(self) -> bool:
+        """Whether the log says that the part is ready. Raises StackError if it ended instead."""
+        if not self.is_alive():
+            raise StackError(f"{self.name} has ended")
+        return '"ready"' in self.log_tail()
+
     def log_tail(self) -> str:
         """Return the end of the log, for messages."""
         return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
@@ -175,13 +181,9 @@ class Stack:
     def wait_ready(self) -> None:
         """Wait until every gateway is ready and every engine has said so."""
         for gateway in self.gateways:
-            wait_until(gateway.is_ready, limit_s=START_LIMIT_S, what=f"{gateway.name}:\n{gateway.log_tail()}")
+            wait_until(gateway.is_ready, limit_s=START_LIMIT_S, what=gateway.name)
         for engine in self.engines:
-            wait_until(
-                lambda engine=engine: "ready" in engine.log_tail(),  # type: ignore[misc]
-                limit_s=START_LIMIT_S,
-                what=f"{engine.name}:\n{engine.log_tail()}",
-            )
+            wait_until(engine.has_said_ready, limit_s=START_LIMIT_S, what=engine.name)
 
     def stop(self) -> None:
         """End everything."""

@@ -17,6 +17,7 @@ from pagestream_engine.engine import Engine
 from pagestream_engine.errors import EngineError
 from pagestream_engine.folder import resolve_model
 from pagestream_engine.worker.card import ModelFolderError, build_card
+from pagestream_engine.worker.logs import configure_logs
 from pagestream_engine.worker.settings import WorkerSettings, build_parser, engine_config, worker_settings
 from pagestream_engine.worker.worker import EngineFailed, Worker
 
@@ -100,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pagestream-engine: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_BAD_OPTIONS
     setproctitle("pagestream-engine")
+    configure_logs()
     try:
         uvloop.run(_run(settings, config))
     except (EngineError, ModelFolderError) as error:

@@ -69,7 +69,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def engine_config(options: argparse.Namespace) -> EngineConfig:
     """Build the engine's settings from parsed options. Raises ConfigError that names the option."""
     given: dict[str, Any] = {name: getattr(options, name) for name in _ENGINE_OPTIONS if hasattr(options, name)}
-    return EngineConfig.from_options(**given)
+    return EngineConfig.from_options(given)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,0 +1,15 @@
+"""JSON logs on stderr, one object a line. Prompts are never logged."""
+
+import logging
+
+from pythonjsonlogger.json import JsonFormatter
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+NAMES = {"asctime": "time", "levelname": "level", "name": "logger"}
+
+
+def configure_logs(level: str = "INFO") -> None:
+    """Send everything of `level` and above to stderr; what a record's `extra` holds becomes fields."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter(FORMAT, rename_fields=NAMES))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
