@@ -1,0 +1,106 @@
+"""The `pagestream` command. Each command's code is imported when it is asked for: `--help` has to be quick."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from pagestream_cli.console import say
+from pagestream_cli.errors import CliError
+
+
+class Command(NamedTuple):
+    """A verb, its sentence, and the modules that have its options and its work."""
+
+    verb: str
+    help: str
+    options: str
+    """Module with `add_arguments(parser)`."""
+    work: str
+    """Module with `run(arguments) -> exit code`."""
+
+
+COMMANDS = (
+    Command(
+        "serve",
+        "serve a model on this machine: gateways, Redis and engines in one command",
+        "serve.options",
+        "serve.command",
+    ),
+    Command("generate", "complete a prompt, streaming", "generate", "generate"),
+    Command("chat", "talk to the model in the terminal", "chat", "chat"),
+    Command("bench", "put a running server under load and measure it", "bench.options", "bench.command"),
+    Command("doctor", "tell what this machine has, what is wrong, and what to do", "doctor.command", "doctor.command"),
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="pagestream", description="Serves language models; token streams outlive every process."
+    )
+    parser.add_argument("--version", action="store_true", help="print the version")
+    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND")
+    for command in COMMANDS:
+        sub = verbs.add_parser(
+            command.verb, help=command.help, description=f"{command.help[0].upper()}{command.help[1:]}."
+        )
+        _module(command.options).add_arguments(sub)
+        sub.set_defaults(work=command.work)
+    helping = verbs.add_parser("help", help="explain a command")
+    helping.add_argument("topic", nargs="?", choices=[command.verb for command in COMMANDS])
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the process's exit code."""
+    parser = build_parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.version:
+        return _print_version()
+    if parsed.verb in (None, "help"):
+        return _help(parser, getattr(parsed, "topic", None))
+    run: Callable[[argparse.Namespace], int] = _module(parsed.work).run
+    return guarded(lambda: run(parsed))
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """Turn what a person can act on into words and an exit code; anything else is a defect and keeps its traceback."""
+    try:
+        return work()
+    except CliError as error:
+        say(f"error: {error}")
+        if error.hint:
+            say(f"  {error.hint}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone; nobody is left to tell
+        return 141
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"pagestream_cli.{name}")
+
+
+def _print_version() -> int:
+    from pagestream_cli.version import installed_version
+
+    print(f"pagestream {installed_version()}")
+    return 0
+
+
+def _help(parser: argparse.ArgumentParser, topic: str | None) -> int:
+    if topic is None:
+        parser.print_help()
+    else:
+        parser.parse_args([topic, "--help"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

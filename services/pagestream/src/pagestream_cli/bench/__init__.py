@@ -1,0 +1,1 @@
+"""`pagestream bench`: load against a running server, and what it felt like."""

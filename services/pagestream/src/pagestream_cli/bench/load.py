@@ -1,0 +1,63 @@
+"""Sends the requests when they are due."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+from pagestream_cli.bench.stats import Outcome
+from pagestream_cli.bench.tally import AnswerError, LoadClient, Tally, outcome_of
+from pagestream_cli.bench.workload import BenchRequest
+
+
+async def run_load(
+    client: LoadClient,
+    requests: Sequence[BenchRequest],
+    *,
+    concurrency: int | None,
+    timeout_s: float,
+    on_done: Callable[[Outcome], None],
+) -> list[Outcome]:
+    """Send every request at its time, at most `concurrency` at once, and wait for all answers.
+
+    An error is an outcome, never an exception: the load goes on. Outcomes are in the order of sending.
+    """
+    start = time.perf_counter()
+    slots = asyncio.Semaphore(concurrency) if concurrency is not None else contextlib.nullcontext()
+
+    async def one(request: BenchRequest) -> Outcome:
+        async with slots:
+            outcome = await _ask(client, request, start, timeout_s)
+        on_done(outcome)
+        return outcome
+
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for request in sorted_by_due(requests):
+            delay_s = start + request.due_s - time.perf_counter()
+            if delay_s > 0:
+                await asyncio.sleep(delay_s)
+            tasks.append(group.create_task(one(request)))
+    return [task.result() for task in tasks]
+
+
+def sorted_by_due(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
+    """Requests in the order in which they are sent."""
+    return sorted(requests, key=lambda request: request.due_s)
+
+
+async def _ask(client: LoadClient, request: BenchRequest, start: float, timeout_s: float) -> Outcome:
+    tally = Tally(began=time.perf_counter())
+    error = ("", "")
+    try:
+        async with asyncio.timeout(timeout_s):
+            await client.ask(request, tally)
+    except AnswerError as failure:
+        error = (failure.kind, str(failure))
+    except TimeoutError:
+        error = ("timeout", f"no complete answer within {timeout_s:.0f} s")
+    except OSError as failure:
+        error = ("connection", str(failure))
+    return outcome_of(request, tally, start, error)

@@ -1,0 +1,138 @@
+"""From single requests to the numbers that people compare."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PERCENTILES = (50.0, 90.0, 99.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One request, as its client saw it. Times are seconds."""
+
+    due_s: float
+    """When it was to be sent, after the start."""
+    sent_s: float
+    """When it was."""
+    ended_s: float
+    """When its answer, or its error, was complete."""
+    input_tokens: int
+    output_tokens: int
+    token_times_s: tuple[float, ...] = ()
+    """When each event with tokens came, after `sent_s`."""
+    error: str = ""
+    """Kind of the error; empty: none."""
+    message: str = ""
+
+    @property
+    def e2e_s(self) -> float:
+        """From sending to the end."""
+        return self.ended_s - self.sent_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token."""
+        return self.token_times_s[0] if self.token_times_s else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None for answers of one token."""
+        if self.output_tokens < 2 or len(self.token_times_s) < 1:
+            return None
+        return (self.token_times_s[-1] - self.token_times_s[0]) / (self.output_tokens - 1)
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Inter-token latencies: gaps between events that brought tokens, as a reader feels them."""
+        times = self.token_times_s
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A measure over all requests, in milliseconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run."""
+
+    requests: int
+    succeeded: int
+    errors: dict[str, int]
+    """Number by kind."""
+    duration_s: float
+    """From the first request sent to the last answer complete."""
+    input_tokens: int
+    output_tokens: int
+    requests_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    ttft: Spread | None
+    """Time to first token; None where nothing was measured."""
+    tpot: Spread | None
+    """Time per output token after the first."""
+    itl: Spread | None
+    """Gaps between events with tokens."""
+    e2e: Spread | None
+    """Whole answers."""
+    late: Spread | None
+    """How late the load generator sent: large values mean that it, not the server, was the limit."""
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Percentile with linear interpolation between closest ranks, as numpy's default.
+
+    Raises:
+        ValueError: no values, or `percent` outside [0, 100].
+    """
+    if not values or not 0 <= percent <= 100:
+        raise ValueError(f"percentile {percent} of {len(values)} values")
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def spread(seconds: Sequence[float]) -> Spread | None:
+    """Spread in milliseconds; None of nothing."""
+    if not seconds:
+        return None
+    low, middle, high = (percentile(seconds, p) * 1000 for p in PERCENTILES)
+    return Spread(len(seconds), sum(seconds) / len(seconds) * 1000, low, middle, high, max(seconds) * 1000)
+
+
+def summarize(outcomes: Sequence[Outcome]) -> Summary:
+    """Latencies and throughput of the requests that succeeded, and the errors of the others."""
+    good = [outcome for outcome in outcomes if not outcome.error]
+    duration = max((o.ended_s for o in outcomes), default=0.0) - min((o.sent_s for o in outcomes), default=0.0)
+    inputs, outputs = sum(o.input_tokens for o in good), sum(o.output_tokens for o in good)
+    per_second = 1 / duration if duration > 0 else 0.0
+    return Summary(
+        requests=len(outcomes),
+        succeeded=len(good),
+        errors=dict(Counter(o.error for o in outcomes if o.error)),
+        duration_s=duration,
+        input_tokens=inputs,
+        output_tokens=outputs,
+        requests_per_s=len(good) * per_second,
+        input_tokens_per_s=inputs * per_second,
+        output_tokens_per_s=outputs * per_second,
+        ttft=spread([o.ttft_s for o in good if o.ttft_s is not None]),
+        tpot=spread([o.tpot_s for o in good if o.tpot_s is not None]),
+        itl=spread([gap for o in good for gap in o.itl_s]),
+        e2e=spread([o.e2e_s for o in good]),
+        late=spread([max(o.sent_s - o.due_s, 0.0) for o in outcomes]),
+    )

@@ -1,0 +1,108 @@
+"""What is asked of the server, and when."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pagestream_cli.bench.arrivals import poisson
+from pagestream_cli.bench.options import LengthRange
+from pagestream_cli.bench.trace import TraceRow
+from pagestream_cli.errors import WorkloadInvalidError
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """One request to send."""
+
+    due_s: float
+    """Seconds after the start."""
+    prompt: Prompt
+    """Text, or token ids: these need no tokenizer here."""
+    max_tokens: int
+    ignore_eos: bool
+    """Whether the answer has exactly `max_tokens`."""
+
+
+def from_prompts(path: Path, output_len: LengthRange, rng: random.Random, limit: int | None) -> list[BenchRequest]:
+    """One request for each line of a file: plain text, or JSON objects with `prompt` and perhaps `max_tokens`.
+
+    A larger `limit` goes round.
+
+    Raises:
+        WorkloadInvalidError: the file cannot be read or holds no prompts.
+    """
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise WorkloadInvalidError(f"cannot read {path}: {error}") from error
+    if not lines:
+        raise WorkloadInvalidError(f"{path} has no prompts")
+    chosen = [lines[i % len(lines)] for i in range(len(lines) if limit is None else limit)]
+    return [_from_line(line, path, rng.randint(*output_len)) for line in chosen]
+
+
+def from_random(
+    count: int, input_len: LengthRange, output_len: LengthRange, vocab_size: int, rng: random.Random
+) -> list[BenchRequest]:
+    """Requests of uniformly drawn lengths and tokens."""
+    return [
+        BenchRequest(
+            0.0, random_tokens(rng.randint(*input_len), vocab_size, rng), rng.randint(*output_len), ignore_eos=True
+        )
+        for _ in range(count)
+    ]
+
+
+def from_trace(rows: Sequence[TraceRow], vocab_size: int, time_scale: float, seed: int) -> list[BenchRequest]:
+    """Requests of a trace's lengths and arrivals. Where it tells which prompt blocks are equal, they are."""
+    return [
+        BenchRequest(
+            row.arrival_s / time_scale,
+            _trace_tokens(row, vocab_size, random.Random(f"{seed}/{index}"), seed),
+            row.output_tokens,
+            ignore_eos=True,
+        )
+        for index, row in enumerate(rows)
+    ]
+
+
+def with_poisson(requests: Sequence[BenchRequest], rate: float, rng: random.Random) -> list[BenchRequest]:
+    """The same requests at Poisson arrivals of `rate` a second."""
+    return [
+        replace(request, due_s=due) for request, due in zip(requests, poisson(len(requests), rate, rng), strict=True)
+    ]
+
+
+def random_tokens(count: int, vocab_size: int, rng: random.Random) -> tuple[int, ...]:
+    """Token ids below `vocab_size`."""
+    return tuple(rng.choices(range(vocab_size), k=count))
+
+
+def _trace_tokens(row: TraceRow, vocab_size: int, rng: random.Random, seed: int) -> tuple[int, ...]:
+    tokens: list[int] = []
+    for block in row.blocks:
+        if len(tokens) >= row.input_tokens:
+            break
+        tokens += random_tokens(row.block_tokens, vocab_size, random.Random(f"{seed}/block/{block}"))
+    tokens += random_tokens(max(row.input_tokens - len(tokens), 0), vocab_size, rng)
+    return tuple(tokens[: row.input_tokens])
+
+
+def _from_line(line: str, path: Path, max_tokens: int) -> BenchRequest:
+    if path.suffix != ".jsonl":
+        return BenchRequest(0.0, line, max_tokens, ignore_eos=False)
+    try:
+        content = json.loads(line)
+        prompt = content["prompt"]
+        if not isinstance(prompt, str):
+            prompt = tuple(int(token) for token in prompt)
+        return BenchRequest(0.0, prompt, int(content.get("max_tokens", max_tokens)), ignore_eos=False)
+    except (ValueError, KeyError, TypeError) as error:
+        form = '{"prompt": ..., "max_tokens": ...}'
+        raise WorkloadInvalidError(f"{path}: a line is not {form}: {line[:80]}") from error

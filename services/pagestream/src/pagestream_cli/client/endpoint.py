@@ -1,0 +1,53 @@
+"""Finds the gateways to ask."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from pagestream_cli.datadir import DataDir
+from pagestream_cli.errors import ServerNotFoundError, UsageError
+from pagestream_cli.servefile import read_record
+from pagestream_cli.supervisor.guard import is_alive
+
+API_KEY_VARIABLE = "PAGESTREAM_CLIENT__API_KEY"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One deployment, as a client sees it."""
+
+    urls: tuple[str, ...]
+    """Base URL of each gateway, without a path; a broken stream goes on at the next one."""
+    api_key: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request carries."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+def find_endpoint(url: str | None, data_dir: DataDir, api_key: str | None = None) -> Endpoint:
+    """The deployment at `url`, else the one that serve runs in `data_dir`.
+
+    Raises:
+        ServerNotFoundError: no serve runs there.
+        UsageError: `url` is not http(s)://host[:port].
+    """
+    key = api_key or os.environ.get(API_KEY_VARIABLE) or None
+    if url is not None:
+        return Endpoint((_checked(url),), key)
+    record = read_record(data_dir.serve_file)
+    supervisor = next((p.pid for p in record.processes if p.name == "serve"), None) if record else None
+    if record is None or supervisor is None or not is_alive(supervisor):
+        raise ServerNotFoundError(
+            f"no pagestream serve runs in {data_dir.path}",
+            hint="start one with `pagestream serve`, or name a server with --url http://HOST:PORT",
+        )
+    return Endpoint(record.http_urls(), key)
+
+
+def _checked(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"--url {url} is not a URL", hint="give http://HOST:PORT")
+    return url.rstrip("/").removesuffix("/v1")

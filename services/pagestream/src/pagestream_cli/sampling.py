@@ -1,0 +1,42 @@
+"""The options that generate and chat share: which server, and how tokens are chosen."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+"""Names in the request body: OpenAI's, and vLLM's top_k."""
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which server to ask."""
+    parser.add_argument(
+        "--url", metavar="URL", help="a gateway's base URL (default: the serve that runs in the data folder)"
+    )
+    parser.add_argument("--data-dir", metavar="DIR", help="the data folder of that serve")
+    parser.add_argument("--api-key", metavar="KEY", help="default: $PAGESTREAM_CLIENT__API_KEY")
+    parser.add_argument("--model", metavar="NAME", help="served name of the model (default: the only one)")
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """How tokens are chosen; what is not given is left to the model's defaults."""
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        metavar="N",
+        help="most tokens of the answer (default: %(default)s)",
+    )
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    parser.add_argument("--top-p", type=float, metavar="P", help="nucleus probability")
+    parser.add_argument("--top-k", type=int, metavar="K", help="number of candidates")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; may be given several times"
+    )
+
+
+def fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields that were given."""
+    return {name: value for name in FIELDS if (value := getattr(arguments, name)) is not None}

@@ -1,0 +1,1 @@
+"""`pagestream serve`: all parts on one machine."""

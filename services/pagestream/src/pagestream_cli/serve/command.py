@@ -1,0 +1,107 @@
+"""`pagestream serve`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import time
+
+from pagestream_cli.client.endpoint import API_KEY_VARIABLE
+from pagestream_cli.console import say
+from pagestream_cli.datadir import DataDirLock
+from pagestream_cli.errors import UsageError
+from pagestream_cli.serve.deployment import Deployment
+from pagestream_cli.serve.greet import examples, greet
+from pagestream_cli.serve.layout import Layout, lay_out
+from pagestream_cli.serve.model import choose_model
+from pagestream_cli.serve.options import ServeOptions, parse_options
+from pagestream_cli.serve.plan import Plan
+from pagestream_cli.serve.redis_server import check_redis, redis_command
+from pagestream_cli.serve.report import Reporter
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal ends it. Returns 0 when everything ended in order.
+
+    Raises:
+        CliError: something is wrong with the options, a port, the data folder or a part.
+    """
+    started = time.monotonic()
+    options = parse_options(arguments)
+    if options.exit_after_greet and options.greet is None:
+        raise UsageError("--exit-after-greet needs --greet PROMPT")
+    if options.api_keys is not None and not options.api_keys.is_file():
+        raise UsageError(f"--api-keys {options.api_keys}: no such file")
+    _set_title()
+    options.data_dir.create()
+    with DataDirLock(options.data_dir):
+        model = choose_model(options.model, options.served_model_name)
+        layout = lay_out(options)
+        command = _redis(options, layout)
+        plan = Plan(options, layout, model)
+        asyncio.run(
+            _serve(
+                plan,
+                Deployment(plan, command, reporter := Reporter(started=started, verbose=options.verbose)),
+                reporter,
+            )
+        )
+    return 0
+
+
+async def _serve(plan: Plan, deployment: Deployment, reporter: Reporter) -> None:
+    if plan.options.redis_url is not None:
+        await check_redis(plan.options.redis_url)
+    loop = asyncio.get_running_loop()
+    for number in ENDING_SIGNALS:
+        loop.add_signal_handler(number, _stop, deployment, reporter)
+    reporter.say(f"starting {plan.model.name!r} from {plan.model.source} (data: {plan.options.data_dir.path})")
+    running = asyncio.create_task(deployment.run())
+    hosting = asyncio.create_task(_host(plan, deployment, reporter))
+    try:
+        await asyncio.wait([running, hosting], return_when=asyncio.FIRST_COMPLETED)
+        if hosting.done() and hosting.exception() is not None:
+            deployment.supervisor.stop()
+        await running
+    finally:
+        reporter.loaded()
+        hosting.cancel()
+        (outcome,) = await asyncio.gather(hosting, return_exceptions=True)
+        for number in ENDING_SIGNALS:
+            loop.remove_signal_handler(number)
+    if isinstance(outcome, Exception):
+        raise outcome
+
+
+async def _host(plan: Plan, deployment: Deployment, reporter: Reporter) -> None:
+    reporter.loading(f"loading {plan.model.name}")
+    await deployment.wait_ready()
+    reporter.loaded()
+    reporter.ready(deployment.record)
+    if plan.options.greet is not None:
+        await greet(deployment.record, plan.options.greet, api_key=os.environ.get(API_KEY_VARIABLE))
+        if plan.options.exit_after_greet:
+            deployment.supervisor.stop()
+        else:
+            say(examples(deployment.record))
+
+
+def _stop(deployment: Deployment, reporter: Reporter) -> None:
+    again = deployment.supervisor.stopping
+    reporter.loaded()
+    reporter.say("ending now" if again else "ending: gateways, then engines, then Redis (Ctrl-C again: at once)")
+    deployment.supervisor.stop()
+
+
+def _redis(options: ServeOptions, layout: Layout) -> list[str] | None:
+    return None if layout.redis_port is None else redis_command(options.data_dir.redis, layout.redis_port)
+
+
+def _set_title() -> None:
+    import setproctitle
+
+    setproctitle.setproctitle("pagestream serve")

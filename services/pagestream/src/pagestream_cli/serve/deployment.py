@@ -1,0 +1,94 @@
+"""A running deployment: its supervisor, its serve.json, and what is told about it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+
+from pagestream_cli.serve.engines import EngineNews
+from pagestream_cli.serve.plan import Plan
+from pagestream_cli.serve.queue import QueueLink
+from pagestream_cli.serve.report import Reporter
+from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
+from pagestream_cli.supervisor import PartSpec, PartState, Supervisor
+from pagestream_cli.supervisor.part import PartView
+from pagestream_cli.supervisor.restart import Death
+
+
+class Deployment:
+    """Starts the parts of a plan and keeps serve.json true."""
+
+    def __init__(self, plan: Plan, redis_command: Sequence[str] | None, reporter: Reporter) -> None:
+        self._plan = plan
+        self._reporter = reporter
+        self._queue = QueueLink(plan.layout.redis_url, reporter.say)
+        self._news = EngineNews()
+        self._started = time.time()
+        self._ready = False
+        self._engine_names = frozenset(f"engine-{i}" for i in range(plan.options.engines))
+        parts = [] if redis_command is None else [plan.redis(redis_command)]
+        parts += plan.engines(self._news.claims)
+        parts += plan.gateways()
+        self.supervisor = Supervisor(parts, self)
+
+    @property
+    def record(self) -> ServeRecord:
+        """What serve.json says now."""
+        plan = self._plan
+        serve = ProcessRecord("serve", os.getpid())
+        parts = tuple(
+            ProcessRecord(view.spec.name, view.pid, view.spec.ports, view.restarts, str(view.spec.log_path))
+            for view in self.supervisor.views
+        )
+        return ServeRecord(
+            plan.model.name, plan.layout.redis_url, plan.options.host, (serve, *parts), self._started, self._ready
+        )
+
+    async def run(self) -> None:
+        """Keep the parts running until the supervisor is stopped; then end them in order.
+
+        Raises:
+            PartFailedError: a part cannot be started.
+        """
+        try:
+            await self.supervisor.run()
+        finally:
+            await self._queue.close()
+            self._plan.options.data_dir.serve_file.unlink(missing_ok=True)
+
+    async def wait_ready(self) -> None:
+        """Wait until every gateway answers and an engine claims.
+
+        No limit: a model may be large; ends when `run` does.
+        """
+        await asyncio.gather(*(self.supervisor.wait_ready(f"gateway-{i}") for i in range(self._plan.options.gateways)))
+        engines = [asyncio.create_task(self.supervisor.wait_ready(name)) for name in self._engine_names]
+        try:
+            await asyncio.wait(engines, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiting in engines:
+                waiting.cancel()
+        self._ready = True
+        self._write()
+
+    def changed(self, views: Sequence[PartView]) -> None:
+        """Hear of the supervisor that a process came or went."""
+        if any(view.state is not PartState.ENDED for view in views):
+            self._write()
+
+    def died(self, view: PartView, death: Death, restart_delay_s: float) -> None:
+        """Hear of the supervisor that a part died."""
+        self._reporter.died(view, death, restart_delay_s)
+        if (engine_id := self._news.forget(view.spec.name)) is not None:
+            self._queue.expire(engine_id)
+
+    def line(self, spec: PartSpec, text: str) -> None:
+        """Hear what a part wrote."""
+        if spec.name in self._engine_names:
+            self._news.hear(spec.name, text)
+        self._reporter.line(spec, text)
+
+    def _write(self) -> None:
+        write_record(self._plan.options.data_dir.serve_file, self.record)

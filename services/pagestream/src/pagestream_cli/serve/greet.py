@@ -1,0 +1,60 @@
+"""Asks the first question of a fresh deployment, and shows how to ask more."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from pagestream_cli.client import Endpoint, stream_answer
+from pagestream_cli.console import say, show
+from pagestream_cli.servefile import ServeRecord
+
+MAX_TOKENS = 160
+
+
+async def greet(record: ServeRecord, prompt: str, *, api_key: str | None) -> float:
+    """Stream the answer to stdout. Returns the seconds to the first token.
+
+    Raises:
+        RequestRejectedError: the deployment refuses the question.
+        StreamLostError: it does not answer.
+    """
+    say(f"\n> {prompt}")
+    asked = time.monotonic()
+    first: float | None = None
+    body = {
+        "model": record.model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "stream_options": {"include_usage": True},
+    }
+    tokens = 0
+    async for delta in stream_answer(Endpoint(record.http_urls(), api_key), "/v1/chat/completions", body):
+        if delta.text and first is None:
+            first = time.monotonic() - asked
+        show(delta.text)
+        tokens = (delta.usage or {}).get("completion_tokens", tokens)
+    took = time.monotonic() - asked
+    show("\n")
+    first = took if first is None else first
+    say(f"\n[first token after {first * 1000:.0f} ms, {tokens} tokens in {took:.2f} s]")
+    return first
+
+
+def examples(record: ServeRecord) -> str:
+    """Commands to paste."""
+    url, target = record.http_urls()[0], record.grpc_targets()[0]
+    body = json.dumps(
+        {
+            "model": record.model,
+            "stream": True,
+            "messages": [{"role": "user", "content": "Who lives in the lighthouse?"}],
+        }
+    )
+    return f"""
+Ask it yourself:
+  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'
+  grpcurl -plaintext -d '{json.dumps({"model": record.model, "prompt": "Once upon a time"})}' {target}
+  pagestream.v1.Inference/Generate pagestream chat API pages: {url}/docs   Ctrl-C ends it all.
+"""

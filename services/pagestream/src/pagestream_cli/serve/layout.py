@@ -1,0 +1,70 @@
+"""Which process listens where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagestream_cli.ports import free_port, require_free
+from pagestream_cli.serve.options import ServeOptions
+
+
+@dataclass(frozen=True)
+class GatewayPorts:
+    """Ports of one gateway."""
+
+    http: int
+    grpc: int
+    metrics: int | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ports of all processes."""
+
+    redis_url: str
+    redis_port: int | None
+    """Of our own Redis; None when it is somebody else's."""
+    gateways: tuple[GatewayPorts, ...]
+    engine_metrics: tuple[int | None, ...]
+    """One for each engine."""
+
+
+def lay_out(options: ServeOptions) -> Layout:
+    """Choose the ports and check that they are free.
+
+    Raises:
+        PortTakenError: one that was asked for is in use.
+        UsageError: one is out of range or named twice.
+    """
+    gateways = tuple(
+        GatewayPorts(
+            _port(options.http_port, i, options.host),
+            _port(options.grpc_port, i, options.host),
+            _metrics_port(options, i),
+        )
+        for i in range(options.gateways)
+    )
+    engine_metrics = tuple(_metrics_port(options, options.gateways + i) for i in range(options.engines))
+    asked: dict[str, int] = {}
+    for i, ports in enumerate(gateways):
+        asked[_option("--http-port", i)] = ports.http
+        asked[_option("--grpc-port", i)] = ports.grpc
+    metrics = [*(ports.metrics for ports in gateways), *engine_metrics]
+    asked.update({_option("--metrics-port", i): port for i, port in enumerate(metrics) if port is not None})
+    require_free(options.host, asked)
+    if options.redis_url is not None:
+        return Layout(options.redis_url, None, gateways, engine_metrics)
+    redis_port = free_port()
+    return Layout(f"redis://127.0.0.1:{redis_port}/0", redis_port, gateways, engine_metrics)
+
+
+def _port(first: int, offset: int, host: str) -> int:
+    return free_port(host) if first == 0 else first + offset
+
+
+def _metrics_port(options: ServeOptions, offset: int) -> int | None:
+    return None if options.metrics_port is None else _port(options.metrics_port, offset, options.host)
+
+
+def _option(name: str, offset: int) -> str:
+    return name if offset == 0 else f"{name} + {offset}"

@@ -1,0 +1,141 @@
+"""The options of `pagestream serve`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagestream_cli.datadir import DataDir
+
+ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
+    ("--dtype", "TYPE", "auto, float32, float16 or bfloat16"),
+    ("--device", "DEVICE", "auto, cpu or cuda"),
+    ("--attention-backend", "NAME", "auto, torch or triton"),
+    ("--max-model-len", "N", "most tokens of prompt and output together"),
+    ("--block-size", "N", "tokens in a KV block"),
+    ("--num-gpu-blocks-override", "N", "KV blocks, instead of what memory allows"),
+    ("--gpu-memory-utilization", "X", "fraction of the GPU's memory that an engine may use"),
+    ("--max-num-seqs", "N", "most sequences in one step"),
+    ("--max-num-batched-tokens", "N", "token budget of one step"),
+    ("--seed", "N", "of the generator that draws seeds where a request brings none"),
+    ("--scheduling-policy", "NAME", "order in which waiting requests are taken"),
+    ("--partitions", "N", "partitions of a model that is new to Redis"),
+)
+"""Handed to every engine as they are; the engine checks them."""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What to serve, and where."""
+
+    model: str | None
+    """A model folder; None is the demo model."""
+    served_model_name: str | None
+    """What clients ask for; None: the folder's name, or `demo`."""
+    host: str
+    """Where gateways listen."""
+    http_port: int
+    """Of the first gateway; the others take the ports after it. 0: any free ones."""
+    grpc_port: int
+    """The same."""
+    metrics_port: int | None
+    """Of the first process; gateways, then engines take the ports after it. None: no such endpoints."""
+    redis_url: str | None
+    """A Redis that others keep running; None: one of our own."""
+    engines: int
+    gateways: int
+    data_dir: DataDir
+    api_keys: Path | None
+    """File of key hashes and tenants, for the gateways; None: nobody needs a key."""
+    engine_arguments: tuple[str, ...]
+    """For every engine's command line."""
+    greet: str | None
+    """A first question, whose answer is shown; None: none."""
+    exit_after_greet: bool
+    verbose: bool
+    """Show all that the parts write."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of serve."""
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="model folder, or Hugging Face repository (default: the demo model)"
+    )
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="name that clients ask for (default: the folder's name)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="where gateways listen (default: %(default)s)")
+    parser.add_argument(
+        "--http-port",
+        type=int,
+        default=8000,
+        metavar="PORT",
+        help="first gateway's; others follow; 0: any (default: %(default)s)",
+    )
+    parser.add_argument("--grpc-port", type=int, default=50051, metavar="PORT", help="the same (default: %(default)s)")
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="Prometheus metrics of gateways, then engines, from this port on",
+    )
+    parser.add_argument("--redis", metavar="URL", dest="redis_url", help="use this Redis instead of one of our own")
+    parser.add_argument(
+        "--engines", type=_at_least_one, default=1, metavar="N", help="engine processes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--gateways", type=_at_least_one, default=1, metavar="N", help="gateway processes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data-dir", metavar="DIR", help="queue, logs and serve.json (default: ~/.local/share/pagestream)"
+    )
+    parser.add_argument("--api-keys", type=Path, metavar="FILE", help="key hashes and tenants (default: no keys)")
+    parser.add_argument("--greet", metavar="PROMPT", help="ask this once ready, and show the answer")
+    parser.add_argument("--exit-after-greet", action="store_true", help="shut down after that answer")
+    parser.add_argument("--verbose", "-v", action="store_true", help="show all that the parts write")
+    engine = parser.add_argument_group("engine options, handed to every engine")
+    for flag, metavar, text in ENGINE_OPTIONS:
+        engine.add_argument(flag, metavar=metavar, help=text)
+    engine.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="share the KV blocks of equal prefixes"
+    )
+
+
+def parse_options(arguments: argparse.Namespace) -> ServeOptions:
+    """The options as typed."""
+    return ServeOptions(
+        model=arguments.model,
+        served_model_name=arguments.served_model_name,
+        host=arguments.host,
+        http_port=arguments.http_port,
+        grpc_port=arguments.grpc_port,
+        metrics_port=arguments.metrics_port,
+        redis_url=arguments.redis_url,
+        engines=arguments.engines,
+        gateways=arguments.gateways,
+        data_dir=DataDir.at(arguments.data_dir),
+        api_keys=arguments.api_keys,
+        engine_arguments=_engine_arguments(arguments),
+        greet=arguments.greet,
+        exit_after_greet=arguments.exit_after_greet,
+        verbose=arguments.verbose,
+    )
+
+
+def _engine_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:
+    given: list[str] = []
+    for flag, _, _ in ENGINE_OPTIONS:
+        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
+        if value is not None:
+            given += [flag, value]
+    if arguments.enable_prefix_caching is not None:
+        given.append("--enable-prefix-caching" if arguments.enable_prefix_caching else "--no-enable-prefix-caching")
+    return tuple(given)
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} was given, a number of at least 1 is expected")
+    return value

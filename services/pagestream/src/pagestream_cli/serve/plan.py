@@ -1,0 +1,127 @@
+"""The parts of a deployment: their command lines, environment, probes and order of ending."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from pagestream_cli.serve.layout import Layout
+from pagestream_cli.serve.model import ModelChoice
+from pagestream_cli.serve.options import ServeOptions
+from pagestream_cli.serve.probes import http_ok, redis_pong
+from pagestream_cli.supervisor import PartSpec
+
+REDIS = "redis"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+
+
+class DrainStage(IntEnum):
+    """First nothing new comes in, then engines hand back what they run, and Redis keeps it all."""
+
+    GATEWAY = 0
+    ENGINE = 1
+    REDIS = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What serve starts."""
+
+    options: ServeOptions
+    layout: Layout
+    model: ModelChoice
+
+    def redis(self, command: Sequence[str]) -> PartSpec:
+        """Our own Redis, started by `command`."""
+        port = self.layout.redis_port or 0
+        return PartSpec(
+            name=REDIS,
+            argv=tuple(command),
+            log_path=self.options.data_dir.logs / "redis.log",
+            drain_stage=DrainStage.REDIS,
+            ports={"redis": port},
+            probe=lambda: redis_pong(port),
+        )
+
+    def gateways(self) -> list[PartSpec]:
+        """All gateways."""
+        return [self._gateway(i) for i in range(self.options.gateways)]
+
+    def engines(self, claims: Callable[[str], bool]) -> list[PartSpec]:
+        """All engines; `claims` tells whether the engine of a part's name takes requests."""
+        return [self._engine(i, claims) for i in range(self.options.engines)]
+
+    def _gateway(self, index: int) -> PartSpec:
+        ports = self.layout.gateways[index]
+        name = f"gateway-{index}"
+        argv = [
+            sys.executable,
+            "-m",
+            "pagestream_gateway",
+            "--redis",
+            self.layout.redis_url,
+            "--host",
+            self.options.host,
+        ]
+        argv += [
+            "--http-port",
+            str(ports.http),
+            "--grpc-port",
+            str(ports.grpc),
+            "--gateway-id",
+            f"{name}-{os.getpid()}",
+        ]
+        if ports.metrics is not None:
+            argv += ["--metrics-port", str(ports.metrics)]
+        if self.options.api_keys is not None:
+            argv += ["--api-keys", str(self.options.api_keys.absolute())]
+        return PartSpec(
+            name=name,
+            argv=tuple(argv),
+            log_path=self.options.data_dir.logs / f"{name}.log",
+            drain_stage=DrainStage.GATEWAY,
+            drain_limit_s=5.0,
+            ports=_known({"http": ports.http, "grpc": ports.grpc, "metrics": ports.metrics}),
+            probe=lambda: http_ok(self.options.host, ports.http, "/readyz"),
+        )
+
+    def _engine(self, index: int, claims: Callable[[str], bool]) -> PartSpec:
+        name = f"engine-{index}"
+        metrics = self.layout.engine_metrics[index]
+
+        async def probe() -> bool:
+            return claims(name)
+
+        argv = [sys.executable, "-m", "pagestream_engine.worker", self.model.source, "--redis", self.layout.redis_url]
+        argv += [
+            "--served-model-name",
+            self.model.name,
+            "--engine-id",
+            f"{name}-{os.getpid()}",
+            *self.options.engine_arguments,
+        ]
+        if metrics is not None:
+            argv += ["--metrics-port", str(metrics)]
+        return PartSpec(
+            name=name,
+            argv=tuple(argv),
+            log_path=self.options.data_dir.logs / f"{name}.log",
+            drain_stage=DrainStage.ENGINE,
+            env=engine_environment(self.options.engines, os.environ),
+            ports=_known({"metrics": metrics}),
+            probe=probe,
+        )
+
+
+def engine_environment(engines: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """What engines see beyond the supervisor's environment: several share the cores instead of each taking all."""
+    if engines == 1 or THREADS_VARIABLE in environment:
+        return {}
+    return {THREADS_VARIABLE: str(max((os.cpu_count() or 1) // engines, 1))}
+
+
+def _known(ports: Mapping[str, int | None]) -> dict[str, int]:
+    return {name: port for name, port in ports.items() if port is not None}

@@ -1,0 +1,74 @@
+"""Tells the person at the terminal what serve does."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from pagestream_cli.console import is_watched, say
+from pagestream_cli.serve.shortform import WARNING, shorten
+from pagestream_cli.servefile import ServeRecord
+from pagestream_cli.supervisor.part import PartSpec, PartView
+from pagestream_cli.supervisor.restart import Death
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+
+class Reporter:
+    """One line for each thing that happens; while the model loads and somebody looks on, a line that moves."""
+
+    def __init__(self, *, started: float, verbose: bool) -> None:
+        self._started = started
+        self._verbose = verbose
+        self._console: Console | None = None
+        self._status: Status | None = None
+        if is_watched():
+            from rich.console import Console
+
+            self._console = Console(stderr=True, highlight=False)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the command began, on the monotonic clock."""
+        return time.monotonic() - self._started
+
+    def say(self, text: str) -> None:
+        """A line, above the moving one."""
+        if self._console is None:
+            say(text)
+        else:
+            self._console.print(text, markup=False)
+
+    def loading(self, text: str) -> None:
+        """Show that something takes its time; only when somebody looks on."""
+        if self._console is not None:
+            self._status = self._console.status(text)
+            self._status.start()
+
+    def loaded(self) -> None:
+        """Take that back."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def ready(self, record: ServeRecord) -> None:
+        """The line that people and scripts wait for."""
+        urls, targets = " ".join(record.http_urls()), " ".join(record.grpc_targets())
+        self.say(f"ready: model {record.model!r} at {urls} (gRPC {targets}) after {self.elapsed_s:.1f} s")
+
+    def died(self, view: PartView, death: Death, delay_s: float) -> None:
+        """A part ended that should not have."""
+        how = f"exit code {death.exit_code}" if death.by_itself else f"signal {-death.exit_code}"
+        when = "now" if delay_s == 0 else f"in {delay_s:.1f} s"
+        self.say(f"{view.spec.name} died ({how}) after {death.lived_s:.1f} s; it starts again {when}")
+        self.say(f"  log: {view.spec.log_path}")
+
+    def line(self, spec: PartSpec, text: str) -> None:
+        """A line of a part: warnings always when somebody looks on, the rest on request."""
+        if self._console is None and not self._verbose:
+            return
+        short = shorten(text)
+        if self._verbose or short.level >= WARNING:
+            self.say(f"{spec.name:>10} | {short.text}")

@@ -1,0 +1,97 @@
+"""serve.json: which processes a running `pagestream serve` has, and how to reach them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pagestream_cli.errors import ServeFileInvalidError
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """One process of the deployment."""
+
+    name: str
+    """`serve`, `redis`, `gateway-<n>` or `engine-<n>`."""
+    pid: int | None
+    """None between a death and the restart."""
+    ports: Mapping[str, int] = field(default_factory=dict)
+    """By what they speak: `http`, `grpc`, `redis`, `metrics`."""
+    restarts: int = 0
+    """How often it was started again."""
+    log: str = ""
+    """Where its output goes."""
+
+
+@dataclass(frozen=True)
+class ServeRecord:
+    """A running deployment."""
+
+    model: str
+    """The served name."""
+    redis_url: str
+    host: str
+    """Where the gateways listen."""
+    processes: tuple[ProcessRecord, ...]
+    started: float
+    """Unix seconds."""
+    ready: bool = False
+    """Whether every gateway and one engine have been ready."""
+    version: int = 1
+    """Of this form; readers refuse what they do not know."""
+
+    def http_urls(self) -> tuple[str, ...]:
+        """Base URL of every gateway."""
+        return tuple(f"http://{dial_host(self.host)}:{p.ports['http']}" for p in self.processes if "http" in p.ports)
+
+    def grpc_targets(self) -> tuple[str, ...]:
+        """`host:port` of every gateway."""
+        return tuple(f"{dial_host(self.host)}:{p.ports['grpc']}" for p in self.processes if "grpc" in p.ports)
+
+
+def dial_host(listen_host: str) -> str:
+    """The address under which a program on this machine reaches a listener on `listen_host`."""
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(listen_host, listen_host)  # noqa: S104
+    return f"[{host}]" if ":" in host else host
+
+
+def write_record(path: Path, record: ServeRecord) -> None:
+    """Replace the file at once, so that a reader sees the old or the new one; owner-only, since a Redis URL may hold a
+    password.
+    """
+    text = json.dumps(asdict(record), indent=2) + "\n"
+    temporary = path.with_name(path.name + ".new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+def read_record(path: Path) -> ServeRecord | None:
+    """The record at `path`; None where there is no file.
+
+    Raises:
+        ServeFileInvalidError: the file is not of the form that serve writes.
+    """
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    try:
+        return _parse(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ServeFileInvalidError(
+            f"{path} is not a serve.json of this version", hint="remove it, or stop the serve that wrote it"
+        ) from error
+
+
+def _parse(content: dict[str, Any]) -> ServeRecord:
+    if content["version"] != 1:
+        raise ValueError(content["version"])
+    processes = tuple(ProcessRecord(**process) for process in content.pop("processes"))
+    return ServeRecord(processes=processes, **content)

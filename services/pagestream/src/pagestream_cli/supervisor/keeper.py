@@ -1,0 +1,160 @@
+"""Keeps one part running."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pagestream_cli.errors import PartFailedError
+from pagestream_cli.supervisor.output import PartOutput, pipe_reader
+from pagestream_cli.supervisor.part import PartSpec, PartState, PartView
+from pagestream_cli.supervisor.restart import Death, RestartPolicy, RestartRecord
+
+PROBE_INTERVAL_S = 0.1
+"""Between two looks whether a part is ready: part of the time to the first token."""
+OUTPUT_LIMIT_S = 1.0
+"""For the rest of a dead process's output; what it had started may hold the pipe open."""
+GUARD = Path(__file__).with_name("guard.py")
+
+
+class Keeper:
+    """Owns the processes of one part, one after the other."""
+
+    def __init__(
+        self,
+        spec: PartSpec,
+        *,
+        policy: RestartPolicy,
+        on_change: Callable[[Keeper, Death | None], None],
+        on_line: Callable[[str], None],
+    ) -> None:
+        self.spec = spec
+        self._on_change = on_change
+        self._record = RestartRecord(policy)
+        self._output = PartOutput(spec.log_path, on_line)
+        self._process: asyncio.subprocess.Process | None = None
+        self._ending = asyncio.Event()
+        self._state = PartState.STARTING
+        self._starts = 0
+        self.ready = asyncio.Event()
+        """Set while the part is ready."""
+        self.last_delay_s = 0.0
+        """What followed from its last death."""
+
+    @property
+    def view(self) -> PartView:
+        """The part now."""
+        pid = self._process.pid if self._process is not None else None
+        return PartView(self.spec, self._state, pid, max(self._starts - 1, 0))
+
+    async def run(self) -> None:
+        """Start the part again whenever it dies, until `drain` or `kill`.
+
+        Raises:
+            PartFailedError: it cannot be started.
+        """
+        with self._output:
+            try:
+                while not self._ending.is_set():
+                    await self._pause(self._after(await self._live_once()))
+            finally:
+                self._state = PartState.ENDED
+        self._on_change(self, None)
+
+    async def drain(self) -> None:
+        """Ask the process to end; kill it after its limit. The part is not started again."""
+        self._ending.set()
+        process = self._process
+        if process is None:
+            return
+        _signal(process, signal.SIGTERM)
+        try:
+            async with asyncio.timeout(self.spec.drain_limit_s):
+                await process.wait()
+        except TimeoutError:
+            self.kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        """End it at once. The part is not started again."""
+        self._ending.set()
+        if self._process is not None:
+            _kill_group(self._process.pid)
+
+    async def _live_once(self) -> Death:
+        started = time.monotonic()
+        async with pipe_reader() as (reader, write_end):
+            process = await self._start(write_end)
+            os.close(write_end)
+            output = asyncio.create_task(self._output.follow(reader))
+            probing = asyncio.create_task(self._probe())
+            try:
+                exit_code = await process.wait()
+            finally:
+                _kill_group(process.pid)  # also what it had started
+                probing.cancel()
+                await asyncio.wait([output, probing], timeout=OUTPUT_LIMIT_S)
+                output.cancel()
+                self._process = None
+        was_ready = self.ready.is_set()
+        self.ready.clear()
+        return Death(time.monotonic() - started, was_ready, exit_code)
+
+    async def _start(self, output: int) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", str(GUARD), str(os.getpid())),
+            *self.spec.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **self.spec.env},
+            start_new_session=True,  # a Ctrl-C in the terminal reaches the supervisor alone
+        )
+        self._process, self._starts, self._state = process, self._starts + 1, PartState.STARTING
+        if self._ending.is_set():  # asked to end while it was being started
+            _kill_group(process.pid)
+        self._on_change(self, None)
+        return process
+
+    def _after(self, death: Death) -> float:
+        if self._ending.is_set():
+            return 0.0
+        self.last_delay_s = self._record.add(death)
+        self._state = PartState.WAITING
+        self._on_change(self, death)
+        if self._record.hopeless:
+            raise PartFailedError(
+                f"{self.spec.name} cannot start (exit code {death.exit_code}):\n"
+                + "\n".join(f"    {line}" for line in self._output.tail),
+                hint=f"its whole output is in {self.spec.log_path}",
+            )
+        return self.last_delay_s
+
+    async def _probe(self) -> None:
+        while self.spec.probe is not None and not await self.spec.probe():
+            await asyncio.sleep(PROBE_INTERVAL_S)
+        self._state = PartState.READY
+        self.ready.set()
+        self._on_change(self, None)
+
+    async def _pause(self, delay_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._ending.wait()
+
+
+def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(number)
+
+
+def _kill_group(pid: int) -> None:
+    """Kill a part's process and everything that it has started: each part leads a group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

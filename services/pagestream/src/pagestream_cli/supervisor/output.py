@@ -1,0 +1,95 @@
+"""What a part writes: kept in a file, and told to whoever listens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+READ_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 14
+"""A longer line is told in pieces; the file keeps it whole."""
+MAX_FILE_BYTES = 64 << 20
+"""The file then becomes `<name>.1`, in place of an older one: a part holds at most twice this on the disk."""
+TAIL_LINES = 12
+
+
+@contextlib.asynccontextmanager
+async def pipe_reader() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
+    """A pipe: a reader of it and the descriptor to write to, which the caller closes.
+
+    Not asyncio's own (`stdout=PIPE`): with that one a process's end is seen only when all who hold the pipe have ended,
+    its orphans too.
+    """
+    read_end, write_end = os.pipe()
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb")
+    )
+    try:
+        yield reader, write_end
+    finally:
+        transport.close()
+
+
+class PartOutput:
+    """The output of one part over all its lives.
+
+    Reads a pipe rather than giving the part the file, so that the file stays bounded.
+    """
+
+    def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
+        self._path = path
+        self._on_line = on_line
+        self._file: BinaryIO | None = None
+        self._rest = b""
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        """The last lines, for the message when it cannot start."""
+
+    def __enter__(self) -> Self:
+        self._rotate()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    async def follow(self, pipe: asyncio.StreamReader) -> None:
+        """Take what one process writes until its end."""
+        while data := await pipe.read(READ_BYTES):
+            self._keep(data)
+            self._tell(data)
+        if self._rest:
+            self._tell(b"\n")
+
+    def _rotate(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._path.exists():
+            self._path.replace(self._path.with_name(self._path.name + ".1"))
+        self._file = self._path.open("wb")
+
+    def _keep(self, data: bytes) -> None:
+        if self._file is None or self._file.tell() > MAX_FILE_BYTES:
+            self._rotate()
+        if self._file is not None:
+            self._file.write(data)
+            self._file.flush()
+
+    def _tell(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            lines.append(self._rest)
+            self._rest = b""
+        for line in lines:
+            if text := line.decode(errors="replace").rstrip():
+                self.tail.append(text)
+                self._on_line(text)
