@@ -1,0 +1,118 @@
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.invariants import check_cache
+from pagestream_engine.errors import InvariantViolation
+
+
+def test_a_freed_block_keeps_its_content_until_it_is_used_anew() -> None:
+    pool = BlockPool(2)
+    block = pool.allocate()
+    pool.publish(block, b"content")
+    pool.release(block)
+    assert pool.lookup(b"content") == block
+    assert pool.num_free == 2
+    assert pool.allocate() != block, "the block without content goes first"
+    assert pool.allocate() == block
+    assert pool.lookup(b"content") is None
+
+
+def test_evicts_the_least_recently_freed_content_first() -> None:
+    pool = BlockPool(3)
+    blocks = [pool.allocate() for _ in range(3)]
+    for block in blocks:
+        pool.publish(block, bytes([block]))
+    for block in (blocks[1], blocks[2], blocks[0]):
+        pool.release(block)
+    pool.acquire(blocks[1])
+    pool.release(blocks[1])
+    assert [pool.allocate() for _ in range(3)] == [blocks[2], blocks[0], blocks[1]]
+
+
+def test_a_shared_block_is_free_only_after_its_last_release() -> None:
+    pool = BlockPool(1)
+    block = pool.allocate()
+    pool.acquire(block)
+    pool.release(block)
+    assert pool.num_free == 0
+    pool.release(block)
+    assert pool.num_free == 1
+
+
+def test_the_second_block_of_the_same_content_stays_unknown() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(), pool.allocate()
+    pool.publish(first, b"same")
+    pool.publish(second, b"same")
+    assert pool.lookup(b"same") == first
+    assert pool.hashes[second] is None
+
+
+def test_a_release_too_many_is_noticed() -> None:
+    pool = BlockPool(1)
+    with pytest.raises(InvariantViolation, match="more often"):
+        pool.release(0)
+
+
+def test_an_exhausted_pool_says_so() -> None:
+    with pytest.raises(IndexError):
+        BlockPool(0).allocate()
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random use against a model: a bag of references, and a map from content to block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(5)
+        self.held: list[int] = []
+        self.known: dict[bytes, int] = {}
+
+    @precondition(lambda self: self.pool.num_free > 0)
+    @rule()
+    def allocate(self) -> None:
+        block = self.pool.allocate()
+        assert block not in self.held
+        self.held.append(block)
+        self.known = {content: other for content, other in self.known.items() if other != block}
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def acquire_known(self, data: st.DataObject) -> None:
+        content = data.draw(st.sampled_from(sorted(self.known)))
+        block = self.pool.lookup(content)
+        assert block == self.known[content]
+        self.pool.acquire(block)
+        self.held.append(block)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        self.pool.release(block)
+        self.held.remove(block)
+
+    @precondition(lambda self: set(self.held) - set(self.known.values()))
+    @rule(data=st.data(), content=st.sampled_from([b"a", b"b", b"c", b"d"]))
+    def publish(self, data: st.DataObject, content: bytes) -> None:
+        block = data.draw(st.sampled_from(sorted(set(self.held) - set(self.known.values()))))
+        self.pool.publish(block, content)
+        self.known.setdefault(content, block)
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        check_counts = Counter(self.held)
+        assert [check_counts[block] for block in range(5)] == self.pool.ref_counts
+        assert self.pool.by_hash == self.known
+        assert set(self.pool.free_list) == set(range(5)) - set(self.held)
+        assert self.pool.num_free == 5 - len(set(self.held))
+        if not self.held:
+            check_cache(self.pool, 4, [])
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine = PoolMachine.TestCase

@@ -1,0 +1,74 @@
+"""The checker must notice what it is there for: each test breaks one thing."""
+
+import pytest
+from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.invariants import check_cache
+from pagestream_engine.cache.manager import CacheManager
+from pagestream_engine.errors import InvariantViolation
+from pagestream_engine.sampling_params import SamplingParams
+from pagestream_engine.sequence import Sequence, SequenceState
+
+BLOCK_SIZE = 2
+
+
+@pytest.fixture
+def cache() -> CacheManager:
+    return CacheManager(BlockPool(4), BLOCK_SIZE, enable_prefix_caching=True)
+
+
+@pytest.fixture
+def seq(cache: CacheManager) -> Sequence:
+    seq = Sequence("a", [1, 2, 3], SamplingParams(), seed=0, arrival=0, max_total_tokens=9)
+    seq.state = SequenceState.RUNNING
+    cache.grow(seq, 3)
+    seq.num_computed_tokens = 2
+    cache.note_full_block(seq)
+    cache.publish_some(2)
+    check_cache(cache.pool, BLOCK_SIZE, [seq])
+    return seq
+
+
+def broken(cache: CacheManager, seq: Sequence, match: str) -> None:
+    with pytest.raises(InvariantViolation, match=match):
+        check_cache(cache.pool, BLOCK_SIZE, [seq])
+
+
+def test_a_leaked_reference(cache: CacheManager, seq: Sequence) -> None:
+    cache.pool.allocate()
+    broken(cache, seq, "has count 1, tables hold it 0 times")
+
+
+def test_a_free_block_in_a_table(cache: CacheManager, seq: Sequence) -> None:
+    cache.pool.ref_counts[seq.block_table[0]] = 0
+    broken(cache, seq, "free and referenced, or neither")
+
+
+def test_a_map_to_another_block(cache: CacheManager, seq: Sequence) -> None:
+    cache.pool.by_hash[b"other"] = seq.block_table[0]
+    broken(cache, seq, "does not carry")
+
+
+def test_a_hash_without_an_entry(cache: CacheManager, seq: Sequence) -> None:
+    cache.pool.by_hash.clear()
+    broken(cache, seq, "by which it is not found")
+
+
+def test_other_content_under_a_published_block(cache: CacheManager, seq: Sequence) -> None:
+    seq.token_ids[0] = 9
+    broken(cache, seq, "other content")
+
+
+def test_blocks_ahead_of_the_tokens(cache: CacheManager, seq: Sequence) -> None:
+    cache.grow(seq, 5)
+    broken(cache, seq, "more than one partly filled block")
+
+
+def test_tokens_ahead_of_the_blocks(cache: CacheManager, seq: Sequence) -> None:
+    seq.token_ids += [4, 5, 6]
+    seq.num_computed_tokens = 5
+    broken(cache, seq, "more tokens than its table covers")
+
+
+def test_blocks_of_a_sequence_that_waits(cache: CacheManager, seq: Sequence) -> None:
+    seq.state = SequenceState.WAITING
+    broken(cache, seq, "does not run, yet holds blocks")
