@@ -1,0 +1,138 @@
+"""What both APIs do, said once: take requests in, follow their logs, look them up, cancel them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pagestream.v1.inference_pb2 import FinishReason
+from pagestream.v1.records_pb2 import LogEntry, ModelCard, RequestSpec
+from pagestream_streams import Broker, GatewaySession, ModelInfo, RequestView
+from pagestream_streams.errors import ModelNotFound, Unavailable
+
+from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.metrics import Metrics
+from pagestream_gateway.models import LoadedModel, ModelCache
+from pagestream_gateway.open_streams import OpenStreams
+from pagestream_gateway.requests import Draft, build_spec, check_draft, prepare
+from pagestream_gateway.settings import Settings
+from pagestream_gateway.tokenization import TokenizePool
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """The gateway without its protocols. Holds nothing that a stream needs: all of it is in Redis."""
+
+    broker: Broker
+    session: GatewaySession
+    pool: TokenizePool
+    models: ModelCache
+    streams: OpenStreams
+    metrics: Metrics
+    settings: Settings
+
+    async def submit(self, draft: Draft, tenant: str) -> RequestSpec:
+        """Checks and durably accepts a request; the answer is what runs, which is an earlier request when the
+        idempotency key says so.
+
+        Raises InvalidRequest, ModelNotFound, QueueFull, IdempotencyConflict, Overloaded, Unavailable. An accepted
+        request that nobody begins to follow counts as one without a reader.
+        """
+        limits = self.settings.limits
+        check_draft(draft, limits)
+        model = await self._model(draft.model)
+        prepared = await self.pool.run(lambda: prepare(draft, model, limits))
+        request_id = await self._within_limit(self.session.place(model.name, prepared.prompts[0]))
+        grace_ms = round(self.settings.stream.disconnect_grace_s * 1000)
+        spec = build_spec(draft, prepared, request_id=request_id, model=model.name, tenant=tenant, grace_ms=grace_ms)
+        if not draft.idempotency_key:
+            await self._within_limit(self.session.accept(spec))
+        else:
+            spec = await self._accept_once(spec, draft, tenant)
+        logger.info(
+            "accepted",
+            extra={
+                "request_id": spec.request_id,
+                "tenant": tenant,
+                "model": model.name,
+                "prompt_tokens": sum(len(ids) for ids in prepared.prompts),
+                "choices": len(prepared.prompts) * prepared.sampling.n,
+            },
+        )
+        return spec
+
+    async def _accept_once(self, spec: RequestSpec, draft: Draft, tenant: str) -> RequestSpec:
+        key, digest = draft.idempotency_key, draft.body_digest
+        running = await self._within_limit(self.session.accept_once(spec, key=key, body_digest=digest))
+        return spec if running == spec.request_id else await self.spec(running, tenant)
+
+    def follow(
+        self, request_id: str, tenant: str, *, from_index: int = 0, digest: str = ""
+    ) -> AsyncGenerator[list[LogEntry], None]:
+        """Batches of log entries from `from_index` to the end. Close it: that is how the request loses its reader."""
+        return self.session.read(request_id, tenant=tenant, from_index=from_index, digest=digest)
+
+    async def check_digest(self, request_id: str, tenant: str, *, from_index: int, digest: str) -> None:
+        """Compares the log before an entry that it has already. Raises DigestMismatch, Unavailable."""
+        async with aclosing(self.follow(request_id, tenant, from_index=from_index, digest=digest)) as batches:
+            await self._within_limit(anext(batches))
+
+    async def view(self, request_id: str, tenant: str) -> RequestView:
+        """Where a request stands. Raises RequestNotFound, Unavailable."""
+        return await self._within_limit(self.broker.view(request_id, tenant))
+
+    async def spec(self, request_id: str, tenant: str) -> RequestSpec:
+        """A request as it was accepted. Raises RequestNotFound, Unavailable."""
+        return await self._within_limit(self.broker.spec(request_id, tenant))
+
+    async def cancel(self, request_id: str, tenant: str) -> FinishReason:
+        """Ends a request in whatever state it is. Raises RequestNotFound, Unavailable."""
+        reason = await self._within_limit(self.broker.cancel(request_id, tenant))
+        logger.info("cancelled", extra={"request_id": request_id, "tenant": tenant})
+        return reason
+
+    async def list_models(self) -> list[tuple[ModelInfo, ModelCard]]:
+        """All models by name. Raises Unavailable."""
+        infos = await self._within_limit(self.broker.models())
+        return [
+            (info, await self._within_limit(self.broker.model_card(info.name)))
+            for info in sorted(infos, key=lambda info: info.name)
+        ]
+
+    async def is_ready(self) -> bool:
+        """Whether Redis answers and a model is known."""
+        try:
+            await self._within_limit(self.broker.ping())
+            return bool(await self._within_limit(self.broker.models())) and not self.streams.is_stopping
+        except Unavailable:
+            return False
+
+    async def _model(self, name: str) -> LoadedModel:
+        if not name:
+            infos = await self._within_limit(self.broker.models())
+            if not infos:
+                raise ModelNotFound("")
+            if len(infos) > 1:
+                raise InvalidRequest("model", f"is needed, since {len(infos)} models are served")
+            name = infos[0].name
+        card = await self._within_limit(self.broker.model_card(name))
+        return await self.models.load(card, self.pool.run)
+
+    async def _within_limit(self, answer: Awaitable[T]) -> T:
+        """Waits for Redis as long as a caller should."""
+        try:
+            async with asyncio.timeout(self.settings.redis.answer_limit_s):
+                return await answer
+        except TimeoutError as error:
+            raise Unavailable("Redis took too long to answer") from error
+
+
+def now_s() -> int:
+    """Unix seconds, for bodies that show when they were made; nothing is decided by it."""
+    return int(time.time())

@@ -1,0 +1,158 @@
+"""pagestream.v1.Inference over grpc.aio.
+
+Messages are taken as bytes and parsed here, and every error leaves as a status with details: by itself grpc.aio
+answers both an undecodable message and an unexpected error with INTERNAL or UNKNOWN.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+from pagestream.v1 import inference_pb2 as api
+from pagestream_streams.errors import StreamsError
+
+from pagestream_gateway.auth import KeyRing
+from pagestream_gateway.errors import GatewayError, GatewayStopping, InvalidRequest
+from pagestream_gateway.frontend import Frontend
+from pagestream_gateway.grpc.chunks import to_chunk
+from pagestream_gateway.grpc.drafts import generate_draft, name_as_in_message
+from pagestream_gateway.grpc.status import abort
+from pagestream_gateway.grpc.wire import parse_message
+from pagestream_gateway.problems import problem_of
+from pagestream_gateway.runs import split_runs
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = api.DESCRIPTOR.services_by_name["Inference"].full_name
+Context = grpc.aio.ServicerContext[bytes, bytes]
+Method = Callable[[bytes, Context, str], Awaitable[Any]]
+
+
+class InferenceService:
+    """The service's methods, each on the caller's tenant."""
+
+    def __init__(self, frontend: Frontend, keys: KeyRing) -> None:
+        self._frontend = frontend
+        self._keys = keys
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a server is given."""
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Generate": stream(self._guarded("grpc", self.generate), None, api.GenerateResponse.SerializeToString),
+            "Resume": stream(self._guarded("grpc_resume", self.resume), None, api.ResumeResponse.SerializeToString),
+            "Cancel": unary(self._guarded("grpc_cancel", self.cancel), None, api.CancelResponse.SerializeToString),
+            "GetRequest": unary(
+                self._guarded("grpc_get_request", self.get_request), None, api.GetRequestResponse.SerializeToString
+            ),
+            "ListModels": unary(
+                self._guarded("grpc_list_models", self.list_models), None, api.ListModelsResponse.SerializeToString
+            ),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
+
+    async def generate(self, data: bytes, context: Context, tenant: str) -> None:
+        """Accepts a request and streams its log. The first message has the request id and no token."""
+        request = parse_message(api.GenerateRequest, data)
+        try:
+            draft = generate_draft(request, deadline_ms=_deadline_ms(context))
+            spec = await self._frontend.submit(draft, tenant)
+        except InvalidRequest as error:
+            raise name_as_in_message(error) from error.__cause__
+        await context.write(api.GenerateResponse(chunk=api.TokenChunk(request_id=spec.request_id)))  # type: ignore[arg-type]
+        await self._stream(context, spec.request_id, tenant, wrap=lambda chunk: api.GenerateResponse(chunk=chunk))
+
+    async def resume(self, data: bytes, context: Context, tenant: str) -> None:
+        """Streams a log from an offset."""
+        request = parse_message(api.ResumeRequest, data)
+        await self._stream(
+            context,
+            request.request_id,
+            tenant,
+            next_index=request.next_index,
+            digest=request.digest,
+            wrap=lambda chunk: api.ResumeResponse(chunk=chunk),
+        )
+
+    async def cancel(self, data: bytes, context: Context, tenant: str) -> api.CancelResponse:
+        """Ends a request; idempotent."""
+        request = parse_message(api.CancelRequest, data)
+        return api.CancelResponse(finish_reason=await self._frontend.cancel(request.request_id, tenant))
+
+    async def get_request(self, data: bytes, context: Context, tenant: str) -> api.GetRequestResponse:
+        """Where a request stands."""
+        view = await self._frontend.view(parse_message(api.GetRequestRequest, data).request_id, tenant)
+        return api.GetRequestResponse(
+            request_id=view.request_id,
+            model=view.model,
+            state=view.state,
+            queue_position=view.queue_position,
+            finish_reason=view.finish_reason,
+            next_index=view.next_index,
+            usage=view.usage,
+            attempts=view.attempts,
+        )
+
+    async def list_models(self, data: bytes, context: Context, tenant: str) -> api.ListModelsResponse:
+        """All models by name."""
+        parse_message(api.ListModelsRequest, data)
+        models = [
+            api.Model(name=info.name, max_model_len=card.max_model_len, created=info.created, engines=info.engines)
+            for info, card in await self._frontend.list_models()
+        ]
+        return api.ListModelsResponse(models=models)
+
+    async def _stream(
+        self,
+        context: Context,
+        request_id: str,
+        tenant: str,
+        *,
+        next_index: int = 0,
+        digest: str = "",
+        wrap: Callable[[api.TokenChunk], Any],
+    ) -> None:
+        metrics = self._frontend.metrics
+        with self._frontend.streams.entered():
+            async with aclosing(
+                self._frontend.follow(request_id, tenant, from_index=next_index, digest=digest)
+            ) as batches:
+                async for batch in batches:
+                    for run in split_runs(next_index, batch):
+                        await context.write(wrap(to_chunk(request_id, run)))
+                        next_index = run.next_index
+                        metrics.tokens_out += len(run.token_ids)
+
+    def _guarded(self, name: str, method: Method) -> Callable[[bytes, Context], Awaitable[Any]]:
+        async def call(data: bytes, context: Context) -> Any:
+            outcome = "disconnected"
+            try:
+                answer = await method(data, context, self._enter(context))
+                outcome = "ok"
+            except (GatewayError, StreamsError) as error:
+                problem = problem_of(error)
+                outcome = problem.code
+                await abort(context, problem)
+            except Exception as error:
+                logger.exception("call failed", extra={"method": name})
+                outcome = "internal_error"
+                await abort(context, problem_of(error))
+            finally:
+                self._frontend.metrics.count_request(name, outcome)
+            return answer
+
+        return call
+
+    def _enter(self, context: Context) -> str:
+        if self._frontend.streams.is_stopping:
+            raise GatewayStopping
+        metadata = dict(context.invocation_metadata() or ())
+        value = metadata.get("authorization")
+        return self._keys.tenant(value.decode("latin-1") if isinstance(value, bytes) else value)
+
+
+def _deadline_ms(context: Context) -> int:
+    remaining_s = context.time_remaining()
+    return 0 if remaining_s is None else max(1, round(remaining_s * 1000))

@@ -1,0 +1,209 @@
+"""Answers that follow a request's log: as server-sent events, or collected into one body."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
+from pagestream_streams.errors import StreamsError
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from pagestream_gateway.errors import GatewayError, GenerationFailed
+from pagestream_gateway.frontend import Frontend
+from pagestream_gateway.http.bodies import ChunkWriter
+from pagestream_gateway.http.errors import error_data, error_response, log_unexpected
+from pagestream_gateway.http.position import Position
+from pagestream_gateway.problems import problem_of
+from pagestream_gateway.runs import Run, split_runs
+
+logger = logging.getLogger(__name__)
+
+
+class LogAnswer(Response):
+    """Follows a request's log while it watches the connection.
+
+    A client that leaves ends the reading, and with it the registration as a reader, which is all that the disconnect
+    grace needs.
+    """
+
+    def __init__(self, frontend: Frontend, spec: RequestSpec, tenant: str, start: Position, api: str) -> None:
+        """`start`: the place from which the client reads on. `api`: the name under which the call is counted."""
+        super().__init__()
+        self._frontend = frontend
+        self._spec = spec
+        self._tenant = tenant
+        self._position = start
+        self._api = api
+        self._bodies = ChunkWriter(spec)
+        self._is_silent = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = asyncio.create_task(self._counted(scope, receive, send))
+        watcher = asyncio.create_task(self._watch(receive, send))
+        try:
+            await asyncio.wait((writer, watcher), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            writer.cancel()
+            watcher.cancel()
+            await asyncio.wait((writer, watcher))
+        for task in (writer, watcher):
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
+    async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
+        """Writes the whole answer; the outcome for the counters."""
+        raise NotImplementedError
+
+    async def keep_alive(self, send: Send) -> None:
+        """Called when nothing was sent for a while."""
+
+    def follow(self) -> AsyncGenerator[list[LogEntry], None]:
+        """The log from the start position."""
+        position = self._position
+        return self._frontend.follow(
+            self._spec.request_id, self._tenant, from_index=position.next_index, digest=position.digest
+        )
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outcome = "disconnected"
+        try:
+            outcome = await self.write(scope, receive, send)
+        finally:
+            self._frontend.metrics.count_request(self._api, outcome)
+            logger.info(
+                "answered",
+                extra={
+                    "request_id": self._spec.request_id,
+                    "tenant": self._tenant,
+                    "api": self._api,
+                    "outcome": outcome,
+                },
+            )
+
+    async def _watch(self, receive: Receive, send: Send) -> None:
+        """Returns when the client has left."""
+        while True:
+            try:
+                async with asyncio.timeout(self._frontend.settings.stream.keep_alive_s):
+                    message = await receive()
+            except TimeoutError:
+                if self._is_silent:
+                    await self.keep_alive(send)
+                self._is_silent = True
+                continue
+            if message["type"] == "http.disconnect":
+                return
+
+    def _advance(self, run: Run) -> None:
+        self._position = Position(run.next_index, run.digest)
+        self._frontend.metrics.tokens_out += len(run.token_ids)
+
+
+class EventStream(LogAnswer):
+    """Server-sent events. Each one's id is the place after its last log entry, so that a client goes on from there on
+    any gateway.
+    """
+
+    def __init__(
+        self, frontend: Frontend, spec: RequestSpec, tenant: str, start: Position, api: str, *, with_opening: bool
+    ) -> None:
+        """`with_opening`: whether the chunk before the first entry is still to be sent."""
+        super().__init__(frontend, spec, tenant, start, api)
+        self._with_opening = with_opening
+        self._headers_sent = False
+
+    async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
+        await self._start(send)
+        try:
+            with self._frontend.streams.entered():
+                async with aclosing(self.follow()) as batches:
+                    async for batch in batches:
+                        await self._send(send, self._events(batch))
+        except (GatewayError, StreamsError) as error:
+            # No [DONE]: a client that sees the end of the body without it goes on from its last id.
+            await self._send(send, self._event(error_data(error)), more=False)
+            return problem_of(error).code
+        await self._send(send, self._event("[DONE]"), more=False)
+        return "ok"
+
+    async def keep_alive(self, send: Send) -> None:
+        if self._headers_sent:
+            await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
+
+    async def _start(self, send: Send) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            (b"x-request-id", self._spec.request_id.encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._headers_sent = True
+        opening = self._bodies.opening() if self._with_opening else None
+        # Without an opening chunk a comment carries the headers out at once.
+        await self._send(send, self._event(opening) if opening is not None else ": accepted\n\n")
+
+    def _events(self, batch: list[LogEntry]) -> str:
+        events = []
+        for run in split_runs(self._position.next_index, batch):
+            if run.end is None:
+                data: str | None = self._bodies.chunk(run)
+            elif run.end.reason == FINISH_REASON_ERROR:
+                data = error_data(_failure(run.end))
+            else:
+                data = self._bodies.usage(run.end)
+            if (
+                data is not None
+            ):  # an end that shows nothing has no event, so that [DONE] repeats the last id that was sent
+                self._advance(run)
+                events.append(self._event(data))
+        return "".join(events)
+
+    def _event(self, data: str) -> str:
+        return f"id: {self._position.event_id(self._spec.request_id)}\ndata: {data}\n\n"
+
+    async def _send(self, send: Send, text: str, *, more: bool = True) -> None:
+        self._is_silent = False
+        if text or not more:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+
+class WholeAnswer(LogAnswer):
+    """One JSON body, once the log has ended."""
+
+    async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
+        try:
+            with self._frontend.streams.entered():
+                body = await self._collect()
+            response: Response = JSONResponse(body, headers={"X-Request-Id": self._spec.request_id})
+            outcome = "ok"
+        except (GatewayError, StreamsError) as error:
+            log_unexpected(error, self._spec.request_id)
+            response = error_response(error, self._spec.request_id)
+            outcome = problem_of(error).code
+        await response(scope, receive, send)
+        return outcome
+
+    async def _collect(self) -> dict[str, Any]:
+        texts: list[list[str]] = [[] for _ in range(self._bodies.num_choices)]
+        finishes = [ChoiceFinish() for _ in texts]
+        async with aclosing(self.follow()) as batches:
+            async for batch in batches:
+                for run in split_runs(self._position.next_index, batch):
+                    self._advance(run)
+                    if run.end is not None:
+                        if run.end.reason == FINISH_REASON_ERROR:
+                            raise _failure(run.end)
+                        return self._bodies.whole(["".join(parts) for parts in texts], finishes, run.end.usage)
+                    texts[run.choice].append(run.text)
+                    if run.finish is not None:
+                        finishes[run.choice] = run.finish
+        raise GenerationFailed("log_without_end", "the log ended without its finish record")
+
+
+def _failure(end: LogEnd) -> GenerationFailed:
+    return GenerationFailed(end.error.code, end.error.message)

@@ -1,0 +1,110 @@
+"""Request bodies: bounded, UTF-8, strict JSON."""
+
+import asyncio
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import ClientDisconnect, Request
+
+from pagestream_gateway.errors import BodyTooLarge, InvalidRequest, WrongContentType
+
+# A client that is still sending sees the refusal only once it is done, so what is too large is read and dropped, for
+# this long.
+_DISCARD_LIMIT_S = 5.0
+
+
+async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The body as a JSON object. Raises BodyTooLarge, WrongContentType or InvalidRequest."""
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise WrongContentType(content_type)
+    return parse_json(await _read(request, max_bytes))
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """A JSON object from its bytes. Raises InvalidRequest, with the field for text that is not UTF-8."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(_find_bad_text(data), f"is not valid UTF-8 (byte {error.start} of the body)") from error
+    document = _load(text)
+    if not isinstance(document, dict):
+        raise InvalidRequest(None, f"the body must be a JSON object, got {_json_kind(document)}")
+    return document
+
+
+def _load(text: str) -> object:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise InvalidRequest(None, "the body is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(
+            None, f"the body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise InvalidRequest(None, "the body has a number that is too long") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise InvalidRequest(None, f"the body is not valid JSON: {name} is no JSON number")
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    announced = request.headers.get("content-length", "0")
+    if announced.isdigit() and int(announced) > max_bytes:
+        if "expect" not in request.headers:
+            await _discard(request)
+        raise BodyTooLarge(max_bytes)
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_bytes:
+                body.clear()
+                await _discard(request)
+                raise BodyTooLarge(max_bytes)
+    except ClientDisconnect as error:
+        raise InvalidRequest(None, "the body ended early") from error
+    return bytes(body)
+
+
+async def _discard(request: Request) -> None:
+    try:
+        async with asyncio.timeout(_DISCARD_LIMIT_S):
+            while True:
+                message = await request.receive()
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
+
+
+def _find_bad_text(data: bytes) -> str | None:
+    """The path of the string that holds bytes which are not UTF-8."""
+    try:
+        document = json.loads(data.decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError):
+        return None
+    pending: list[tuple[str, object]] = [("", document)]
+    while pending:
+        path, value = pending.pop()
+        prefix = f"{path}." if path else ""
+        if isinstance(value, str) and _has_escapes(value):
+            return path or None
+        if isinstance(value, list):
+            pending.extend((f"{prefix}{index}", item) for index, item in enumerate(value))
+        elif isinstance(value, dict):
+            if any(_has_escapes(key) for key in value):
+                return path or None
+            pending.extend((f"{prefix}{key}", item) for key, item in value.items())
+    return None
+
+
+def _has_escapes(text: str) -> bool:
+    return not text.isascii() and any("\udc80" <= letter <= "\udcff" for letter in text)
+
+
+def _json_kind(document: object) -> str:
+    kinds = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
+    return kinds.get(type(document), "something else")

@@ -1,0 +1,120 @@
+"""From OpenAI bodies and headers to drafts."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_CONTINUE
+from pagestream.v1.records_pb2 import API_FORM_CHAT_COMPLETIONS, API_FORM_COMPLETIONS, AnswerForm, ApiForm
+from starlette.datastructures import Headers
+
+from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.frontend import now_s
+from pagestream_gateway.http.schemas import ChatBody, CompletionBody, GenerationBody
+from pagestream_gateway.requests import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
+from pagestream_gateway.sampling import FIELDS, to_sampling
+
+COMPLETIONS_MAX_TOKENS = 16  # OpenAI's and vLLM's default for completions
+_TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
+_MAX_TIMEOUT_S = 7 * 24 * 3600.0
+
+
+def completion_draft(body: CompletionBody, headers: Headers, document: Mapping[str, Any]) -> Draft:
+    """Raises InvalidRequest."""
+    values = _sampling_values(body)
+    add_special_tokens = body.add_special_tokens is not False
+    return Draft(
+        prompts=_prompts(body.prompt, add_special_tokens),
+        prompt_field="prompt",
+        default_max_tokens=COMPLETIONS_MAX_TOKENS,
+        echo=bool(body.echo),
+        **_common(body, headers, document, values, API_FORM_COMPLETIONS),
+    )
+
+
+def chat_draft(body: ChatBody, headers: Headers, document: Mapping[str, Any]) -> Draft:
+    """Raises InvalidRequest."""
+    values = _sampling_values(body)
+    if body.max_completion_tokens is not None:
+        values["max_tokens"] = body.max_completion_tokens
+    prompt = ChatPrompt(
+        messages=[
+            _template_message(message.role, message.text(), message.name, message.tool_call_id)
+            for message in body.messages
+        ],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        arguments=body.chat_template_kwargs or {},
+        add_special_tokens=bool(body.add_special_tokens),
+    )
+    common = _common(body, headers, document, values, API_FORM_CHAT_COMPLETIONS)
+    return Draft(prompts=[prompt], prompt_field="messages", **common)
+
+
+def _sampling_values(body: GenerationBody) -> dict[str, Any]:
+    values = {name: getattr(body, name) for name in FIELDS if name in type(body).model_fields}
+    if isinstance(body.stop, str):
+        values["stop"] = [body.stop]
+    return values
+
+
+def _common(
+    body: GenerationBody, headers: Headers, document: Mapping[str, Any], values: dict[str, Any], api: ApiForm
+) -> dict[str, Any]:
+    key = headers.get("idempotency-key", "")
+    traceparent = headers.get("traceparent", "")
+    is_traced = bool(_TRACEPARENT.match(traceparent))
+    include_usage = bool(body.stream_options and body.stream_options.include_usage)
+    return {
+        "model": body.model or "",
+        "sampling": to_sampling(values),
+        "answer": AnswerForm(api=api, created=now_s(), include_usage=include_usage),
+        "on_disconnect": ON_DISCONNECT_CONTINUE if body.on_disconnect == "continue" else ON_DISCONNECT_CANCEL,
+        "priority": body.priority or 0,
+        "deadline_ms": _deadline_ms(headers.get("x-request-timeout")),
+        "client_request_id": body.request_id or headers.get("x-request-id", ""),
+        "idempotency_key": key,
+        "body_digest": _digest(api, document) if key else "",
+        "traceparent": traceparent if is_traced else "",
+        "tracestate": headers.get("tracestate", "")[:512] if is_traced else "",
+    }
+
+
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool) -> list[Prompt]:
+    if isinstance(prompt, str):
+        return [TextPrompt(prompt, add_special_tokens)]
+    if prompt and all(isinstance(item, int) for item in prompt):
+        return [TokenPrompt([item for item in prompt if isinstance(item, int)])]
+    return [
+        TextPrompt(item, add_special_tokens) if isinstance(item, str) else TokenPrompt(item)
+        for item in prompt
+        if not isinstance(item, int)
+    ]
+
+
+def _template_message(role: str, content: str, name: str | None, tool_call_id: str | None) -> dict[str, Any]:
+    message = {"role": role, "content": content}
+    if name is not None:
+        message["name"] = name
+    if tool_call_id is not None:
+        message["tool_call_id"] = tool_call_id
+    return message
+
+
+def _deadline_ms(text: str | None) -> int:
+    if text is None:
+        return 0
+    try:
+        seconds = float(text)
+    except ValueError as error:
+        raise InvalidRequest("X-Request-Timeout", f"must be a number of seconds, got {text!r}") from error
+    if not 0.001 <= seconds <= _MAX_TIMEOUT_S:
+        raise InvalidRequest("X-Request-Timeout", f"must be from 0.001 to {_MAX_TIMEOUT_S:g} seconds, got {text}")
+    return round(seconds * 1000)
+
+
+def _digest(api: ApiForm, document: Mapping[str, Any]) -> str:
+    """Equal for bodies that say the same, whatever the order of their fields."""
+    return hashlib.sha256(f"{api}:{json.dumps(document, sort_keys=True)}".encode()).hexdigest()

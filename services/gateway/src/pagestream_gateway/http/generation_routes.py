@@ -1,0 +1,99 @@
+"""POST /v1/completions and /v1/chat/completions, GET /v1/models."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter
+from pagestream_streams.errors import ModelNotFound, StreamsError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pagestream_gateway.errors import GatewayError, InvalidRequest
+from pagestream_gateway.frontend import Frontend
+from pagestream_gateway.http.answers import EventStream, WholeAnswer
+from pagestream_gateway.http.body import read_json
+from pagestream_gateway.http.caller import Door
+from pagestream_gateway.http.documents import body_of
+from pagestream_gateway.http.drafts import chat_draft, completion_draft
+from pagestream_gateway.http.position import Position
+from pagestream_gateway.http.refusals import refuse_for_chat, refuse_for_completions
+from pagestream_gateway.http.schemas import ChatBody, CompletionBody, parse_body
+from pagestream_gateway.problems import problem_of
+from pagestream_gateway.requests import Draft
+
+
+def generation_router(frontend: Frontend, door: Door) -> APIRouter:
+    """The routes that make requests."""
+    router = APIRouter(tags=["generation"])
+
+    @router.post("/v1/completions", openapi_extra=body_of(CompletionBody), summary="Go on with a prompt")
+    async def completions(request: Request) -> Response:
+        async def answer() -> Response:
+            tenant = door.enter(request)
+            document = await read_json(request, frontend.settings.limits.max_body_bytes)
+            body = parse_body(CompletionBody, refuse_for_completions(document))
+            draft = completion_draft(body, request.headers, document)
+            return await _answer(frontend, draft, tenant, stream=bool(body.stream), api="completions")
+
+        return await _counted(frontend, "completions", answer)
+
+    @router.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), summary="Answer a conversation")
+    async def chat_completions(request: Request) -> Response:
+        async def answer() -> Response:
+            tenant = door.enter(request)
+            document = await read_json(request, frontend.settings.limits.max_body_bytes)
+            body = parse_body(ChatBody, refuse_for_chat(document))
+            draft = chat_draft(body, request.headers, document)
+            try:
+                return await _answer(frontend, draft, tenant, stream=bool(body.stream), api="chat")
+            except InvalidRequest as error:
+                if error.field == "max_tokens" and body.max_completion_tokens is not None:
+                    error.field = "max_completion_tokens"
+                raise
+
+        return await _counted(frontend, "chat", answer)
+
+    @router.get("/v1/models", summary="The models that this deployment knows")
+    async def models(request: Request) -> Response:
+        door.enter(request)
+        return JSONResponse({"object": "list", "data": await _models(frontend)})
+
+    @router.get("/v1/models/{name:path}", summary="One model")
+    async def model(request: Request, name: str) -> Response:
+        door.enter(request)
+        found = next((card for card in await _models(frontend) if card["id"] == name), None)
+        if found is None:
+            raise ModelNotFound(name)
+        return JSONResponse(found)
+
+    return router
+
+
+async def _answer(frontend: Frontend, draft: Draft, tenant: str, *, stream: bool, api: str) -> Response:
+    spec = await frontend.submit(draft, tenant)
+    if stream:
+        return EventStream(frontend, spec, tenant, Position(), api, with_opening=True)
+    return WholeAnswer(frontend, spec, tenant, Position(), api)
+
+
+async def _counted(frontend: Frontend, api: str, answer: Callable[[], Awaitable[Response]]) -> Response:
+    """Counts what is refused before it is accepted; the answer counts itself."""
+    try:
+        return await answer()
+    except (GatewayError, StreamsError) as error:
+        frontend.metrics.count_request(api, problem_of(error).code)
+        raise
+
+
+async def _models(frontend: Frontend) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": info.name,
+            "object": "model",
+            "created": info.created,
+            "owned_by": "pagestream",
+            "root": info.name,
+            "max_model_len": card.max_model_len,
+        }
+        for info, card in await frontend.list_models()
+    ]

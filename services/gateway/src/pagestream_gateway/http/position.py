@@ -1,0 +1,41 @@
+"""A place in a token log as HTTP carries it: `<request id>/<next index>/<digest>`."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from pagestream_gateway.errors import InvalidRequest
+
+_MAX_INDEX = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The index of the next log entry, and the rolling digest of those before it; an empty digest is not compared."""
+
+    next_index: int = 0
+    digest: str = ""
+
+    def event_id(self, request_id: str) -> str:
+        """The `id` of the event whose last entry stands before this place."""
+        return f"{request_id}/{self.next_index}/{self.digest}"
+
+    @classmethod
+    def parse(cls, event_id: str, request_id: str) -> Self:
+        """From Last-Event-ID. Raises InvalidRequest."""
+        parts = event_id.split("/")
+        if len(parts) != 3 or parts[0] != request_id:
+            raise InvalidRequest(
+                "Last-Event-ID", f"expected '{request_id}/<next index>/<digest>', got {event_id[:200]!r}"
+            )
+        return cls(_index(parts[1], "Last-Event-ID"), parts[2])
+
+    @classmethod
+    def parse_index(cls, text: str) -> Self:
+        """From the query's `from`. Raises InvalidRequest."""
+        return cls(_index(text, "from"))
+
+
+def _index(text: str, field: str) -> int:
+    if not (text.isascii() and text.isdigit()) or len(text) > 20 or int(text) >= _MAX_INDEX:
+        raise InvalidRequest(field, f"expected the index of a log entry (0 or more), got {text[:200]!r}")
+    return int(text)

@@ -1,0 +1,85 @@
+"""/v1/requests/<id>: where a request stands, its events from any offset, and its end."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from pagestream.v1.inference_pb2 import RequestState
+from pagestream_streams import RequestView
+from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pagestream_gateway.frontend import Frontend
+from pagestream_gateway.http.answers import EventStream
+from pagestream_gateway.http.bodies import reason_word, usage_body
+from pagestream_gateway.http.caller import Door
+from pagestream_gateway.http.documents import EVENTS_PARAMETERS
+from pagestream_gateway.http.position import Position
+
+
+def request_router(frontend: Frontend, door: Door) -> APIRouter:
+    """The routes of accepted requests. Another tenant's request is one that does not exist."""
+    router = APIRouter(tags=["requests"])
+
+    @router.get("/v1/requests/{request_id}", summary="Where a request stands")
+    async def get_request(request: Request, request_id: str) -> Response:
+        tenant = door.enter(request)
+        return JSONResponse(_view_body(await frontend.view(request_id, tenant)))
+
+    @router.delete("/v1/requests/{request_id}", summary="End a request")
+    async def cancel_request(request: Request, request_id: str) -> Response:
+        tenant = door.enter(request)
+        await frontend.cancel(request_id, tenant)
+        return JSONResponse(_view_body(await frontend.view(request_id, tenant)))
+
+    @router.get(
+        "/v1/requests/{request_id}/events", openapi_extra=EVENTS_PARAMETERS, summary="A request's events from an offset"
+    )
+    async def events(request: Request, request_id: str) -> Response:
+        tenant = door.enter(request)
+        position = _position(request, request_id)
+        view = await frontend.view(request_id, tenant)
+        await _check_position(frontend, view, tenant, position)
+        has_opening = request.headers.get("last-event-id") is None and position.next_index == 0
+        return EventStream(frontend, view.spec, tenant, position, "resume", with_opening=has_opening)
+
+    return router
+
+
+def _position(request: Request, request_id: str) -> Position:
+    """A reconnecting EventSource repeats its URL and adds Last-Event-ID, so that one wins."""
+    last_event_id = request.headers.get("last-event-id")
+    if last_event_id is not None:
+        return Position.parse(last_event_id, request_id)
+    text = request.query_params.get("from")
+    return Position() if text is None else Position.parse_index(text)
+
+
+async def _check_position(frontend: Frontend, view: RequestView, tenant: str, position: Position) -> None:
+    """Refuses a wrong place while the status is still open; a place that is not reached yet is checked by the reading
+    itself.
+    """
+    index, digest = position.next_index, position.digest
+    if index > view.next_index:
+        if view.state == RequestState.REQUEST_STATE_FINISHED:
+            raise OffsetOutOfRange(view.request_id, index, view.next_index)
+        return
+    if index == view.next_index:
+        if digest and digest != view.digest:
+            raise DigestMismatch(view.request_id, index)
+        return
+    if digest:
+        await frontend.check_digest(view.request_id, tenant, from_index=index, digest=digest)
+
+
+def _view_body(view: RequestView) -> dict[str, Any]:
+    return {
+        "id": view.request_id,
+        "model": view.model,
+        "state": RequestState.Name(view.state).removeprefix("REQUEST_STATE_").lower(),
+        "queue_position": view.queue_position,
+        "finish_reason": reason_word(view.finish_reason),
+        "next_index": view.next_index,
+        "usage": usage_body(view.usage),
+        "attempts": view.attempts,
+    }

@@ -1,0 +1,74 @@
+"""One uvicorn server inside a process that has its own signals and its own event loop."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from pagestream_gateway.errors import StartupError
+
+_BACKLOG = 4096  # thousands of streams may reconnect at once when another gateway has gone
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process, and tells when it serves."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.serving = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.serving.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Owns the server's port; `start`, then `stop`."""
+
+    def __init__(self, app: ASGIApp, *, close_limit_s: float) -> None:
+        """`close_limit_s`: seconds that open connections get when the server stops."""
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=round(close_limit_s),
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Serves; the port that is bound. Raises StartupError when it is taken."""
+        listener = _bind(host, port)
+        bound: int = listener.getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve([listener]))
+        await self._server.serving.wait()
+        return bound
+
+    async def stop(self) -> None:
+        """Stops listening, lets open answers end within the limit, closes connections."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise StartupError(f"cannot serve HTTP on {host}:{port}: {error.strerror or error}") from error
+    return listener

@@ -1,0 +1,127 @@
+"""A gateway process from start to end."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from pagestream_streams import Broker, GatewaySession
+from pagestream_streams.errors import Unavailable
+
+from pagestream_gateway.auth import KeyRing, read_key_file
+from pagestream_gateway.errors import StartupError
+from pagestream_gateway.frontend import Frontend
+from pagestream_gateway.grpc.server import GrpcServer
+from pagestream_gateway.http.app import build_app, build_metrics_app
+from pagestream_gateway.http.server import HttpServer
+from pagestream_gateway.metrics import Metrics
+from pagestream_gateway.models import ModelCache
+from pagestream_gateway.open_streams import OpenStreams
+from pagestream_gateway.settings import Settings
+from pagestream_gateway.tokenization import TokenizePool
+
+logger = logging.getLogger(__name__)
+_HEALTH_PERIOD_S = 1.0
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The TCP ports that a running gateway has bound."""
+
+    http: int
+    grpc: int
+    metrics: int | None
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(settings: Settings) -> AsyncIterator[Ports]:
+    """A gateway that serves inside the block, in this event loop.
+
+    Raises SettingsError for a key file that is wrong, StartupError when Redis does not answer or a port is taken.
+    """
+    keys = KeyRing(None) if settings.auth.api_keys is None else read_key_file(settings.auth.api_keys)
+    async with _frontend(settings) as frontend, _servers(frontend, keys) as ports:
+        try:
+            yield ports
+        finally:
+            await frontend.streams.drain(settings.shutdown.drain_s)
+
+
+async def serve(settings: Settings) -> None:
+    """Serves until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with running_gateway(settings) as ports:
+        logger.info(
+            "serving",
+            extra={
+                "host": settings.listen.host,
+                "http_port": ports.http,
+                "grpc_port": ports.grpc,
+                "metrics_port": ports.metrics,
+            },
+        )
+        await stop.wait()
+        logger.info("stopping")
+    logger.info("stopped")
+
+
+@contextlib.asynccontextmanager
+async def _frontend(settings: Settings) -> AsyncIterator[Frontend]:
+    try:
+        broker = await Broker.connect(settings.redis.url)
+    except Unavailable as error:
+        raise StartupError(
+            f"Redis does not answer at {_without_password(settings.redis.url)} (--redis): {error}"
+        ) from error
+    except ValueError as error:
+        raise StartupError(f"--redis: {error}") from error
+    limits = settings.limits
+    pool = TokenizePool(
+        workers=limits.tokenize_workers, max_pending=limits.tokenize_queue, limit_s=limits.tokenize_limit_s
+    )
+    async with broker, GatewaySession(broker, settings.gateway.id) as session, pool:
+        metrics = Metrics()
+        yield Frontend(broker, session, pool, ModelCache(), OpenStreams(metrics), metrics, settings)
+
+
+@contextlib.asynccontextmanager
+async def _servers(frontend: Frontend, keys: KeyRing) -> AsyncIterator[Ports]:
+    listen, limit_s = frontend.settings.listen, frontend.settings.shutdown.close_limit_s
+    async with contextlib.AsyncExitStack() as stack:
+        http = HttpServer(build_app(frontend, keys), close_limit_s=limit_s)
+        http_port = await http.start(listen.host, listen.http_port)
+        stack.push_async_callback(http.stop)
+        metrics_port = None
+        if listen.metrics_port is not None:
+            metrics = HttpServer(build_metrics_app(frontend), close_limit_s=limit_s)
+            metrics_port = await metrics.start(listen.host, listen.metrics_port)
+            stack.push_async_callback(metrics.stop)
+        grpc_server = GrpcServer(frontend, keys)
+        stack.push_async_callback(grpc_server.stop, limit_s)
+        grpc_port = await grpc_server.start(listen.host, listen.grpc_port)
+        health = asyncio.create_task(_tell_health(frontend, grpc_server))
+        stack.push_async_callback(_cancelled, health)
+        yield Ports(http_port, grpc_port, metrics_port)
+
+
+async def _tell_health(frontend: Frontend, server: GrpcServer) -> None:
+    """Keeps what gRPC health checks hear equal to /readyz."""
+    while True:
+        await server.set_serving(serving=await frontend.is_ready())
+        await asyncio.sleep(_HEALTH_PERIOD_S)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def _without_password(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"

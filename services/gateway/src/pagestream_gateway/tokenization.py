@@ -1,0 +1,50 @@
+"""A bounded pool of threads for rendering and tokenizing, so that neither ever holds up the event loop."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self, TypeVar
+
+from pagestream_gateway.errors import Overloaded
+
+T = TypeVar("T")
+
+
+class TokenizePool:
+    """Runs CPU work of requests in threads; what waits is bounded."""
+
+    def __init__(self, *, workers: int, max_pending: int, limit_s: float) -> None:
+        """`max_pending`: calls that run or wait; one more raises Overloaded. `limit_s`: seconds that one call may
+        take.
+        """
+        self._executor = ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
+        self._max_pending = max_pending
+        self._num_pending = 0
+        self._limit_s = limit_s
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """The result of `work`. Raises Overloaded when too much waits or it takes too long."""
+        if self._num_pending >= self._max_pending:
+            raise Overloaded("too many prompts wait for the tokenizer", retry_after_s=1.0)
+        self._num_pending += 1
+        future = self._executor.submit(work)
+        # Counted until the thread is done with it, even when nobody waits any more: that is what the bound is about.
+        loop = asyncio.get_running_loop()
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._release) if not loop.is_closed() else None)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await asyncio.wrap_future(future)
+        except TimeoutError as error:
+            raise Overloaded(f"tokenizing took longer than {self._limit_s:g} s", retry_after_s=5.0) from error
+
+    def _release(self) -> None:
+        self._num_pending -= 1
