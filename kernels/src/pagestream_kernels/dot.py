@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from pagestream_kernels.runtime import INTERPRETED, jit, tl
 
 
 @jit
-def exact_dot(left: Any, right: Any, UPCAST: tl.constexpr) -> Any:
+def exact_dot(left: tl.tensor, right: tl.tensor, UPCAST: tl.constexpr) -> tl.tensor:
     """`left @ right` in float32; float32 tiles are not cut to tf32."""
     if UPCAST:
         left = left.to(tl.float32)

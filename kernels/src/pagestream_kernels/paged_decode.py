@@ -15,7 +15,6 @@ from pagestream_kernels.errors import KernelArgumentError
 from pagestream_kernels.paging import Geometry, check_cache, check_tables, gather_cache
 from pagestream_kernels.runtime import (
     Backend,
-    Pointer,
     Variant,
     cdiv,
     current_backend,
@@ -28,22 +27,21 @@ from pagestream_kernels.runtime import (
 
 LOG2_E = math.log2(math.e)
 MIN_DOT = 16  # tl.dot's smallest side
-MAX_BLOCK_HEADS = 64
 REDUCE_SPLITS = 16  # splits merged at a time
 
 
 @jit
 def _split_kernel(
-    partial_ptr: Pointer,
-    partial_lse_ptr: Pointer,
-    query_ptr: Pointer,
-    key_cache_ptr: Pointer,
-    value_cache_ptr: Pointer,
-    block_tables_ptr: Pointer,
-    seq_lens_ptr: Pointer,
-    split_tokens_ptr: Pointer,
-    slot_seqs_ptr: Pointer,
-    seq_slots_ptr: Pointer,
+    partial_ptr: tl.tensor,
+    partial_lse_ptr: tl.tensor,
+    query_ptr: tl.tensor,
+    key_cache_ptr: tl.tensor,
+    value_cache_ptr: tl.tensor,
+    block_tables_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    split_tokens_ptr: tl.tensor,
+    slot_seqs_ptr: tl.tensor,
+    seq_slots_ptr: tl.tensor,
     scale_log2: float,
     num_seqs: int,
     query_stride_n: int,
@@ -132,10 +130,10 @@ def _split_kernel(
 
 @jit
 def _reduce_kernel(
-    out_ptr: Pointer,
-    partial_ptr: Pointer,
-    partial_lse_ptr: Pointer,
-    seq_slots_ptr: Pointer,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    partial_lse_ptr: tl.tensor,
+    seq_slots_ptr: tl.tensor,
     out_stride_n: int,
     out_stride_h: int,
     HEAD_DIM: tl.constexpr,
@@ -174,11 +172,23 @@ def _reduce_kernel(
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=column_mask)
 
 
+def _tile(block_dim: int, geometry: Geometry) -> tuple[int, int]:
+    """(query heads, KV tokens) of a tile at 4 warps: the largest that compiles without spills for every target.
+
+    Speed on a GPU has not decided it yet. In float32 the products run on the plain multipliers, whose operands fill
+    the registers early.
+    """
+    block_heads = max(MIN_DOT, next_power_of_two(geometry.group_size))
+    if geometry.dtype == torch.float32:
+        return MIN_DOT, 64 if block_dim <= 64 else 16
+    return min(block_heads, 64), 64 if block_dim <= 128 else 32
+
+
 @lru_cache(maxsize=256)
 def split_variant(geometry: Geometry, backend: Backend) -> Variant:
     """How the split kernel is built for a cache and a GPU family."""
     block_dim = max(MIN_DOT, next_power_of_two(geometry.head_dim))
-    wide = block_dim * geometry.dtype.itemsize >= 512  # bytes of a KV row: head size 256, or 128 in float32
+    block_heads, block_kv = _tile(block_dim, geometry)
     pointer = pointer_to(geometry.dtype)
     strides = [f"{name}_stride_{axis}" for name in ("key", "value") for axis in "bthd"]
     return Variant(
@@ -196,8 +206,8 @@ def split_variant(geometry: Geometry, backend: Backend) -> Variant:
             "GROUP": geometry.group_size,
             "CACHE_BLOCK": geometry.block_size,
             "BLOCK_DIM": block_dim,
-            "BLOCK_HEADS": min(MAX_BLOCK_HEADS, max(MIN_DOT, next_power_of_two(geometry.group_size))),
-            "BLOCK_KV": 32 if wide else 64,
+            "BLOCK_HEADS": block_heads,
+            "BLOCK_KV": block_kv,
             "UPCAST": needs_upcast(geometry.dtype),
         },
         num_warps=4,

@@ -14,7 +14,6 @@ from pagestream_kernels.errors import KernelArgumentError
 from pagestream_kernels.paging import Geometry, check_cache, check_tables, gather_cache
 from pagestream_kernels.runtime import (
     Backend,
-    Pointer,
     Variant,
     cdiv,
     current_backend,
@@ -31,13 +30,13 @@ MIN_DOT = 16  # tl.dot's smallest side
 
 @jit
 def _prefill_kernel(
-    out_ptr: Pointer,
-    query_ptr: Pointer,
-    key_cache_ptr: Pointer,
-    value_cache_ptr: Pointer,
-    block_tables_ptr: Pointer,
-    cu_query_lens_ptr: Pointer,
-    seq_lens_ptr: Pointer,
+    out_ptr: tl.tensor,
+    query_ptr: tl.tensor,
+    key_cache_ptr: tl.tensor,
+    value_cache_ptr: tl.tensor,
+    block_tables_ptr: tl.tensor,
+    cu_query_lens_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
     scale_log2: float,
     out_stride_n: int,
     out_stride_h: int,
@@ -56,25 +55,23 @@ def _prefill_kernel(
     GROUP: tl.constexpr,
     CACHE_BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
-    first_token = tl.program_id(2) * BLOCK_TOKENS
     query_start = tl.load(cu_query_lens_ptr + seq)
     query_len = tl.load(cu_query_lens_ptr + seq + 1) - query_start
-    if first_token < query_len:
+    # -- a row is one token of one query head: the heads that share a KV head share its loads --
+    rows = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    if tl.program_id(2) * BLOCK_ROWS < query_len * GROUP:
         seq_len = tl.load(seq_lens_ptr + seq)
         context_len = seq_len - query_len
 
-        # -- a row is one token of one query head: the heads that share a KV head share its loads --
-        rows = tl.arange(0, BLOCK_ROWS)
-        tokens = first_token + rows // GROUP
+        tokens = rows // GROUP
         heads = kv_head * GROUP + rows % GROUP
-        row_mask = (rows < BLOCK_TOKENS * GROUP) & (tokens < query_len)
+        row_mask = tokens < query_len
         row_positions = context_len + tokens
         columns = tl.arange(0, BLOCK_DIM)
         column_mask = columns < HEAD_DIM
@@ -90,7 +87,8 @@ def _prefill_kernel(
         maximum = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_ROWS,), tl.float32)
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
-        end = tl.minimum(seq_len, context_len + first_token + BLOCK_TOKENS)
+        last_token = (tl.program_id(2) * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP
+        end = tl.minimum(seq_len, context_len + last_token + 1)
         for tile in range(0, end, BLOCK_KV):
             positions = tile + tl.arange(0, BLOCK_KV)
             token_mask = positions < end
@@ -130,13 +128,23 @@ def _prefill_kernel(
         tl.store(out_ptr + out_offsets[:, None] + columns[None, :], result, mask=query_mask)
 
 
+def _tile(block_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """(rows, KV tokens, warps) of a program: the largest that compiles without spills for every target.
+
+    Found by compiling rows 16 to 128, tokens 16 to 64 and 4 or 8 warps; speed on a GPU has not decided it yet. In
+    float32 the products run on the plain multipliers, whose operands fill the registers early.
+    """
+    if dtype == torch.float32:
+        return (32, 32, 4) if block_dim <= 64 else (32, 32, 8) if block_dim == 128 else (16, 16, 8)
+    return (64, 64, 4) if block_dim <= 64 else (128, 64, 8) if block_dim == 128 else (64, 32, 8)
+
+
 @lru_cache(maxsize=256)
 def prefill_variant(geometry: Geometry, backend: Backend) -> Variant:
     """How the kernel is built for a cache and a GPU family."""
     block_dim = max(MIN_DOT, next_power_of_two(geometry.head_dim))
-    exact = geometry.dtype == torch.float32
-    wide = block_dim > 128
-    block_rows = max(32 if exact else 64, next_power_of_two(geometry.group_size))
+    block_rows, block_kv, num_warps = _tile(block_dim, geometry.dtype)
+    pipelined = backend == "cuda" and geometry.dtype != torch.float32
     pointer = pointer_to(geometry.dtype)
     strides = [f"{name}_stride_{axis}" for name in ("out", "query") for axis in "nh"]
     cache_strides = [f"{name}_stride_{axis}" for name in ("key", "value") for axis in "bthd"]
@@ -153,13 +161,12 @@ def prefill_variant(geometry: Geometry, backend: Backend) -> Variant:
             "GROUP": geometry.group_size,
             "CACHE_BLOCK": geometry.block_size,
             "BLOCK_DIM": block_dim,
-            "BLOCK_TOKENS": block_rows // geometry.group_size,
             "BLOCK_ROWS": block_rows,
-            "BLOCK_KV": 32 if exact or wide else 64,
+            "BLOCK_KV": block_kv,
             "UPCAST": needs_upcast(geometry.dtype),
         },
-        num_warps=8 if wide or block_rows > 64 else 4,
-        num_stages=1 if exact or backend == "hip" else 2,
+        num_warps=num_warps,
+        num_stages=2 if pipelined else 1,
         unit_strides=("key_stride_d", "value_stride_d"),
     )
 
@@ -206,8 +213,13 @@ def paged_prefill_attention(
     )
     require_launchable(query.device, reference="paged_prefill_attention_reference")
     variant = prefill_variant(geometry, current_backend())
+    num_rows = max_query_len * geometry.group_size
     variant.launch(
-        (seq_lens.shape[0], key_cache.shape[2], cdiv(max_query_len, variant.constants["BLOCK_TOKENS"])),
+        (
+            seq_lens.shape[0],
+            key_cache.shape[2],
+            cdiv(num_rows, variant.constants["BLOCK_ROWS"]),
+        ),
         {
             "out_ptr": out,
             "query_ptr": query,

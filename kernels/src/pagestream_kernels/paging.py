@@ -12,7 +12,6 @@ from pagestream_kernels.errors import KernelArgumentError
 
 BLOCK_SIZES = (8, 16, 32, 64)
 MAX_HEAD_DIM = 256
-MAX_GROUP_SIZE = 128  # rows of one query tile
 
 CACHE_MEANING = "(num_blocks, block_size, num_kv_heads, head_dim)"
 
@@ -44,10 +43,7 @@ def check_cache(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Geomet
         raise KernelArgumentError(f"block_size: expected one of {BLOCK_SIZES}, got {block_size}")
     if num_kv_heads == 0 or num_heads == 0 or num_heads % num_kv_heads:
         raise KernelArgumentError(f"num_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_heads}")
-    group_size = num_heads // num_kv_heads
-    if group_size > MAX_GROUP_SIZE:
-        raise KernelArgumentError(f"num_heads / num_kv_heads: expected at most {MAX_GROUP_SIZE}, got {group_size}")
-    return Geometry(head_dim, group_size, block_size, query.dtype)
+    return Geometry(head_dim, num_heads // num_kv_heads, block_size, query.dtype)
 
 
 def check_tables(block_tables: Tensor, seq_lens: Tensor, num_seqs: int) -> None:

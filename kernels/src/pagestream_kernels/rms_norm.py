@@ -19,7 +19,6 @@ from pagestream_kernels.checks import (
 )
 from pagestream_kernels.errors import KernelArgumentError
 from pagestream_kernels.runtime import (
-    Pointer,
     Variant,
     cdiv,
     jit,
@@ -35,11 +34,11 @@ TILE_ELEMENTS = 2048  # narrow rows (query and key norms) share a program
 
 @jit
 def _rms_norm_kernel(
-    out_ptr: Pointer,
-    residual_out_ptr: Pointer,
-    x_ptr: Pointer,
-    residual_ptr: Pointer,
-    weight_ptr: Pointer,
+    out_ptr: tl.tensor,
+    residual_out_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
     num_rows: int,
     inner_rows: int,
     x_outer_stride: int,

@@ -17,7 +17,6 @@ from pagestream_kernels.checks import (
 from pagestream_kernels.errors import KernelArgumentError
 from pagestream_kernels.paging import check_cache
 from pagestream_kernels.runtime import (
-    Pointer,
     Variant,
     cdiv,
     jit,
@@ -32,14 +31,14 @@ TILE_ELEMENTS = 2048  # heads of one token share a program up to this many eleme
 
 @jit
 def _rope_and_cache_kernel(
-    query_ptr: Pointer,
-    key_ptr: Pointer,
-    value_ptr: Pointer,
-    cos_sin_ptr: Pointer,
-    positions_ptr: Pointer,
-    key_cache_ptr: Pointer,
-    value_cache_ptr: Pointer,
-    slot_mapping_ptr: Pointer,
+    query_ptr: tl.tensor,
+    key_ptr: tl.tensor,
+    value_ptr: tl.tensor,
+    cos_sin_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    key_cache_ptr: tl.tensor,
+    value_cache_ptr: tl.tensor,
+    slot_mapping_ptr: tl.tensor,
     num_heads: int,
     num_kv_heads: int,
     query_stride_n: int,

@@ -21,7 +21,6 @@ except ImportError:  # the references stay usable
 __all__ = [
     "INTERPRETED",
     "Backend",
-    "Pointer",
     "Variant",
     "cdiv",
     "current_backend",
@@ -31,10 +30,8 @@ __all__ = [
     "pointer_to",
     "require_launchable",
     "tl",
+    "triton",
 ]
-
-Pointer: TypeAlias = Any
-"""A tensor at the launch, a pointer inside the kernel."""
 
 Backend: TypeAlias = Literal["cuda", "hip"]
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from pagestream_kernels.checks import FLOAT_DTYPES, check_dtype, check_output, check_same_device, check_tensor
 from pagestream_kernels.errors import KernelArgumentError
 from pagestream_kernels.runtime import (
-    Pointer,
     Variant,
     cdiv,
     jit,
@@ -25,8 +24,8 @@ MAX_BLOCK = 1024  # elements of one program: 8 a thread at 4 warps
 
 @jit
 def _silu_and_mul_kernel(
-    out_ptr: Pointer,
-    gate_up_ptr: Pointer,
+    out_ptr: tl.tensor,
+    gate_up_ptr: tl.tensor,
     out_stride: int,
     gate_up_stride: int,
     width: int,
