@@ -132,6 +132,8 @@ def note_event(event: Event, tally: Tally) -> None:
     if usage := body.get("usage"):
         tally.output_tokens = usage["completion_tokens"]
         tally.input_tokens = usage["prompt_tokens"]
+    if event.id.split("/")[1:2] == ["0"]:  # the opening, before any token
+        return
     for choice in body.get("choices") or ():
         if choice.get("finish_reason") == "error":
             raise AnswerError("stream error", "finish_reason is error")

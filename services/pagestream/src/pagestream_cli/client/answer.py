@@ -23,6 +23,8 @@ from pagestream_cli.errors import RequestRejectedError, StreamLostError
 DONE = "[DONE]"
 RETRIED_STATUS = (429, 502, 503, 504)
 """Answers that say "later", not "no"."""
+RETRIED_CODES = ("unavailable", "gateway_stopping")
+"""The same as an error inside a stream: Redis is away, or this gateway is about to end."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class _AnswerStream:
                     async for event in self._connection(http):
                         if event.data == DONE:
                             return
+                        _raise_if_later(event)
                         progress.tries, progress.moved = 0, time.monotonic()
                         progress.last_event_id = event.id or progress.last_event_id
                         yield event
@@ -171,6 +174,15 @@ class _ComeBackError(Exception):
     """The server asks to come back."""
 
 
+def _raise_if_later(event: Event) -> None:
+    if (
+        '"error"' in event.data
+        and (error := json.loads(event.data).get("error"))
+        and error.get("code") in RETRIED_CODES
+    ):
+        raise _ComeBackError(str(error.get("message", "")))
+
+
 def _refusal(status: int, content: bytes) -> Exception:
     message = error_message(content)
     if status in RETRIED_STATUS:
@@ -188,13 +200,8 @@ def error_message(content: bytes) -> str:
 
 def _parse(event: Event, request_id: str) -> Delta:
     body = json.loads(event.data)
-    if "error" in body:
-        error = body["error"]
-        raise RequestRejectedError(
-            int(error.get("code") or 500) if str(error.get("code") or "").isdigit() else 500,
-            str(error.get("message", error)),
-        )
-    choices = body.get("choices") or [{}]
-    choice = choices[0]
+    if error := body.get("error"):
+        raise RequestRejectedError(httpx.codes.OK, f"{error.get('code')}: {error.get('message')}")
+    choice = (body.get("choices") or [{}])[0]
     text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
     return Delta(request_id, text, choice.get("index", 0), choice.get("finish_reason"), body.get("usage"))

@@ -83,7 +83,6 @@ class Plan:
             argv=tuple(argv),
             log_path=self.options.data_dir.logs / f"{name}.log",
             drain_stage=DrainStage.GATEWAY,
-            drain_limit_s=5.0,
             ports=_known({"http": ports.http, "grpc": ports.grpc, "metrics": ports.metrics}),
             probe=lambda: http_ok(self.options.host, ports.http, "/readyz"),
         )
