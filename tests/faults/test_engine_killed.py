@@ -1,37 +1,16 @@
 """kill -9 of an engine under 32 streams: another one, or its successor, goes on, and no client can tell."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from stack import Part, Stack, running_stack
-from stream_clients import GrpcReader, Outcome
-from workloads import NUM_TOKENS, mixed_requests
+from disturbed_runs import run_all, unfinished
+from stack import Part, running_stack
+from stream_clients import GrpcReader
+from workloads import NUM_TOKENS
 
 pytestmark = pytest.mark.timeout(180)
-
-MIDDLE = NUM_TOKENS // 4
-
-
-async def run_all(stack: Stack, *, disturb: Callable[[Sequence[GrpcReader]], object] | None = None) -> list[Outcome]:
-    """Run the workload; `disturb` is called once every stream has a quarter of its tokens."""
-    readers = [GrpcReader([gateway.grpc_target for gateway in stack.gateways]) for _ in mixed_requests()]
-    tasks = [
-        asyncio.create_task(reader.run(request)) for reader, request in zip(readers, mixed_requests(), strict=True)
-    ]
-    if disturb is not None:
-        while min(reader.outcome.num_tokens for reader in readers) < MIDDLE:
-            await asyncio.wait(tasks, timeout=0.02, return_when=asyncio.FIRST_EXCEPTION)
-            for task in tasks:
-                if task.done():
-                    task.result()
-        await asyncio.to_thread(disturb, readers)
-    return list(await asyncio.gather(*tasks))
-
-
-def unfinished(readers: Sequence[GrpcReader]) -> int:
-    return sum(reader.outcome.usage is None for reader in readers)
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])

@@ -4,11 +4,13 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from typing import TypeVar
 
 import uvloop
 from pagestream.v1.records_pb2 import ModelCard
-from pagestream_streams import Broker, EngineSession, StreamsSettings
+from pagestream_streams import Broker, EngineSession
 from pagestream_streams.errors import StreamsError, Unavailable
 from setproctitle import setproctitle
 
@@ -23,6 +25,8 @@ from pagestream_engine.worker.worker import EngineFailed, Worker
 
 logger = logging.getLogger("pagestream_engine")
 
+T = TypeVar("T")
+RETRY_DELAY_S = 0.5
 EXIT_FAILED = 1
 EXIT_BAD_OPTIONS = 2
 
@@ -33,42 +37,45 @@ def _load(model: str, name: str, config: EngineConfig) -> tuple[Engine, ModelCar
     return engine, build_card(folder, name, engine)
 
 
-async def _connect(url: str) -> Broker:
-    """Connect however long it takes: an engine may start before its Redis does."""
+async def _when_redis_is_there(action: Callable[[], Awaitable[T]]) -> T:
+    """Try however long it takes: an engine may start before its Redis does, or during an outage."""
     while True:
         try:
-            return await Broker.connect(url, StreamsSettings())
+            return await action()
         except Unavailable as error:
             logger.warning("waiting for Redis: %s", error)
+            await asyncio.sleep(RETRY_DELAY_S)
 
 
-async def _publish(broker: Broker, card: ModelCard, partitions: int) -> None:
-    while True:
-        try:
-            await broker.publish_model(card, partitions=partitions)
-        except Unavailable as error:
-            logger.warning("waiting for Redis: %s", error)
-            await asyncio.sleep(1.0)
-        else:
-            return
+class Stopped(Exception):  # noqa: N818 - reads as what happened
+    """The process was told to stop before it served."""
+
+
+async def _unless_stopped(action: Awaitable[T], stop: asyncio.Event) -> T:
+    """Wait for `action`; Stopped, with the action cancelled, if `stop` is set before it is done."""
+    task = asyncio.ensure_future(action)
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Stopped
+        return task.result()
+    finally:
+        for pending in (task, stopping):
+            pending.cancel()
+        await asyncio.gather(task, stopping, return_exceptions=True)
 
 
 async def serve(settings: WorkerSettings, config: EngineConfig, stop: asyncio.Event) -> None:
-    """Load the model, publish its card, and serve until `stop` is set."""
-    loading = asyncio.create_task(asyncio.to_thread(_load, settings.model, settings.served_model_name, config))
-    connecting = asyncio.create_task(_connect(settings.redis_url))
-    stopping = asyncio.create_task(stop.wait())
-    ready = asyncio.gather(loading, connecting)
-    try:
-        await asyncio.wait([ready, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done():
-            return
-        (engine, card), broker = await ready
-    finally:
-        stopping.cancel()
-        ready.cancel()
-    try:
-        await _publish(broker, card, settings.partitions)
+    """Load the model, publish its card, and serve until `stop` is set. Raises Stopped if it was set before."""
+    loading = asyncio.to_thread(_load, settings.model, settings.served_model_name, config)
+    connecting = _when_redis_is_there(lambda: Broker.connect(settings.redis_url))
+    # The model loads while Redis may still be starting.
+    (engine, card), broker = await _unless_stopped(asyncio.gather(loading, connecting), stop)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(broker)
+        publishing = _when_redis_is_there(lambda: broker.publish_model(card, partitions=settings.partitions))
+        await _unless_stopped(publishing, stop)
         worker = Worker(engine, settings)
         session = EngineSession(
             broker,
@@ -77,11 +84,9 @@ async def serve(settings: WorkerSettings, config: EngineConfig, stop: asyncio.Ev
             on_lost=worker.drop,
             load=worker.load,
         )
-        async with session:
-            logger.info("ready", extra={"model": settings.served_model_name, "engine_id": session.engine_id})
-            await worker.run(session, stop)
-    finally:
-        await broker.close()
+        await _unless_stopped(_when_redis_is_there(lambda: stack.enter_async_context(session)), stop)
+        logger.info("ready", extra={"model": settings.served_model_name, "engine_id": session.engine_id})
+        await worker.run(session, stop)
 
 
 async def _run(settings: WorkerSettings, config: EngineConfig) -> None:
@@ -89,7 +94,8 @@ async def _run(settings: WorkerSettings, config: EngineConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await serve(settings, config, stop)
+    with suppress(Stopped):
+        await serve(settings, config, stop)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,8 +16,20 @@ from pagestream_engine.outputs import StepOutput
 from pagestream_engine.sampling_params import SamplingParams, child_seed
 from pagestream_engine.worker.finish import FinishName, finish_value
 
-FIELDS_WITH_PRESENCE = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
-FIELDS_WITH_PRESENCE += ("repetition_penalty", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "best_of")
+FIELDS_WITH_PRESENCE = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "best_of",
+)
 
 
 def sampling_from_message(message: SamplingMessage, *, sibling: int) -> SamplingParams:

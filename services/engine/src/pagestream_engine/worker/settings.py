@@ -72,14 +72,26 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     return EngineConfig.from_options(given)
 
 
+def _engine_name(text: str) -> str:
+    if not text or ":" in text or any(character.isspace() for character in text):
+        raise argparse.ArgumentTypeError(f"{text!r} was given, a name without spaces and colons is expected")
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} was given, a whole number of at least 1 is expected")
+    return int(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `pagestream-engine`."""
     parser = argparse.ArgumentParser(prog="pagestream-engine", description="Runs a model on requests from Redis.")
     parser.add_argument("model", metavar="MODEL", help="folder with config.json, safetensors, tokenizer.json")
     parser.add_argument("--redis", required=True, metavar="URL", help="such as redis://127.0.0.1:6379/0")
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients ask for (default: the folder's name)")
-    parser.add_argument("--engine-id", metavar="ID", help="name of this engine (default: host name and process id)")
-    parser.add_argument("--partitions", type=int, default=4, metavar="N", help="of a model that is new to this Redis")
+    parser.add_argument("--engine-id", type=_engine_name, metavar="ID", help="default: host name and process id")
+    parser.add_argument("--partitions", type=_count, default=4, metavar="N", help="of a model new to this Redis")
     add_engine_options(parser)
     return parser
 

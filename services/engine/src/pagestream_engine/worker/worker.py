@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
 from pagestream_streams.errors import Unavailable
@@ -54,14 +55,15 @@ class Worker:
     async def run(self, session: EngineSession, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then hand everything back. Raises EngineFailed if the engine ended by itself."""
         self._thread.start()
-        tasks = [
+        tasks: list[asyncio.Task[None]] = [
             asyncio.create_task(self._claim_forever(session), name="claim"),
             asyncio.create_task(self._append_forever(session), name="append"),
             asyncio.create_task(self._watch_engine(), name="watchdog"),
         ]
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
-            await asyncio.wait([stopping, self._thread_ended, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[Any]] = [stopping, self._thread_ended, *tasks]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
             for task in tasks:

@@ -1,0 +1,38 @@
+"""SIGTERM of an engine in the middle of long streams: it hands them back and is gone in seconds."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from disturbed_runs import run_all, unfinished
+from stack import Part, running_stack
+from stream_clients import GrpcReader
+
+pytestmark = pytest.mark.timeout(180)
+
+DRAIN_LIMIT_S = 10.0
+
+
+def test_an_engine_hands_back_and_another_goes_on(tmp_path: Path) -> None:
+    with running_stack(tmp_path, engines=2) as stack:
+        undisturbed = asyncio.run(run_all(stack))
+        leaver: Part = stack.engines[0]
+        seen: list[float] = []
+
+        def drain(readers: Sequence[GrpcReader]) -> None:
+            started = time.monotonic()
+            leaver.signal(signal.SIGTERM)
+            assert leaver.wait() == 0
+            seen.append(time.monotonic() - started)
+            assert unfinished(readers) > 0
+
+        disturbed = asyncio.run(run_all(stack, disturb=drain))
+        handed_back = [line for line in leaver.log_tail().splitlines() if "handed back" in line]
+
+    assert seen[0] <= DRAIN_LIMIT_S
+    assert handed_back
+    assert "handed back 0" not in handed_back[0]
+    assert [outcome.content() for outcome in disturbed] == [outcome.content() for outcome in undisturbed]

@@ -1,0 +1,32 @@
+"""SIGSTOP of an engine past its lease, then SIGCONT: another goes on, and the one that wakes up can't write."""
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from disturbed_runs import run_all
+from stack import Part, running_stack, wait_until
+from stream_clients import GrpcReader
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_a_zombie_writes_nothing_and_serves_again(tmp_path: Path) -> None:
+    with running_stack(tmp_path, engines=2) as stack:
+        undisturbed = asyncio.run(run_all(stack))
+        zombie: Part = stack.engines[0]
+
+        def pause(readers: Sequence[GrpcReader]) -> None:
+            zombie.signal(signal.SIGSTOP)
+
+        disturbed = asyncio.run(run_all(stack, disturb=pause))
+        assert [outcome.content() for outcome in disturbed] == [outcome.content() for outcome in undisturbed]
+
+        zombie.signal(signal.SIGCONT)
+        wait_until(lambda: "dropped" in zombie.log_tail(), limit_s=10, what="the zombie to drop what it had")
+        stack.engines[1].stop()
+        again = asyncio.run(run_all(stack))
+
+    assert [outcome.content() for outcome in again] == [outcome.content() for outcome in undisturbed]
