@@ -1,0 +1,74 @@
+from typing import Any
+
+import pytest
+from pagestream_engine.config import EngineConfig, EngineOptions
+from pagestream_engine.errors import ConfigError, UnsupportedOption
+
+
+def test_defaults() -> None:
+    config = EngineConfig.from_options({})
+    assert config == EngineConfig()
+    assert (config.cache.block_size, config.cache.enable_prefix_caching) == (16, True)
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (256, 2048)
+
+
+def test_flat_names_reach_their_groups() -> None:
+    config = EngineConfig.from_options({"dtype": "bfloat16", "block_size": 32, "max_num_seqs": 4, "seed": 9})
+    assert (config.model.dtype, config.model.seed) == ("bfloat16", 9)
+    assert config.cache.block_size == 32
+    assert config.scheduler.max_num_seqs == 4
+
+
+def test_every_option_is_a_field_or_refused() -> None:
+    config = EngineConfig()
+    names = {name for group in (config.model, config.cache, config.scheduler) for name in vars(group)}
+    assert set(EngineOptions.__annotations__) == names | {"swap_space", "cpu_offload_gb", "kv_cache_dtype"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("attention_backend", "flash"),
+        ("max_model_len", 1),
+        ("max_model_len", "4k"),
+        ("seed", -1),
+        ("block_size", 12),
+        ("block_size", True),
+        ("num_gpu_blocks_override", 0),
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", "90%"),
+        ("enable_prefix_caching", "yes"),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", 0),
+        ("scheduling_policy", "lottery"),
+        ("max_modle_len", 10),
+    ],
+)
+def test_a_malformed_option_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}: given ") as caught:
+        EngineConfig.from_options({field: value})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("field", "value"), [("swap_space", 4), ("cpu_offload_gb", 1.5), ("kv_cache_dtype", "fp8")])
+def test_vllms_other_options_only_at_their_defaults(field: str, value: Any) -> None:
+    with pytest.raises(UnsupportedOption, match=f"^{field}: given .*not supported yet"):
+        EngineConfig.from_options({field: value})
+
+
+def test_vllms_other_options_at_their_defaults() -> None:
+    given = {"swap_space": 0, "cpu_offload_gb": 0.0, "kv_cache_dtype": "auto"}
+    assert EngineConfig.from_options(given) == EngineConfig()
+    assert len(given) == 3, "the caller's dictionary is not touched"
+
+
+def test_a_small_budget_alone_lowers_the_number_of_sequences() -> None:
+    assert EngineConfig.from_options({"max_num_batched_tokens": 8}).scheduler.max_num_seqs == 8
+
+
+def test_a_budget_below_the_number_of_sequences_is_a_contradiction() -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens: given 8, expected at least max_num_seqs"):
+        EngineConfig.from_options({"max_num_batched_tokens": 8, "max_num_seqs": 9})

@@ -1,0 +1,347 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from arithmetic_model import (
+    EOS,
+    ArithmeticFacts,
+    ArithmeticRunner,
+    byte_level_tokenizer,
+    make_folder,
+    undisturbed,
+)
+from pagestream_engine.config import EngineConfig
+from pagestream_engine.detokenizer import IncrementalDetokenizer
+from pagestream_engine.engine import Engine
+from pagestream_engine.errors import ConfigError, InvalidRequest, InvariantViolation, ModelNotFound, PromptTooLong
+from pagestream_engine.outputs import StepOutput
+from pagestream_engine.sampling_params import SamplingParams
+from pagestream_engine.scheduler.base import ScheduledStep
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+TEXT_FACTS = ArithmeticFacts(vocab_size=257)
+
+
+def make_engine(tmp_path: Path, *, facts: ArithmeticFacts | None = None, text: bool = False, **options: Any) -> Engine:
+    facts = facts or (TEXT_FACTS if text else ArithmeticFacts())
+    folder = make_folder(tmp_path / "model", byte_level_tokenizer() if text else None)
+    config = EngineConfig.from_options({"block_size": 4, "num_gpu_blocks_override": 32, **options})
+    return Engine(folder, config, make_runner=lambda _, config: ArithmeticRunner(config, facts))
+
+
+def run(engine: Engine, limit: int = 2000) -> dict[str, list[StepOutput]]:
+    outputs: dict[str, list[StepOutput]] = {}
+    for _ in range(limit):
+        if not engine.has_unfinished_requests():
+            return outputs
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        engine.check_invariants()
+    raise AssertionError("the engine does not come to an end")
+
+
+def tokens(outputs: list[StepOutput]) -> list[int]:
+    return [output.token_id for output in outputs if output.token_id is not None]
+
+
+def text(outputs: list[StepOutput]) -> str:
+    return "".join(output.text for output in outputs)
+
+
+def expected(prompt: list[int], params: SamplingParams = GREEDY, **facts: Any) -> list[int]:
+    return undisturbed(prompt, params, ArithmeticFacts(**facts), 128)
+
+
+def test_an_idle_engine_has_nothing_to_do(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    assert not engine.has_unfinished_requests()
+    assert engine.step() == []
+
+
+def test_one_request(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    outputs = run(engine)["a"]
+    assert tokens(outputs) == expected([1, 2, 3])
+    assert [output.finish_reason for output in outputs] == [None] * 11 + ["length"]
+    assert engine.stats().num_free_blocks == 32
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("budget", [3, 8, 64])
+def test_a_batch_equals_each_alone(tmp_path: Path, caching: bool, budget: int) -> None:
+    engine = make_engine(tmp_path, max_num_batched_tokens=budget, max_num_seqs=3, enable_prefix_caching=caching)
+    prompts = {str(length): list(range(1, length + 1)) for length in (1, 4, 5, 13, 20, 31)}
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, GREEDY)
+    outputs = run(engine)
+    assert {name: tokens(outputs[name]) for name in prompts} == {name: expected(p) for name, p in prompts.items()}
+
+
+def test_preemption_changes_no_token(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, num_gpu_blocks_override=9)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompts = {str(first): [first, *range(7)] for first in range(5)}
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, params)
+    outputs = run(engine)
+    assert engine.stats().num_preemptions > 0
+    assert {name: tokens(outputs[name]) for name in prompts} == {
+        name: expected(p, params) for name, p in prompts.items()
+    }
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    prompt = list(range(1, 18))
+    engine.add_request("a", prompt, GREEDY)
+    run(engine)
+    engine.add_request("b", prompt, GREEDY)
+    outputs = run(engine)["b"]
+    assert tokens(outputs) == expected(prompt)
+    assert {output.num_cached_tokens for output in outputs} == {16}
+    stats = engine.stats()
+    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (34, 16)
+    assert stats.num_prompt_tokens == 18
+
+
+def test_the_models_end_token_ends_it(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, facts=ArithmeticFacts(vocab_size=5))
+    params = SamplingParams(max_tokens=100)
+    engine.add_request("a", [1, 2, 3], params)
+    outputs = run(engine)["a"]
+    assert tokens(outputs) == expected([1, 2, 3], params, vocab_size=5)
+    assert tokens(outputs)[-1] == EOS
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", None)
+
+
+def test_max_model_len_ends_it_with_length(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, max_model_len=10)
+    engine.add_request("a", [1] * 9, SamplingParams(max_tokens=None, ignore_eos=True))
+    engine.add_request("b", [1] * 4, SamplingParams(max_tokens=50, ignore_eos=True))
+    outputs = run(engine)
+    assert [len(outputs[name]) for name in "ab"] == [1, 6]
+    assert {outputs[name][-1].finish_reason for name in "ab"} == {"length"}
+
+
+def test_the_pool_limits_the_context_where_nothing_else_does(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, num_gpu_blocks_override=5)
+    assert engine.max_model_len == 20
+    engine.add_request("a", [1] * 3, SamplingParams(max_tokens=None, ignore_eos=True))
+    assert len(run(engine)["a"]) == 17
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"), [(5000, "the model's positions end there"), (2000, "what 32 KV blocks hold")]
+)
+def test_a_context_that_can_never_fit_is_refused(tmp_path: Path, asked: int, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        make_engine(tmp_path, max_model_len=asked)
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"given .*nowhere.*, expected a folder with config\.json"):
+        Engine(tmp_path / "nowhere", EngineConfig())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "outputs", "params", "match"),
+    [
+        ([], (), GREEDY, "prompt: given no tokens"),
+        ([1] * 128, (), GREEDY, "prompt: given 128 tokens, expected at most 127"),
+        ([1, 47], (), GREEDY, "prompt_token_ids: given token 47, expected 0 to 46"),
+        ([1, -1], (), GREEDY, "prompt_token_ids: given token -1"),
+        ([1, "a"], (), GREEDY, "prompt_token_ids: expected whole numbers"),
+        ([1, 2.0], (), GREEDY, "prompt_token_ids: expected whole numbers"),
+        ([1], [99], GREEDY, "output_token_ids: given token 99"),
+        ([1], [5] * 13, GREEDY, "output_token_ids: given 13 tokens, expected at most 12"),
+        ([1], (), SamplingParams(n=2), "n: given 2, expected 1"),
+        ([1], (), SamplingParams(stop="x"), "stop: stop strings need a tokenizer"),
+        ([2], (), GREEDY, None),
+    ],
+)
+def test_a_bad_request_is_refused_and_hurts_nobody(
+    tmp_path: Path, prompt: list[Any], outputs: list[int], params: SamplingParams, match: str | None
+) -> None:
+    engine = make_engine(tmp_path)
+    engine.add_request("good", [1, 2, 3], GREEDY)
+    engine.step()
+    if match is None:
+        engine.add_request("bad", prompt, params, output_token_ids=outputs)
+    else:
+        with pytest.raises(InvalidRequest, match=match):
+            engine.add_request("bad", prompt, params, output_token_ids=outputs)
+    engine.check_invariants()
+    outputs_by_name = run(engine)
+    assert ("bad" in outputs_by_name) == (match is None)
+    assert tokens(outputs_by_name["good"]) == expected([1, 2, 3])[1:]
+
+
+def test_a_prompt_too_long_has_its_own_type(tmp_path: Path) -> None:
+    with pytest.raises(PromptTooLong) as caught:
+        make_engine(tmp_path).add_request("a", [1] * 500, GREEDY)
+    assert (caught.value.num_prompt_tokens, caught.value.max_model_len) == (500, 128)
+
+
+def test_an_id_is_unique_while_it_runs(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    engine.add_request("a", [1], GREEDY)
+    with pytest.raises(InvalidRequest, match="request_id: given 'a', which is running"):
+        engine.add_request("a", [2], GREEDY)
+    run(engine)
+    engine.add_request("a", [2], GREEDY)
+    assert tokens(run(engine)["a"]) == expected([2])
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_an_aborted_request_is_gone(tmp_path: Path, num_steps: int) -> None:
+    engine = make_engine(tmp_path, max_num_batched_tokens=6, max_num_seqs=2)
+    for name, prompt in {"a": [1] * 10, "b": [2] * 10, "c": [3] * 10}.items():
+        engine.add_request(name, prompt, GREEDY)
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort_request("a")
+    engine.abort_request("c")
+    engine.abort_request("never seen")
+    engine.check_invariants()
+    outputs = run(engine)
+    assert set(outputs) == {"b"}
+    assert tokens(outputs["b"]) == expected([2] * 10)
+    assert engine.stats().num_free_blocks == 32
+
+
+@pytest.mark.parametrize("cut", range(13))
+def test_a_resumed_request_goes_on_exactly(tmp_path: Path, cut: int) -> None:
+    engine = make_engine(tmp_path, text=True)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop="zz")
+    engine.add_request("a", [5, 6], params)
+    undisturbed_run = run(engine)["a"]
+    done = tokens(undisturbed_run)[:cut]
+    engine.add_request("a", [5, 6], params, output_token_ids=done)
+    resumed = run(engine)["a"]
+    if cut < 12:
+        assert [(o.token_id, o.text, o.finish_reason) for o in resumed] == [
+            (o.token_id, o.text, o.finish_reason) for o in undisturbed_run[cut:]
+        ]
+    else:
+        (end,) = resumed
+        assert (end.token_id, end.text, end.finish_reason) == (None, undisturbed_run[-1].text, "length")
+
+
+def test_a_resumed_request_that_had_ended_can_be_aborted(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    engine.add_request("a", [1], SamplingParams(max_tokens=1), output_token_ids=[5])
+    assert engine.has_unfinished_requests()
+    engine.abort_request("a")
+    assert not engine.has_unfinished_requests()
+
+
+def test_text_streams_and_a_stop_string_ends_it(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, text=True)
+    engine.add_request("all", [5, 6], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    outputs = run(engine)["all"]
+    assert engine.tokenizer is not None
+    whole = engine.tokenizer.decode(tokens(outputs), skip_special_tokens=True)
+    assert text(outputs) == whole
+    stop = whole[8:11]
+    engine.add_request("cut", [5, 6], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=stop))
+    cut = run(engine)["cut"]
+    assert text(cut) == whole[: whole.index(stop)]
+    assert (cut[-1].finish_reason, cut[-1].stop_reason) == ("stop", stop)
+    assert engine.stats().num_free_blocks == 32
+
+
+def test_a_request_that_fails_hurts_no_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(tmp_path, text=True)
+    engine.add_request("good", [1, 2], GREEDY)
+    engine.add_request("bad", [5, 6], GREEDY)
+    engine.step()
+    push = IncrementalDetokenizer.push
+    failing = engine._generations["bad"]._detokenizer
+
+    def fail(self: IncrementalDetokenizer, token_id: int) -> str:
+        if self is failing:
+            raise RuntimeError("no such piece")
+        return push(self, token_id)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "push", fail)
+    outputs = run(engine)
+    (end,) = outputs["bad"]
+    assert (end.finish_reason, end.error, end.text) == ("error", "RuntimeError: no such piece", "")
+    assert end.token_id is not None
+    assert len(outputs["good"]) == 11
+    assert engine.stats().num_free_blocks == 32
+
+
+class FailingRunner(ArithmeticRunner):
+    """Fails at chosen steps before it has computed anything, or gives too few tokens."""
+
+    fail_at: tuple[int, ...] = ()
+    short = False
+
+    def execute(self, step: ScheduledStep) -> list[int]:
+        if self.num_steps in self.fail_at:
+            self.num_steps += 1
+            raise MemoryError("no room for activations")
+        return super().execute(step)[: -1 if self.short else None]
+
+
+def test_a_step_that_failed_can_be_run_again(tmp_path: Path) -> None:
+    class Runner(FailingRunner):
+        fail_at = (0, 1, 4)
+
+    folder = make_folder(tmp_path)
+    config = EngineConfig.from_options({"block_size": 4, "num_gpu_blocks_override": 9, "max_num_batched_tokens": 7})
+    engine = Engine(folder, config, make_runner=lambda _, config: Runner(config, ArithmeticFacts()))
+    engine.add_request("done", [1], SamplingParams(max_tokens=1), output_token_ids=[5])
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    engine.add_request("b", [2] * 9, GREEDY)
+    collected: dict[str, list[int]] = {"a": [], "b": [], "done": []}
+    failures = 0
+    while engine.has_unfinished_requests():
+        try:
+            for output in engine.step():
+                collected[output.request_id] += tokens([output]) or [-1]
+        except MemoryError:
+            failures += 1
+        engine.check_invariants()
+    assert failures == 3
+    assert collected == {"a": expected([1, 2, 3]), "b": expected([2] * 9), "done": [-1]}
+
+
+def test_a_runner_that_answers_too_little_is_a_bug(tmp_path: Path) -> None:
+    class Runner(FailingRunner):
+        short = True
+
+    config = EngineConfig.from_options({"num_gpu_blocks_override": 9})
+    engine = Engine(make_folder(tmp_path), config, make_runner=lambda _, config: Runner(config, ArithmeticFacts()))
+    engine.add_request("a", [1], GREEDY)
+    with pytest.raises(InvariantViolation, match="0 tokens for 1 sequences"):
+        engine.step()
+
+
+def test_seeds_are_drawn_from_the_engines_own(tmp_path: Path) -> None:
+    def seeds(seed: int) -> list[int]:
+        engine = make_engine(tmp_path, seed=seed)
+        for name in "ab":
+            engine.add_request(name, [1], SamplingParams())
+        return [engine._generations[name].seq.seed for name in "ab"]
+
+    assert seeds(1) == seeds(1)
+    assert len({*seeds(1), *seeds(2)}) == 4
+
+
+def test_statistics(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, max_num_seqs=1)
+    engine.add_request("a", [1] * 5, GREEDY)
+    engine.add_request("b", [2] * 5, GREEDY)
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_blocks, stats.num_free_blocks) == (1, 1, 32, 30)
+    assert stats.kv_utilization == pytest.approx(2 / 32)
+    assert (stats.num_steps, stats.num_prompt_tokens, stats.num_generated_tokens) == (1, 5, 1)
+    assert 0 < stats.last_schedule_s <= stats.last_step_s
+    run(engine)
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_utilization) == (0, 0, 0.0)
+    assert (stats.num_steps, stats.num_prompt_tokens, stats.num_generated_tokens) == (24, 10, 24)

@@ -1,0 +1,48 @@
+from pathlib import Path
+
+import pytest
+from arithmetic_model import byte_level_tokenizer, make_folder
+from pagestream_engine.errors import ModelNotFound
+from pagestream_engine.folder import load_tokenizer, resolve_model
+
+
+def test_a_folder_is_itself(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    assert resolve_model(folder) == folder
+    assert resolve_model(str(folder)) == folder
+
+
+@pytest.mark.parametrize("given", ["./missing", "/missing/model", "a/b/c"])
+def test_a_missing_folder_is_no_repository(given: str) -> None:
+    with pytest.raises(ModelNotFound, match=f"given '{given}', expected a folder"):
+        resolve_model(given)
+
+
+def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"expected a folder with config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_repository_that_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFound, match="a Hugging Face repository that can be reached or is cached"):
+        resolve_model("nobody/no-such-model")
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    assert load_tokenizer(make_folder(tmp_path)) is None
+
+
+def test_a_tokenizer_neither_pads_nor_cuts(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=8)
+    loaded = load_tokenizer(make_folder(tmp_path, tokenizer))
+    assert loaded is not None
+    assert len(loaded.encode("abc").ids) == 3
+
+
+def test_a_malformed_tokenizer_is_named(tmp_path: Path) -> None:
+    (make_folder(tmp_path) / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelNotFound, match=r"tokenizer\.json.*expected a tokenizer"):
+        load_tokenizer(tmp_path)
