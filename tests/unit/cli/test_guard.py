@@ -22,7 +22,7 @@ class Printer:
     def died(self, view, death, restart_delay_s): print("died", flush=True)
     def line(self, spec, text): print(spec.name, supervisor.views[int(spec.name)].pid, flush=True)
 
-code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)\\nwhile True: signal.pause()"
+code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
 parts = [PartSpec(str(i), (sys.executable, "-I", "-S", "-c", code), Path(sys.argv[1]) / f"{i}.log") for i in range(3)]
 supervisor = Supervisor(parts, Printer())
 asyncio.run(supervisor.run())

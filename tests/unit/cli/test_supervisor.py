@@ -202,7 +202,8 @@ async def test_what_a_part_started_ends_with_it(tmp_path: Path) -> None:
 async def test_an_orphan_that_holds_the_output_does_not_hide_the_death(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys, signal\n"
-        "child = subprocess.Popen([sys.executable, '-I', '-S', '-c', 'import signal; signal.pause()'], start_new_session=True)\n"
+        "command = [sys.executable, '-I', '-S', '-c', 'import signal; signal.pause()']\n"
+        "child = subprocess.Popen(command, start_new_session=True)\n"
         "print(child.pid, flush=True)\nsignal.pause()"
     )
     orphans: list[int] = []
@@ -242,7 +243,10 @@ async def test_readiness_follows_the_probe_and_is_lost_with_the_process(tmp_path
 
 
 async def test_output_is_kept_and_told(tmp_path: Path) -> None:
-    code = "import sys; print('to stdout', flush=True); print('to stderr', file=sys.stderr, flush=True); import signal; signal.pause()"
+    code = (
+        "import signal, sys; print('to stdout', flush=True); print('to stderr', file=sys.stderr, flush=True)\n"
+        "signal.pause()"
+    )
     async with running([part(tmp_path, "a", code)]) as (_, journal):
         await until(lambda: len(journal.lines) == 2, "both lines came")
     assert journal.lines == [("a", "to stdout"), ("a", "to stderr")]

@@ -64,17 +64,18 @@ async def _serve(plan: Plan, deployment: Deployment, reporter: Reporter) -> None
     hosting = asyncio.create_task(_host(plan, deployment, reporter))
     try:
         await asyncio.wait([running, hosting], return_when=asyncio.FIRST_COMPLETED)
-        if hosting.done() and hosting.exception() is not None:
+        failure = hosting.exception() if hosting.done() else None
+        if failure is not None:
             deployment.supervisor.stop()
         await running
     finally:
         reporter.loaded()
         hosting.cancel()
-        (outcome,) = await asyncio.gather(hosting, return_exceptions=True)
+        await asyncio.gather(hosting, return_exceptions=True)
         for number in ENDING_SIGNALS:
             loop.remove_signal_handler(number)
-    if isinstance(outcome, Exception):
-        raise outcome
+    if failure is not None:
+        raise failure
 
 
 async def _host(plan: Plan, deployment: Deployment, reporter: Reporter) -> None:
