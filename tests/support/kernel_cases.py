@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pagestream_kernels as kernels
+import pytest
 import torch
+from pagestream_kernels.aot import TARGETS, compile_variant
+from pagestream_kernels.silu_and_mul import silu_and_mul_variant
 from pairwise import Case
 from torch import Tensor
 
@@ -242,10 +245,51 @@ def check_silu_and_mul(case: Case, device: torch.device) -> None:
     assert_close(kernels.silu_and_mul(gate_up), kernels.silu_and_mul_reference(gate_up), case)
 
 
+# -- single questions to a process that interprets ------------------------------------------------------------------
+
+
+def check_decode_invariance(case: Case, device: torch.device) -> None:
+    """With a fixed split a sequence's bits do not depend on its neighbours; whole cases have no such option."""
+    case = {"head_dim": 64, "group_size": 4, "block_size": 16, "layout": LAYOUTS[0], **case}
+    lengths = [200, 17, 90]
+    cache = make_cache(case, lengths, device)
+    query, _, _ = fused_rows(case, len(lengths), device)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+
+    def run(rows: slice) -> Tensor:
+        plan = kernels.plan_decode(seq_lens[rows], num_kv_heads=2, split_tokens=64, max_seq_len=200)
+        return kernels.paged_decode_attention(
+            query[rows], cache.key, cache.value, cache.tables[rows], seq_lens[rows], scale=0.125, plan=plan
+        )
+
+    together = run(slice(0, 3))
+    for index in range(3):
+        assert torch.equal(run(slice(index, index + 1))[0], together[index])
+
+
+def check_decode_wrong_plan(case: Case, device: torch.device) -> None:
+    case = {"head_dim": 64, "group_size": 1, "block_size": 16, "layout": LAYOUTS[0], **case}
+    cache = make_cache(case, [5, 5], device)
+    query, _, _ = fused_rows(case, 2, device)
+    seq_lens = torch.tensor([5, 5], dtype=torch.int32, device=device)
+    plan = kernels.plan_decode(seq_lens[:1], num_kv_heads=2)
+    with pytest.raises(kernels.KernelArgumentError, match=r"plan\.seq_slots"):
+        kernels.paged_decode_attention(query, cache.key, cache.value, cache.tables, seq_lens, scale=1.0, plan=plan)
+
+
+def check_refuses_to_compile(case: Case, device: torch.device) -> None:
+    variant = silu_and_mul_variant(width=64, dtype=DTYPES[case["dtype"]])
+    with pytest.raises(kernels.KernelUnavailableError, match="TRITON_INTERPRET"):
+        compile_variant(variant, TARGETS["sm_90"])
+
+
 CHECKS: Mapping[str, Callable[[Case, torch.device], None]] = {
     "paged_decode": check_paged_decode,
     "paged_prefill": check_paged_prefill,
     "rope_and_cache": check_rope_and_cache,
     "rms_norm": check_rms_norm,
     "silu_and_mul": check_silu_and_mul,
+    "decode_invariance": check_decode_invariance,
+    "decode_wrong_plan": check_decode_wrong_plan,
+    "refuses_to_compile": check_refuses_to_compile,
 }

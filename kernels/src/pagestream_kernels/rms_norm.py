@@ -19,8 +19,10 @@ from pagestream_kernels.checks import (
 )
 from pagestream_kernels.errors import KernelArgumentError
 from pagestream_kernels.runtime import (
+    Backend,
     Variant,
     cdiv,
+    current_backend,
     jit,
     next_power_of_two,
     pointer_to,
@@ -28,7 +30,7 @@ from pagestream_kernels.runtime import (
     tl,
 )
 
-MAX_WIDTH = 65536  # one row is one tile
+MAX_WIDTH = 16384  # one row is one tile; wider ones would spill
 TILE_ELEMENTS = 2048  # narrow rows (query and key norms) share a program
 
 
@@ -78,10 +80,11 @@ def _rms_norm_kernel(
 
 
 @lru_cache(maxsize=64)
-def rms_norm_variant(*, width: int, has_residual: bool, dtype: torch.dtype) -> Variant:
+def rms_norm_variant(*, width: int, has_residual: bool, dtype: torch.dtype, backend: Backend) -> Variant:
     """How the kernel is built for rows of `width` elements."""
     pointer = pointer_to(dtype)
     block_width = next_power_of_two(width)
+    widest = 32 if backend == "cuda" else 16  # 1024 threads
     strides = ("x_outer_stride", "x_inner_stride", "residual_outer_stride", "residual_inner_stride")
     return Variant(
         kernel=_rms_norm_kernel,
@@ -95,7 +98,7 @@ def rms_norm_variant(*, width: int, has_residual: bool, dtype: torch.dtype) -> V
             "BLOCK_ROWS": max(1, TILE_ELEMENTS // block_width),
             "BLOCK_WIDTH": block_width,
         },
-        num_warps=4 if block_width <= 4096 else 8 if block_width <= 8192 else 16,
+        num_warps=4 if block_width <= 4096 else 8 if block_width <= 8192 else widest,
         num_stages=1,
     )
 
@@ -134,7 +137,7 @@ def rms_norm(
     residual_rows = rows if residual is None else _three_dimensional(residual)
     residual_out = None if residual is None else torch.empty_like(result)
     num_outer, num_inner, width = rows.shape
-    variant = rms_norm_variant(width=width, has_residual=residual is not None, dtype=x.dtype)
+    variant = rms_norm_variant(width=width, has_residual=residual is not None, dtype=x.dtype, backend=current_backend())
     variant.launch(
         (cdiv(num_outer * num_inner, variant.constants["BLOCK_ROWS"]),),
         {

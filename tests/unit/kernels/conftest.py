@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from kernel_cache import ResultCache
+from kernel_worker import KernelWorker
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[KernelWorker]:
+    """A process in which Triton interprets."""
+    with KernelWorker("interpret") as worker:
+        yield worker
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[KernelWorker]:
+    """A process in which Triton compiles."""
+    with KernelWorker("compile") as worker:
+        yield worker
+
+
+@pytest.fixture(scope="session")
+def build_cache() -> ResultCache:
+    """Builds that passed with the present sources."""
+    return ResultCache("compile")

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import kernel_builds
+import kernel_cases
+import pytest
+import torch
+from kernel_cache import ResultCache
+from kernel_worker import KernelWorker
+from pagestream_kernels.aot import TARGETS, Usage, check_usage, compile_variant
+from pagestream_kernels.errors import KernelError
+from pagestream_kernels.silu_and_mul import silu_and_mul_variant
+from pairwise import pairwise
+
+COVER = [(kernel, case) for kernel, factors in kernel_builds.FACTORS.items() for case in pairwise(factors)]
+
+
+@pytest.mark.parametrize(("kernel", "case"), COVER, ids=[f"{k}-{kernel_cases.case_id(c)}" for k, c in COVER])
+def test_kernel_compiles_within_the_targets_limits(
+    request: pytest.FixtureRequest, build_cache: ResultCache, kernel: str, case: dict[str, object]
+) -> None:
+    usages = build_cache.get(kernel, case)
+    if usages is None:
+        compiler: KernelWorker = request.getfixturevalue("compiler")  # started only when something is to compile
+        usages = compiler.run(kernel, case)
+        build_cache.put(kernel, case, usages)
+    target = TARGETS[str(case["target"])]
+    for usage in usages.values():
+        assert not check_usage(Usage(**usage), target)
+        assert usage["registers"] > 0
+
+
+def test_cover_has_every_value() -> None:
+    for kernel, factors in kernel_builds.FACTORS.items():
+        for name, values in factors.items():
+            assert {case[name] for other, case in COVER if other == kernel} == set(values)
+
+
+def test_limits_are_named() -> None:
+    target = TARGETS["gfx942"]
+    assert check_usage(Usage(shared_bytes=64 * 1024, registers=512, spill_bytes=0), target) == []
+    shared, spills = check_usage(Usage(shared_bytes=64 * 1024 + 1, registers=512, spill_bytes=4), target)
+    assert "65537" in shared
+    assert "4 B" in spills
+
+
+def test_interpreting_process_does_not_compile(interpreter: KernelWorker) -> None:
+    interpreter.run("refuses_to_compile", {"dtype": "float32"})
+
+
+def test_variant_that_forgets_an_argument_is_refused() -> None:
+    variant = silu_and_mul_variant(width=64, dtype=torch.float32)
+    signature = {name: type_ for name, type_ in variant.signature.items() if name != "width"}
+    broken = type(variant)(variant.kernel, signature, variant.constants, num_warps=4, num_stages=1)
+    with pytest.raises(KernelError, match="width"):
+        compile_variant(broken, TARGETS["sm_90"])

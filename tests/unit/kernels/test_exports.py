@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pagestream_kernels
+
+NAMES = {
+    "DecodePlan",
+    "KernelArgumentError",
+    "KernelError",
+    "KernelUnavailableError",
+    "paged_decode_attention",
+    "paged_decode_attention_reference",
+    "paged_prefill_attention",
+    "paged_prefill_attention_reference",
+    "plan_decode",
+    "rms_norm",
+    "rms_norm_reference",
+    "rope_and_cache",
+    "rope_and_cache_reference",
+    "silu_and_mul",
+    "silu_and_mul_reference",
+}
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # an import of it fails as where it is not installed
+import torch, pagestream_kernels as kernels
+gate_up = torch.ones(2, 8)
+assert kernels.silu_and_mul_reference(gate_up).shape == (2, 4)
+try:
+    kernels.silu_and_mul(gate_up)
+except kernels.KernelUnavailableError as error:
+    assert "Triton is not installed; use silu_and_mul_reference" in str(error), error
+else:
+    raise SystemExit("the kernel ran without Triton")
+"""
+
+
+def test_exported_names() -> None:
+    assert set(pagestream_kernels.__all__) == NAMES
+    for name in NAMES:
+        assert hasattr(pagestream_kernels, name)
+        assert getattr(pagestream_kernels, name).__doc__
+
+
+def test_references_work_without_triton() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
