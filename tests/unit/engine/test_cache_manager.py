@@ -41,6 +41,7 @@ def test_shares_full_blocks_while_both_run() -> None:
     run(cache, second)
     assert second.block_table[:2] == first.block_table[:2]
     assert second.block_table[2] != first.block_table[2]
+    assert second.num_published_blocks == 2
     check_cache(cache.pool, BLOCK_SIZE, [first, second])
 
 

@@ -101,6 +101,25 @@ def test_a_prompt_in_chunks_keeps_its_claim_on_blocks() -> None:
     assert harness.scheduler.num_waiting == 1
 
 
+def test_a_newcomer_leaves_the_others_room_to_grow() -> None:
+    harness = Harness(num_blocks=6, budget=64)
+    for index in range(4):
+        harness.add(3, first=10 * index)
+    harness.step()
+    harness.add(5, first=80)
+    assert [name for name, _ in harness.step()] == ["0", "1", "2", "3"], "two blocks are free, one is kept"
+
+
+def test_a_block_that_a_decode_fills_is_found_while_it_runs() -> None:
+    harness = Harness(caching=True)
+    seq = harness.add(5)
+    for _ in range(4):
+        harness.step()
+    assert (seq.num_computed_tokens, seq.num_published_blocks) == (8, 2)
+    other = Sequence("other", [*seq.token_ids[:8], 1], SamplingParams(), seed=0, arrival=9, max_total_tokens=99)
+    assert harness.cache.find_prefix(other) == seq.block_table[:2]
+
+
 def test_preempts_the_newest_arrival_and_takes_it_back_first() -> None:
     harness = Harness(num_blocks=7, budget=64)
     old, new = harness.add(12), harness.add(8, first=50)

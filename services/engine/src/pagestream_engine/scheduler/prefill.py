@@ -22,15 +22,16 @@ class PrefillSet:
         return len(self.sequences)
 
     def can_admit(self, seq: Sequence, prefix: list[int], num_running: int) -> bool:
-        """Whether all its present tokens fit beside what the others are sure to need.
+        """Whether all its present tokens fit, and leave some room for the others to grow.
 
-        Blocks are taken chunk by chunk, but nothing is admitted that could not be computed to its end.
+        Blocks are taken chunk by chunk, but nothing is admitted that could not be computed to its end. An admitted
+        sequence needs no claim on blocks: while it is in chunks it takes the whole budget, or the last free block, so
+        that nobody is admitted after it.
         """
         cache = self._cache
         wanted = cache.num_blocks_for(len(seq.token_ids)) - len(prefix) + cache.num_free_blocks_used_by(prefix)
-        promised = sum(cache.num_missing_blocks(other, len(other.token_ids)) for other in self.sequences)
         reserve = -(-num_running // _RESERVE_SHARE)
-        return wanted + promised + reserve <= cache.pool.num_free
+        return wanted + reserve <= cache.pool.num_free
 
     def admit(self, seq: Sequence, prefix: list[int]) -> None:
         """Starts a sequence from its cached prefix."""
