@@ -1,5 +1,5 @@
 """From a scheduled step to sampled tokens."""
 
-from pagestream_engine.runner.runner import ModelRunner, resolve_device
+from pagestream_engine.runner.runner import ModelRunner
 
-__all__ = ["ModelRunner", "resolve_device"]
+__all__ = ["ModelRunner"]

@@ -31,8 +31,10 @@ class ModelRunner:
 
         Raises:
             ModelError: the folder is incomplete, or holds a model that is not supported.
-            ConfigError: `max_model_len` or `attention_backend` does not fit the model or the device.
+            ConfigError: there is no such device, or `max_model_len` or `attention_backend` does not fit it or the model.
         """
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device", device.type, "cpu or auto", "torch finds no GPU on this machine")
         self.model_config = ModelInfo.from_folder(model_dir)
         self.device = device
         self.dtype = _DTYPES.get(config.model.dtype, self.model_config.dtype)
@@ -92,18 +94,6 @@ class ModelRunner:
             return []
         logits = self._model.logits(hidden[batch.sample_rows], self._backend)
         return sample(logits, batch.sample_seqs, self.model_config.eos_token_ids)
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of a `device` option; auto is the GPU where there is one.
-
-    Raises:
-        ConfigError: cuda is asked for, and there is none.
-    """
-    has_gpu = torch.cuda.is_available()
-    if name == "cuda" and not has_gpu:
-        raise ConfigError("device", name, "cpu or auto", "torch finds no GPU on this machine")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and has_gpu) else "cpu")
 
 
 def _max_model_len(given: int | None, info: ModelInfo) -> int:

@@ -1,0 +1,1 @@
+"""The CPU's C++ kernels: their source, its compilation, and the calls."""

@@ -1,0 +1,448 @@
+// The CPU's kernels: attention over the paged cache, and the small steps between the matrix products.
+//
+// Plain C++ on the compilers' vector extensions (GCC >= 9, Clang), so that one source serves AVX2, AVX-512 and NEON.
+// All arithmetic is in float32; bfloat16 is widened on load and rounded to nearest even on store. Every sequence (and
+// every query row) is reduced in a fixed order, whatever else is in the batch. Layouts are those of attention/base.py:
+// a layer's cache is (num_blocks, num_kv_heads, block_size, head_dim), contiguous.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int64_t W = 16;  // floats a vector
+typedef float Vec __attribute__((vector_size(W * 4)));
+typedef int32_t IVec __attribute__((vector_size(W * 4)));
+typedef uint32_t UVec __attribute__((vector_size(W * 4)));
+typedef uint16_t HVec __attribute__((vector_size(W * 2)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float widen(float x) { return x; }
+inline float widen(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, 4);
+  return wide;
+}
+inline void store(float* to, float x) { *to = x; }
+inline void store(bf16* to, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  bits += 0x7fff + ((bits >> 16) & 1);
+  to->bits = std::isnan(x) ? 0x7fc0 : uint16_t(bits >> 16);
+}
+template <typename T>
+inline float rounded(float x) {
+  T narrow;
+  store(&narrow, x);
+  return widen(narrow);
+}
+
+inline Vec load(const float* from) {
+  Vec x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+inline Vec load(const bf16* from) {
+  HVec half;
+  std::memcpy(&half, from, sizeof half);
+  return (Vec)(__builtin_convertvector(half, UVec) << 16);
+}
+inline void store(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
+inline void store(bf16* to, Vec x) {
+  UVec bits = (UVec)x;
+  bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  bits = (x == x) ? bits : (bits & 0) + 0x7fc0;  // a NaN stays one
+  HVec half = __builtin_convertvector(bits, HVec);
+  std::memcpy(to, &half, sizeof half);
+}
+inline Vec splat(float x) { return (Vec){} + x; }
+template <typename T>
+inline Vec rounded(Vec x) {
+  T narrow[W];
+  store(narrow, x);
+  return load(narrow);
+}
+inline float sum(Vec x) {
+  float lane[W];
+  std::memcpy(lane, &x, sizeof x);
+  for (int64_t width = W / 2; width; width /= 2)
+    for (int64_t i = 0; i < width; ++i) lane[i] += lane[i + width];
+  return lane[0];
+}
+
+// exp by 2^n * 2^f, |f| <= 1/2, a polynomial for 2^f (relative error about 1e-7); below -87 it is 0.
+inline Vec exponential(Vec x) {
+  Vec clamped = x < splat(-87.0f) ? splat(-87.0f) : (x > splat(88.0f) ? splat(88.0f) : x);
+  Vec scaled = clamped * 1.44269504088896341f;
+  Vec shifted = scaled + 12582912.0f;  // 1.5 * 2^23: the sum's last bits are the nearest whole number
+  IVec whole = (IVec)shifted - 0x4b400000;
+  Vec f = scaled - (shifted - 12582912.0f);
+  Vec p = splat(1.5403530393381608e-4f);
+  p = p * f + 1.3333558146428443e-3f;
+  p = p * f + 9.6181291076284772e-3f;
+  p = p * f + 5.5504108664821580e-2f;
+  p = p * f + 2.4022650695910071e-1f;
+  p = p * f + 6.9314718055994531e-1f;
+  p = p * f + 1.0f;
+  Vec power = (Vec)((whole + 127) << 23);
+  return x < splat(-87.0f) ? splat(0.0f) : p * power;
+}
+
+// -- rms norm --
+
+template <typename T>
+void norm_row(T* out, const T* x, T* residual, const T* weight, int64_t dim, float eps) {
+  const int64_t whole = dim / W * W;
+  Vec squares = splat(0.0f);
+  float rest = 0.0f;
+  for (int64_t i = 0; i < whole; i += W) {
+    Vec value = load(x + i);
+    if (residual) {
+      store(residual + i, value + load(residual + i));
+      value = load(residual + i);
+    }
+    squares += value * value;
+  }
+  for (int64_t i = whole; i < dim; ++i) {
+    float value = widen(x[i]);
+    if (residual) {
+      store(residual + i, value + widen(residual[i]));
+      value = widen(residual[i]);
+    }
+    rest += value * value;
+  }
+  const float factor = 1.0f / std::sqrt((sum(squares) + rest) / float(dim) + eps);
+  const T* from = residual ? residual : x;
+  for (int64_t i = 0; i < whole; i += W) store(out + i, rounded<T>(load(from + i) * factor) * load(weight + i));
+  for (int64_t i = whole; i < dim; ++i) store(out + i, rounded<T>(widen(from[i]) * factor) * widen(weight[i]));
+}
+
+template <typename T>
+void rms_norm(T* out, const T* x, T* residual, const T* weight, int64_t outer, int64_t inner, int64_t outer_stride,
+              int64_t inner_stride, int64_t dim, float eps, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (outer * inner * dim > 16384)
+  for (int64_t row = 0; row < outer * inner; ++row) {
+    const int64_t from = row / inner * outer_stride + row % inner * inner_stride;
+    norm_row(out + row * dim, x + from, residual ? residual + from : nullptr, weight, dim, eps);
+  }
+}
+
+// -- silu(gate) * up --
+
+template <typename T>
+void silu_and_mul(T* out, const T* gate_up, int64_t rows, int64_t dim, int threads) {
+  const int64_t whole = dim / W * W;
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * dim > 16384)
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* gate = gate_up + row * 2 * dim;
+    const T* up = gate + dim;
+    T* to = out + row * dim;
+    for (int64_t i = 0; i < whole; i += W) {
+      const Vec x = load(gate + i);
+      store(to + i, rounded<T>(x / (exponential(-x) + 1.0f)) * load(up + i));
+    }
+    for (int64_t i = whole; i < dim; ++i) {
+      const float x = widen(gate[i]);
+      store(to + i, rounded<T>(x / (1.0f + std::exp(-x))) * widen(up[i]));
+    }
+  }
+}
+
+// -- rotary embedding and the write to the cache --
+
+template <typename T>
+void rotate(T* to, const T* from, const float* cos, int64_t dim) {
+  const int64_t half = dim / 2, whole = half / W * W;
+  const float* sin = cos + half;
+  for (int64_t i = 0; i < whole; i += W) {
+    const Vec a = load(from + i), b = load(from + half + i), c = load(cos + i), s = load(sin + i);
+    store(to + i, a * c - b * s);
+    store(to + half + i, b * c + a * s);
+  }
+  for (int64_t i = whole; i < half; ++i) {
+    const float a = widen(from[i]), b = widen(from[half + i]);
+    store(to + i, a * cos[i] - b * sin[i]);
+    store(to + half + i, b * cos[i] + a * sin[i]);
+  }
+}
+
+template <typename T>
+void rope_and_cache(T* query, const T* key, const T* value, const int64_t* positions, const int64_t* slots,
+                    const float* cos_sin, T* key_cache, T* value_cache, int64_t tokens, int64_t heads,
+                    int64_t kv_heads, int64_t dim, int64_t block_size, int64_t query_stride, int64_t key_stride,
+                    int64_t value_stride, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (tokens > 8)
+  for (int64_t token = 0; token < tokens; ++token) {
+    const float* cos = cos_sin + positions[token] * dim;
+    for (int64_t head = 0; head < heads; ++head) {
+      T* row = query + token * query_stride + head * dim;
+      rotate(row, row, cos, dim);
+    }
+    const int64_t block = slots[token] / block_size, offset = slots[token] % block_size;
+    for (int64_t head = 0; head < kv_heads; ++head) {
+      const int64_t to = ((block * kv_heads + head) * block_size + offset) * dim;
+      rotate(key_cache + to, key + token * key_stride + head * dim, cos, dim);
+      std::memcpy(value_cache + to, value + token * value_stride + head * dim, dim * sizeof(T));
+    }
+  }
+}
+
+// -- attention --
+
+// The geometry that decode and prefill share. `tables` is (sequences, table_stride).
+struct Cache {
+  const void* keys;
+  const void* values;
+  const int32_t* tables;
+  int64_t table_stride, heads, kv_heads, dim, block_size;
+
+  int64_t place(int64_t seq, int64_t token, int64_t kv_head) const {
+    const int64_t block = tables[seq * table_stride + token / block_size];
+    return ((block * kv_heads + kv_head) * block_size) * dim;
+  }
+};
+
+// Rows of `count` x dim as floats, padded to `padded` columns with zeros.
+template <typename T>
+void widen_rows(float* to, const T* from, int64_t count, int64_t dim, int64_t padded, int64_t stride, float scale) {
+  for (int64_t row = 0; row < count; ++row) {
+    int64_t i = 0;
+    for (; i + W <= dim; i += W) store(to + row * padded + i, load(from + row * stride + i) * scale);
+    for (; i < dim; ++i) to[row * padded + i] = widen(from[row * stride + i]) * scale;
+    for (; i < padded; ++i) to[row * padded + i] = 0.0f;
+  }
+}
+
+// Softmax of one row of `count` scores in place; returns 1 / sum. The weights are left unnormalised.
+inline float softmax(float* scores, int64_t count) {
+  const int64_t whole = count / W * W;
+  float largest = -INFINITY;
+  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, scores[i]);
+  Vec total = splat(0.0f);
+  for (int64_t i = 0; i < whole; i += W) {
+    const Vec weight = exponential(load(scores + i) - largest);
+    store(scores + i, weight);
+    total += weight;
+  }
+  float rest = 0.0f;
+  for (int64_t i = whole; i < count; ++i) rest += scores[i] = std::exp(scores[i] - largest);
+  return 1.0f / (sum(total) + rest);
+}
+
+template <int64_t V, typename T>
+inline float dot(const Vec* query, const T* key) {
+  Vec total = query[0] * load(key);
+  for (int64_t i = 1; i < V; ++i) total += query[i] * load(key + i * W);
+  return sum(total);
+}
+
+// One sequence and KV head: V vectors a head; the queries of the group share each load of the cache.
+template <int64_t V, typename T>
+void decode_task(T* out, const float* query, const Cache& cache, int64_t seq, int64_t kv_head, int64_t seq_len,
+                 int64_t group, float* scores) {
+  constexpr int64_t dim = V * W;
+  const int64_t stride = (seq_len + W - 1) / W * W;
+  for (int64_t first = 0; first < seq_len; first += cache.block_size) {
+    const T* keys = (const T*)cache.keys + cache.place(seq, first, kv_head);
+    const int64_t count = std::min(cache.block_size, seq_len - first);
+    for (int64_t row = 0; row < group; ++row) {
+      Vec held[V];
+      for (int64_t i = 0; i < V; ++i) held[i] = load(query + row * dim + i * W);
+      for (int64_t t = 0; t < count; ++t) scores[row * stride + first + t] = dot<V, T>(held, keys + t * dim);
+    }
+  }
+  std::vector<Vec> totals(group * V, splat(0.0f));
+  std::vector<float> factors(group);
+  for (int64_t row = 0; row < group; ++row) factors[row] = softmax(scores + row * stride, seq_len);
+  for (int64_t first = 0; first < seq_len; first += cache.block_size) {
+    const T* values = (const T*)cache.values + cache.place(seq, first, kv_head);
+    const int64_t count = std::min(cache.block_size, seq_len - first);
+    for (int64_t row = 0; row < group; ++row) {
+      Vec total[V];
+      for (int64_t i = 0; i < V; ++i) total[i] = totals[row * V + i];
+      for (int64_t t = 0; t < count; ++t) {
+        const float weight = scores[row * stride + first + t];
+        for (int64_t i = 0; i < V; ++i) total[i] += weight * load(values + t * dim + i * W);
+      }
+      for (int64_t i = 0; i < V; ++i) totals[row * V + i] = total[i];
+    }
+  }
+  for (int64_t row = 0; row < group; ++row)
+    for (int64_t i = 0; i < V; ++i) store(out + row * dim + i * W, totals[row * V + i] * factors[row]);
+}
+
+template <int64_t V, typename T>
+void decode(T* out, const T* query, const Cache& cache, const int64_t* seq_lens, int64_t seqs, int64_t query_stride,
+            float scale, int threads) {
+  constexpr int64_t dim = V * W;
+  const int64_t group = cache.heads / cache.kv_heads;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> scores, queries(group * dim);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < seqs * cache.kv_heads; ++task) {
+      const int64_t seq = task / cache.kv_heads, kv_head = task % cache.kv_heads;
+      scores.resize(group * ((seq_lens[seq] + W - 1) / W * W));
+      widen_rows(queries.data(), query + seq * query_stride + kv_head * group * dim, group, dim, dim, dim, scale);
+      decode_task<V, T>(out + (seq * cache.heads + kv_head * group) * dim, queries.data(), cache, seq, kv_head,
+                        seq_lens[seq], group, scores.data());
+    }
+  }
+}
+
+// A tile of a prefill chunk: consecutive query tokens of one sequence.
+struct Tile {
+  int64_t seq, row, position, count;  // packed row and position of the first token
+};
+
+// scores[r][0:W] of R query rows against W keys, which lie transposed: (dim, W).
+template <int64_t R>
+inline void score_rows(float* scores, int64_t stride, const float* query, const float* keys, int64_t dim) {
+  Vec total[R];
+  for (int64_t r = 0; r < R; ++r) total[r] = splat(0.0f);
+  for (int64_t i = 0; i < dim; ++i) {
+    const Vec key = load(keys + i * W);
+    for (int64_t r = 0; r < R; ++r) total[r] += key * query[r * dim + i];
+  }
+  for (int64_t r = 0; r < R; ++r) store(scores + r * stride, total[r]);
+}
+
+// P vectors of totals[r] += sum over t of weights[r][t] * values[t]: R rows, `count` tokens, all totals in registers.
+template <int64_t R, int64_t P>
+inline void mix_part(float* totals, const float* weights, int64_t stride, const float* values, int64_t count,
+                     int64_t dim) {
+  Vec total[R][P];
+  for (int64_t r = 0; r < R; ++r)
+    for (int64_t i = 0; i < P; ++i) total[r][i] = load(totals + r * dim + i * W);
+  for (int64_t t = 0; t < count; ++t) {
+    Vec value[P];
+    for (int64_t i = 0; i < P; ++i) value[i] = load(values + t * dim + i * W);
+    for (int64_t r = 0; r < R; ++r)
+      for (int64_t i = 0; i < P; ++i) total[r][i] += value[i] * weights[r * stride + t];
+  }
+  for (int64_t r = 0; r < R; ++r)
+    for (int64_t i = 0; i < P; ++i) store(totals + r * dim + i * W, total[r][i]);
+}
+
+template <int64_t R, int64_t V>
+inline void mix_rows(float* totals, const float* weights, int64_t stride, const float* values, int64_t count) {
+  constexpr int64_t P = 4, rest = V % P;
+  for (int64_t part = 0; part + P <= V; part += P)
+    mix_part<R, P>(totals + part * W, weights, stride, values + part * W, count, V * W);
+  if constexpr (rest != 0) {
+    constexpr int64_t done = (V - rest) * W;
+    mix_part<R, rest>(totals + done, weights, stride, values + done, count, V * W);
+  }
+}
+
+struct Scratch {
+  std::vector<float> query, keys, values, scores, totals;
+};
+
+template <int64_t V, typename T>
+void prefill_task(T* out, const T* query, const Cache& cache, const Tile& tile, int64_t kv_head, int64_t query_stride,
+                  float scale, Scratch& scratch) {
+  constexpr int64_t dim = V * W, R = 6;
+  const int64_t group = cache.heads / cache.kv_heads, rows = tile.count * group;
+  const int64_t padded = (rows + R - 1) / R * R, seq_len = tile.position + tile.count;
+  const int64_t stride = (seq_len + W - 1) / W * W;
+  scratch.query.assign(padded * dim, 0.0f);
+  scratch.totals.assign(padded * dim, 0.0f);
+  scratch.scores.assign(padded * stride, 0.0f);
+  scratch.keys.resize(dim * W);
+  scratch.values.resize(dim * W);
+  for (int64_t t = 0; t < tile.count; ++t)
+    widen_rows(scratch.query.data() + t * group * dim, query + (tile.row + t) * query_stride + kv_head * group * dim,
+               group, dim, dim, dim, scale);
+  for (int64_t first = 0; first < seq_len; first += W) {
+    for (int64_t t = 0; t < W; ++t) {
+      const int64_t token = std::min(first + t, seq_len - 1);  // past the end: any real key, never used
+      const T* key = (const T*)cache.keys + cache.place(tile.seq, token, kv_head) + token % cache.block_size * dim;
+      for (int64_t i = 0; i < dim; ++i) scratch.keys[i * W + t] = widen(key[i]);
+    }
+    for (int64_t r = 0; r < padded; r += R)
+      score_rows<R>(scratch.scores.data() + r * stride + first, stride, scratch.query.data() + r * dim,
+                    scratch.keys.data(), dim);
+  }
+  std::vector<float> factors(rows);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t visible = tile.position + r / group + 1;
+    float* row = scratch.scores.data() + r * stride;
+    factors[r] = softmax(row, visible);
+    std::fill(row + visible, row + stride, 0.0f);
+  }
+  for (int64_t first = 0; first < seq_len; first += W) {
+    const int64_t count = std::min(W, seq_len - first);
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t token = first + t;
+      const T* value = (const T*)cache.values + cache.place(tile.seq, token, kv_head) + token % cache.block_size * dim;
+      widen_rows(scratch.values.data() + t * dim, value, 1, dim, dim, dim, 1.0f);
+    }
+    for (int64_t r = 0; r < padded; r += R)
+      mix_rows<R, V>(scratch.totals.data() + r * dim, scratch.scores.data() + r * stride + first, stride,
+                     scratch.values.data(), count);
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    T* to = out + ((tile.row + r / group) * cache.heads + kv_head * group + r % group) * dim;
+    for (int64_t i = 0; i < dim; i += W) store(to + i, load(scratch.totals.data() + r * dim + i) * factors[r]);
+  }
+}
+
+template <int64_t V, typename T>
+void prefill(T* out, const T* query, const Cache& cache, const Tile* tiles, int64_t num_tiles, int64_t query_stride,
+             float scale, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    Scratch scratch;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < num_tiles * cache.kv_heads; ++task)
+      prefill_task<V, T>(out, query, cache, tiles[task / cache.kv_heads], task % cache.kv_heads, query_stride, scale,
+                         scratch);
+  }
+}
+
+}  // namespace
+
+// PAGESTREAM_HEAD_DIM comes from the compiler's command line: a multiple of 16. One library serves one head size.
+constexpr int64_t VECTORS = PAGESTREAM_HEAD_DIM / W;
+static_assert(PAGESTREAM_HEAD_DIM % W == 0, "head_dim must be a multiple of 16");
+
+#define PAGESTREAM_KERNELS(T, NAME)                                                                                    \
+  void rms_norm_##NAME(T* out, const T* x, T* residual, const T* weight, int64_t outer, int64_t inner,                 \
+                       int64_t outer_stride, int64_t inner_stride, int64_t dim, float eps, int threads) {              \
+    rms_norm(out, x, residual, weight, outer, inner, outer_stride, inner_stride, dim, eps, threads);                   \
+  }                                                                                                                    \
+  void silu_and_mul_##NAME(T* out, const T* gate_up, int64_t rows, int64_t dim, int threads) {                         \
+    silu_and_mul(out, gate_up, rows, dim, threads);                                                                    \
+  }                                                                                                                    \
+  void rope_and_cache_##NAME(T* query, const T* key, const T* value, const int64_t* positions, const int64_t* slots,   \
+                             const float* cos_sin, T* key_cache, T* value_cache, int64_t tokens, int64_t heads,        \
+                             int64_t kv_heads, int64_t block_size, int64_t query_stride, int64_t key_stride,           \
+                             int64_t value_stride, int threads) {                                                      \
+    rope_and_cache(query, key, value, positions, slots, cos_sin, key_cache, value_cache, tokens, heads, kv_heads,      \
+                   VECTORS * W, block_size, query_stride, key_stride, value_stride, threads);                          \
+  }                                                                                                                    \
+  void decode_##NAME(T* out, const T* query, const T* keys, const T* values, const int32_t* tables,                    \
+                     int64_t table_stride, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t query_stride,  \
+                     float scale, const int64_t* seq_lens, int64_t seqs, int threads) {                                \
+    const Cache cache{keys, values, tables, table_stride, heads, kv_heads, VECTORS * W, block_size};                   \
+    decode<VECTORS, T>(out, query, cache, seq_lens, seqs, query_stride, scale, threads);                               \
+  }                                                                                                                    \
+  void prefill_##NAME(T* out, const T* query, const T* keys, const T* values, const int32_t* tables,                   \
+                      int64_t table_stride, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t query_stride, \
+                      float scale, const int64_t* tiles, int64_t num_tiles, int threads) {                             \
+    const Cache cache{keys, values, tables, table_stride, heads, kv_heads, VECTORS * W, block_size};                   \
+    prefill<VECTORS, T>(out, query, cache, (const Tile*)tiles, num_tiles, query_stride, scale, threads);               \
+  }
+
+extern "C" {
+PAGESTREAM_KERNELS(float, float32)
+PAGESTREAM_KERNELS(bf16, bfloat16)
+}

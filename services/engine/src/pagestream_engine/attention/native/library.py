@@ -1,0 +1,99 @@
+"""Compiles the C++ kernels for this machine at first use, and keeps the result in the user's cache folder.
+
+Compiled here rather than in the wheel, the code may use every instruction of the very CPU it runs on, for the very head
+size of the model; it takes about a second, once. Without a compiler the engine runs on torch's operations, slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "kernels.cpp"
+HEAD_DIM_MULTIPLE = 16
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+_COMPILERS = ("c++", "g++", "clang++")
+_COMPILE_LIMIT_S = 120.0
+
+_log = logging.getLogger(__name__)
+
+
+@cache
+def load_library(head_dim: int) -> ctypes.CDLL | None:
+    """The library for a head size, compiled if need be; None (and one warning) where that is impossible."""
+    if head_dim % HEAD_DIM_MULTIPLE:
+        return None
+    compiler = find_compiler()
+    if compiler is None:
+        _log.warning("no C++ compiler on the PATH: attention runs on torch's operations, several times slower")
+        return None
+    try:
+        # Torch is loaded by now, so that the OpenMP runtime that this resolves to is torch's own: one pool of threads.
+        return ctypes.CDLL(str(compiled(compiler, head_dim, _cache_folder())))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        _log.warning("the C++ kernels can't be used, attention runs on torch's operations: %s", detail)
+        return None
+
+
+def find_compiler() -> str | None:
+    """The path of a C++ compiler; `CXX` names another."""
+    names = (os.environ["CXX"], *_COMPILERS) if os.environ.get("CXX") else _COMPILERS
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def compiled(compiler: str, head_dim: int, folder: Path) -> Path:
+    """The compiled library in `folder`; made if it isn't there. Any number of processes may do this at once.
+
+    Raises:
+        subprocess.SubprocessError: the compiler failed, or took longer than its limit.
+        OSError: the folder can't be written, or is open to other users.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(folder)
+    flags = [*_FLAGS, f"-DPAGESTREAM_HEAD_DIM={head_dim}"]
+    target = folder / f"kernels-{head_dim}-{_fingerprint(compiler, flags)}.so"
+    if target.is_file():
+        return target
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        made = Path(name) / target.name
+        command = [compiler, *flags, "-o", str(made), str(SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
+        made.replace(target)
+    return target
+
+
+def _fingerprint(compiler: str, flags: list[str]) -> str:
+    """Of all that the machine code depends on: a cache folder may be shared by unlike machines."""
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_COMPILE_LIMIT_S).stdout
+    parts = [SOURCE.read_bytes(), " ".join(flags).encode(), version, platform.machine().encode(), _cpu_features()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _cpu_features() -> bytes:
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return platform.processor().encode()
+    wanted = (b"model name", b"flags", b"Features", b"CPU part")
+    return b"\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pagestream" / "native"
+
+
+def _check_private(folder: Path) -> None:
+    """What is loaded from here runs as this user, so nobody else may write here."""
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} must belong to this user, and be writable by nobody else")
