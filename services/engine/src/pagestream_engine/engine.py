@@ -55,9 +55,14 @@ RunnerFactory = Callable[[Path, EngineConfig], Runner]
 
 def make_model_runner(folder: Path, config: EngineConfig) -> Runner:
     """Loads the model onto the configured device."""
-    from pagestream_engine.runner.runner import ModelRunner, resolve_device
+    import torch
 
-    return ModelRunner(folder, config, resolve_device(config.model.device))
+    from pagestream_engine.runner.runner import ModelRunner
+
+    device = config.model.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return ModelRunner(folder, config, torch.device(device))
 
 
 class Engine:
