@@ -1,0 +1,201 @@
+"""Greedy tokens equal those of `transformers` in float32, whatever the scheduler does to the batch.
+
+Where the reference's best two logits are closer than `TIE`, another token is accepted; the sequence is not compared
+any further, and the case is counted and printed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pagestream_engine import LLM, SamplingParams
+from pagestream_engine.outputs import RequestOutput
+from tiny_models import make_model, random_prompts, reference_model
+
+NUM_TOKENS = 64
+TIE = 1e-4
+LENGTHS = [1, 5, 16, 17, 33, 64, 100]
+SHARED_PREFIX = 40
+MODELS = ["llama", "qwen2", "qwen3", "mistral", "demo"]
+DEMO = Path(__file__).parents[3] / "deploy" / "demo-model" / "model"
+NUM_DEMO_QUESTIONS = 6
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What `transformers` generates, each prompt alone."""
+
+    folder: Path
+    prompts: list[list[int]]
+    token_ids: list[list[int]]
+    logits: list[torch.Tensor]
+    """(tokens, vocab_size) for each prompt."""
+    ignore_eos: bool
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    made: dict[str, Reference] = {}
+
+    def get(name: str) -> Reference:
+        if name not in made:
+            made[name] = make_reference(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+def make_reference(name: str, scratch: Path) -> Reference:
+    if name == "demo":
+        folder, prompts, ignore_eos = DEMO, demo_prompts(), False
+    else:
+        folder, prompts, ignore_eos = make_model(scratch / "model", name), mixed_prompts(), True
+    model = reference_model(folder)
+    if ignore_eos:
+        model.generation_config.eos_token_id = None
+    token_ids, logits = [], []
+    for prompt in prompts:
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        token_ids.append(out.sequences[0, len(prompt) :].tolist())
+        logits.append(torch.cat(out.logits).float())
+    return Reference(folder, prompts, token_ids, logits, ignore_eos)
+
+
+def mixed_prompts() -> list[list[int]]:
+    """Mixed lengths, and some prompts that share a beginning."""
+    prompts = random_prompts(LENGTHS)
+    prefix, *tails = random_prompts([SHARED_PREFIX, 3, 30], seed=1)
+    return [*prompts, *(prefix + tail for tail in tails), prompts[-1]]
+
+
+def demo_prompts() -> list[list[int]]:
+    """Questions of the demo model's own world, as its chat template puts them."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
+    questions = json.loads((DEMO / "questions.json").read_text())["held_out"]
+    chosen = questions[:: len(questions) // NUM_DEMO_QUESTIONS][:NUM_DEMO_QUESTIONS]
+    conversation = [m for q in chosen for m in (*q["messages"], {"role": "assistant", "content": q["answer"]})]
+    texts = [
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        for messages in (*(question["messages"] for question in chosen), conversation + chosen[0]["messages"])
+    ]
+    texts.append("Once upon a time")
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+def greedy(reference: Reference) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=reference.ignore_eos)
+
+
+def generate(reference: Reference, **options: Any) -> tuple[LLM, list[RequestOutput]]:
+    llm = LLM(reference.folder, dtype="float32", device="cpu", **options)
+    outputs = llm.generate(reference.prompts, greedy(reference))
+    llm.engine.check_invariants()
+    assert llm.engine.stats().num_free_blocks == llm.engine.stats().num_blocks
+    return llm, outputs
+
+
+def check_parity(reference: Reference, outputs: list[RequestOutput]) -> None:
+    num_ties = 0
+    for index, output in enumerate(outputs):
+        got, wanted = output.outputs[0].token_ids, reference.token_ids[index]
+        differs_at = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), None)
+        if differs_at is None:
+            assert len(got) == len(wanted), f"prompt {index}: {len(got)} tokens, the reference has {len(wanted)}"
+            continue
+        logits = reference.logits[index][differs_at]
+        gap = float(logits.max() - logits[got[differs_at]])
+        assert gap <= TIE, f"prompt {index}, token {differs_at}: the reference prefers its own token by {gap}"
+        num_ties += 1
+        print(f"prompt {index}, token {differs_at}: a tie, the reference's gap is {gap:.1e}")
+    print(f"{num_ties} ties in {len(outputs)} sequences")
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["caching", "plain"])
+@pytest.mark.parametrize("name", MODELS)
+def test_one_batch_of_mixed_lengths(name: str, caching: bool, reference_of: Callable[[str], Reference]) -> None:
+    reference = reference_of(name)
+    block_size = 8
+    llm, outputs = generate(
+        reference, enable_prefix_caching=caching, num_gpu_blocks_override=512, block_size=block_size
+    )
+    check_parity(reference, outputs)
+    again = llm.generate(reference.prompts, greedy(reference))
+    check_parity(reference, again)
+    hits = [output.num_cached_tokens for output in again]
+    assert hits == [(len(p) - 1) // block_size * block_size if caching else 0 for p in reference.prompts]
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["caching", "plain"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pool_so_small_that_it_preempts(name: str, caching: bool, reference_of: Callable[[str], Reference]) -> None:
+    reference = reference_of(name)
+    longest = max(map(len, reference.prompts)) + NUM_TOKENS
+    blocks = -(-longest // 8) + 2
+    llm, outputs = generate(
+        reference, enable_prefix_caching=caching, num_gpu_blocks_override=blocks, block_size=8, max_model_len=longest
+    )
+    check_parity(reference, outputs)
+    assert llm.engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_longer_than_the_budget_of_a_step(name: str, reference_of: Callable[[str], Reference]) -> None:
+    reference = reference_of(name)
+    budget = 7
+    assert max(map(len, reference.prompts)) > budget
+    llm, outputs = generate(
+        reference,
+        max_num_batched_tokens=budget,
+        max_num_seqs=5,
+        num_gpu_blocks_override=256,
+        enable_prefix_caching=False,
+    )
+    check_parity(reference, outputs)
+    stats = llm.engine.stats()
+    assert stats.num_steps >= (stats.num_prompt_tokens + stats.num_generated_tokens - len(outputs)) / budget
+
+
+def test_seeded_tokens_do_not_depend_on_the_batch(reference_of: Callable[[str], Reference]) -> None:
+    reference = reference_of("llama")
+    params = [
+        SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=index, max_tokens=24, ignore_eos=True)
+        for index in range(len(reference.prompts))
+    ]
+    roomy = LLM(reference.folder, dtype="float32", device="cpu", num_gpu_blocks_override=256)
+    alone = [roomy.generate([p], one)[0].outputs[0].token_ids for p, one in zip(reference.prompts, params, strict=True)]
+    tight = LLM(
+        reference.folder,
+        dtype="float32",
+        device="cpu",
+        num_gpu_blocks_override=18,
+        block_size=8,
+        max_num_batched_tokens=33,
+    )
+    together = [output.outputs[0].token_ids for output in tight.generate(reference.prompts, params)]
+    assert tight.engine.stats().num_preemptions > 0
+    assert together == alone
+    assert len({tuple(token_ids) for token_ids in together}) == len(together)
