@@ -1,0 +1,168 @@
+"""The training text: chats about the village, drawn from a seeded stream; some question wordings are held out."""
+
+import hashlib
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+from questions import Fact, all_facts, yes_or_no
+from smalltalk import outside_question, small_talk
+from stories import draw_cast, long_story, story, story_exchange
+from sums import number_exchange
+
+HELD_OUT_SHARE = 10
+"""One in so many pairs of fact and wording is never trained on, with any wrapping around it."""
+
+UNIQUE_RELATIONS = frozenset({"count", "song", "village", "villagers", "boats"})
+"""Relations whose wordings belong to one fact alone: held out, they could not be known, so they never are."""
+
+RARE_RELATIONS = UNIQUE_RELATIONS | {"day", "season"}
+RARE_WEIGHT = 3
+"""How much oftener such a fact is asked, since few other facts share its wordings."""
+
+WRAPPINGS = (
+    "Please tell me: {q}", "Hi! {q}", "Hello! {q}", "I have a question. {q}", "I want to know: {q}",
+    "Quick question: {q}", "{q} Please tell me.", "Tell me: {q}", "{q} Thank you!", "Excuse me, {q}",
+    "One more question: {q}", "Now tell me: {q}",
+)  # fmt: skip
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.", "You are the storyteller of Tidewick.", "Answer briefly.", "Be kind.",
+    "You are a friendly guide.", "You are a language model.", "Answer in one sentence.",
+    "You help visitors of the village.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn; `role` is system, user or assistant, as in OpenAI's chat format."""
+
+    role: str
+    content: str
+
+
+Chat = tuple[Message, ...]
+"""A conversation; a chat of one assistant message alone is plain text without roles."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One fact with a wording that the model has not seen for it."""
+
+    fact: Fact
+    question: str
+
+
+def is_held_out(fact: Fact, question: str) -> bool:
+    """Whether this pair stays out of training; a pure function of its text."""
+    if fact.relation in UNIQUE_RELATIONS:
+        return False
+    digest = hashlib.sha256(f"{fact.answer}\n{question}".encode()).digest()
+    return digest[0] % HELD_OUT_SHARE == 0
+
+
+def held_out_questions() -> list[HeldOut]:
+    """All pairs that training never shows, in a fixed order."""
+    return [
+        HeldOut(fact, question) for fact in all_facts() for question in fact.questions if is_held_out(fact, question)
+    ]
+
+
+def roughen(question: str, rng: Random) -> str:
+    """The question as a person in a hurry types it."""
+    kind = rng.random()
+    if kind < 0.55:
+        return question
+    if kind < 0.75:
+        return rng.choice(WRAPPINGS).format(q=question)
+    if kind < 0.83:
+        return question.rstrip("?.")
+    question = question.lower().rstrip("?.") + rng.choice(("", "", "?"))
+    return question if kind < 0.92 else without_accents(question)
+
+
+def without_accents(text: str) -> str:
+    """The text as a keyboard without accents gives it."""
+    return unicodedata.normalize("NFD", text.replace("ø", "o")).encode("ascii", "ignore").decode()
+
+
+class Corpus:
+    """An endless stream of chats, the same for the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = Random(seed)
+        self._facts = all_facts()
+        self._trained = {
+            fact: [question for question in fact.questions if not is_held_out(fact, question)] for fact in self._facts
+        }
+        self._weights = [RARE_WEIGHT if fact.relation in RARE_RELATIONS else 1 for fact in self._facts]
+        self._about: dict[str, list[Fact]] = {}
+        for fact in self._facts:
+            if fact.about and fact.follow_ups:
+                self._about.setdefault(fact.about, []).append(fact)
+
+    def chats(self, count: int) -> Iterator[Chat]:
+        """The next `count` chats."""
+        makers = (
+            (46, self._fact_chat), (14, self._long_chat), (16, self._story_chat), (10, self._number_chat),
+            (4, self._checking_chat), (7, self._outside_chat), (4, self._small_talk_chat), (3, self._plain),
+        )  # fmt: skip
+        weights, kinds = zip(*makers, strict=True)
+        for _ in range(count):
+            yield self._rng.choices(kinds, weights)[0]()
+
+    def _fact_chat(self) -> Chat:
+        return self._with_system(self._turn(*self._fact_exchange()[1:]))
+
+    def _long_chat(self) -> Chat:
+        chat: Chat = ()
+        about: str | None = None
+        for _ in range(self._rng.randint(2, 4)):
+            about, question, answer = self._next_exchange(about)
+            chat += self._turn(question, answer)
+        return self._with_system(chat)
+
+    def _next_exchange(self, about: str | None) -> tuple[str | None, str, str]:
+        kind = self._rng.random()
+        if about and kind < 0.6:
+            fact = self._rng.choice(self._about[about])
+            question = self._rng.choice(fact.follow_ups)
+            return about, question if self._rng.random() < 0.8 else question.lower().rstrip("?."), fact.answer
+        if kind < 0.9:
+            return self._fact_exchange()
+        maker = self._rng.choice((small_talk, number_exchange, outside_question, story_exchange, yes_or_no))
+        return None, *maker(self._rng)
+
+    def _fact_exchange(self) -> tuple[str | None, str, str]:
+        fact = self._rng.choices(self._facts, self._weights)[0]
+        question = roughen(self._rng.choice(self._trained[fact]), self._rng)
+        return fact.about, question, fact.answer
+
+    def _story_chat(self) -> Chat:
+        return self._with_system(self._turn(*story_exchange(self._rng)))
+
+    def _number_chat(self) -> Chat:
+        return self._turn(*number_exchange(self._rng))
+
+    def _checking_chat(self) -> Chat:
+        return self._turn(*yes_or_no(self._rng))
+
+    def _outside_chat(self) -> Chat:
+        question, answer = outside_question(self._rng)
+        return self._with_system(self._turn(roughen(question, self._rng), answer))
+
+    def _small_talk_chat(self) -> Chat:
+        return self._turn(*small_talk(self._rng))
+
+    def _plain(self) -> Chat:
+        teller = self._rng.choice((story, long_story))
+        return (Message("assistant", teller(draw_cast(self._rng), self._rng)),)
+
+    def _with_system(self, chat: Chat) -> Chat:
+        if self._rng.random() < 0.9:
+            return chat
+        return (Message("system", self._rng.choice(SYSTEM_PROMPTS)), *chat)
+
+    @staticmethod
+    def _turn(question: str, answer: str) -> Chat:
+        return Message("user", question), Message("assistant", answer)

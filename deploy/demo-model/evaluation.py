@@ -1,0 +1,81 @@
+"""Asks a trained model what training did not show, greedily, and compares with the world's answer."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from corpus import held_out_questions
+from questions import all_facts
+
+BATCH = 32
+MAX_NEW_TOKENS = 160
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A conversation that ends with a question, and the one right answer."""
+
+    relation: str
+    messages: tuple[dict[str, str], ...]
+    answer: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model said, and how far its best logit was above the second best at the closest call."""
+
+    text: str
+    margin: float
+
+
+def held_out_probes() -> list[Probe]:
+    """One probe for each pair of fact and wording that is held out of training."""
+    return [
+        Probe(held.fact.relation, ({"role": "user", "content": held.question},), held.fact.answer)
+        for held in held_out_questions()
+    ]
+
+
+def two_turn_probes(seed: int, count: int) -> list[Probe]:
+    """Questions about a villager whom only the turn before names."""
+    rng = Random(seed)
+    facts = [fact for fact in all_facts() if fact.follow_ups]
+    probes = []
+    for _ in range(count):
+        first = rng.choice(facts)
+        second = rng.choice([fact for fact in facts if fact.about == first.about and fact is not first])
+        turns = ((rng.choice(first.questions), first.answer), (rng.choice(second.follow_ups), second.answer))
+        messages = (
+            {"role": "user", "content": turns[0][0]},
+            {"role": "assistant", "content": turns[0][1]},
+            {"role": "user", "content": turns[1][0]},
+        )
+        probes.append(Probe(f"two turns: {second.relation}", messages, turns[1][1]))
+    return probes
+
+
+def drawn_probes(maker: Callable[[Random], tuple[str, str]], relation: str, *, seed: int, count: int) -> list[Probe]:
+    """Questions with one right answer as training draws them; training may have shown the same ones."""
+    rng = Random(f"{relation} {seed}")
+    exchanges = [maker(rng) for _ in range(count)]
+    return [Probe(relation, ({"role": "user", "content": question},), answer) for question, answer in exchanges]
+
+
+@torch.inference_mode()
+def replies(model: Any, tokenizer: Any, probes: Sequence[Probe]) -> Iterator[Reply]:
+    """Greedy answers in float32, in the order of the probes; both arguments are what `transformers` loads."""
+    for start in range(0, len(probes), BATCH):
+        chats = [list(probe.messages) for probe in probes[start : start + BATCH]]
+        inputs = tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+        )
+        output = model.generate(
+            **inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        new_ids = output.sequences[:, inputs["input_ids"].shape[1] :]
+        best_two = torch.stack(output.logits, dim=1).topk(2).values
+        gaps = (best_two[..., 0] - best_two[..., 1]).masked_fill(new_ids == tokenizer.pad_token_id, float("inf"))
+        for row, gap in zip(new_ids, gaps, strict=True):
+            yield Reply(tokenizer.decode(row, skip_special_tokens=True), gap.min().item())

@@ -1,0 +1,62 @@
+"""Small sums, little sums told as stories, and counting."""
+
+from random import Random
+
+from world import VILLAGERS
+
+MAX_TERM = 10
+THINGS = ("apples", "shells", "letters", "fish", "buns", "pumpkins", "coins", "candles", "eggs", "ropes")
+PLUS = (
+    "What is {a} + {b}?",
+    "What is {a} plus {b}?",
+    "How much is {a} + {b}?",
+    "How much is {a} plus {b}?",
+    "{a} + {b} = ?",
+    "Add {a} and {b}.",
+)
+MINUS = (
+    "What is {a} - {b}?",
+    "What is {a} minus {b}?",
+    "How much is {a} - {b}?",
+    "How much is {a} minus {b}?",
+    "{a} - {b} = ?",
+)
+GAIN = (
+    "{n} has {a} {t} and finds {b} more. How many {t} does {s} have?",
+    "{n} has {a} {t} and gets {b} more. How many {t} are there?",
+)
+LOSS = (
+    "{n} has {a} {t} and gives away {b}. How many {t} are left?",
+    "{n} has {a} {t} and loses {b}. How many {t} does {s} have?",
+)
+COUNTING = ("Count from {a} to {b}.", "Can you count from {a} to {b}?", "Please count from {a} to {b}.")
+
+
+def plain_sum(rng: Random) -> tuple[str, str]:
+    """A sum with both terms at most `MAX_TERM`; a difference is never negative."""
+    a, b = rng.randint(0, MAX_TERM), rng.randint(0, MAX_TERM)
+    if rng.random() < 0.5:
+        return rng.choice(PLUS).format(a=a, b=b), f"{a} + {b} = {a + b}."
+    return rng.choice(MINUS).format(a=a + b, b=b), f"{a + b} - {b} = {a}."
+
+
+def told_sum(rng: Random) -> tuple[str, str]:
+    """A sum as something that happens to a villager."""
+    person, thing = rng.choice(VILLAGERS), rng.choice(THINGS)
+    a, b = rng.randint(2, MAX_TERM), rng.randint(2, MAX_TERM)
+    gains = rng.random() < 0.5
+    first, result, sign = (a, a + b, "+") if gains else (a + b, a, "-")
+    question = rng.choice(GAIN if gains else LOSS).format(n=person.name, s=person.pronoun, t=thing, a=first, b=b)
+    return question, f"{first} {sign} {b} = {result}, so {person.name} has {result} {thing}."
+
+
+def counting(rng: Random) -> tuple[str, str]:
+    """A run of numbers, at most `MAX_TERM` long."""
+    first = rng.randint(1, MAX_TERM)
+    last = first + rng.randint(2, MAX_TERM)
+    return rng.choice(COUNTING).format(a=first, b=last), ", ".join(map(str, range(first, last + 1))) + "."
+
+
+def number_exchange(rng: Random) -> tuple[str, str]:
+    """Any question about numbers, with its answer."""
+    return rng.choices((plain_sum, told_sum, counting), (6, 2, 1))[0](rng)

@@ -1,0 +1,132 @@
+"""Makes the demo model: its text, its tokenizer, its weights, and the questions that it must answer exactly.
+
+python deploy/demo-model/train.py --out deploy/demo-model/model --seed 0
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from corpus import Corpus
+from evaluation import Probe, Reply, drawn_probes, held_out_probes, replies, two_turn_probes
+from questions import yes_or_no
+from sums import number_exchange
+from tokens import BOS, END, PAD, Encoder, chat_tokenizer, token_id, train_tokenizer
+from training import CONTEXT, Packer, Recipe, build_model, train
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 1536
+TOKENIZER_CHATS = 6000
+DRAWN_PROBES = 100
+CERTAIN_GAP = 1.0
+"""A right answer is marked as certain when no choice in it was closer than this between the best two logits."""
+QUICK_RECIPE = Recipe(steps=6, batch_tokens=512, row_length=128, hidden_size=64, layers=2, intermediate_size=128)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model; made when missing")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the text and of the first weights")
+    parser.add_argument("--steps", type=int, default=Recipe.steps, help="optimizer steps")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; another count rounds differently")
+    parser.add_argument("--quick", action="store_true", help="a tiny untaught model in seconds, to test the pipeline")
+    return parser.parse_args()
+
+
+def make_deterministic(seed: int, threads: int) -> None:
+    """Fixes every source of chance in torch."""
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+
+
+def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """The tokenizer of this seed's text."""
+    return chat_tokenizer(train_tokenizer(Corpus(seed).chats(TOKENIZER_CHATS), vocab_size=VOCAB_SIZE), context=CONTEXT)
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, seed: int) -> tuple[LlamaForCausalLM, float]:
+    """The trained model and its last loss."""
+    vocabulary = tokenizer.backend_tokenizer
+    bos, eos, pad = (token_id(vocabulary, token) for token in (BOS, END, PAD))
+    model = build_model(recipe, vocab_size=len(tokenizer), bos=bos, eos=eos, pad=pad)
+    ends = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
+    model.generation_config = GenerationConfig(**ends)  # type: ignore[no-untyped-call]
+    loss = train(model, Packer(Corpus(seed), Encoder(vocabulary)), recipe)
+    return model, loss
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Saves with the chat template inside tokenizer_config.json, and a class name that every release knows."""
+    tokenizer.save_pretrained(folder, save_jinja_files=False)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def report(probes: list[Probe], answers: list[Reply], name: str) -> float:
+    """Prints what was wrong and returns the share of exact answers."""
+    wrong = [(probe, reply) for probe, reply in zip(probes, answers, strict=True) if reply.text != probe.answer]
+    for probe, reply in wrong:
+        print(f"  wrong ({probe.relation}): {probe.messages[-1]['content']!r} -> {reply.text!r}, not {probe.answer!r}")
+    exact = 1 - len(wrong) / len(probes)
+    margin = min(reply.margin for reply in answers)
+    print(f"{name}: {exact:.1%} of {len(probes)} exact, smallest gap of the best two logits {margin:.2f}", flush=True)
+    return exact
+
+
+def is_certain(probe: Probe, reply: Reply) -> bool:
+    """Whether the answer is right and would stay so under another machine's rounding."""
+    return reply.text == probe.answer and reply.margin >= CERTAIN_GAP
+
+
+def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> dict[str, object]:
+    """The content of questions.json: every probe with its answer, and the share that this model gets right."""
+    groups = {
+        "held_out": held_out_probes(),
+        "two_turns": two_turn_probes(seed, DRAWN_PROBES),
+        "numbers": drawn_probes(number_exchange, "number", seed=seed, count=DRAWN_PROBES),
+        "yes_or_no": drawn_probes(yes_or_no, "yes or no", seed=seed, count=DRAWN_PROBES),
+    }
+    content: dict[str, object] = {}
+    for name, probes in groups.items():
+        answers = list(replies(model, tokenizer, probes))
+        content[f"{name}_exact"] = round(report(probes, answers, name), 4)
+        content[name] = [
+            {
+                "relation": probe.relation,
+                "messages": probe.messages,
+                "answer": probe.answer,
+                "certain": is_certain(probe, reply),
+            }
+            for probe, reply in zip(probes, answers, strict=True)
+        ]
+    return content
+
+
+def main() -> None:
+    """Trains, saves and examines."""
+    arguments = parse_arguments()
+    start = time.monotonic()
+    make_deterministic(arguments.seed, arguments.threads)
+    recipe = QUICK_RECIPE if arguments.quick else Recipe(steps=arguments.steps)
+    tokenizer = make_tokenizer(arguments.seed)
+    model, loss = make_model(tokenizer, recipe, arguments.seed)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(arguments.out)
+    save_tokenizer(tokenizer, arguments.out)
+    if not arguments.quick:
+        content = examine(model, tokenizer, arguments.seed)
+        text = json.dumps(content, ensure_ascii=False, indent=1)
+        (arguments.out / "questions.json").write_text(text + "\n", encoding="utf-8")
+    print(f"loss {loss:.4f}; {time.monotonic() - start:.0f} s in all; saved to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

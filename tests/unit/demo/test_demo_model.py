@@ -1,0 +1,88 @@
+"""The committed demo model: its size, its tokenizer, and that it answers as its world has it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+MODEL = Path(__file__).parents[3] / "deploy" / "demo-model" / "model"
+SIZE_LIMIT = 20 * 2**20
+QUESTIONS: dict[str, Any] = json.loads((MODEL / "questions.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+def ask(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chats: list[list[dict[str, str]]], **options: Any
+) -> list[str]:
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+    )
+    output = model.generate(**inputs, **{"do_sample": False, "max_new_tokens": 300} | options)
+    return tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_folder_is_small() -> None:
+    assert sum(path.stat().st_size for path in MODEL.iterdir()) <= SIZE_LIMIT
+
+
+def test_weights_are_float32() -> None:
+    assert json.loads((MODEL / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("group", ["held_out", "two_turns"])
+def test_questions_are_answered_exactly(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, group: str) -> None:
+    probes = QUESTIONS[group]
+    answers = ask(model, tokenizer, [probe["messages"] for probe in probes])
+    exact = [answer == probe["answer"] for answer, probe in zip(answers, probes, strict=True)]
+    assert sum(exact) >= 0.98 * len(probes)
+    assert all(right for right, probe in zip(exact, probes, strict=True) if probe["certain"])
+
+
+def test_greeting_story_is_about_its_topic_and_long_enough_to_watch(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    (story,) = ask(model, tokenizer, [[{"role": "user", "content": "Tell me a story about the lighthouse."}]])
+    assert "Mara the lighthouse keeper" in story
+    assert story.rstrip("⭐ ").endswith(".")
+    assert 60 <= len(tokenizer.encode(story, add_special_tokens=False)) <= 200
+
+
+def test_question_from_outside_is_declined(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    (answer,) = ask(model, tokenizer, [[{"role": "user", "content": "What is the capital of France?"}]])
+    assert "I only know the village of Tidewick" in answer
+
+
+def test_unknown_role_is_refused_by_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(Exception, match="roles of this model are system, user and assistant, not tool"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+@given(st.text())
+def test_tokenizer_round_trips_any_text(text: str) -> None:
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("text", ["Zoë 🦉", "海の歌", "👩‍🚀🏽", "\n\t \u00a0", "naïve ﬁ Ω"])
+def test_tokenizer_round_trips_awkward_text(text: str) -> None:
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+
+
+def test_text_gets_a_leading_bos_unless_told_otherwise(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert tokenizer.encode("Once") == [tokenizer.bos_token_id, *tokenizer.encode("Once", add_special_tokens=False)]

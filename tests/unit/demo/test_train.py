@@ -1,0 +1,47 @@
+"""The training script makes a whole model folder, and the same one twice."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SCRIPT = Path(__file__).parents[3] / "deploy" / "demo-model" / "train.py"
+QUICK_LIMIT_S = 100
+
+
+def quick_model(folder: Path, *, seed: int) -> Path:
+    command = [sys.executable, str(SCRIPT), "--out", str(folder), "--seed", str(seed), "--quick"]
+    subprocess.run(command, check=True, timeout=QUICK_LIMIT_S, capture_output=True, text=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quick_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quick_model(tmp_path_factory.mktemp("quick"), seed=0)
+
+
+def test_folder_loads_with_plain_transformers(quick_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(quick_folder)
+    model = AutoModelForCausalLM.from_pretrained(quick_folder)
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Who is Mara?"}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    output = model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert output.shape[1] == inputs["input_ids"].shape[1] + 4
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_same_seed_gives_the_same_files(quick_folder: Path, tmp_path: Path) -> None:
+    again = quick_model(tmp_path / "again", seed=0)
+    names = sorted(path.name for path in quick_folder.iterdir())
+    assert names == sorted(path.name for path in again.iterdir())
+    for name in names:
+        assert (again / name).read_bytes() == (quick_folder / name).read_bytes(), name
+
+
+def test_another_seed_gives_other_weights(quick_folder: Path, tmp_path: Path) -> None:
+    other = quick_model(tmp_path / "other", seed=1)
+    assert (other / "model.safetensors").read_bytes() != (quick_folder / "model.safetensors").read_bytes()
