@@ -43,7 +43,9 @@ class Broker:
 
     @classmethod
     async def connect(cls, url: str, settings: StreamsSettings | None = None) -> Broker:
-        """Waits for a server that answers, at most settings.connect_timeout_s. Unavailable after that; ValueError for a malformed URL."""
+        """Waits for a server that answers, at most settings.connect_timeout_s. Unavailable after that; ValueError for a
+        malformed URL.
+        """
         settings = settings or StreamsSettings()
         connection = Connection(url, settings)
         try:
@@ -72,7 +74,8 @@ class Broker:
         await self.connection.execute("PING")
 
     async def publish_model(self, card: ModelCard, *, partitions: int = 4) -> None:
-        """Stores a model's card, so that gateways know the model even when no engine runs. An existing number of partitions is kept.
+        """Stores a model's card, so that gateways know the model even when no engine runs. An existing number of
+        partitions is kept.
 
         Raises Unavailable, and ModelNameRefused for a name that can't be part of a key.
         """
@@ -129,9 +132,11 @@ class Broker:
     async def end(
         self, where: Partition, request_id: str, reason: str, *, tenant: str = "", condition: str = "", error: str = ""
     ) -> FinishReason | None:
-        """Ends a request from outside and tells its readers; None where there is none, or where the condition doesn't hold.
+        """Ends a request from outside and tells its readers; None where there is none, or where the condition doesn't
+        hold.
 
-        `condition` "deadlines" or "graces" ends it only if it is due there by Redis' clock at this moment. `error` is "<code>\\0<message>".
+        `condition` "deadlines" or "graces" ends it only if it is due there by Redis' clock at this moment. `error` is
+        "<code>\\0<message>".
         """
         retention_ms = self.settings.retention_s * 1000
         reply = await self.connection.run(END, where.prefix, request_id, tenant, reason, retention_ms, condition, error)
@@ -145,8 +150,8 @@ class Broker:
 async def expire_engine(broker: Broker, engine_id: str) -> None:
     """Reclaims at once what an engine owns whose process is known to be dead. Unavailable.
 
-    `engine_id` is an engine's whole id, or its name without the boot nonce: then every boot of that name is meant, so call this before the next
-    one starts.
+    `engine_id` is an engine's whole id, or its name without the boot nonce: then every boot of that name is meant, so
+    call this before the next one starts.
     """
     calls = []
     for name in await broker.directory.names():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ from pagestream_streams.errors import Unavailable
 from pagestream_streams.scripts import Script
 from pagestream_streams.settings import StreamsSettings
 
-# Words in replies of a server that is there and can't serve now. Errors raised inside a script carry them behind a prefix.
+# Words in replies of a server that is there and can't serve now. Errors raised inside a script carry them behind a
+# prefix.
 _NOT_NOW = ("LOADING", "READONLY", "OOM ", "MISCONF", "BUSY ", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN")
 
 _RECONNECT_PAUSE_S = 0.1
@@ -50,6 +51,7 @@ class Connection:
             protocol=2,
         )
         self._redis = Redis(connection_pool=pool)
+        self._command: Callable[..., Awaitable[Any]] = self._redis.execute_command
         self._pool = pool
 
     async def open(self) -> None:
@@ -74,7 +76,7 @@ class Connection:
     async def execute(self, *command: Argument) -> Any:
         """Runs one command. Unavailable where Redis can't."""
         async with _translated():
-            return await self._redis.execute_command(*command)
+            return await self._command(*command)
 
     async def pipeline(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
         """Runs commands in one round trip. Unavailable where Redis can't; a reply that is an error is raised."""
@@ -113,10 +115,10 @@ class Connection:
     async def _evaluate(self, script: Script, key: str, arguments: Sequence[Argument]) -> Any:
         async with _translated():
             try:
-                return await self._redis.execute_command("EVALSHA", script.sha, 1, key, *arguments)
+                return await self._command("EVALSHA", script.sha, 1, key, *arguments)
             except exceptions.NoScriptError:
                 # EVAL caches the text as well. A restarted server has forgotten it.
-                return await self._redis.execute_command("EVAL", script.text, 1, key, *arguments)
+                return await self._command("EVAL", script.text, 1, key, *arguments)
 
     def pubsub(self) -> PubSub:
         """A subscriber on a connection of its own."""

@@ -1,6 +1,7 @@
 """The rolling digest of a log: equal digests mean equal tokens, choices and finish reasons up to there.
 
-SHA-1 because Redis' Lua has it and the scripts that end a request extend the chain themselves. It guards against mix-ups, not against forgers.
+SHA-1 because Redis' Lua has it and the scripts that end a request extend the chain themselves. It guards against
+mix-ups, not against forgers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The models that a deployment knows: their cards, partitions, and living engines. Read from Redis at most once a second."""
+"""The models that a deployment knows: their cards, partitions, and living engines. Read from Redis at most once a
+second.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,7 @@ class Directory:
 def _check(name: str, partitions: int) -> None:
     if not _NAME.fullmatch(name):
         raise ModelNameRefused(
-            f"the model name {name!r} must have 1 to 256 characters, none of them a space, a control character or a brace"
+            f"the model name {name!r} must have 1 to 256 characters, no spaces, no control characters, no braces"
         )
     if not 1 <= partitions <= ids.MAX_PARTITIONS:
         raise ValueError(f"partitions must be between 1 and {ids.MAX_PARTITIONS}, not {partitions}")

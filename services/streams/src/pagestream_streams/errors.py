@@ -1,5 +1,7 @@
 """What can go wrong at this border, as one tree. Redis' own errors never pass it: they are chained to these."""
 
+# ruff: noqa: N818 -- these names are said by users: "the queue is full", not "queue full error"
+
 from __future__ import annotations
 
 
@@ -20,7 +22,8 @@ class QueueFull(StreamsError):
     def __init__(self, *, limit: str, bound: int, queued: int, retry_after_s: float) -> None:
         """`limit` is "requests" or "prompt tokens"; `queued` counts the same thing."""
         super().__init__(
-            f"the queue has {queued} of at most {bound} {limit}, and this request doesn't fit; try again in {retry_after_s:.1f} s"
+            f"the queue has {queued} of at most {bound} {limit}, and this request doesn't fit; "
+            f"try again in {retry_after_s:.1f} s"
         )
         self.limit = limit
         self.bound = bound

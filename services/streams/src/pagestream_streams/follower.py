@@ -19,7 +19,7 @@ class Follower:
     """Entries leave it in order, each once, and only if they chain on to what left before."""
 
     def __init__(
-        self, where: Partition, request_id: str, tenant: str, from_index: int, digest: str, buffer_entries: int
+        self, where: Partition, request_id: str, *, tenant: str, from_index: int, digest: str, buffer_entries: int
     ) -> None:
         """`digest` is that of the log before `from_index`; "" is not known."""
         self.where = where
@@ -82,7 +82,9 @@ class Follower:
         return taken
 
     def take_logged(self, first_index: int, entries: Sequence[LogEntry]) -> list[LogEntry]:
-        """What a read of the log from `first_index` brought and is next. DigestMismatch where it isn't what was read before."""
+        """What a read of the log from `first_index` brought and is next. DigestMismatch where it isn't what was read
+        before.
+        """
         if not self._anchored and entries:
             if self._digest and self._digest != entries[0].digest:
                 raise DigestMismatch(self.request_id, self.next_index)

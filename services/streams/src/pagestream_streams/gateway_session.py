@@ -21,6 +21,7 @@ from pagestream_streams.subscription import Subscription
 from pagestream_streams.sweeper import Sweeper
 from pagestream_streams.tasks import Periodic
 
+_SHORTEST_SPAN_S = 1.0  # a rate over less is chance
 _RESERVE_TRIES = 3  # a reservation can expire between two looks at it
 
 
@@ -67,7 +68,8 @@ class GatewaySession:
         await self._readers.stop()
 
     async def place(self, model: str, prompt_token_ids: Sequence[int]) -> str:
-        """A fresh request id on the partition of the prompt's first tokens, or on a second one where that is overloaded.
+        """A fresh request id on the partition of the prompt's first tokens, or on a second one where that is
+        overloaded.
 
         ModelNotFound, Unavailable.
         """
@@ -78,7 +80,8 @@ class GatewaySession:
     async def accept(self, spec: RequestSpec) -> None:
         """Accepts a request durably, and registers this gateway as its reader. Accepting an id again changes nothing.
 
-        QueueFull, Unavailable, RequestNotFound for an id of an unknown model. After Unavailable the request may have been accepted all the same.
+        QueueFull, Unavailable, RequestNotFound for an id of an unknown model. After Unavailable the request may have
+        been accepted all the same.
         """
         where = await self._broker.directory.locate(spec.request_id)
         self._readers.expect(where, spec.request_id)
@@ -107,9 +110,11 @@ class GatewaySession:
             raise self._queue_full(*reply[1:])
 
     async def accept_once(self, spec: RequestSpec, *, key: str, body_digest: str) -> str:
-        """Accepts a request once for a tenant's idempotency key; returns the id that runs: the spec's, or that of an earlier try.
+        """Accepts a request once for a tenant's idempotency key; returns the id that runs: the spec's, or that of an
+        earlier try.
 
-        A retry completes an accept that was left half done. IdempotencyConflict where the key came with another body; else as `accept`.
+        A retry completes an accept that was left half done. IdempotencyConflict where the key came with another body;
+        else as `accept`.
         """
         reservation = keys.idempotency(spec.tenant, key)
         request_id = await self._reserve(reservation, spec.request_id, body_digest, key)
@@ -124,13 +129,14 @@ class GatewaySession:
     def read(
         self, request_id: str, *, tenant: str, from_index: int = 0, digest: str = ""
     ) -> AsyncGenerator[list[LogEntry], None]:
-        """Batches of consecutive entries from `from_index`, first what the log holds, then live; ends after the end entry.
+        """Batches of consecutive entries from `from_index`, first what the log holds, then live; ends after the end
+        entry.
 
-        While it runs, this gateway counts as a reader; after `aclose()` the disconnect grace starts where nobody else reads. An offset past the
-        end of an unfinished log waits. Redis may go away and come back.
+        While it runs, this gateway counts as a reader; after `aclose()` the disconnect grace starts where nobody else
+        reads. An offset past the end of an unfinished log waits. Redis may go away and come back.
 
-        RequestNotFound; OffsetOutOfRange past a finished log; DigestMismatch where the log isn't what `digest` or earlier entries say;
-        Unavailable where Redis stays away for settings.outage_limit_s.
+        RequestNotFound; OffsetOutOfRange past a finished log; DigestMismatch where the log isn't what `digest` or
+        earlier entries say; Unavailable where Redis stays away for settings.outage_limit_s.
         """
         return self._readers.read(request_id, tenant=tenant, from_index=from_index, digest=digest)
 
@@ -144,7 +150,8 @@ class GatewaySession:
                 return request_id
             found = await self._broker.connection.execute("GET", reservation)
             if found is not None:
-                earlier, _, digest = found.decode().partition(" ")
+                stored: bytes = found
+                earlier, _, digest = stored.decode().partition(" ")
                 if digest != body_digest:
                     raise IdempotencyConflict(key)
                 return earlier
@@ -155,7 +162,7 @@ class GatewaySession:
         by_requests = requests >= settings.max_queued_requests
         limit = "requests" if by_requests else "prompt tokens"
         bound = settings.max_queued_requests if by_requests else settings.max_queued_prompt_tokens
-        rate = drained / max(window_ms / 1000, 0.001)
+        rate = drained / max(window_ms / 1000, _SHORTEST_SPAN_S)
         wanted = max(1.0, requests / 10)
         retry_after = min(wanted / rate, settings.retry_after_max_s) if rate > 0 else settings.retry_after_max_s
         return QueueFull(

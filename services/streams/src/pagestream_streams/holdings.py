@@ -63,7 +63,8 @@ class Holdings:
         ]
 
     def unknown(self, owned: Collection[str]) -> list[str]:
-        """What Redis shows twice in a row as ours although no claim that was on its way at the first time can still bring it.
+        """What Redis shows twice in a row as ours although no claim that was on its way at the first time can still
+        bring it.
 
         Called once for each answer of Redis.
         """

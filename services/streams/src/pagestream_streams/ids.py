@@ -1,4 +1,6 @@
-"""Request ids: "<model tag>-<partition, 4 hex digits>-<128 random bits, 32 hex digits>", so that an id alone finds its keys."""
+"""Request ids: "<model tag>-<partition, 4 hex digits>-<128 random bits, 32 hex digits>", so that an id alone finds its
+keys.
+"""
 
 from __future__ import annotations
 

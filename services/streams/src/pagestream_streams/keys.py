@@ -1,4 +1,6 @@
-"""The names of Redis keys and channels. Keys of one partition share a hash tag, so that Redis Cluster keeps them together."""
+"""The names of Redis keys and channels. Keys of one partition share a hash tag, so that Redis Cluster keeps them
+together.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from collections.abc import Collection, Sequence
 
 
 def choices(prompt_token_ids: Sequence[int], partitions: int, first_tokens: int) -> tuple[int, int]:
-    """The first and the second choice of a partition for a prompt: the same for prompts that are equal in their first tokens.
+    """The first and the second choice of a partition for a prompt: the same for prompts that are equal in their first
+    tokens.
 
     The two differ wherever there are two.
     """
@@ -22,7 +23,9 @@ def choices(prompt_token_ids: Sequence[int], partitions: int, first_tokens: int)
 
 
 def owner(partition: int, engines: Collection[str]) -> str | None:
-    """The engine with the highest hash of (engine, partition); None without engines. Adding an engine moves 1/n of the partitions."""
+    """The engine with the highest hash of (engine, partition); None without engines. Adding an engine moves 1/n of the
+    partitions.
+    """
     return max(engines, key=lambda engine: _weight(engine, partition), default=None)
 
 

@@ -39,6 +39,7 @@ class Readers:
         self._leaving: dict[str, Partition] = {}
         self._expected: dict[str, tuple[Partition, float]] = {}  # accepted, not read yet; until when
         self._away_since: float | None = None
+        self._closed = False
         self._keeper = Periodic("readers", self._settings.poll_ms / 4000, self._keep)
 
     def start(self) -> None:
@@ -47,6 +48,7 @@ class Readers:
 
     async def stop(self) -> None:
         """Ends every read with Unavailable and takes their registrations back."""
+        self._closed = True
         await self._keeper.stop()
         for followers in self._followers.values():
             for follower in followers:
@@ -60,6 +62,8 @@ class Readers:
 
     def expect(self, where: Partition, request_id: str) -> None:
         """An accept registers this gateway; if no read follows, the registration is taken back."""
+        if request_id in self._followers:
+            return
         until = time.monotonic() + self._settings.accepted_unread_ms / 1000
         self._expected[request_id] = (where, until)
 
@@ -85,7 +89,14 @@ class Readers:
     ) -> AsyncGenerator[list[LogEntry], None]:
         """See GatewaySession.read."""
         where = await self._patiently(lambda: self._broker.directory.locate(request_id))
-        follower = Follower(where, request_id, tenant, from_index, digest, self._settings.buffer_entries)
+        follower = Follower(
+            where,
+            request_id,
+            tenant=tenant,
+            from_index=from_index,
+            digest=digest,
+            buffer_entries=self._settings.buffer_entries,
+        )
         self._join(follower)
         try:
             await self._patiently(lambda: self._register(follower))
@@ -164,16 +175,21 @@ class Readers:
         now = time.monotonic()
         for request_id in [each for each, (_, until) in self._expected.items() if until < now]:
             self._leaving[request_id], _ = self._expected.pop(request_id)
-        leaving = dict(self._leaving)
+        leaving, self._leaving = self._leaving, {}
         by_partition = _grouped(leaving)
         calls = [
             Call(UNREGISTER, where.prefix, (self._gateway_id, *request_ids))
             for where, request_ids in by_partition.items()
         ]
-        await self._broker.connection.run_many(calls)
+        try:
+            await self._broker.connection.run_many(calls)
+        except BaseException:
+            unread = {each: where for each, where in leaving.items() if each not in self._followers}
+            self._leaving = unread | self._leaving
+            raise
         for request_id, where in leaving.items():
-            self._leaving.pop(request_id, None)
-            # Somebody began to read while the script was on its way: its registration may have been the one that was taken back.
+            # Somebody began to read while the script was on its way: its registration may have been the one that was
+            # taken back.
             again = {(each.request_id, each.tenant) for each in self._followers.get(request_id, ())}
             if again:
                 await self._register_all(where, again)
@@ -225,7 +241,7 @@ class Readers:
             try:
                 return await operation()
             except Unavailable:
-                if time.monotonic() > limit:
+                if self._closed or time.monotonic() > limit:
                     raise
                 await asyncio.sleep(_RETRY_PAUSE_S)
 

@@ -1,4 +1,6 @@
-"""The Lua scripts beside this module: one file, one step of the protocol. Each tells its keys, arguments, result, and why a retry is harmless."""
+"""The Lua scripts beside this module: one file, one step of the protocol. Each tells its keys, arguments, result, and
+why a retry is harmless.
+"""
 
 from __future__ import annotations
 

@@ -47,10 +47,12 @@ class StreamsSettings:
         """Refuses what would make a living engine look dead after an outage."""
         if self.sweep_gap_ms + self.heartbeat_ms > self.lease_ms:
             raise ValueError(
-                f"lease_ms ({self.lease_ms}) must not be below sweep_gap_ms + heartbeat_ms ({self.sweep_gap_ms} + {self.heartbeat_ms}): "
+                f"lease_ms ({self.lease_ms}) must not be below sweep_gap_ms + heartbeat_ms "
+                f"({self.sweep_gap_ms} + {self.heartbeat_ms}): "
                 "an engine that lived through an outage shorter than the gap would be taken for dead"
             )
         if self.sweep_gap_ms <= self.sweep_ms:
             raise ValueError(
-                f"sweep_gap_ms ({self.sweep_gap_ms}) must be above sweep_ms ({self.sweep_ms}): each sweep would be an outage"
+                f"sweep_gap_ms ({self.sweep_gap_ms}) must be above sweep_ms ({self.sweep_ms}): "
+                "each sweep would be taken for the end of an outage"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from redis import exceptions
@@ -20,7 +20,9 @@ _PAUSE_S = 0.2  # between two tries to connect
 
 
 class Subscription:
-    """Hands each message of some channels to `on_message`, and calls `on_gap` after each (re)connection: messages may have been missed."""
+    """Hands each message of some channels to `on_message`, and calls `on_gap` after each (re)connection: messages may
+    have been missed.
+    """
 
     def __init__(
         self,
@@ -92,5 +94,6 @@ class Subscription:
 
 
 async def _close(pubsub: PubSub) -> None:
+    close: Callable[[], Awaitable[None]] = pubsub.aclose
     with suppress(exceptions.RedisError, OSError, TimeoutError):
-        await pubsub.aclose()
+        await close()

@@ -16,7 +16,9 @@ _log = logging.getLogger(__name__)
 
 
 class Sweeper:
-    """Sweeps partitions every settings.sweep_ms. Any number of sweepers may run: a partition that was just swept is skipped."""
+    """Sweeps partitions every settings.sweep_ms. Any number of sweepers may run: a partition that was just swept is
+    skipped.
+    """
 
     def __init__(self, broker: Broker, partitions: Callable[[], Awaitable[Iterable[Partition]]]) -> None:
         """`partitions` is asked in each round."""

@@ -15,8 +15,8 @@ _log = logging.getLogger(__name__)
 class Periodic:
     """Calls `work` every `interval_s` seconds, and at once after `nudge`.
 
-    Unavailable is expected and ends a round only; anything else is a bug, which is logged with its trace and ends a round as well: leases must
-    be renewed all the same.
+    Unavailable is expected and ends a round only; anything else is a bug, which is logged with its trace and ends a
+    round as well: leases must be renewed all the same.
     """
 
     def __init__(self, name: str, interval_s: float, work: Callable[[], Awaitable[None]]) -> None:

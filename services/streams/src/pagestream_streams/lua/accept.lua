@@ -10,10 +10,10 @@ local req, meta, now = prefix .. 'req:' .. id, prefix .. 'meta', now_ms()
 local known = call('HMGET', req, 'state', 'readers')
 if not known[1] then
   local requests = call('XLEN', prefix .. 'queue:' .. class)
-  local state = call('HMGET', meta, 'tokens:' .. class, 'classes', 'drain_from', 'drained', 'drain_was')
+  local state = call('HMGET', meta, 'tokens:' .. class, 'classes', 'drain_from', 'drained')
   local queued = tonumber(state[1] or 0)
   if requests + 1 > max_requests or queued + tokens > max_tokens then
-    return {0, requests, queued, tonumber(state[4] or 0) + tonumber(state[5] or 0), now - tonumber(state[3] or now)}
+    return {0, requests, queued, tonumber(state[4] or 0), now - tonumber(state[3] or now)}
   end
   call('HSET', req, 'spec', spec, 'tenant', tenant, 'class', class, 'ptok', tokens, 'choices', choices, 'ctok', 0, 'cached', 0,
     'state', 'queued', 'epoch', 0, 'nonce', '', 'owner', '', 'next', 0, 'digest', '', 'readers', '', 'attempts', 0,

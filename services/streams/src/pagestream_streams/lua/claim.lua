@@ -77,14 +77,14 @@ if #claims > 1 then
   call('ZADD', prefix .. 'leases', now + lease, engine)
 end
 if drained > 0 then
-  local rate = call('HMGET', meta, 'drain_from', 'drained')
-  if not rate[1] or now - rate[1] > 2 * window then
-    call('HSET', meta, 'drain_from', now - 1, 'drained', drained, 'drain_was', 0)
-  elseif now - rate[1] > window then
+  local from, before = unpack(call('HMGET', meta, 'drain_from', 'drained'))
+  local span = from and now - from or 0
+  if not from or span > 2 * window then
+    from, before = now, 0
+  elseif span > window then
     -- Halving count and span together keeps the rate and forgets the past.
-    call('HSET', meta, 'drain_from', now - math.floor((now - rate[1]) / 2), 'drained', math.floor(rate[2] / 2) + drained, 'drain_was', 0)
-  else
-    call('HINCRBY', meta, 'drained', drained)
+    from, before = now - math.floor(span / 2), math.floor(before / 2)
   end
+  call('HSET', meta, 'drain_from', from, 'drained', before + drained)
 end
 return claims
