@@ -20,6 +20,7 @@ from tiny_models import make_model, random_prompts, reference_model
 
 NUM_TOKENS = 64
 TIE = 1e-4
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 LENGTHS = [1, 5, 16, 17, 33, 64, 100]
 SHARED_PREFIX = 40
 MODELS = ["llama", "qwen2", "qwen3", "mistral", "demo"]
@@ -36,7 +37,6 @@ class Reference:
     token_ids: list[list[int]]
     logits: list[torch.Tensor]
     """(tokens, vocab_size) for each prompt."""
-    ignore_eos: bool
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,12 +61,11 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
 
 def make_reference(name: str, scratch: Path) -> Reference:
     if name == "demo":
-        folder, prompts, ignore_eos = DEMO, demo_prompts(), False
+        folder, prompts = DEMO, demo_prompts()
     else:
-        folder, prompts, ignore_eos = make_model(scratch / "model", name), mixed_prompts(), True
+        folder, prompts = make_model(scratch / "model", name), mixed_prompts()
     model = reference_model(folder)
-    if ignore_eos:
-        model.generation_config.eos_token_id = None
+    model.generation_config.eos_token_id = None
     token_ids, logits = [], []
     for prompt in prompts:
         out = model.generate(
@@ -80,7 +79,7 @@ def make_reference(name: str, scratch: Path) -> Reference:
         )
         token_ids.append(out.sequences[0, len(prompt) :].tolist())
         logits.append(torch.cat(out.logits).float())
-    return Reference(folder, prompts, token_ids, logits, ignore_eos)
+    return Reference(folder, prompts, token_ids, logits)
 
 
 def mixed_prompts() -> list[list[int]]:
@@ -106,13 +105,9 @@ def demo_prompts() -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
-def greedy(reference: Reference) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=reference.ignore_eos)
-
-
 def generate(reference: Reference, **options: Any) -> tuple[LLM, list[RequestOutput]]:
     llm = LLM(reference.folder, dtype="float32", device="cpu", **options)
-    outputs = llm.generate(reference.prompts, greedy(reference))
+    outputs = llm.generate(reference.prompts, GREEDY)
     llm.engine.check_invariants()
     assert llm.engine.stats().num_free_blocks == llm.engine.stats().num_blocks
     return llm, outputs
@@ -143,7 +138,7 @@ def test_one_batch_of_mixed_lengths(name: str, caching: bool, reference_of: Call
         reference, enable_prefix_caching=caching, num_gpu_blocks_override=512, block_size=block_size
     )
     check_parity(reference, outputs)
-    again = llm.generate(reference.prompts, greedy(reference))
+    again = llm.generate(reference.prompts, GREEDY)
     check_parity(reference, again)
     hits = [output.num_cached_tokens for output in again]
     assert hits == [(len(p) - 1) // block_size * block_size if caching else 0 for p in reference.prompts]
@@ -177,6 +172,24 @@ def test_prompts_longer_than_the_budget_of_a_step(name: str, reference_of: Calla
     check_parity(reference, outputs)
     stats = llm.engine.stats()
     assert stats.num_steps >= (stats.num_prompt_tokens + stats.num_generated_tokens - len(outputs)) / budget
+
+
+def test_the_demo_model_ends_where_the_reference_has_its_end_token(reference_of: Callable[[str], Reference]) -> None:
+    reference = reference_of("demo")
+    llm = LLM(reference.folder, dtype="float32", device="cpu", num_gpu_blocks_override=256)
+    (eos,) = llm.engine.eos_token_ids
+    outputs = llm.generate(reference.prompts, SamplingParams(temperature=0, max_tokens=NUM_TOKENS))
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is not None
+    num_stopped = 0
+    for output, wanted in zip(outputs, reference.token_ids, strict=True):
+        (choice,) = output.outputs
+        ends = eos in wanted
+        num_stopped += ends
+        assert choice.finish_reason == ("stop" if ends else "length")
+        assert choice.token_ids == (wanted[: wanted.index(eos) + 1] if ends else wanted)
+        assert choice.text == tokenizer.decode(choice.token_ids)
+    assert num_stopped >= NUM_DEMO_QUESTIONS
 
 
 def test_seeded_tokens_do_not_depend_on_the_batch(reference_of: Callable[[str], Reference]) -> None:
