@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
@@ -65,7 +66,9 @@ class Variant:
         """Start the kernel; a grid without programs starts nothing."""
         if 0 in grid:
             return
-        self.kernel[grid](**arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+        tensor = next(value for value in arguments.values() if isinstance(value, torch.Tensor))
+        with _current_device(tensor.device):
+            self.kernel[grid](**arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
 
 
 _TRITON_NAMES: Mapping[torch.dtype, str] = {
@@ -80,6 +83,11 @@ _TRITON_NAMES: Mapping[torch.dtype, str] = {
 def pointer_to(dtype: torch.dtype) -> str:
     """The signature type of a pointer to `dtype`: `*fp16`."""
     return "*" + _TRITON_NAMES[dtype]
+
+
+def _current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def current_backend() -> Backend:

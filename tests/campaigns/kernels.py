@@ -1,0 +1,126 @@
+"""The full product of kernel cases under the interpreter, and of builds for every target: `make kernels`.
+
+What passed is remembered under `.kernel-cache/` until a source changes, so an interrupted campaign goes on where it
+was, and one of unchanged kernels ends at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
+import kernel_builds
+import kernel_cases
+from kernel_cache import ResultCache
+from kernel_worker import KernelWorker, Mode
+from pairwise import product
+
+Item = tuple[str, dict[str, Any]]
+MODES: tuple[Mode, ...] = ("interpret", "compile")
+REPORT_INTERVAL_S = 10.0
+
+
+@dataclass
+class Progress:
+    """Counts of one mode, shared by its workers."""
+
+    total: int
+    remembered: int
+    passed: int = 0
+    failures: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def line(self) -> str:
+        done = self.remembered + self.passed
+        return f"{done} of {self.total} passed ({self.remembered} remembered), {len(self.failures)} failed"
+
+
+def items_of(mode: Mode, kernels: list[str]) -> list[Item]:
+    if mode == "interpret":
+        return [(kernel, case) for kernel in kernels for case in kernel_cases.full_product(kernel)]
+    return [(kernel, case) for kernel in kernels for case in product(kernel_builds.FACTORS[kernel])]
+
+
+def work(mode: Mode, items: queue.SimpleQueue[Item], cache: ResultCache, progress: Progress) -> None:
+    """One thread with one worker process; a worker that dies costs its case and is replaced."""
+    worker: KernelWorker | None = None
+    try:
+        while True:
+            try:
+                kernel, case = items.get_nowait()
+            except queue.Empty:
+                return
+            worker = worker or KernelWorker(mode)
+            try:
+                result = worker.run(kernel, case)
+            except (AssertionError, BrokenPipeError) as error:
+                with progress.lock:
+                    progress.failures.append(str(error))
+                worker.close()
+                worker = None
+                continue
+            with progress.lock:
+                cache.put(kernel, case, result)
+                progress.passed += 1
+    finally:
+        if worker is not None:
+            worker.close()
+
+
+def run_mode(mode: Mode, kernels: list[str], jobs: int) -> Progress:
+    cache = ResultCache(mode)
+    everything = items_of(mode, kernels)
+    missing = [item for item in everything if cache.get(*item) is None]
+    progress = Progress(total=len(everything), remembered=len(everything) - len(missing))
+    items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+    for item in missing:
+        items.put(item)
+    threads = [
+        threading.Thread(target=work, args=(mode, items, cache, progress)) for _ in range(min(jobs, len(missing)))
+    ]
+    for thread in threads:
+        thread.start()
+    report(mode, threads, progress)
+    return progress
+
+
+def report(mode: Mode, threads: list[threading.Thread], progress: Progress) -> None:
+    """Show the counts until the threads end: one line that is rewritten on a terminal, a new line each in a pipe."""
+    begin, end = ("\r", "") if sys.stdout.isatty() else ("", "\n")
+    shown = time.monotonic()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(1.0)
+            if time.monotonic() - shown >= (1.0 if end == "" else REPORT_INTERVAL_S):
+                shown = time.monotonic()
+                print(f"{begin}{mode}: {progress.line()}", end=end, flush=True)
+    print(f"{begin}{mode}: {progress.line()}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kernels", nargs="*", choices=[[], *kernel_cases.FACTORS], help="default: all")
+    parser.add_argument("--mode", choices=MODES, help="default: both")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="worker processes (default: cores)")
+    options = parser.parse_args()
+    kernels = options.kernels or list(kernel_cases.FACTORS)
+    failed = 0
+    for mode in [options.mode] if options.mode else MODES:
+        progress = run_mode(mode, kernels, options.jobs)
+        for failure in progress.failures:
+            print(failure, file=sys.stderr)
+        failed += len(progress.failures)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
