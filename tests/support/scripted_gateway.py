@@ -1,0 +1,124 @@
+"""A small HTTP server that speaks a gateway's streaming protocol and breaks off where a test wants it to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+REQUEST_ID = "2a97516c-0000-0123456789abcdef0123456789abcdef"
+HEAD = "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nConnection: close\r\n{more}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request as it came."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: Any
+
+
+@dataclass
+class ScriptedGateway:
+    """Answers with `tokens`, one event each. Use as `async with`."""
+
+    tokens: list[str] = field(default_factory=lambda: ["Once", " upon", " a", " time"])
+    breaks: list[int | str] = field(default_factory=list)
+    """What befalls connections in turn: a number of events after which it is cut, or the code of an error event that
+    is sent instead of the first event; connections beyond the list live."""
+    refusals: list[tuple[int, str]] = field(default_factory=list)
+    """Status and message for the first requests."""
+    models: list[str] = field(default_factory=lambda: ["demo"])
+    calls: list[Call] = field(default_factory=list)
+    url: str = ""
+    _server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            call = await _read_call(reader)
+            self.calls.append(call)
+            if call.path == "/v1/models":
+                data = [{"id": name, "max_model_len": 128} for name in self.models]
+                _write_json(writer, "200 OK", {"data": data})
+            elif call.method == "DELETE":
+                _write_json(writer, "200 OK", {})
+            elif self.refusals:
+                status, message = self.refusals.pop(0)
+                _write_json(writer, f"{status} Refused", {"error": {"message": message, "code": "refused"}})
+            else:
+                await self._stream(call, writer)
+            await writer.drain()
+        except ConnectionError:
+            return
+        finally:
+            writer.close()
+
+    async def _stream(self, call: Call, writer: asyncio.StreamWriter) -> None:
+        fate = self.breaks.pop(0) if self.breaks else None
+        more = f"Transfer-Encoding: chunked\r\nX-Request-Id: {REQUEST_ID}\r\n\r\n"
+        writer.write(HEAD.format(status="200 OK", kind="text/event-stream", more=more).encode())
+        _chunk(writer, ": accepted\n\n")
+        if isinstance(fate, str):
+            _chunk(writer, _event(_start(call), {"error": {"message": "later", "code": fate}}))
+            return
+        events = [_event(i + 1, self._body(call, i)) for i in range(_start(call), len(self.tokens) + 2)]
+        for event in events if fate is None else events[:fate]:
+            _chunk(writer, event)
+            await writer.drain()
+        if fate is not None:
+            writer.transport.abort()
+            return
+        _chunk(writer, f"id: {REQUEST_ID}/{len(self.tokens) + 2}/d\ndata: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+
+    def _body(self, call: Call, index: int) -> dict[str, Any]:
+        if index == len(self.tokens) + 1:
+            return {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": len(self.tokens)}}
+        text = self.tokens[index] if index < len(self.tokens) else ""
+        finish = "stop" if index == len(self.tokens) else None
+        if "chat" in call.path:
+            return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}]}
+        return {"choices": [{"index": 0, "text": text, "finish_reason": finish}]}
+
+
+def _start(call: Call) -> int:
+    last = call.headers.get("last-event-id")
+    return int(last.split("/")[1]) if last else 0
+
+
+def _event(next_index: int, body: dict[str, Any]) -> str:
+    return f"id: {REQUEST_ID}/{next_index}/d{next_index}\ndata: {json.dumps(body)}\n\n"
+
+
+def _chunk(writer: asyncio.StreamWriter, text: str) -> None:
+    data = text.encode()
+    writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+
+def _write_json(writer: asyncio.StreamWriter, status: str, body: dict[str, Any]) -> None:
+    data = json.dumps(body).encode()
+    writer.write(
+        HEAD.format(status=status, kind="application/json", more=f"Content-Length: {len(data)}\r\n\r\n").encode()
+    )
+    writer.write(data)
+
+
+async def _read_call(reader: asyncio.StreamReader) -> Call:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    method, path, _ = head[0].split(" ")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:]) if name}
+    content = await reader.readexactly(int(headers.get("content-length", 0)))
+    return Call(method, path, headers, json.loads(content) if content else None)

@@ -1,0 +1,52 @@
+import os
+from pathlib import Path
+
+import pytest
+from pagestream_cli.client import Endpoint, find_endpoint
+from pagestream_cli.client.endpoint import API_KEY_VARIABLE
+from pagestream_cli.datadir import DataDir
+from pagestream_cli.errors import ServerNotFoundError, UsageError
+from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+
+
+def record_of(pid: int) -> ServeRecord:
+    gateways = (ProcessRecord("gateway-0", 7, {"http": 81}), ProcessRecord("gateway-1", 8, {"http": 82}))
+    return ServeRecord("demo", "redis://x", "127.0.0.1", (ProcessRecord("serve", pid), *gateways), 0.0)
+
+
+def test_a_running_serve_is_found_by_its_file(tmp_path: Path) -> None:
+    write_record(tmp_path / "serve.json", record_of(os.getpid()))
+    found = find_endpoint(None, DataDir.at(tmp_path))
+    assert found == Endpoint(("http://127.0.0.1:81", "http://127.0.0.1:82"))
+    assert found.headers == {}
+
+
+@pytest.mark.parametrize("left_behind", [False, True])
+def test_without_one_the_way_out_is_named(tmp_path: Path, left_behind: bool) -> None:
+    if left_behind:
+        write_record(tmp_path / "serve.json", record_of(2**22 + 1))  # above the largest process id
+    with pytest.raises(ServerNotFoundError, match="no pagestream serve runs") as caught:
+        find_endpoint(None, DataDir.at(tmp_path))
+    assert "pagestream serve" in caught.value.hint
+    assert "--url" in caught.value.hint
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_an_address_is_taken_in_any_usual_form(tmp_path: Path, url: str) -> None:
+    assert find_endpoint(url, DataDir.at(tmp_path)).urls == ("http://h:1",)
+
+
+def test_another_address_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--url localhost:8000"):
+        find_endpoint("localhost:8000", DataDir.at(tmp_path))
+
+
+def test_the_key_comes_from_the_option_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, "from-environment")
+    assert find_endpoint("http://h", DataDir.at(tmp_path)).headers == {"Authorization": "Bearer from-environment"}
+    assert find_endpoint("http://h", DataDir.at(tmp_path), "given").api_key == "given"
