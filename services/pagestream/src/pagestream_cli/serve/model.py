@@ -10,7 +10,7 @@ from pathlib import Path
 from pagestream_cli.demo import DEMO_MODEL_NAME, find_demo_model
 from pagestream_cli.errors import UsageError
 
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 @dataclass(frozen=True)

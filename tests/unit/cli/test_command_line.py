@@ -1,0 +1,157 @@
+"""The command as a person types it."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from pagestream_cli.__main__ import COMMANDS, main
+from pagestream_cli.version import installed_version
+from scripted_gateway import ScriptedGateway
+
+HEAVY = ("torch", "transformers", "httpx", "grpc", "matplotlib", "redis", "rich", "numpy")
+
+
+@contextmanager
+def served(gateway: ScriptedGateway) -> Iterator[ScriptedGateway]:
+    """Runs a gateway beside the code under test, which has an event loop of its own."""
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    up = threading.Event()
+
+    async def serve() -> None:
+        async with gateway:
+            up.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert up.wait(10)
+        yield gateway
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()
+
+
+def run(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pagestream_cli", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_help_and_options_load_nothing_heavy() -> None:
+    code = "import sys; from pagestream_cli.__main__ import build_parser; build_parser(); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not set(HEAVY) & set(loaded.stdout.split())
+
+
+def test_the_supervisor_of_serve_never_loads_torch() -> None:
+    code = "import sys, pagestream_cli.serve.command, pagestream_streams.embedded; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not {"torch", "transformers", "grpc", "matplotlib"} & set(loaded.stdout.split())
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == main(["help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"    {command.verb} " in shown for command in COMMANDS)
+
+
+@pytest.mark.parametrize("verb", [command.verb for command in COMMANDS])
+def test_each_command_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["help", verb])
+    assert ended.value.code == 0
+    assert f"usage: pagestream {verb}" in capsys.readouterr().out
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pagestream {installed_version()}\n"
+
+
+def test_an_unknown_option_is_refused() -> None:
+    done = run("serve", "--no-such-option")
+    assert done.returncode == 2
+    assert "--no-such-option" in done.stderr
+
+
+def test_generate_streams_a_completion_into_a_pipe() -> None:
+    with served(ScriptedGateway(breaks=[2])) as gateway:
+        done = run("generate", "Tell", "--url", gateway.url, "--seed", "3", "--stop", "x", "--stop", "y")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Once upon a time\n", "")
+    body = next(call.body for call in gateway.calls if call.method == "POST")
+    assert body == {
+        "model": "demo",
+        "prompt": "Tell",
+        "max_tokens": 128,
+        "seed": 3,
+        "stop": ["x", "y"],
+        "stream": True,
+    }
+
+
+def test_generate_takes_its_prompt_from_a_pipe() -> None:
+    with served(ScriptedGateway()) as gateway:
+        done = run("generate", "--url", gateway.url, "--model", "other", stdin="from stdin")
+    assert done.stdout == "Once upon a time\n"
+    assert gateway.calls[0].body["prompt"] == "from stdin"
+    assert gateway.calls[0].body["model"] == "other"
+
+
+def test_chat_answers_a_pipe_once() -> None:
+    with served(ScriptedGateway(breaks=[1])) as gateway:
+        done = run("chat", "--url", gateway.url, "--system", "Be brief.", stdin="Hello\n")
+    assert (done.returncode, done.stdout) == (0, "Once upon a time\n")
+    body = next(call.body for call in gateway.calls if call.method == "POST")
+    assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+
+
+def test_a_refusal_is_told_on_stderr() -> None:
+    with served(ScriptedGateway(refusals=[(400, "temperature: must not be negative")])) as gateway:
+        done = run("generate", "Tell", "--url", gateway.url, "--temperature", "-1")
+    assert done.returncode == 1
+    assert done.stderr == "error: the server answered 400: temperature: must not be negative\n"
+
+
+@pytest.mark.parametrize("verb", [["generate", "Tell"], ["chat"], ["bench"]])
+def test_without_a_server_the_way_out_is_named(tmp_path: Path, verb: list[str]) -> None:
+    done = run(*verb, "--data-dir", str(tmp_path), stdin="x")
+    assert done.returncode == 1
+    assert "start one with `pagestream serve`" in done.stderr
+
+
+def test_bench_from_end_to_end(tmp_path: Path) -> None:
+    output, plot = tmp_path / "out.json", tmp_path / "out.png"
+    with served(ScriptedGateway()) as gateway:
+        lengths = ["--num-requests", "5", "--random-input-len", "3:6", "--random-output-len", "4"]
+        files = ["--output", str(output), "--plot", str(plot)]
+        done = run("bench", "--url", gateway.url, *lengths, "--concurrency", "2", *files)
+    assert done.returncode == 0, done.stderr
+    assert "5 of 5 succeeded" in done.stdout
+    assert done.stderr == ""  # no progress in a pipe
+    assert json.loads(output.read_text())["summary"]["succeeded"] == 5
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_fails_when_a_request_fails() -> None:
+    with served(ScriptedGateway(refusals=[(429, "full")])) as gateway:
+        done = run("bench", "--url", gateway.url, "--num-requests", "2", "--random-output-len", "4")
+    assert done.returncode == 1
+    assert "1 x http 429" in done.stdout
+
+
+def test_bench_shrinks_a_trace_to_the_servers_context() -> None:
+    with served(ScriptedGateway()) as gateway:
+        arguments = ["--trace", "sample", "--num-requests", "40", "--scale-to-context", "--time-scale", "1000"]
+        run("bench", "--url", gateway.url, *arguments)
+    bodies = [call.body for call in gateway.calls if call.method == "POST"]
+    totals = [len(body["prompt"]) + body["max_tokens"] for body in bodies]
+    assert len(totals) == 40
+    assert max(totals) <= 128
+    assert max(totals) > 100

@@ -1,0 +1,153 @@
+import json
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pagestream_cli.__main__ import main
+from pagestream_cli.datadir import DataDir
+from pagestream_cli.doctor import place, software
+from pagestream_cli.doctor.command import as_json, as_text
+from pagestream_cli.doctor.finding import Finding, Verdict, ok, problem, warning
+from pagestream_cli.ports import free_port
+from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
+from safetensors.numpy import save_file
+
+
+def verdicts(findings: list[Finding]) -> list[Verdict]:
+    return [finding.verdict for finding in findings]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    save_file({"weight": np.zeros(8, dtype=np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def test_this_machine_runs_the_tests_and_so_has_what_is_needed() -> None:
+    for check in (software.check_python, software.check_torch, software.check_triton, software.check_redis):
+        assert Verdict.PROBLEM not in verdicts(list(check())), list(check())
+
+
+def test_triton_is_held_against_the_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert software.pinned_triton() == "3.7.1"
+    monkeypatch.setattr(software, "pinned_triton", lambda: "0.0.1")
+    (finding,) = software.check_triton()
+    assert finding.verdict is Verdict.PROBLEM
+    assert "pip install triton==0.0.1" in finding.advice
+
+
+def test_an_old_interpreter_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "OLDEST_PYTHON", (99, 0))
+    (finding,) = software.check_python()
+    assert finding.verdict is Verdict.PROBLEM
+
+
+def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    (finding,) = software.check_compiler()
+    assert finding.verdict is Verdict.WARNING
+    assert "g++" in finding.advice
+
+
+def test_a_sound_model(model: Path) -> None:
+    (finding,) = place.check_model(str(model))
+    assert (finding.verdict, finding.found.endswith("MB of weights)")) == (Verdict.OK, True)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("config.json", None, "no config.json"),
+        ("config.json", b"{", "config.json cannot be read"),
+        ("tokenizer.json", None, "no tokenizer.json"),
+        ("model.safetensors", None, "no *.safetensors"),
+        ("model.safetensors", b"cut off", "model.safetensors cannot be read"),
+    ],
+)
+def test_a_broken_model_is_a_problem(model: Path, file: str, content: bytes | None, said: str) -> None:
+    (model / file).unlink()
+    if content is not None:
+        (model / file).write_bytes(content)
+    (finding,) = place.check_model(str(model))
+    assert finding.verdict is Verdict.PROBLEM
+    assert said in finding.found
+    assert finding.advice
+
+
+def test_no_such_model(tmp_path: Path) -> None:
+    (finding,) = place.check_model(str(tmp_path / "none"))
+    assert finding.verdict is Verdict.PROBLEM
+
+
+def test_a_taken_port_is_a_problem_unless_it_is_our_own(tmp_path: Path) -> None:
+    data_dir = DataDir.at(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        (finding,) = place.check_ports(data_dir, "127.0.0.1", {"http": port})
+        assert finding.verdict is Verdict.PROBLEM
+        assert "--http-port" in finding.advice
+        processes = (ProcessRecord("serve", os.getpid()), ProcessRecord("gateway-0", 5, {"http": port}))
+        write_record(data_dir.serve_file, ServeRecord("demo", "redis://x", "127.0.0.1", processes, 0.0))
+        (finding,) = place.check_ports(data_dir, "127.0.0.1", {"http": port})
+        assert finding.verdict is Verdict.OK
+        (running,) = place.check_serve(data_dir)
+        assert "running: model 'demo'" in running.found
+
+
+def test_a_serve_that_was_killed_is_seen(tmp_path: Path) -> None:
+    data_dir = DataDir.at(tmp_path)
+    assert verdicts(list(place.check_serve(data_dir))) == [Verdict.OK]
+    record = ServeRecord("demo", "redis://x", "127.0.0.1", (ProcessRecord("serve", 2**22 + 1),), 0.0)
+    write_record(data_dir.serve_file, record)
+    assert verdicts(list(place.check_serve(data_dir))) == [Verdict.WARNING]
+    data_dir.serve_file.write_text("{}")
+    assert verdicts(list(place.check_serve(data_dir))) == [Verdict.WARNING]
+
+
+def test_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data_dir = DataDir.at(tmp_path / "not" / "there" / "yet")
+    assert verdicts(list(place.check_data_dir(data_dir))) == [Verdict.OK, Verdict.OK]
+    (tmp_path / "file").write_text("")
+    assert verdicts(list(place.check_data_dir(DataDir.at(tmp_path / "file" / "x")))) == [Verdict.PROBLEM]
+    monkeypatch.setattr(place, "LITTLE_DISK_BYTES", 1 << 80)
+    assert verdicts(list(place.check_data_dir(data_dir))) == [Verdict.OK, Verdict.WARNING]
+
+
+def test_the_report_has_a_line_for_each_finding_and_what_to_do() -> None:
+    findings = [
+        ok("python", "3.11"),
+        warning("compiler", "none", "install one"),
+        problem("port 1", "in use", "free it"),
+    ]
+    assert as_text(findings, coloured=False).splitlines() == [
+        "ok       python    3.11",
+        "warning  compiler  none",
+        "                   -> install one",
+        "problem  port 1    in use",
+        "                   -> free it",
+    ]
+    assert "\x1b[31m" in as_text(findings, coloured=True)
+    assert json.loads(as_json(findings))[2] == {
+        "subject": "port 1",
+        "verdict": "problem",
+        "found": "in use",
+        "advice": "free it",
+    }
+
+
+def test_the_command_ends_with_1_when_there_is_a_problem(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ports = ["--http-port", str(free_port()), "--grpc-port", str(free_port())]
+    assert main(["doctor", str(model), "--data-dir", str(tmp_path / "data"), *ports, "--json"]) == 0
+    subjects = [finding["subject"] for finding in json.loads(capsys.readouterr().out)]
+    assert subjects[:2] == ["python", "torch"]
+    assert {"triton", "redis", "model", "disk", "data folder", "c++ compiler"} <= set(subjects)
+    assert main(["doctor", str(tmp_path / "none"), "--data-dir", str(tmp_path / "data"), *ports]) == 1
+    assert "problem  model" in capsys.readouterr().out

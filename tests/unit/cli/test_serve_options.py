@@ -1,0 +1,197 @@
+import argparse
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from pagestream_cli.__main__ import build_parser, main
+from pagestream_cli.demo import demo_model_places, find_demo_model
+from pagestream_cli.errors import PortTakenError, UsageError
+from pagestream_cli.ports import free_port
+from pagestream_cli.serve.engines import EngineNews
+from pagestream_cli.serve.layout import lay_out
+from pagestream_cli.serve.model import ModelChoice, choose_model
+from pagestream_cli.serve.options import ENGINE_OPTIONS, ServeOptions, parse_options
+from pagestream_cli.serve.plan import DrainStage, Plan, engine_environment
+from pagestream_cli.serve.shortform import MAX_CHARS, shorten
+
+
+def options(*typed: str) -> ServeOptions:
+    return parse_options(build_parser().parse_args(["serve", *typed]))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "tiny-llama"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_the_defaults_are_the_documented_ones() -> None:
+    found = options()
+    assert (found.host, found.http_port, found.grpc_port, found.engines, found.gateways) == (
+        "127.0.0.1",
+        8000,
+        50051,
+        1,
+        1,
+    )
+    assert (found.model, found.redis_url, found.engine_arguments, found.api_keys) == (None, None, (), None)
+
+
+def test_engine_options_are_handed_on_as_typed() -> None:
+    typed = ["--dtype", "float32", "--max-model-len", "256", "--num-gpu-blocks-override", "64", "--max-num-seqs", "8"]
+    assert options("model", *typed, "--no-enable-prefix-caching").engine_arguments == (
+        *("--dtype", "float32", "--max-model-len", "256"),
+        *("--num-gpu-blocks-override", "64", "--max-num-seqs", "8"),
+        "--no-enable-prefix-caching",
+    )
+
+
+def test_the_engine_knows_every_option_that_is_handed_to_it() -> None:
+    from pagestream_engine.worker.settings import build_parser as engine_parser
+
+    known = set(engine_parser()._option_string_actions)
+    assert {flag for flag, _, _ in ENGINE_OPTIONS} <= known
+    assert {"--redis", "--served-model-name", "--engine-id", "--enable-prefix-caching"} <= known
+
+
+@pytest.mark.parametrize("typed", [["--engines", "0"], ["--gateways", "-1"], ["--engines", "two"]])
+def test_counts_start_at_one(typed: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        options(*typed)
+
+
+def test_the_demo_model_is_found_in_the_checkout() -> None:
+    assert find_demo_model() in demo_model_places()
+    choice = choose_model(None, None)
+    assert choice.name == "demo"
+    assert (Path(choice.source) / "config.json").is_file()
+
+
+def test_the_name_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_model(str(folder), None) == ModelChoice(str(folder), "tiny-llama")
+    assert choose_model(str(folder), "mine").name == "mine"
+    monkeypatch.chdir(folder.parent)
+    assert choose_model("tiny-llama", None).source == str(folder)
+    assert choose_model("some-org/Some-Model-1B", None) == ModelChoice("some-org/Some-Model-1B", "Some-Model-1B")
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "nothing"])
+def test_a_folder_that_is_not_there_is_refused(model: str) -> None:
+    with pytest.raises(UsageError, match="no such folder"):
+        choose_model(model, None)
+
+
+def test_several_gateways_take_the_ports_after_the_first(tmp_path: Path) -> None:
+    base = free_port()
+    while base > 65000:
+        base = free_port()
+    layout = lay_out(options("--http-port", str(base), "--grpc-port", "0", "--gateways", "3"))
+    assert [ports.http for ports in layout.gateways] == [base, base + 1, base + 2]
+    assert len({ports.grpc for ports in layout.gateways}) == 3
+    assert layout.redis_url == f"redis://127.0.0.1:{layout.redis_port}/0"
+
+
+def test_a_taken_port_is_refused_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(PortTakenError, match=rf"port {port} \(--http-port\)"):
+            lay_out(options("--http-port", str(port), "--grpc-port", "0"))
+
+
+def test_metrics_ports_go_to_gateways_then_engines() -> None:
+    layout = lay_out(options("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--engines", "2"))
+    assert len({layout.gateways[0].metrics, *layout.engine_metrics} - {None}) == 3
+
+
+def plan_of(folder: Path, *typed: str) -> Plan:
+    found = options(str(folder), "--data-dir", str(folder.parent), "--http-port", "0", "--grpc-port", "0", *typed)
+    return Plan(found, lay_out(found), choose_model(found.model, found.served_model_name))
+
+
+def test_the_command_lines_of_the_parts(folder: Path) -> None:
+    plan = plan_of(folder, "--engines", "2", "--gateways", "2", "--dtype", "float32", "--api-keys", "keys.txt")
+    url = plan.layout.redis_url
+    engines, gateways = plan.engines(lambda name: False), plan.gateways()
+    assert [part.name for part in engines + gateways] == ["engine-0", "engine-1", "gateway-0", "gateway-1"]
+    engine, gateway = engines[1].argv, gateways[1].argv
+    assert engine[1:4] == ("-m", "pagestream_engine.worker", str(folder))
+    assert engine[6:8] == ("--served-model-name", "tiny-llama")
+    assert engine[4:6] == ("--redis", url)
+    assert engine[-2:] == ("--dtype", "float32")
+    assert gateway[1:5] == ("-m", "pagestream_gateway", "--redis", url)
+    assert gateway[gateway.index("--http-port") + 1] == str(plan.layout.gateways[1].http)
+    assert gateway[gateway.index("--api-keys") + 1] == str(Path("keys.txt").absolute())
+    assert len({part.argv[part.argv.index("--engine-id") + 1] for part in engines}) == 2
+
+
+def test_gateways_end_first_and_redis_last(folder: Path) -> None:
+    plan = plan_of(folder)
+    stages = [plan.gateways()[0].drain_stage, plan.engines(bool)[0].drain_stage, plan.redis(["x"]).drain_stage]
+    assert stages == [DrainStage.GATEWAY, DrainStage.ENGINE, DrainStage.REDIS]
+    assert stages == sorted(stages)
+
+
+def test_several_engines_share_the_cores() -> None:
+    cores = os.cpu_count() or 1
+    assert engine_environment(1, {}) == {}
+    assert engine_environment(2, {}) == {"OMP_NUM_THREADS": str(max(cores // 2, 1))}
+    assert engine_environment(2, {"OMP_NUM_THREADS": "7"}) == {}
+
+
+def test_an_engine_that_claims_says_so_in_its_log() -> None:
+    news = EngineNews()
+    news.hear("engine-0", '{"level": "INFO", "message": "getting ready"}')
+    news.hear("engine-0", "ready")
+    news.hear("engine-0", '{"message": "ready"')
+    assert not news.claims("engine-0")
+    news.hear("engine-0", '{"level": "INFO", "message": "ready", "engine_id": "engine-0-1:ab"}')
+    assert news.claims("engine-0")
+    assert news.forget("engine-0") == "engine-0-1:ab"
+    assert news.forget("engine-0") is None
+    assert not news.claims("engine-0")
+
+
+@pytest.mark.parametrize(
+    ("line", "level", "text"),
+    [
+        ('{"level": "INFO", "message": "claimed"}', 20, "claimed"),
+        ('{"level": "warning", "message": "put off"}', 30, "put off"),
+        (
+            '{"level": "ERROR", "message": "failed", "exc_info": "Traceback\\n  x\\nValueError: y"}',
+            40,
+            "failed: ValueError: y",
+        ),
+        ("Traceback (most recent call last):", 30, "Traceback (most recent call last):"),
+        ("12:M 21 Nov 2026 03:45:14.877 # Memory overcommit", 30, "12:M 21 Nov 2026 03:45:14.877 # Memory overcommit"),
+        ("12:M 21 Nov 2026 03:45:14.877 * Ready", 20, "12:M 21 Nov 2026 03:45:14.877 * Ready"),
+        ("{broken", 20, "{broken"),
+        ('["a"]', 20, '["a"]'),
+    ],
+)
+def test_lines_in_their_short_form(line: str, level: int, text: str) -> None:
+    short = shorten(line)
+    assert (short.level, short.text) == (level, text)
+
+
+def test_long_lines_are_cut() -> None:
+    assert len(shorten("x" * 10_000).text) == MAX_CHARS
+
+
+def test_exit_after_greet_needs_a_greeting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--exit-after-greet"]) == 2
+    assert "--greet" in capsys.readouterr().err
+
+
+def test_a_missing_key_file_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--api-keys", str(tmp_path / "none"), "--data-dir", str(tmp_path / "data")]) == 2
+    assert "--api-keys" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
+
+
+def test_options_are_a_plain_value() -> None:
+    assert options() == options()
+    assert isinstance(build_parser(), argparse.ArgumentParser)
