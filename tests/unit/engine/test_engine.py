@@ -273,6 +273,19 @@ def test_a_request_that_fails_hurts_no_neighbour(tmp_path: Path, monkeypatch: py
     assert engine.stats().num_free_blocks == 32
 
 
+def test_a_request_whose_text_can_not_be_replayed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: IncrementalDetokenizer, token_id: int) -> str:
+        raise RuntimeError(f"no piece for {token_id}")
+
+    engine = make_engine(tmp_path, text=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(IncrementalDetokenizer, "push", fail)
+        with pytest.raises(InvalidRequest, match="can't make text of them: no piece for 7"):
+            engine.add_request("a", [5, 6], GREEDY, output_token_ids=[7])
+    engine.check_invariants()
+    assert not engine.has_unfinished_requests()
+
+
 class FailingRunner(ArithmeticRunner):
     """Fails at chosen steps before it has computed anything, or gives too few tokens."""
 

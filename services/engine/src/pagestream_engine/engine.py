@@ -131,8 +131,11 @@ class Engine:
         """
         self._check_request(request_id, prompt_token_ids, output_token_ids, params)
         seq = self._make_sequence(request_id, prompt_token_ids, params, output_token_ids, priority)
-        generation = Generation(seq, self._make_detokenizer(prompt_token_ids, params), self.eos_token_ids)
-        num_taken, end = generation.replay(output_token_ids)
+        try:
+            generation = Generation(seq, self._make_detokenizer(prompt_token_ids, params), self.eos_token_ids)
+            num_taken, end = generation.replay(output_token_ids)
+        except Exception as error:
+            raise InvalidRequest(f"tokens: the tokenizer can't make text of them: {error}") from error
         if num_taken < len(output_token_ids):
             raise InvalidRequest(
                 f"output_token_ids: given {len(output_token_ids)} tokens, expected at most {num_taken}, "
