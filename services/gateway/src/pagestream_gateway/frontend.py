@@ -8,10 +8,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pagestream.v1.inference_pb2 import FinishReason
+from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, FinishReason
 from pagestream.v1.records_pb2 import LogEntry, ModelCard, RequestSpec
 from pagestream_streams import Broker, GatewaySession, ModelInfo, RequestView
-from pagestream_streams.errors import ModelNotFound, Unavailable
+from pagestream_streams.errors import DigestMismatch, ModelNotFound, OffsetOutOfRange, Unavailable
 
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.metrics import Metrics
@@ -78,8 +78,22 @@ class Frontend:
         """Batches of log entries from `from_index` to the end. Close it: that is how the request loses its reader."""
         return self.session.read(request_id, tenant=tenant, from_index=from_index, digest=digest)
 
-    async def check_digest(self, request_id: str, tenant: str, *, from_index: int, digest: str) -> None:
-        """Compares the log before an entry that it has already. Raises DigestMismatch, Unavailable."""
+    async def reenter(self, request_id: str, tenant: str, *, from_index: int, digest: str) -> tuple[RequestView, bool]:
+        """Looks up a request that a reader wants to go on with; the flag tells that the log has nothing more for it.
+
+        Raises RequestNotFound, OffsetOutOfRange, DigestMismatch, Unavailable. A place that the log has not reached yet
+        is checked by the reading itself.
+        """
+        view = await self.view(request_id, tenant)
+        if from_index > view.next_index and view.state == REQUEST_STATE_FINISHED:
+            raise OffsetOutOfRange(request_id, from_index, view.next_index)
+        if from_index == view.next_index and digest and digest != view.digest:
+            raise DigestMismatch(request_id, from_index)
+        if 0 < from_index < view.next_index and digest:
+            await self._check_digest(request_id, tenant, from_index, digest)
+        return view, from_index == view.next_index and view.state == REQUEST_STATE_FINISHED
+
+    async def _check_digest(self, request_id: str, tenant: str, from_index: int, digest: str) -> None:
         async with aclosing(self.follow(request_id, tenant, from_index=from_index, digest=digest)) as batches:
             await self._within_limit(anext(batches))
 

@@ -25,6 +25,7 @@ from pagestream_gateway.runs import split_runs
 
 logger = logging.getLogger(__name__)
 
+_MAX_INDEX = 2**63
 SERVICE_NAME = api.DESCRIPTOR.services_by_name["Inference"].full_name
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Method = Callable[[bytes, Context, str], Awaitable[Any]]
@@ -62,19 +63,24 @@ class InferenceService:
         except InvalidRequest as error:
             raise name_as_in_message(error) from error.__cause__
         await context.write(api.GenerateResponse(chunk=api.TokenChunk(request_id=spec.request_id)))  # type: ignore[arg-type]
-        await self._stream(context, spec.request_id, tenant, wrap=lambda chunk: api.GenerateResponse(chunk=chunk))
+        await self._stream(context, spec.request_id, tenant, wrap=lambda it: api.GenerateResponse(chunk=it))
 
     async def resume(self, data: bytes, context: Context, tenant: str) -> None:
         """Streams a log from an offset."""
         request = parse_message(api.ResumeRequest, data)
-        await self._stream(
-            context,
-            request.request_id,
-            tenant,
-            next_index=request.next_index,
-            digest=request.digest,
-            wrap=lambda chunk: api.ResumeResponse(chunk=chunk),
-        )
+        request_id, index, digest = request.request_id, request.next_index, request.digest
+        if index >= _MAX_INDEX:
+            raise InvalidRequest("next_index", f"{index} is no index of a log")
+        _, is_complete = await self._frontend.reenter(request_id, tenant, from_index=index, digest=digest)
+        if not is_complete:
+            await self._stream(
+                context,
+                request_id,
+                tenant,
+                next_index=index,
+                digest=digest,
+                wrap=lambda it: api.ResumeResponse(chunk=it),
+            )
 
     async def cancel(self, data: bytes, context: Context, tenant: str) -> api.CancelResponse:
         """Ends a request; idempotent."""

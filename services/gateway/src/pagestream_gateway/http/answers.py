@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR
@@ -16,11 +17,32 @@ from pagestream_gateway.errors import GatewayError, GenerationFailed
 from pagestream_gateway.frontend import Frontend
 from pagestream_gateway.http.bodies import ChunkWriter
 from pagestream_gateway.http.errors import error_data, error_response, log_unexpected
-from pagestream_gateway.http.position import Position
+from pagestream_gateway.http.position import START, Position
 from pagestream_gateway.problems import problem_of
 from pagestream_gateway.runs import Run, split_runs
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an answer reads, and from where.
+
+    Attributes:
+        spec: the request as it was accepted.
+        tenant: the caller.
+        api: the name under which the call is counted.
+        start: the place from which the client reads on.
+        with_opening: whether the chunk before the first entry is still to be sent.
+        is_complete: whether the log has ended at `start`.
+    """
+
+    spec: RequestSpec
+    tenant: str
+    api: str
+    start: Position = START
+    with_opening: bool = True
+    is_complete: bool = False
 
 
 class LogAnswer(Response):
@@ -30,15 +52,13 @@ class LogAnswer(Response):
     grace needs.
     """
 
-    def __init__(self, frontend: Frontend, spec: RequestSpec, tenant: str, start: Position, api: str) -> None:
-        """`start`: the place from which the client reads on. `api`: the name under which the call is counted."""
+    def __init__(self, frontend: Frontend, reading: Reading) -> None:
         super().__init__()
         self._frontend = frontend
-        self._spec = spec
-        self._tenant = tenant
-        self._position = start
-        self._api = api
-        self._bodies = ChunkWriter(spec)
+        self._reading = reading
+        self._request_id = reading.spec.request_id
+        self._position = reading.start
+        self._bodies = ChunkWriter(reading.spec)
         self._is_silent = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +85,7 @@ class LogAnswer(Response):
         """The log from the start position."""
         position = self._position
         return self._frontend.follow(
-            self._spec.request_id, self._tenant, from_index=position.next_index, digest=position.digest
+            self._request_id, self._reading.tenant, from_index=position.next_index, digest=position.digest
         )
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,13 +93,13 @@ class LogAnswer(Response):
         try:
             outcome = await self.write(scope, receive, send)
         finally:
-            self._frontend.metrics.count_request(self._api, outcome)
+            self._frontend.metrics.count_request(self._reading.api, outcome)
             logger.info(
                 "answered",
                 extra={
-                    "request_id": self._spec.request_id,
-                    "tenant": self._tenant,
-                    "api": self._api,
+                    "request_id": self._request_id,
+                    "tenant": self._reading.tenant,
+                    "api": self._reading.api,
                     "outcome": outcome,
                 },
             )
@@ -108,21 +128,15 @@ class EventStream(LogAnswer):
     any gateway.
     """
 
-    def __init__(
-        self, frontend: Frontend, spec: RequestSpec, tenant: str, start: Position, api: str, *, with_opening: bool
-    ) -> None:
-        """`with_opening`: whether the chunk before the first entry is still to be sent."""
-        super().__init__(frontend, spec, tenant, start, api)
-        self._with_opening = with_opening
+    def __init__(self, frontend: Frontend, reading: Reading) -> None:
+        super().__init__(frontend, reading)
         self._headers_sent = False
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         await self._start(send)
         try:
-            with self._frontend.streams.entered():
-                async with aclosing(self.follow()) as batches:
-                    async for batch in batches:
-                        await self._send(send, self._events(batch))
+            if not self._reading.is_complete:
+                await self._send_log(send)
         except (GatewayError, StreamsError) as error:
             # No [DONE]: a client that sees the end of the body without it goes on from its last id.
             await self._send(send, self._event(error_data(error)), more=False)
@@ -139,13 +153,19 @@ class EventStream(LogAnswer):
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            (b"x-request-id", self._spec.request_id.encode()),
+            (b"x-request-id", self._request_id.encode()),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._headers_sent = True
-        opening = self._bodies.opening() if self._with_opening else None
+        opening = self._bodies.opening() if self._reading.with_opening else None
         # Without an opening chunk a comment carries the headers out at once.
         await self._send(send, self._event(opening) if opening is not None else ": accepted\n\n")
+
+    async def _send_log(self, send: Send) -> None:
+        with self._frontend.streams.entered():
+            async with aclosing(self.follow()) as batches:
+                async for batch in batches:
+                    await self._send(send, self._events(batch))
 
     def _events(self, batch: list[LogEntry]) -> str:
         events = []
@@ -164,7 +184,7 @@ class EventStream(LogAnswer):
         return "".join(events)
 
     def _event(self, data: str) -> str:
-        return f"id: {self._position.event_id(self._spec.request_id)}\ndata: {data}\n\n"
+        return f"id: {self._position.event_id(self._request_id)}\ndata: {data}\n\n"
 
     async def _send(self, send: Send, text: str, *, more: bool = True) -> None:
         self._is_silent = False
@@ -179,11 +199,11 @@ class WholeAnswer(LogAnswer):
         try:
             with self._frontend.streams.entered():
                 body = await self._collect()
-            response: Response = JSONResponse(body, headers={"X-Request-Id": self._spec.request_id})
+            response: Response = JSONResponse(body, headers={"X-Request-Id": self._request_id})
             outcome = "ok"
         except (GatewayError, StreamsError) as error:
-            log_unexpected(error, self._spec.request_id)
-            response = error_response(error, self._spec.request_id)
+            log_unexpected(error, self._request_id)
+            response = error_response(error, self._request_id)
             outcome = problem_of(error).code
         await response(scope, receive, send)
         return outcome

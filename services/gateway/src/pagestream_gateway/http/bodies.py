@@ -43,43 +43,42 @@ class ChunkWriter:
         self.num_choices = len(spec.prompts) * max(1, spec.sampling.n)
         shared = {"created": spec.answer.created, "model": spec.model}
         name = "chat.completion.chunk" if self._is_chat else "text_completion"
-        self._head = json.dumps({"id": spec.request_id, "object": name, **shared})[:-1] + ', "choices": ['
+        self._head = _compact({"id": spec.request_id, "object": name, **shared})[:-1] + ',"choices":['
         # With include_usage each chunk says that its usage is still to come.
-        self._tail = '], "usage": null}' if spec.answer.include_usage else "]}"
+        self._tail = '],"usage":null}' if spec.answer.include_usage else "]}"
 
     def opening(self) -> str | None:
         """The chunk that stands before the first entry: the roles of a chat, the echoed prompts; None where there is
         none.
         """
         if self._is_chat:
-            parts = ['"delta": {"role": "assistant", "content": ""}'] * self.num_choices
+            parts = ['"delta":{"role":"assistant","content":""}'] * self.num_choices
         elif self._spec.answer.echo_texts:
-            parts = [f'"text": {encode_basestring_ascii(self._echo(number))}' for number in range(self.num_choices)]
+            parts = [f'"text":{encode_basestring_ascii(self._echo(number))}' for number in range(self.num_choices)]
         else:
             return None
         choices = [
-            f'{{"index": {number}, {part}, "logprobs": null, "finish_reason": null}}'
-            for number, part in enumerate(parts)
+            f'{{"index":{number},{part},"logprobs":null,"finish_reason":null}}' for number, part in enumerate(parts)
         ]
-        return self._head + ", ".join(choices) + self._tail
+        return self._head + ",".join(choices) + self._tail
 
     def chunk(self, run: Run) -> str:
         """The chunk of a run that is not the log's end."""
         text = encode_basestring_ascii(run.text)
         if not self._is_chat:
-            delta = f'"text": {text}'
+            delta = f'"text":{text}'
         elif run.finish is not None and not run.text:
-            delta = '"delta": {}'
+            delta = '"delta":{}'
         else:
-            delta = f'"delta": {{"content": {text}}}'
-        finish = '"finish_reason": null' if run.finish is None else _finish_fields(run.finish)
-        return f'{self._head}{{"index": {run.choice}, {delta}, "logprobs": null, {finish}}}{self._tail}'
+            delta = f'"delta":{{"content":{text}}}'
+        finish = '"finish_reason":null' if run.finish is None else _finish_fields(run.finish)
+        return f'{self._head}{{"index":{run.choice},{delta},"logprobs":null,{finish}}}{self._tail}'
 
     def usage(self, end: LogEnd) -> str | None:
         """The chunk with the usage, where it was asked for."""
         if not self._spec.answer.include_usage:
             return None
-        return f'{self._head}], "usage": {json.dumps(usage_body(end.usage))}}}'
+        return f'{self._head}],"usage":{_compact(usage_body(end.usage))}}}'
 
     def whole(self, texts: list[str], finishes: list[ChoiceFinish], usage: Usage) -> dict[str, Any]:
         """The body of an answer that is not streamed; `texts` and `finishes` by choice."""
@@ -111,6 +110,10 @@ class ChunkWriter:
         return texts[choice // max(1, self._spec.sampling.n)] if texts else ""
 
 
+def _compact(body: dict[str, Any]) -> str:
+    return json.dumps(body, separators=(",", ":"))
+
+
 def _finish_fields(finish: ChoiceFinish) -> str:
     stop = encode_basestring_ascii(finish.stop_reason) if finish.stop_reason else "null"
-    return f'"finish_reason": "{reason_word(finish.reason)}", "stop_reason": {stop}'
+    return f'"finish_reason":"{reason_word(finish.reason)}","stop_reason":{stop}'

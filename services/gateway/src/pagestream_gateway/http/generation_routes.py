@@ -10,12 +10,11 @@ from starlette.responses import JSONResponse, Response
 
 from pagestream_gateway.errors import GatewayError, InvalidRequest
 from pagestream_gateway.frontend import Frontend
-from pagestream_gateway.http.answers import EventStream, WholeAnswer
+from pagestream_gateway.http.answers import EventStream, Reading, WholeAnswer
 from pagestream_gateway.http.body import read_json
 from pagestream_gateway.http.caller import Door
 from pagestream_gateway.http.documents import body_of
 from pagestream_gateway.http.drafts import chat_draft, completion_draft
-from pagestream_gateway.http.position import Position
 from pagestream_gateway.http.refusals import refuse_for_chat, refuse_for_completions
 from pagestream_gateway.http.schemas import ChatBody, CompletionBody, parse_body
 from pagestream_gateway.problems import problem_of
@@ -71,9 +70,8 @@ def generation_router(frontend: Frontend, door: Door) -> APIRouter:
 
 async def _answer(frontend: Frontend, draft: Draft, tenant: str, *, stream: bool, api: str) -> Response:
     spec = await frontend.submit(draft, tenant)
-    if stream:
-        return EventStream(frontend, spec, tenant, Position(), api, with_opening=True)
-    return WholeAnswer(frontend, spec, tenant, Position(), api)
+    reading = Reading(spec, tenant, api)
+    return EventStream(frontend, reading) if stream else WholeAnswer(frontend, reading)
 
 
 async def _counted(frontend: Frontend, api: str, answer: Callable[[], Awaitable[Response]]) -> Response:

@@ -35,6 +35,9 @@ class Position:
         return cls(_index(text, "from"))
 
 
+START = Position()
+
+
 def _index(text: str, field: str) -> int:
     if not (text.isascii() and text.isdigit()) or len(text) > 20 or int(text) >= _MAX_INDEX:
         raise InvalidRequest(field, f"expected the index of a log entry (0 or more), got {text[:200]!r}")

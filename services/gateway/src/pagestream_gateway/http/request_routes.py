@@ -5,12 +5,11 @@ from typing import Any
 from fastapi import APIRouter
 from pagestream.v1.inference_pb2 import RequestState
 from pagestream_streams import RequestView
-from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pagestream_gateway.frontend import Frontend
-from pagestream_gateway.http.answers import EventStream
+from pagestream_gateway.http.answers import EventStream, Reading
 from pagestream_gateway.http.bodies import reason_word, usage_body
 from pagestream_gateway.http.caller import Door
 from pagestream_gateway.http.documents import EVENTS_PARAMETERS
@@ -38,10 +37,12 @@ def request_router(frontend: Frontend, door: Door) -> APIRouter:
     async def events(request: Request, request_id: str) -> Response:
         tenant = door.enter(request)
         position = _position(request, request_id)
-        view = await frontend.view(request_id, tenant)
-        await _check_position(frontend, view, tenant, position)
-        has_opening = request.headers.get("last-event-id") is None and position.next_index == 0
-        return EventStream(frontend, view.spec, tenant, position, "resume", with_opening=has_opening)
+        view, is_complete = await frontend.reenter(
+            request_id, tenant, from_index=position.next_index, digest=position.digest
+        )
+        with_opening = request.headers.get("last-event-id") is None and position.next_index == 0
+        reading = Reading(view.spec, tenant, "resume", position, with_opening=with_opening, is_complete=is_complete)
+        return EventStream(frontend, reading)
 
     return router
 
@@ -53,23 +54,6 @@ def _position(request: Request, request_id: str) -> Position:
         return Position.parse(last_event_id, request_id)
     text = request.query_params.get("from")
     return Position() if text is None else Position.parse_index(text)
-
-
-async def _check_position(frontend: Frontend, view: RequestView, tenant: str, position: Position) -> None:
-    """Refuses a wrong place while the status is still open; a place that is not reached yet is checked by the reading
-    itself.
-    """
-    index, digest = position.next_index, position.digest
-    if index > view.next_index:
-        if view.state == RequestState.REQUEST_STATE_FINISHED:
-            raise OffsetOutOfRange(view.request_id, index, view.next_index)
-        return
-    if index == view.next_index:
-        if digest and digest != view.digest:
-            raise DigestMismatch(view.request_id, index)
-        return
-    if digest:
-        await frontend.check_digest(view.request_id, tenant, from_index=index, digest=digest)
 
 
 def _view_body(view: RequestView) -> dict[str, Any]:
