@@ -62,7 +62,7 @@ class Part:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
+                env={**os.environ, **self.environment},
             )
 
     def signal(self, number: signal.Signals) -> None:
@@ -138,12 +138,19 @@ class Stack:
     """Redis, engines and gateways."""
 
     def __init__(
-        self, folder: Path, *, model: Path, served_model_name: str = "demo", engine_options: Sequence[str]
+        self,
+        folder: Path,
+        *,
+        model: Path,
+        engine_options: Sequence[str],
+        engine_threads: int = 1,
+        served_model_name: str = "demo",
     ) -> None:
         self.folder = folder
         self.served_model_name = served_model_name
         self._model = model
         self._engine_options = engine_options
+        self._engine_environment = {"OMP_NUM_THREADS": str(engine_threads)}
         redis_port = free_port()
         data = folder / "redis"
         data.mkdir(parents=True)
@@ -157,7 +164,7 @@ class Stack:
         name = f"engine-{len(self.engines)}"
         command = [sys.executable, "-m", "pagestream_engine.worker", str(self._model), "--redis", self.redis_url]
         command += ["--served-model-name", self.served_model_name, "--engine-id", name, *self._engine_options]
-        part = Part(name, command, self.folder / f"{name}.log")
+        part = Part(name, command, self.folder / f"{name}.log", self._engine_environment)
         part.start()
         self.engines.append(part)
         return part
@@ -199,9 +206,10 @@ def running_stack(
     engines: int = 1,
     gateways: int = 1,
     engine_options: Sequence[str] = ("--dtype", "float32"),
+    engine_threads: int = 1,
 ) -> Iterator[Stack]:
     """Run a stack for the length of a block; on an error the ends of all logs are added to it."""
-    stack = Stack(folder, model=model, engine_options=engine_options)
+    stack = Stack(folder, model=model, engine_options=engine_options, engine_threads=engine_threads)
     try:
         stack.redis.start()
         for _ in range(engines):

@@ -1,0 +1,64 @@
+"""Run the benchmarks that need no GPU, one after another; `make bench` calls this.
+
+python tests/benchmarks/run.py [--short] [NAME ...]
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+LIMIT_S = 1800
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A script beside this one."""
+
+    name: str
+    asks: str
+    has_short_form: bool
+
+
+BENCHMARKS = (
+    Benchmark("scheduler_step", "what does the scheduler cost a step?", has_short_form=False),
+    Benchmark("streams_append", "what does a fenced append cost against plain XADDs?", has_short_form=False),
+    Benchmark("full_path", "what do gateway, Redis and the worker cost against the engine alone?", has_short_form=True),
+    Benchmark("engine_throughput", "how fast is LLM.generate against transformers?", has_short_form=True),
+)
+
+
+def run(benchmark: Benchmark, *, short: bool) -> int:
+    """Run one benchmark in a process of its own; returns its exit status."""
+    print(f"== {benchmark.name}: {benchmark.asks}", flush=True)
+    command = [sys.executable, str(HERE / f"{benchmark.name}.py")]
+    if short and benchmark.has_short_form:
+        command.append("--short")
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "support")}
+    return subprocess.run(command, env=environment, timeout=LIMIT_S, check=False).returncode
+
+
+def main() -> int:
+    """Run what was named, or all; returns 1 if one failed."""
+    names = [benchmark.name for benchmark in BENCHMARKS]
+    parser = argparse.ArgumentParser(description="Run the benchmarks.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)} (default: all)")
+    parser.add_argument(
+        "--short", action="store_true", help="smaller workloads: shows that it works, no figures"
+    )
+    options = parser.parse_args()
+    unknown = set(options.names) - set(names)
+    if unknown:
+        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(names)}")
+    chosen = [benchmark for benchmark in BENCHMARKS if not options.names or benchmark.name in options.names]
+    failed = [benchmark.name for benchmark in chosen if run(benchmark, short=options.short)]
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
