@@ -2,8 +2,8 @@ import os
 from pathlib import Path
 
 import pytest
+from pagestream_cli.apikey import API_KEY_VARIABLE
 from pagestream_cli.client import Endpoint, find_endpoint
-from pagestream_cli.client.endpoint import API_KEY_VARIABLE
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import ServerNotFoundError, UsageError
 from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record

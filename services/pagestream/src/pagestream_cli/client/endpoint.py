@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
+from pagestream_cli.apikey import api_key as known_api_key
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import ServerNotFoundError, UsageError
 from pagestream_cli.servefile import read_record
 from pagestream_cli.supervisor.guard import is_alive
-
-API_KEY_VARIABLE = "PAGESTREAM_CLIENT__API_KEY"
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ def find_endpoint(url: str | None, data_dir: DataDir, api_key: str | None = None
         ServerNotFoundError: no serve runs there.
         UsageError: `url` is not http(s)://host[:port].
     """
-    key = api_key or os.environ.get(API_KEY_VARIABLE) or None
+    key = known_api_key(api_key)
     if url is not None:
         return Endpoint((_checked(url),), key)
     record = read_record(data_dir.serve_file)

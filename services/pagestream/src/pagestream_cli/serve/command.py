@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
+import importlib
 import signal
 import time
 
-from pagestream_cli.client.endpoint import API_KEY_VARIABLE
+from pagestream_cli.apikey import api_key
 from pagestream_cli.console import say
 from pagestream_cli.datadir import DataDirLock
 from pagestream_cli.errors import UsageError
 from pagestream_cli.serve.deployment import Deployment
-from pagestream_cli.serve.greet import examples, greet
 from pagestream_cli.serve.layout import Layout, lay_out
 from pagestream_cli.serve.model import choose_model
 from pagestream_cli.serve.options import ServeOptions, parse_options
@@ -39,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     _set_title()
     options.data_dir.create()
     with DataDirLock(options.data_dir):
+        options.data_dir.serve_file.unlink(missing_ok=True)  # of a serve that was killed
         model = choose_model(options.model, options.served_model_name)
         layout = lay_out(options)
         command = _redis(options, layout)
@@ -80,15 +80,23 @@ async def _serve(plan: Plan, deployment: Deployment, reporter: Reporter) -> None
 
 async def _host(plan: Plan, deployment: Deployment, reporter: Reporter) -> None:
     reporter.loading(f"loading {plan.model.name}")
+    if plan.options.greet is not None:  # while the engine loads, not between "ready" and the first question
+        await asyncio.to_thread(importlib.import_module, "pagestream_cli.serve.greet")
     await deployment.wait_ready()
     reporter.loaded()
     reporter.ready(deployment.record)
     if plan.options.greet is not None:
-        await greet(deployment.record, plan.options.greet, api_key=os.environ.get(API_KEY_VARIABLE))
-        if plan.options.exit_after_greet:
-            deployment.supervisor.stop()
-        else:
-            say(examples(deployment.record))
+        await _greet(plan.options, deployment, plan.options.greet)
+
+
+async def _greet(options: ServeOptions, deployment: Deployment, prompt: str) -> None:
+    from pagestream_cli.serve.greet import examples, greet
+
+    await greet(deployment.record, prompt, api_key=api_key())
+    if options.exit_after_greet:
+        deployment.supervisor.stop()
+    else:
+        say(examples(deployment.record))
 
 
 def _stop(deployment: Deployment, reporter: Reporter) -> None:

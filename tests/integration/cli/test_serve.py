@@ -1,0 +1,259 @@
+"""`pagestream serve` with the demo model: real processes, from the client to the tokens and back."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pagestream_cli.servefile import ServeRecord, read_record
+from processes import is_running, wait_until
+
+START_LIMIT_S = 90.0
+PROMPT = "Tell me a story about the lighthouse."
+LONG = {
+    "model": "demo",
+    "prompt": "One evening",
+    "max_tokens": 300,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+}
+
+
+@dataclass
+class Serve:
+    """A serve that runs."""
+
+    process: subprocess.Popen[str]
+    data_dir: Path
+
+    @property
+    def record(self) -> ServeRecord:
+        record = read_record(self.data_dir / "serve.json")
+        if record is None:
+            raise FileNotFoundError(self.data_dir / "serve.json")
+        return record
+
+    @property
+    def url(self) -> str:
+        return self.record.http_urls()[0]
+
+    def pid(self, name: str) -> int | None:
+        return next(process.pid for process in self.record.processes if process.name == name)
+
+    def all_pids(self) -> list[int]:
+        return [process.pid for process in self.record.processes if process.pid is not None]
+
+    def kill(self, name: str) -> None:
+        """kill -9 of one part; returns once serve has started it again."""
+        before = self.pid(name)
+        assert before is not None
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: self.pid(name) not in (before, None), f"{name} was started again")
+
+    def run(self, *arguments: str, stdin: str | None = None, limit_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pagestream_cli", *arguments, "--data-dir", str(self.data_dir)]
+        return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=limit_s, check=False)
+
+
+def serve_command(data_dir: Path, *arguments: str) -> list[str]:
+    ports = ["--http-port", "0", "--grpc-port", "0", "--data-dir", str(data_dir)]
+    return [sys.executable, "-m", "pagestream_cli", "serve", *ports, "--dtype", "float32", *arguments]
+
+
+def start(data_dir: Path, *arguments: str) -> Serve:
+    with (data_dir.parent / f"{data_dir.name}.err").open("w") as said:
+        process = subprocess.Popen(
+            serve_command(data_dir, *arguments),
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            text=True,
+            start_new_session=True,  # its group is a terminal's foreground group
+        )
+    serve = Serve(process, data_dir)
+
+    def is_ready() -> bool:
+        if process.poll() is not None:
+            raise RuntimeError(f"serve ended: {(data_dir.parent / f'{data_dir.name}.err').read_text()}")
+        record = read_record(data_dir / "serve.json")
+        return record is not None and record.ready and record.processes[0].pid == process.pid
+
+    try:
+        wait_until(is_ready, "serve is ready", START_LIMIT_S)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return serve
+
+
+def end(serve: Serve) -> None:
+    """Ctrl-C, as a terminal sends it; nothing may be left."""
+    pids = serve.all_pids()
+    os.killpg(serve.process.pid, signal.SIGINT)
+    assert serve.process.wait(40) == 0
+    assert not any(is_running(pid) for pid in pids)
+    assert not (serve.data_dir / "serve.json").exists()
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    running = start(tmp_path_factory.mktemp("serve") / "data")
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.process.terminate()
+            running.process.wait(60)
+
+
+def events(response: httpx.Response) -> Iterator[tuple[str, str]]:
+    """Id and data of each event."""
+    last_id = ""
+    for line in response.iter_lines():
+        if line.startswith("id: "):
+            last_id = line.removeprefix("id: ")
+        elif line.startswith("data: "):
+            yield last_id, line.removeprefix("data: ")
+
+
+def text_of(data: str) -> str:
+    choices: list[dict[str, Any]] = json.loads(data).get("choices", [])
+    return "".join(choice["text"] for choice in choices)
+
+
+def complete(serve: Serve, interrupt: str | None = None) -> tuple[str, list[int]]:
+    """A long greedy completion; after the tenth event a part is killed. Returns its text and the events' indices."""
+    pieces: list[str] = []
+    indices: list[int] = []
+    timeout = httpx.Timeout(60.0)
+    with httpx.stream("POST", f"{serve.url}/v1/completions", json=LONG, timeout=timeout) as response:
+        assert response.status_code == 200, response.read()
+        for event_id, data in events(response):
+            if data == "[DONE]":
+                return "".join(pieces), indices
+            pieces.append(text_of(data))
+            indices.append(int(event_id.split("/")[1]))
+            if interrupt is not None and len(pieces) == 10:
+                serve.kill(interrupt)
+    raise AssertionError("the stream ended without [DONE]")
+
+
+def test_serve_json_lists_every_process(serve: Serve) -> None:
+    record = serve.record
+    assert [process.name for process in record.processes] == ["serve", "redis", "engine-0", "gateway-0"]
+    assert record.processes[0].pid == serve.process.pid
+    assert all(is_running(pid) for pid in serve.all_pids())
+    assert set(record.processes[3].ports) == {"http", "grpc"}
+    assert record.redis_url == f"redis://127.0.0.1:{record.processes[1].ports['redis']}/0"
+    assert httpx.get(f"{serve.url}/readyz").status_code == 200
+
+
+def test_generate_and_chat_stream_an_answer(serve: Serve) -> None:
+    told = serve.run("chat", "--temperature", "0", stdin=PROMPT)
+    assert told.returncode == 0, told.stderr
+    assert "lighthouse" in told.stdout.lower()
+    again = serve.run("generate", "One evening", "--temperature", "0", "--max-tokens", "20")
+    assert again.returncode == 0, again.stderr
+    assert len(again.stdout.split()) > 5
+
+
+def test_kill_9_of_the_engine_in_the_middle_changes_nothing(serve: Serve) -> None:
+    undisturbed, _ = complete(serve)
+    text, indices = complete(serve, interrupt="engine-0")
+    assert text == undisturbed
+    assert indices == sorted(set(indices))
+    assert next(process.restarts for process in serve.record.processes if process.name == "engine-0") >= 1
+
+
+def test_kill_9_of_redis_in_the_middle_changes_nothing(serve: Serve) -> None:
+    undisturbed, _ = complete(serve)
+    text, _ = complete(serve, interrupt="redis")
+    assert text == undisturbed
+
+
+def test_kill_9_of_the_gateway_is_bridged_by_generate(serve: Serve) -> None:
+    arguments = ("generate", "One evening", "--temperature", "0", "--max-tokens", "300")
+    undisturbed = serve.run(*arguments)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    command = [sys.executable, "-m", "pagestream_cli", *arguments, "--data-dir", str(serve.data_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as reading:
+        assert reading.stdout is not None
+        first = reading.stdout.read(1)
+        serve.kill("gateway-0")
+        rest, said = reading.communicate(timeout=90)
+        assert reading.returncode == 0, said
+    assert (first + rest).decode() == undisturbed.stdout
+
+
+@pytest.mark.parametrize("api", [[], ["--grpc"]])
+def test_bench_replays_a_trace_without_an_error(serve: Serve, tmp_path: Path, api: list[str]) -> None:
+    trace = ["--trace", "sample", "--num-requests", "60", "--scale-to-context", "--time-scale", "20"]
+    done = serve.run("bench", *trace, *api, "--output", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "out.json").read_text())["summary"]
+    assert (summary["succeeded"], summary["errors"]) == (60, {})
+    assert summary["output_tokens"] > 60
+
+
+def test_doctor_sees_the_running_serve(serve: Serve) -> None:
+    found = json.loads(serve.run("doctor", "--json", "--http-port", "1").stdout)
+    assert any("running: model 'demo'" in finding["found"] for finding in found)
+
+
+def test_a_second_serve_in_the_same_folder_is_refused(serve: Serve) -> None:
+    done = subprocess.run(serve_command(serve.data_dir), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert f"process {serve.process.pid}" in done.stderr
+    assert "--data-dir" in done.stderr
+
+
+def test_ctrl_c_leaves_nothing(serve: Serve) -> None:
+    end(serve)
+
+
+def test_kill_9_of_serve_leaves_nothing_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    first = start(tmp_path / "data", "--engines", "2", "--gateways", "2")
+    pids = first.all_pids()
+    assert len(pids) == 6
+    body = {**LONG, "on_disconnect": "continue"}
+    with httpx.stream("POST", f"{first.url}/v1/completions", json=body, timeout=60.0) as response:
+        request_id = response.headers["x-request-id"]
+        next(events(response))
+        first.process.kill()
+    first.process.wait(10)
+    wait_until(lambda: not any(is_running(pid) for pid in pids), "no part is left")
+    second = start(tmp_path / "data")
+    try:
+        with httpx.stream("GET", f"{second.url}/v1/requests/{request_id}/events", timeout=60.0) as response:
+            assert response.status_code == 200
+            data = [data for _, data in events(response)]
+        assert data[-1] == "[DONE]"
+        assert len("".join(text_of(item) for item in data[:-1])) > 300
+    finally:
+        end(second)
+
+
+def test_a_greeting_in_a_pipe_ends_by_itself(tmp_path: Path) -> None:
+    command = serve_command(tmp_path / "data", "--greet", PROMPT, "--exit-after-greet")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "lighthouse" in done.stdout.lower()
+    assert "first token after" in done.stderr
+    assert "ready: model 'demo' at http://127.0.0.1:" in done.stderr
+    assert not (tmp_path / "data" / "serve.json").exists()
+
+
+def test_a_wrong_engine_option_ends_serve_with_the_engines_words(tmp_path: Path) -> None:
+    command = serve_command(tmp_path / "data", "--max-model-len", "many")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_LIMIT_S, check=False)
+    assert done.returncode == 1
+    assert "engine-0 cannot start" in done.stderr
+    assert "--max-model-len" in done.stderr
