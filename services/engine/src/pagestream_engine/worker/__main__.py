@@ -1,6 +1,7 @@
 """`pagestream-engine`: one engine process."""
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -34,7 +35,11 @@ EXIT_BAD_OPTIONS = 2
 def _load(model: str, name: str, config: EngineConfig) -> tuple[Engine, ModelCard]:
     folder = resolve_model(model)
     engine = Engine(folder, config)
-    return engine, build_card(folder, name, engine)
+    card = build_card(folder, name, engine)
+    # What is loaded lives as long as the process: a collection that walks it would be a pause between two tokens.
+    gc.collect()
+    gc.freeze()
+    return engine, card
 
 
 async def _when_redis_is_there(action: Callable[[], Awaitable[T]]) -> T:

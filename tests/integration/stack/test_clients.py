@@ -1,0 +1,115 @@
+"""Clients that nobody here wrote (openai, curl, grpcurl) get the demo model's answers from the whole stack."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from pagestream_engine import LLM, SamplingParams
+from stack import DEMO_MODEL, Stack, running_stack
+
+LIMIT_S = 30
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running_stack(tmp_path_factory.mktemp("stack")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stack.gateways[0].url}/v1", api_key="none", timeout=LIMIT_S) as made:
+        yield made
+
+
+def questions() -> list[tuple[str, str]]:
+    held_out = json.loads((DEMO_MODEL / "questions.json").read_text())["held_out"]
+    certain = [case for case in held_out if case["certain"] and len(case["messages"]) == 1]
+    chosen = certain[:: len(certain) // 5][:5]
+    return [(case["messages"][0]["content"], case["answer"]) for case in chosen]
+
+
+@pytest.mark.parametrize(("question", "answer"), questions())
+def test_the_openai_client_hears_the_right_answer(client: openai.OpenAI, question: str, answer: str) -> None:
+    messages = [{"role": "user", "content": question}]
+    whole = client.chat.completions.create(model="demo", messages=messages, temperature=0)
+    assert (whole.choices[0].message.content or "").strip() == answer
+    assert whole.choices[0].finish_reason == "stop"
+    stream = client.chat.completions.create(
+        model="demo", messages=messages, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    assert len(chunks) > 3, "the answer came in one piece"
+
+
+def test_completions_equal_the_offline_engine(client: openai.OpenAI) -> None:
+    prompts = ["The lighthouse", "The baker of Tidewick", "One evening"]
+    llm = LLM(str(DEMO_MODEL), dtype="float32")
+    offline = llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=40))
+    served = client.completions.create(model="demo", prompt=prompts, temperature=0.8, top_p=0.9, seed=11, max_tokens=40)
+    assert [choice.text for choice in served.choices] == [output.outputs[0].text for output in offline]
+    assert [choice.finish_reason for choice in served.choices] == [o.outputs[0].finish_reason for o in offline]
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+
+
+def test_an_unknown_model_is_a_not_found_error(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        client.completions.create(model="nobody", prompt="x")
+
+
+def run(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl on the PATH")
+def test_curl_streams(stack: Stack) -> None:
+    body = {"model": "demo", "prompt": "The lighthouse", "max_tokens": 8, "temperature": 0, "stream": True}
+    url = f"{stack.gateways[0].url}/v1/completions"
+    output = run(["curl", "-sN", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)])
+    events = [line[6:] for line in output.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+    body["stream"] = False
+    whole = json.loads(run(["curl", "-s", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]))
+    assert text == whole["choices"][0]["text"]
+
+
+@pytest.mark.skipif(shutil.which("grpcurl") is None, reason="needs grpcurl on the PATH")
+def test_grpcurl_finds_the_service_and_streams(stack: Stack) -> None:
+    target = stack.gateways[0].grpc_target
+    assert "pagestream.v1.Inference" in run(["grpcurl", "-plaintext", target, "list"]).split()
+    health = run(["grpcurl", "-plaintext", target, "grpc.health.v1.Health/Check"])
+    assert json.loads(health)["status"] == "SERVING"
+    body = {"model": "demo", "prompt": "The lighthouse", "sampling": {"maxTokens": 8, "temperature": 0}}
+    method = "pagestream.v1.Inference/Generate"
+    output = run(["grpcurl", "-plaintext", "-d", json.dumps(body), target, method])
+    chunks = [json.loads(part)["chunk"] for part in split_json(output)]
+    assert sum(len(chunk.get("tokenIds", [])) for chunk in chunks) == body["sampling"]["maxTokens"]
+    assert chunks[-1]["usage"]["completionTokens"] == body["sampling"]["maxTokens"]
+
+
+def split_json(text: str) -> list[str]:
+    decoder, parts, at = json.JSONDecoder(), [], 0
+    while at < len(text.rstrip()):
+        _, end = decoder.raw_decode(text, at)
+        parts.append(text[at:end])
+        at = end + 1
+    return parts
+
+
+def test_what_an_engine_process_imports_stays_out_of_the_gateway(stack: Stack) -> None:
+    pid = stack.gateways[0].process.pid if stack.gateways[0].process else 0
+    maps = Path(f"/proc/{pid}/maps")
+    if not maps.exists():
+        pytest.skip("needs /proc")
+    assert "libtorch" not in maps.read_text()
