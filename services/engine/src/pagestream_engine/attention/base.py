@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from pagestream_engine.attention.host_memory import host_zeros
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
@@ -73,10 +75,14 @@ class AttentionBackend(ABC, Generic[PlanT]):
         self.value_cache: list[Tensor] = []
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocates the cache of all layers, zeroed: pages are touched now and not in the middle of a request."""
+        """Allocates the cache of all layers, zeroed: what a backend reads and then masks must be finite."""
         shape = self.shape
         size = (2, shape.num_layers, num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        keys, values = torch.zeros(size, dtype=shape.dtype, device=self.device).unbind(0)
+        if self.device.type == "cpu":
+            cache = host_zeros(size, shape.dtype)
+        else:
+            cache = torch.zeros(size, dtype=shape.dtype, device=self.device)
+        keys, values = cache.unbind(0)
         self.key_cache, self.value_cache = list(keys.unbind(0)), list(values.unbind(0))
 
     @abstractmethod

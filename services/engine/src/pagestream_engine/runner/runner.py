@@ -31,7 +31,7 @@ class ModelRunner:
 
         Raises:
             ModelError: the folder is incomplete, or holds a model that is not supported.
-            ConfigError: there is no such device, or `max_model_len` or `attention_backend` does not fit it or the model.
+            ConfigError: there is no such device, or an option does not fit it or the model.
         """
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device", device.type, "cpu or auto", "torch finds no GPU on this machine")

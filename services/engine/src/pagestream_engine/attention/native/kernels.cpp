@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -75,6 +76,46 @@ inline float sum(Vec x) {
   for (int64_t width = W / 2; width; width /= 2)
     for (int64_t i = 0; i < width; ++i) lane[i] += lane[i + width];
   return lane[0];
+}
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (IVec){__VA_ARGS__})
+#endif
+
+// In-place transpose of a 16 x 16 tile: four perfect shuffles of the rows.
+inline void transpose(Vec* rows) {
+  for (int round = 0; round < 4; ++round) {
+    Vec next[W];
+    for (int64_t i = 0; i < W / 2; ++i) {
+      const Vec a = rows[i], b = rows[i + W / 2];
+      next[2 * i] = SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      next[2 * i + 1] = SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
+    std::memcpy(rows, next, sizeof next);
+  }
+}
+
+// Lane t of the result is the sum of rows[t]: a tree over the 16 rows.
+inline Vec sums(Vec* rows) {
+  for (int64_t i = 0; i < 8; ++i) {
+    const Vec a = rows[2 * i], b = rows[2 * i + 1];
+    rows[i] = SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+              SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }
+  for (int64_t i = 0; i < 4; ++i) {
+    const Vec a = rows[2 * i], b = rows[2 * i + 1];
+    rows[i] = SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+              SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  }
+  for (int64_t i = 0; i < 2; ++i) {
+    const Vec a = rows[2 * i], b = rows[2 * i + 1];
+    rows[i] = SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+              SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+  }
+  return SHUFFLE(rows[0], rows[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         SHUFFLE(rows[0], rows[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 
 // exp by 2^n * 2^f, |f| <= 1/2, a polynomial for 2^f (relative error about 1e-7); below -87 it is 0.
@@ -209,15 +250,44 @@ struct Cache {
   }
 };
 
-// Rows of `count` x dim as floats, padded to `padded` columns with zeros.
-template <typename T>
-void widen_rows(float* to, const T* from, int64_t count, int64_t dim, int64_t padded, int64_t stride, float scale) {
-  for (int64_t row = 0; row < count; ++row) {
-    int64_t i = 0;
-    for (; i + W <= dim; i += W) store(to + row * padded + i, load(from + row * stride + i) * scale);
-    for (; i < dim; ++i) to[row * padded + i] = widen(from[row * stride + i]) * scale;
-    for (; i < padded; ++i) to[row * padded + i] = 0.0f;
+// `count` rows of V vectors as floats, times `scale`.
+template <int64_t V, typename T>
+void widen_rows(float* to, const T* from, int64_t count, float scale) {
+  for (int64_t i = 0; i < count * V; ++i) store(to + i * W, load(from + i * W) * scale);
+}
+
+// Asks for the 16 rows that come `AHEAD` rounds later: blocks lie anywhere, so the processor can't foresee them.
+template <int64_t V, typename T>
+inline void prefetch(const T* base, const Cache& cache, int64_t seq, int64_t kv_head, int64_t first, int64_t seq_len) {
+  constexpr int64_t AHEAD = 2;
+  const int64_t token = first + AHEAD * W;
+  if (token >= seq_len) return;
+  const char* rows = (const char*)(base + cache.place(seq, token, kv_head) + token % cache.block_size * V * W);
+  const int64_t count = std::min(W, cache.block_size - token % cache.block_size);
+  for (int64_t i = 0; i < count * V * W * int64_t(sizeof(T)); i += 64) __builtin_prefetch(rows + i);
+}
+
+// 16 keys or values from token `first` on, as floats: a pointer into the cache, or to `scratch`. Past `seq_len` the
+// scratch repeats the last token, whose weight is then zero.
+template <int64_t V, typename T>
+inline const float* sixteen(const T* base, const Cache& cache, int64_t seq, int64_t kv_head, int64_t first,
+                            int64_t seq_len, float* scratch) {
+  constexpr int64_t dim = V * W;
+  prefetch<V>(base, cache, seq, kv_head, first, seq_len);
+  const int64_t offset = first % cache.block_size;
+  const bool inside = offset + W <= cache.block_size && first + W <= seq_len;
+  if (inside) {
+    const T* rows = base + cache.place(seq, first, kv_head) + offset * dim;
+    if constexpr (std::is_same_v<T, float>) return rows;
+    widen_rows<V>(scratch, rows, W, 1.0f);
+    return scratch;
   }
+  for (int64_t t = 0; t < W; ++t) {
+    const int64_t token = std::min(first + t, seq_len - 1);
+    const T* row = base + cache.place(seq, token, kv_head) + token % cache.block_size * dim;
+    widen_rows<V>(scratch + t * dim, row, 1, 1.0f);
+  }
+  return scratch;
 }
 
 // Softmax of one row of `count` scores in place; returns 1 / sum. The weights are left unnormalised.
@@ -234,84 +304,6 @@ inline float softmax(float* scores, int64_t count) {
   float rest = 0.0f;
   for (int64_t i = whole; i < count; ++i) rest += scores[i] = std::exp(scores[i] - largest);
   return 1.0f / (sum(total) + rest);
-}
-
-template <int64_t V, typename T>
-inline float dot(const Vec* query, const T* key) {
-  Vec total = query[0] * load(key);
-  for (int64_t i = 1; i < V; ++i) total += query[i] * load(key + i * W);
-  return sum(total);
-}
-
-// One sequence and KV head: V vectors a head; the queries of the group share each load of the cache.
-template <int64_t V, typename T>
-void decode_task(T* out, const float* query, const Cache& cache, int64_t seq, int64_t kv_head, int64_t seq_len,
-                 int64_t group, float* scores) {
-  constexpr int64_t dim = V * W;
-  const int64_t stride = (seq_len + W - 1) / W * W;
-  for (int64_t first = 0; first < seq_len; first += cache.block_size) {
-    const T* keys = (const T*)cache.keys + cache.place(seq, first, kv_head);
-    const int64_t count = std::min(cache.block_size, seq_len - first);
-    for (int64_t row = 0; row < group; ++row) {
-      Vec held[V];
-      for (int64_t i = 0; i < V; ++i) held[i] = load(query + row * dim + i * W);
-      for (int64_t t = 0; t < count; ++t) scores[row * stride + first + t] = dot<V, T>(held, keys + t * dim);
-    }
-  }
-  std::vector<Vec> totals(group * V, splat(0.0f));
-  std::vector<float> factors(group);
-  for (int64_t row = 0; row < group; ++row) factors[row] = softmax(scores + row * stride, seq_len);
-  for (int64_t first = 0; first < seq_len; first += cache.block_size) {
-    const T* values = (const T*)cache.values + cache.place(seq, first, kv_head);
-    const int64_t count = std::min(cache.block_size, seq_len - first);
-    for (int64_t row = 0; row < group; ++row) {
-      Vec total[V];
-      for (int64_t i = 0; i < V; ++i) total[i] = totals[row * V + i];
-      for (int64_t t = 0; t < count; ++t) {
-        const float weight = scores[row * stride + first + t];
-        for (int64_t i = 0; i < V; ++i) total[i] += weight * load(values + t * dim + i * W);
-      }
-      for (int64_t i = 0; i < V; ++i) totals[row * V + i] = total[i];
-    }
-  }
-  for (int64_t row = 0; row < group; ++row)
-    for (int64_t i = 0; i < V; ++i) store(out + row * dim + i * W, totals[row * V + i] * factors[row]);
-}
-
-template <int64_t V, typename T>
-void decode(T* out, const T* query, const Cache& cache, const int64_t* seq_lens, int64_t seqs, int64_t query_stride,
-            float scale, int threads) {
-  constexpr int64_t dim = V * W;
-  const int64_t group = cache.heads / cache.kv_heads;
-#pragma omp parallel num_threads(threads)
-  {
-    std::vector<float> scores, queries(group * dim);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < seqs * cache.kv_heads; ++task) {
-      const int64_t seq = task / cache.kv_heads, kv_head = task % cache.kv_heads;
-      scores.resize(group * ((seq_lens[seq] + W - 1) / W * W));
-      widen_rows(queries.data(), query + seq * query_stride + kv_head * group * dim, group, dim, dim, dim, scale);
-      decode_task<V, T>(out + (seq * cache.heads + kv_head * group) * dim, queries.data(), cache, seq, kv_head,
-                        seq_lens[seq], group, scores.data());
-    }
-  }
-}
-
-// A tile of a prefill chunk: consecutive query tokens of one sequence.
-struct Tile {
-  int64_t seq, row, position, count;  // packed row and position of the first token
-};
-
-// scores[r][0:W] of R query rows against W keys, which lie transposed: (dim, W).
-template <int64_t R>
-inline void score_rows(float* scores, int64_t stride, const float* query, const float* keys, int64_t dim) {
-  Vec total[R];
-  for (int64_t r = 0; r < R; ++r) total[r] = splat(0.0f);
-  for (int64_t i = 0; i < dim; ++i) {
-    const Vec key = load(keys + i * W);
-    for (int64_t r = 0; r < R; ++r) total[r] += key * query[r * dim + i];
-  }
-  for (int64_t r = 0; r < R; ++r) store(scores + r * stride, total[r]);
 }
 
 // P vectors of totals[r] += sum over t of weights[r][t] * values[t]: R rows, `count` tokens, all totals in registers.
@@ -343,8 +335,89 @@ inline void mix_rows(float* totals, const float* weights, int64_t stride, const 
 }
 
 struct Scratch {
-  std::vector<float> query, keys, values, scores, totals;
+  std::vector<float> query, rows, transposed, scores, totals, factors;
 };
+
+// Scores of one query row against 16 keys.
+template <int64_t V>
+inline Vec score_sixteen(const float* query, const float* keys) {
+  Vec held[V], total[W];
+  for (int64_t i = 0; i < V; ++i) held[i] = load(query + i * W);
+  for (int64_t t = 0; t < W; ++t) {
+    total[t] = held[0] * load(keys + t * V * W);
+    for (int64_t i = 1; i < V; ++i) total[t] += held[i] * load(keys + (t * V + i) * W);
+  }
+  return sums(total);
+}
+
+// One sequence and KV head. The group's queries share each key and value that was widened.
+template <int64_t V, typename T>
+void decode_task(T* out, const Cache& cache, int64_t seq, int64_t kv_head, int64_t seq_len, int64_t group,
+                 Scratch& scratch) {
+  constexpr int64_t dim = V * W;
+  const int64_t stride = (seq_len + W - 1) / W * W;
+  scratch.scores.resize(group * stride);
+  scratch.totals.assign(group * dim, 0.0f);
+  float* scores = scratch.scores.data();
+  float* totals = scratch.totals.data();
+  for (int64_t first = 0; first < seq_len; first += W) {
+    const float* keys =
+        sixteen<V>((const T*)cache.keys, cache, seq, kv_head, first, seq_len, scratch.rows.data());
+    for (int64_t row = 0; row < group; ++row)
+      store(scores + row * stride + first, score_sixteen<V>(scratch.query.data() + row * dim, keys));
+  }
+  for (int64_t row = 0; row < group; ++row) scratch.factors[row] = softmax(scores + row * stride, seq_len);
+  for (int64_t first = 0; first < seq_len; first += W) {
+    const float* values =
+        sixteen<V>((const T*)cache.values, cache, seq, kv_head, first, seq_len, scratch.rows.data());
+    const int64_t count = std::min(W, seq_len - first);
+    int64_t row = 0;
+    for (; row + 3 <= group; row += 3)
+      mix_rows<3, V>(totals + row * dim, scores + row * stride + first, stride, values, count);
+    for (; row < group; ++row)
+      mix_rows<1, V>(totals + row * dim, scores + row * stride + first, stride, values, count);
+  }
+  for (int64_t row = 0; row < group; ++row)
+    for (int64_t i = 0; i < dim; i += W) store(out + row * dim + i, load(totals + row * dim + i) * scratch.factors[row]);
+}
+
+template <int64_t V, typename T>
+void decode(T* out, const T* query, const Cache& cache, const int64_t* seq_lens, int64_t seqs, int64_t query_stride,
+            float scale, int threads) {
+  constexpr int64_t dim = V * W;
+  const int64_t group = cache.heads / cache.kv_heads;
+#pragma omp parallel num_threads(threads)
+  {
+    Scratch scratch;
+    scratch.query.resize(group * dim);
+    scratch.factors.resize(group);
+    scratch.rows.resize(W * dim);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < seqs * cache.kv_heads; ++task) {
+      const int64_t seq = task / cache.kv_heads, head = task % cache.kv_heads * group;
+      widen_rows<V>(scratch.query.data(), query + seq * query_stride + head * dim, group, scale);
+      decode_task<V, T>(out + (seq * cache.heads + head) * dim, cache, seq, head / group, seq_lens[seq], group,
+                        scratch);
+    }
+  }
+}
+
+// A tile of a prefill chunk: consecutive query tokens of one sequence.
+struct Tile {
+  int64_t seq, row, position, count;  // packed row and position of the first token
+};
+
+// scores[r][0:W] of R query rows against W keys, which lie transposed: (dim, W).
+template <int64_t R>
+inline void score_rows(float* scores, int64_t stride, const float* query, const float* keys, int64_t dim) {
+  Vec total[R];
+  for (int64_t r = 0; r < R; ++r) total[r] = splat(0.0f);
+  for (int64_t i = 0; i < dim; ++i) {
+    const Vec key = load(keys + i * W);
+    for (int64_t r = 0; r < R; ++r) total[r] += key * query[r * dim + i];
+  }
+  for (int64_t r = 0; r < R; ++r) store(scores + r * stride, total[r]);
+}
 
 template <int64_t V, typename T>
 void prefill_task(T* out, const T* query, const Cache& cache, const Tile& tile, int64_t kv_head, int64_t query_stride,
@@ -356,42 +429,40 @@ void prefill_task(T* out, const T* query, const Cache& cache, const Tile& tile, 
   scratch.query.assign(padded * dim, 0.0f);
   scratch.totals.assign(padded * dim, 0.0f);
   scratch.scores.assign(padded * stride, 0.0f);
-  scratch.keys.resize(dim * W);
-  scratch.values.resize(dim * W);
+  scratch.transposed.resize(W * dim);
+  scratch.rows.resize(W * dim);
+  scratch.factors.resize(rows);
+  float* scores = scratch.scores.data();
   for (int64_t t = 0; t < tile.count; ++t)
-    widen_rows(scratch.query.data() + t * group * dim, query + (tile.row + t) * query_stride + kv_head * group * dim,
-               group, dim, dim, dim, scale);
+    widen_rows<V>(scratch.query.data() + t * group * dim,
+                  query + (tile.row + t) * query_stride + kv_head * group * dim, group, scale);
   for (int64_t first = 0; first < seq_len; first += W) {
-    for (int64_t t = 0; t < W; ++t) {
-      const int64_t token = std::min(first + t, seq_len - 1);  // past the end: any real key, never used
-      const T* key = (const T*)cache.keys + cache.place(tile.seq, token, kv_head) + token % cache.block_size * dim;
-      for (int64_t i = 0; i < dim; ++i) scratch.keys[i * W + t] = widen(key[i]);
+    const float* keys =
+        sixteen<V>((const T*)cache.keys, cache, tile.seq, kv_head, first, seq_len, scratch.rows.data());
+    for (int64_t i = 0; i < V; ++i) {
+      Vec part[W];
+      for (int64_t t = 0; t < W; ++t) part[t] = load(keys + t * dim + i * W);
+      transpose(part);
+      std::memcpy(scratch.transposed.data() + i * W * W, part, sizeof part);
     }
     for (int64_t r = 0; r < padded; r += R)
-      score_rows<R>(scratch.scores.data() + r * stride + first, stride, scratch.query.data() + r * dim,
-                    scratch.keys.data(), dim);
+      score_rows<R>(scores + r * stride + first, stride, scratch.query.data() + r * dim, scratch.transposed.data(), dim);
   }
-  std::vector<float> factors(rows);
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t visible = tile.position + r / group + 1;
-    float* row = scratch.scores.data() + r * stride;
-    factors[r] = softmax(row, visible);
-    std::fill(row + visible, row + stride, 0.0f);
+    scratch.factors[r] = softmax(scores + r * stride, visible);
+    std::fill(scores + r * stride + visible, scores + (r + 1) * stride, 0.0f);
   }
   for (int64_t first = 0; first < seq_len; first += W) {
-    const int64_t count = std::min(W, seq_len - first);
-    for (int64_t t = 0; t < count; ++t) {
-      const int64_t token = first + t;
-      const T* value = (const T*)cache.values + cache.place(tile.seq, token, kv_head) + token % cache.block_size * dim;
-      widen_rows(scratch.values.data() + t * dim, value, 1, dim, dim, dim, 1.0f);
-    }
+    const float* values =
+        sixteen<V>((const T*)cache.values, cache, tile.seq, kv_head, first, seq_len, scratch.rows.data());
     for (int64_t r = 0; r < padded; r += R)
-      mix_rows<R, V>(scratch.totals.data() + r * dim, scratch.scores.data() + r * stride + first, stride,
-                     scratch.values.data(), count);
+      mix_rows<R, V>(scratch.totals.data() + r * dim, scores + r * stride + first, stride, values,
+                     std::min(W, seq_len - first));
   }
   for (int64_t r = 0; r < rows; ++r) {
     T* to = out + ((tile.row + r / group) * cache.heads + kv_head * group + r % group) * dim;
-    for (int64_t i = 0; i < dim; i += W) store(to + i, load(scratch.totals.data() + r * dim + i) * factors[r]);
+    for (int64_t i = 0; i < dim; i += W) store(to + i, load(scratch.totals.data() + r * dim + i) * scratch.factors[r]);
   }
 }
 
