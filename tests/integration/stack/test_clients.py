@@ -8,6 +8,8 @@ from pathlib import Path
 
 import openai
 import pytest
+from google.protobuf import json_format
+from pagestream.v1 import inference_pb2 as pb
 from pagestream_engine import LLM, SamplingParams
 from stack import DEMO_MODEL, Stack, running_stack
 
@@ -93,9 +95,9 @@ def test_grpcurl_finds_the_service_and_streams(stack: Stack) -> None:
     body = {"model": "demo", "prompt": "The lighthouse", "sampling": {"maxTokens": 8, "temperature": 0}}
     method = "pagestream.v1.Inference/Generate"
     output = run(["grpcurl", "-plaintext", "-d", json.dumps(body), target, method])
-    chunks = [json.loads(part)["chunk"] for part in split_json(output)]
-    assert sum(len(chunk.get("tokenIds", [])) for chunk in chunks) == body["sampling"]["maxTokens"]
-    assert chunks[-1]["usage"]["completionTokens"] == body["sampling"]["maxTokens"]
+    chunks = [json_format.Parse(part, pb.GenerateResponse()).chunk for part in split_json(output)]
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 8
+    assert chunks[-1].usage.completion_tokens == 8
 
 
 def split_json(text: str) -> list[str]:
