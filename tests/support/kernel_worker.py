@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -20,7 +21,6 @@ Mode = Literal["interpret", "compile"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE_DIR = REPOSITORY / ".kernel-cache"
-START_LIMIT_S = 100.0  # imports torch and triton
 STOP_LIMIT_S = 10.0
 
 
@@ -29,22 +29,24 @@ class KernelWorker:
 
     def __init__(self, mode: Mode) -> None:
         self._mode = mode
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - close() closes it
+        self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - close() closes it
+        self._pending = b""
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
         environment = dict(os.environ)
         environment.pop("TRITON_INTERPRET", None)
-        if mode == "interpret":
+        if self._mode == "interpret":
             environment["TRITON_INTERPRET"] = "1"
         environment["TRITON_CACHE_DIR"] = str(CACHE_DIR / "triton")
         environment["OMP_NUM_THREADS"] = "1"
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), mode],
+        return subprocess.Popen(
+            [sys.executable, str(Path(__file__)), self._mode],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             env=environment,
         )
-        self._pending = b""
-        self._receive(START_LIMIT_S)
 
     def __enter__(self) -> KernelWorker:
         return self
@@ -52,8 +54,16 @@ class KernelWorker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def pid(self) -> int:
+        """The worker's process id."""
+        return self._process.pid
+
     def run(self, kernel: str, case: dict[str, Any], *, limit_s: float = 90.0) -> dict[str, Any]:
-        """The worker's result for one case; AssertionError if it failed there."""
+        """The worker's result for one case; AssertionError if it failed there or took the process with it."""
+        if self._process.poll() is not None:  # the last case killed it (a kernel can write anywhere)
+            self._stop()
+            self._process = self._start()
         line = json.dumps({"kernel": kernel, "case": case}) + "\n"
         assert self._process.stdin is not None
         self._process.stdin.write(line.encode())
@@ -65,16 +75,21 @@ class KernelWorker:
 
     def close(self) -> None:
         """End the worker; harmless when it is gone."""
+        self._stop()
+        self._log.close()
+
+    def _stop(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(STOP_LIMIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-        self._log.close()
+        self._pending = b""
 
     def _receive(self, limit_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -85,6 +100,7 @@ class KernelWorker:
             chunk = os.read(self._process.stdout.fileno(), 65536) if ready else b""
             if not chunk:
                 self._process.kill()
+                self._process.wait()
                 reason = "ended" if ready else f"gave no answer in {limit_s} s and was killed"
                 self._log.seek(0)
                 raise AssertionError(f"the {self._mode} worker {reason}:\n{self._log.read().decode()[-4000:]}")
@@ -100,7 +116,6 @@ def _serve(mode: Mode) -> None:
 
     torch.set_num_threads(1)
     run = _runner(mode)
-    print(json.dumps({"ok": True}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         try:

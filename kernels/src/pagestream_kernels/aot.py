@@ -101,7 +101,7 @@ def _specialise(variant: Variant) -> dict[str, Any]:
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, name in enumerate(variant.kernel.arg_names):
+    for index, (name, parameter) in enumerate(zip(variant.kernel.arg_names, variant.kernel.params, strict=True)):
         if name in variant.constants or name in variant.unit_strides:
             signature[name] = "constexpr"
             constants[name] = variant.constants.get(name, 1)
@@ -109,7 +109,7 @@ def _specialise(variant: Variant) -> dict[str, Any]:
         if name not in variant.signature:
             raise CompileError(f"{variant.kernel.__name__}: the variant says nothing about argument {name}")
         signature[name] = variant.signature[name]
-        if signature[name].startswith("*") or "_stride" in name:
+        if signature[name].startswith("*") or ("_stride" in name and not parameter.do_not_specialize):
             attributes[(index,)] = [["tt.divisibility", POINTER_ALIGNMENT]]
     return {"signature": signature, "constexprs": constants, "attrs": attributes}
 

@@ -7,7 +7,7 @@ import torch
 from pagestream_kernels.runtime import INTERPRETED, jit, tl
 
 
-@jit
+@jit()
 def exact_dot(left: tl.tensor, right: tl.tensor, UPCAST: tl.constexpr) -> tl.tensor:
     """`left @ right` in float32; float32 tiles are not cut to tf32."""
     if UPCAST:

@@ -30,7 +30,7 @@ MIN_DOT = 16  # tl.dot's smallest side
 REDUCE_SPLITS = 16  # splits merged at a time
 
 
-@jit
+@jit("num_seqs", "table_stride")
 def _split_kernel(
     partial_ptr: tl.tensor,
     partial_lse_ptr: tl.tensor,
@@ -128,7 +128,7 @@ def _split_kernel(
         tl.store(partial_lse_ptr + partial_rows, maximum + tl.log2(total), mask=row_mask)
 
 
-@jit
+@jit()
 def _reduce_kernel(
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,

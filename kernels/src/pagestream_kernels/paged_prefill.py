@@ -28,7 +28,7 @@ LOG2_E = math.log2(math.e)
 MIN_DOT = 16  # tl.dot's smallest side
 
 
-@jit
+@jit("table_stride")
 def _prefill_kernel(
     out_ptr: tl.tensor,
     query_ptr: tl.tensor,
@@ -59,13 +59,14 @@ def _prefill_kernel(
     BLOCK_KV: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    seq = tl.program_id(0).to(tl.int64)
+    tile_start = tl.program_id(0) * BLOCK_ROWS
     kv_head = tl.program_id(1).to(tl.int64)
+    seq = tl.program_id(2).to(tl.int64)
     query_start = tl.load(cu_query_lens_ptr + seq)
     query_len = tl.load(cu_query_lens_ptr + seq + 1) - query_start
     # -- a row is one token of one query head: the heads that share a KV head share its loads --
-    rows = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    if tl.program_id(2) * BLOCK_ROWS < query_len * GROUP:
+    rows = tile_start + tl.arange(0, BLOCK_ROWS)
+    if tile_start < query_len * GROUP:
         seq_len = tl.load(seq_lens_ptr + seq)
         context_len = seq_len - query_len
 
@@ -87,7 +88,7 @@ def _prefill_kernel(
         maximum = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_ROWS,), tl.float32)
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
-        last_token = (tl.program_id(2) * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP
+        last_token = (tile_start + BLOCK_ROWS - 1) // GROUP
         end = tl.minimum(seq_len, context_len + last_token + 1)
         for tile in range(0, end, BLOCK_KV):
             positions = tile + tl.arange(0, BLOCK_KV)
@@ -136,7 +137,7 @@ def _tile(block_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """
     if dtype == torch.float32:
         return (32, 32, 4) if block_dim <= 64 else (32, 32, 8) if block_dim == 128 else (16, 16, 8)
-    return (64, 64, 4) if block_dim <= 64 else (128, 64, 8) if block_dim == 128 else (64, 32, 8)
+    return (64, 64, 4) if block_dim <= 64 else (128, 32, 8) if block_dim == 128 else (64, 32, 8)
 
 
 @lru_cache(maxsize=256)
@@ -215,11 +216,7 @@ def paged_prefill_attention(
     variant = prefill_variant(geometry, current_backend())
     num_rows = max_query_len * geometry.group_size
     variant.launch(
-        (
-            seq_lens.shape[0],
-            key_cache.shape[2],
-            cdiv(num_rows, variant.constants["BLOCK_ROWS"]),
-        ),
+        (cdiv(num_rows, variant.constants["BLOCK_ROWS"]), key_cache.shape[2], seq_lens.shape[0]),
         {
             "out_ptr": out,
             "query_ptr": query,

@@ -34,7 +34,7 @@ MAX_WIDTH = 16384  # one row is one tile; wider ones would spill
 TILE_ELEMENTS = 2048  # narrow rows (query and key norms) share a program
 
 
-@jit
+@jit("num_rows", "inner_rows")
 def _rms_norm_kernel(
     out_ptr: tl.tensor,
     residual_out_ptr: tl.tensor,

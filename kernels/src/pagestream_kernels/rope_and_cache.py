@@ -29,7 +29,7 @@ from pagestream_kernels.runtime import (
 TILE_ELEMENTS = 2048  # heads of one token share a program up to this many elements
 
 
-@jit
+@jit()
 def _rope_and_cache_kernel(
     query_ptr: tl.tensor,
     key_ptr: tl.tensor,

@@ -43,9 +43,17 @@ INTERPRETER_PROCESSORS = 4
 """The interpreter runs one program at a time; it plays a small GPU, so that work is split there too."""
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`, or the plain function where Triton is not installed (a launch then says so)."""
-    return function if triton is None else triton.jit(function)
+def jit(*do_not_specialize: str) -> Callable[[Callable[..., Any]], Any]:
+    """`triton.jit`, or the plain function where Triton is not installed (a launch then says so).
+
+    The named arguments change from step to step and never decide the machine code: no value of theirs (1, a multiple
+    of 16) makes Triton compile again in the middle of serving.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        return function if triton is None else triton.jit(function, do_not_specialize=list(do_not_specialize))
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)
