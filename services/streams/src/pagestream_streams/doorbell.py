@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from contextlib import suppress
+
+from pagestream_streams.tasks import wait_for_event
 
 
 class Doorbell:
@@ -52,8 +53,7 @@ class Doorbell:
 
     async def wait(self, timeout_s: float) -> None:
         """Waits for a ring since the last look, at most so long."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._rung.wait(), timeout_s)
+        await wait_for_event(self._rung, timeout_s)
 
     def close(self) -> None:
         """Forgets delayed rings."""

@@ -6,13 +6,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 
 from pagestream.v1.records_pb2 import LogEntry, LogSlice
 
 from pagestream_streams.digests import chain
 from pagestream_streams.errors import DigestMismatch, StreamsError
 from pagestream_streams.keys import Partition
+from pagestream_streams.tasks import wait_for_event
 
 
 class Follower:
@@ -98,8 +98,7 @@ class Follower:
     async def wait(self, timeout_s: float) -> None:
         """Waits for anything new, at most so long."""
         self.waiting_since = time.monotonic()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._event.wait(), timeout_s)
+        await wait_for_event(self._event, timeout_s)
         self._event.clear()
         self.waiting_since = None
 

@@ -11,6 +11,7 @@ from redis import exceptions
 from redis.asyncio.client import PubSub
 
 from pagestream_streams.connection import Connection
+from pagestream_streams.tasks import cancel, wait_for_event
 
 _log = logging.getLogger(__name__)
 
@@ -49,15 +50,11 @@ class Subscription:
         if self._task is None:
             return
         task, self._task = self._task, None
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await cancel(task)
 
     async def subscribed(self, timeout_s: float) -> bool:
         """Waits until it is connected; whether it is."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._subscribed.wait(), timeout_s)
-        return self._subscribed.is_set()
+        return await wait_for_event(self._subscribed, timeout_s)
 
     async def _run(self) -> None:
         while True:

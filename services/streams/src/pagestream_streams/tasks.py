@@ -11,6 +11,31 @@ from pagestream_streams.errors import Unavailable
 
 _log = logging.getLogger(__name__)
 
+_CANCEL_AGAIN_S = 0.5
+
+
+async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
+    """Waits for an event, at most so long; whether it is set.
+
+    Not by asyncio.wait_for, which in Python 3.11 loses a cancellation that comes together with the event.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()
+
+
+async def cancel(task: asyncio.Task[None]) -> None:
+    """Ends a task and waits for it; an error that it ends with is raised.
+
+    A cancellation can be lost on its way out of a library, so it is repeated until the task is done.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=_CANCEL_AGAIN_S)
+    if not task.cancelled():
+        task.result()
+
 
 class Periodic:
     """Calls `work` every `interval_s` seconds, and at once after `nudge`.
@@ -37,9 +62,7 @@ class Periodic:
         if self._task is None:
             return
         task, self._task = self._task, None
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await cancel(task)
 
     def nudge(self) -> None:
         """Lets the next round begin now."""
@@ -54,5 +77,4 @@ class Periodic:
                 _log.info("%s: %s", self._name, error)
             except Exception:  # noqa: BLE001
                 _log.exception("%s failed; it goes on with its next round", self._name)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._nudged.wait(), self._interval)
+            await wait_for_event(self._nudged, self._interval)
