@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 from pagestream_cli.__main__ import build_parser, main
+from pagestream_cli.datadir import DataDir
 from pagestream_cli.demo import demo_model_places, find_demo_model
 from pagestream_cli.errors import PortTakenError, UsageError
 from pagestream_cli.ports import free_port
-from pagestream_cli.serve.engines import EngineNews
+from pagestream_cli.serve.engines import EngineNews, engines_left_behind
 from pagestream_cli.serve.layout import lay_out
 from pagestream_cli.serve.model import ModelChoice, choose_model
 from pagestream_cli.serve.options import ENGINE_OPTIONS, ServeOptions, parse_options
-from pagestream_cli.serve.plan import DrainStage, Plan, engine_environment
+from pagestream_cli.serve.plan import DrainStage, Plan, engine_environment, engine_name
 from pagestream_cli.serve.shortform import MAX_CHARS, shorten
+from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
 
 
 def options(*typed: str) -> ServeOptions:
@@ -133,6 +135,17 @@ def test_gateways_end_first_and_redis_last(folder: Path) -> None:
     stages = [plan.gateways()[0].drain_stage, plan.engines(bool)[0].drain_stage, plan.redis(["x"]).drain_stage]
     assert stages == [DrainStage.GATEWAY, DrainStage.ENGINE, DrainStage.REDIS]
     assert stages == sorted(stages)
+
+
+def test_engines_of_a_killed_serve_are_known_by_its_file(tmp_path: Path) -> None:
+    data_dir = DataDir.at(tmp_path)
+    assert engines_left_behind(data_dir) == ()
+    names = ("serve", "redis", "engine-0", "engine-1", "gateway-0")
+    processes = tuple(ProcessRecord(name, 70 + i) for i, name in enumerate(names))
+    write_record(data_dir.serve_file, ServeRecord("demo", "redis://x", "127.0.0.1", processes, 0.0))
+    assert engines_left_behind(data_dir) == (engine_name("engine-0", 70), engine_name("engine-1", 70))
+    data_dir.serve_file.write_text("{")
+    assert engines_left_behind(data_dir) == ()
 
 
 def test_several_engines_share_the_cores() -> None:

@@ -13,6 +13,7 @@ from pagestream_cli.console import say
 from pagestream_cli.datadir import DataDirLock
 from pagestream_cli.errors import UsageError
 from pagestream_cli.serve.deployment import Deployment
+from pagestream_cli.serve.engines import engines_left_behind
 from pagestream_cli.serve.layout import Layout, lay_out
 from pagestream_cli.serve.model import choose_model
 from pagestream_cli.serve.options import ServeOptions, parse_options
@@ -38,18 +39,14 @@ def run(arguments: argparse.Namespace) -> int:
     _set_title()
     options.data_dir.create()
     with DataDirLock(options.data_dir):
-        options.data_dir.serve_file.unlink(missing_ok=True)  # of a serve that was killed
+        dead_engines = engines_left_behind(options.data_dir)
+        options.data_dir.serve_file.unlink(missing_ok=True)
         model = choose_model(options.model, options.served_model_name)
         layout = lay_out(options)
         command = _redis(options, layout)
         plan = Plan(options, layout, model)
-        asyncio.run(
-            _serve(
-                plan,
-                Deployment(plan, command, reporter := Reporter(started=started, verbose=options.verbose)),
-                reporter,
-            )
-        )
+        reporter = Reporter(started=started, verbose=options.verbose)
+        asyncio.run(_serve(plan, Deployment(plan, command, reporter, dead_engines), reporter))
     return 0
 
 

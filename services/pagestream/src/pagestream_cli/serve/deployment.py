@@ -18,10 +18,16 @@ from pagestream_cli.supervisor.restart import Death
 
 
 class Deployment:
-    """Starts the parts of a plan and keeps serve.json true."""
+    """Starts the parts of a plan and keeps serve.json true.
 
-    def __init__(self, plan: Plan, redis_command: Sequence[str] | None, reporter: Reporter) -> None:
+    `dead_engines` are those that an earlier serve left in Redis: their requests go on without waiting for a lease.
+    """
+
+    def __init__(
+        self, plan: Plan, redis_command: Sequence[str] | None, reporter: Reporter, dead_engines: Sequence[str] = ()
+    ) -> None:
         self._plan = plan
+        self._dead_engines = dead_engines
         self._reporter = reporter
         self._queue = QueueLink(plan.layout.redis_url, reporter.say)
         self._news = EngineNews()
@@ -52,6 +58,8 @@ class Deployment:
         Raises:
             PartFailedError: a part cannot be started.
         """
+        for engine in self._dead_engines:
+            self._queue.expire(engine)
         try:
             await self.supervisor.run()
         finally:

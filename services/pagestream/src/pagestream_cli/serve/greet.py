@@ -45,16 +45,14 @@ async def greet(record: ServeRecord, prompt: str, *, api_key: str | None) -> flo
 def examples(record: ServeRecord) -> str:
     """Commands to paste."""
     url, target = record.http_urls()[0], record.grpc_targets()[0]
-    body = json.dumps(
-        {
-            "model": record.model,
-            "stream": True,
-            "messages": [{"role": "user", "content": "Who lives in the lighthouse?"}],
-        }
+    messages = [{"role": "user", "content": "Who lives in the lighthouse?"}]
+    chat = json.dumps({"model": record.model, "stream": True, "messages": messages})
+    generate = json.dumps({"model": record.model, "prompt": "Once upon a time"})
+    lines = (
+        "\nAsk it yourself:",
+        f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{chat}'",
+        f"  grpcurl -plaintext -d '{generate}' {target} pagestream.v1.Inference/Generate",
+        "  pagestream chat",
+        f"API pages: {url}/docs   Ctrl-C ends it all.",
     )
-    return f"""
-Ask it yourself:
-  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'
-  grpcurl -plaintext -d '{json.dumps({"model": record.model, "prompt": "Once upon a time"})}' {target}
-  pagestream.v1.Inference/Generate pagestream chat API pages: {url}/docs   Ctrl-C ends it all.
-"""
+    return "\n".join(lines)

@@ -99,7 +99,7 @@ class Plan:
             "--served-model-name",
             self.model.name,
             "--engine-id",
-            f"{name}-{os.getpid()}",
+            engine_name(name, os.getpid()),
             *self.options.engine_arguments,
         ]
         if metrics is not None:
@@ -113,6 +113,11 @@ class Plan:
             ports=_known({"metrics": metrics}),
             probe=probe,
         )
+
+
+def engine_name(part: str, serve_pid: int) -> str:
+    """Name of an engine in Redis, which several serves may share."""
+    return f"{part}-{serve_pid}"
 
 
 def engine_environment(engines: int, environment: Mapping[str, str]) -> dict[str, str]:
