@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import random
 import sys
 import threading
 import time
@@ -80,6 +81,7 @@ def run_mode(mode: Mode, kernels: list[str], jobs: int) -> Progress:
     cache = ResultCache(mode)
     everything = items_of(mode, kernels)
     missing = [item for item in everything if cache.get(*item) is None]
+    random.Random(0).shuffle(missing)  # a campaign that is cut short has still seen a bit of everything
     progress = Progress(total=len(everything), remembered=len(everything) - len(missing))
     items: queue.SimpleQueue[Item] = queue.SimpleQueue()
     for item in missing:
