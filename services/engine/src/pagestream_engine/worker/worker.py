@@ -227,7 +227,7 @@ class Worker:
             elif request.has_pending:
                 self._pending.set()
             return
-        logger.warning("dropped: the log said %s", outcome.kind.name, extra={"request_id": append.request_id})
+        logger.warning("the log refused an append: %s", outcome.kind.name, extra={"request_id": append.request_id})
         self.drop([append.request_id])
 
     def drop(self, request_ids: Collection[str]) -> None:
@@ -235,6 +235,7 @@ class Worker:
         for request_id in request_ids:
             request = self._requests.pop(request_id, None)
             if request is not None:
+                logger.warning("dropped: no longer this engine's", extra={"request_id": request_id})
                 self._abort(request)
 
     def _abort(self, request: RunningRequest) -> None:
