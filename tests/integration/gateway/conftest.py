@@ -1,0 +1,50 @@
+"""Gateways over a real Redis, with an engine whose answers are made up."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+
+import httpx
+import pytest
+from gateway_clients import Address, gateway_settings, running_address
+from pagestream_gateway import Settings
+from synthetic_engine import SyntheticEngine, running_engine
+
+
+@pytest.fixture
+async def engine(redis_url: str) -> AsyncIterator[SyntheticEngine]:
+    """An engine that runs."""
+    async with running_engine(redis_url) as running:
+        yield running
+
+
+@pytest.fixture
+def settings(redis_url: str) -> Settings:
+    """A gateway's settings on free ports."""
+    return gateway_settings(redis_url)
+
+
+@pytest.fixture
+async def gateway(engine: SyntheticEngine, settings: Settings) -> AsyncIterator[Address]:
+    """A gateway that runs."""
+    async with running_address(settings) as address:
+        yield address
+
+
+@pytest.fixture
+async def other_gateway(engine: SyntheticEngine, settings: Settings) -> AsyncIterator[Address]:
+    """A second gateway on the same Redis."""
+    async with running_address(settings) as address:
+        yield address
+
+
+@pytest.fixture
+async def http(gateway: Address) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client of the gateway."""
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=20.0) as client:
+        yield client
+
+
+@pytest.fixture
+def another() -> Callable[[Settings], AbstractAsyncContextManager[Address]]:
+    """Starts further gateways with settings of their own."""
+    return running_address

@@ -1,0 +1,296 @@
+"""Whatever a caller sends, the answer names what is wrong, and the gateway serves the next request."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from gateway_clients import Address, grpc_stub, refusal
+from pagestream.v1 import inference_pb2 as api
+from synthetic_engine import MODEL
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+TEXT = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
+JSON = {"Content-Type": "application/json"}
+
+FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "warm"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": -1}, "n"),
+    ({"n": 10_000}, "n"),
+    ({"n": True}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1000}, "max_tokens"),
+    ({"max_tokens": 2**40}, "max_tokens"),
+    ({"min_tokens": 3}, "min_tokens"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": 1.5}, "seed"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a", 5]}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["x"] * 100}, "stop"),
+    ({"stop_token_ids": [100_000]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"priority": 9}, "priority"),
+    ({"on_disconnect": "wait"}, "on_disconnect"),
+    ({"model": 5}, "model"),
+    ({"frobnicate": 1}, "frobnicate"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"best_of": 3}, "best_of"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+]
+
+
+@pytest.fixture(autouse=True)
+async def serves_the_next_request(gateway: Address, http: httpx.AsyncClient) -> AsyncIterator[None]:
+    yield
+    assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_wrong_fields_are_named(http: httpx.AsyncClient, path: str) -> None:
+    good = CHAT if "chat" in path else TEXT
+    for change, field in FIELDS:
+        answer = await http.post(path, json={**good, **change})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field), (change, error)
+        assert field in error["message"]
+        assert error["type"] == "invalid_request_error"
+
+
+CONVERSATIONS: list[tuple[dict[str, Any], str]] = [
+    ({"model": MODEL}, "messages"),
+    ({**CHAT, "messages": []}, "messages"),
+    ({**CHAT, "messages": "hi"}, "messages"),
+    ({**CHAT, "messages": [{"role": "king", "content": "hi"}]}, "messages.0.role"),
+    ({**CHAT, "messages": [{"role": "user"}]}, "messages.0.content"),
+    ({**CHAT, "messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    ({**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+    ({**CHAT, "messages": [{"role": "tool", "content": "x"}]}, "messages"),
+    ({**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    ({**CHAT, "tools": [{"type": "function"}]}, "tools"),
+    ({**CHAT, "max_completion_tokens": 1000}, "max_completion_tokens"),
+    ({**CHAT, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({**CHAT, "chat_template_kwargs": {"x": 1}, "chat_template": "x"}, "chat_template"),
+]
+
+
+async def test_wrong_conversations_are_named(http: httpx.AsyncClient) -> None:
+    for body, field in CONVERSATIONS:
+        answer = await http.post("/v1/chat/completions", content=json.dumps(body).encode(), headers=JSON)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+
+
+PROMPTS: list[object] = [
+    "",
+    [],
+    [""],
+    [[]],
+    None,
+    5,
+    {"text": "x"},
+    [1, "x"],
+    [-1],
+    [100_000],
+    [[5], []],
+    "x" * 500,
+    [5] * 500,
+]
+
+
+async def test_wrong_prompts_are_named(http: httpx.AsyncClient) -> None:
+    for prompt in PROMPTS:
+        answer = await http.post("/v1/completions", json={**TEXT, "prompt": prompt})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt"), answer.text
+
+
+async def test_an_over_long_prompt_tells_the_numbers(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/completions", json={**TEXT, "prompt": "x" * 500})
+    assert "501 tokens" in answer.json()["error"]["message"]
+    assert "128 tokens" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    answer = await http.post("/v1/completions", json={**TEXT, "prompt": "x" * 100, "max_tokens": 50})
+    assert "101 tokens and max_tokens is 50, together 151" in answer.json()["error"]["message"]
+
+
+async def test_an_unknown_model_is_404(http: httpx.AsyncClient) -> None:
+    for name in ("other", "{x}", "a b", "é"):
+        answer = await http.post("/v1/chat/completions", json={**CHAT, "model": name})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
+
+
+BROKEN: list[tuple[bytes, str | None]] = [
+    (b"", None),
+    (b"{", None),
+    (b"[]", None),
+    (b'"text"', None),
+    (b"[" * 100_000, None),
+    (b'{"a":' * 50_000, None),
+    (b'{"model": ' + b"1" * 10_000 + b"}", None),
+    (b'{"temperature": NaN}', None),
+    (b'{"temperature": Infinity, "messages": []}', None),
+    (b'{"temperature": 1e999, "messages": [], "model": "x"}', "temperature"),
+    (b'{"model": "x", "messages": [{"role": "user", "content": "\xff\xfe"}]}', "messages.0.content"),
+    (b'{"user": "\xc3", "messages": []}', "user"),
+]
+
+
+async def test_broken_bodies(http: httpx.AsyncClient) -> None:
+    for content, field in BROKEN:
+        answer = await http.post("/v1/chat/completions", content=content, headers=JSON)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+
+
+async def test_a_body_that_is_not_said_to_be_json(http: httpx.AsyncClient) -> None:
+    for headers in ({"Content-Type": "text/plain"}, {}):
+        answer = await http.post("/v1/chat/completions", content=b"{}", headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "wrong_content_type")
+
+
+async def test_a_body_of_100_megabytes(http: httpx.AsyncClient) -> None:
+    piece = b"x" * 1_000_000
+
+    async def chunked() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield piece
+
+    announced = {**JSON, "Content-Length": str(100 * len(piece))}
+    for headers in (announced, JSON):
+        answer = await http.post("/v1/chat/completions", content=chunked(), headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+
+async def test_paths_and_methods_that_do_not_exist(http: httpx.AsyncClient) -> None:
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("GET", "/v1/requests/x", 404),
+    ):
+        answer = await http.request(method, path)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+
+
+async def test_a_wrong_timeout_is_named(http: httpx.AsyncClient) -> None:
+    for value in ("soon", "0", "-1", "nan", "inf", "1e12"):
+        answer = await http.post("/v1/chat/completions", json=CHAT, headers={"X-Request-Timeout": value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Request-Timeout")
+
+
+def sampling(**fields: Any) -> api.GenerateRequest:
+    return api.GenerateRequest(model=MODEL, prompt="hi", sampling=api.SamplingParams(**fields))
+
+
+def chat(*messages: tuple[str, str], **fields: Any) -> api.GenerateRequest:
+    said = [api.ChatMessage(role=role, content=content) for role, content in messages]
+    return api.GenerateRequest(model=MODEL, chat=api.ChatInput(messages=said, **fields))
+
+
+MESSAGES: list[tuple[api.GenerateRequest, str]] = [
+    (sampling(temperature=-1), "sampling.temperature"),
+    (sampling(temperature=float("nan")), "sampling.temperature"),
+    (sampling(top_p=0), "sampling.top_p"),
+    (sampling(n=0), "sampling.n"),
+    (sampling(max_tokens=1000), "sampling.max_tokens"),
+    (sampling(stop=[""]), "sampling.stop"),
+    (sampling(logprobs=1), "sampling.logprobs"),
+    (sampling(logit_bias={5: 1.0}), "sampling.logit_bias"),
+    (sampling(repetition_penalty=1.5), "sampling.repetition_penalty"),
+    (api.GenerateRequest(model=MODEL), "input"),
+    (api.GenerateRequest(model=MODEL, prompt=""), "prompt"),
+    (api.GenerateRequest(model=MODEL, prompt="x" * 500), "prompt"),
+    (api.GenerateRequest(model=MODEL, prompt_token_ids=api.TokenIds()), "prompt_token_ids"),
+    (api.GenerateRequest(model=MODEL, prompt_token_ids=api.TokenIds(ids=[100_000])), "prompt_token_ids"),
+    (api.GenerateRequest(model=MODEL, prompt="x", priority=9), "priority"),
+    (api.GenerateRequest(model=MODEL, prompt="x", on_disconnect=7), "on_disconnect"),  # type: ignore[arg-type]
+    (api.GenerateRequest(model=MODEL, prompt="x", idempotency_key="k" * 1000), "idempotency_key"),
+    (chat(), "chat.messages"),
+    (chat(("king", "x")), "chat.messages.0.role"),
+    (chat(("tool", "x")), "chat.messages"),
+    (chat(("user", "x"), continue_final_message=True, add_generation_prompt=True), "chat.continue_final_message"),
+]
+
+
+async def test_grpc_names_wrong_fields(gateway: Address) -> None:
+    async with grpc_stub(gateway) as stub:
+        for message, field in MESSAGES:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(message).read()
+            said = refusal(caught.value)
+            assert (said.code, said.fields) == (grpc.StatusCode.INVALID_ARGUMENT, [field]), said
+            assert field.rpartition(".")[2] in said.message
+
+
+NO_MESSAGES: list[tuple[bytes, list[str]]] = [
+    (b"\x12\x02\xff\xfe", ["prompt"]),
+    (b"\x22\x06\x0a\x04\x0a\x02\xff\xfe", ["chat.messages.role"]),
+    (b"\x2a\x04\x5a\x02\xff\xfe", ["sampling.stop"]),
+    (b"\xff\xff\xff", []),
+    (b"\x12\xff\x01abc", []),
+    (b"hello", []),
+]
+
+
+async def test_grpc_bytes_that_are_no_message(gateway: Address) -> None:
+    async with grpc.aio.insecure_channel(gateway.target) as channel:
+        call = channel.unary_stream("/pagestream.v1.Inference/Generate")
+        for data, fields in NO_MESSAGES:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(data).read()
+            said = refusal(caught.value)
+            assert (said.code, said.fields) == (grpc.StatusCode.INVALID_ARGUMENT, fields), said
+
+
+async def test_grpc_unknown_model_and_method_and_a_message_of_100_megabytes(gateway: Address) -> None:
+    async with grpc.aio.insecure_channel(gateway.target, options=[("grpc.max_send_message_length", -1)]) as channel:
+        for path, data, code in (
+            ("Generate", api.GenerateRequest(model="other", prompt="x").SerializeToString(), grpc.StatusCode.NOT_FOUND),
+            ("Nothing", b"", grpc.StatusCode.UNIMPLEMENTED),
+            ("Generate", b"x" * 100_000_000, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_stream(f"/pagestream.v1.Inference/{path}")(data).read()
+            assert caught.value.code() == code
+
+
+async def test_unknown_protobuf_fields_are_ignored(gateway: Address) -> None:
+    data = api.GenerateRequest(model=MODEL, prompt="x").SerializeToString() + b"\xfa\x3f\x02hi"
+    async with grpc.aio.insecure_channel(gateway.target) as channel:
+        answer = await channel.unary_stream("/pagestream.v1.Inference/Generate")(data).read()
+    assert api.GenerateResponse.FromString(answer).chunk.request_id
+
+
+async def test_known_fields_that_cannot_change_the_output_are_accepted(http: httpx.AsyncClient) -> None:
+    harmless = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "stream_options": {"include_usage": True},
+        "logit_bias": {},
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logprobs": False,
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "best_of": None,
+        "temperature": None,
+        "stop": None,
+        "seed": None,
+    }
+    answer = await http.post("/v1/chat/completions", json={**CHAT, **harmless})
+    assert answer.status_code == 200, answer.text

@@ -1,0 +1,161 @@
+"""Streams over HTTP: ids, resuming on another gateway, cancelling."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from gateway_clients import Address, chat_text, get_events, post_events, sse_events
+from pagestream_gateway import Settings
+from pagestream_gateway.settings import StreamSettings
+from synthetic_engine import MODEL, SyntheticEngine
+
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20, "seed": 0}
+TEXT = "abcdefghijklmnopqrst"
+NUM_ENTRIES = 22  # tokens, finish, end
+
+
+async def test_ids_count_log_entries_and_done_repeats_the_last(http: httpx.AsyncClient) -> None:
+    request_id, events = await post_events(
+        http, "/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}
+    )
+    assert events[0].id == f"{request_id}/0/"
+    indices = [event.next_index for event in events[:-1]]
+    assert indices == sorted(set(indices))
+    assert events[-2].next_index == NUM_ENTRIES
+    assert events[-1].data == "[DONE]"
+    assert events[-1].id == events[-2].id
+    assert {event.body["id"] for event in events[:-1]} == {request_id}
+    assert chat_text(events) == TEXT
+
+
+async def test_another_gateway_goes_on_after_each_event(http: httpx.AsyncClient, other_gateway: Address) -> None:
+    request_id, events = await post_events(
+        http, "/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}
+    )
+    async with httpx.AsyncClient(base_url=other_gateway.url) as other:
+        for number, event in enumerate(events):
+            more = await get_events(other, request_id, after=event.id)
+            assert chat_text(events[: number + 1]) + chat_text(more) == TEXT
+            assert more[-1].data == "[DONE]"
+            assert more[-1].id == events[-1].id
+        whole = await get_events(other, request_id)
+    assert whole[0] == events[0]
+    assert chat_text(whole) == TEXT
+
+
+async def test_from_counts_entries(http: httpx.AsyncClient) -> None:
+    request_id, _ = await post_events(http, "/v1/chat/completions", CHAT)
+    for index in range(1, NUM_ENTRIES + 1):
+        assert chat_text(await get_events(http, request_id, query=f"?from={index}")) == TEXT[index:]
+    past = await http.get(f"/v1/requests/{request_id}/events?from={NUM_ENTRIES + 1}")
+    assert past.status_code == 416
+    assert past.json()["error"]["code"] == "offset_out_of_range"
+
+
+async def test_a_digest_that_differs_is_never_spliced(http: httpx.AsyncClient, engine: SyntheticEngine) -> None:
+    request_id, _ = await post_events(http, "/v1/chat/completions", CHAT)
+    for index in (1, 10, NUM_ENTRIES - 1, NUM_ENTRIES):
+        answer = await http.get(
+            f"/v1/requests/{request_id}/events", headers={"Last-Event-ID": f"{request_id}/{index}/0123456789abcdef"}
+        )
+        assert answer.status_code == 409, index
+        assert answer.json()["error"]["code"] == "digest_mismatch"
+
+
+@pytest.mark.parametrize(
+    "place", ["nonsense", "{id}/x/", "{id}/-1/", "other/3/", "{id}/3", "{id}/99999999999999999999999/"]
+)
+async def test_a_malformed_place_is_named(http: httpx.AsyncClient, place: str) -> None:
+    request_id, _ = await post_events(http, "/v1/chat/completions", CHAT)
+    answer = await http.get(f"/v1/requests/{request_id}/events", headers={"Last-Event-ID": place.format(id=request_id)})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
+    answer = await http.get(f"/v1/requests/{request_id}/events?from=x")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "from")
+
+
+async def test_a_stream_goes_on_elsewhere_while_it_is_made(
+    http: httpx.AsyncClient, other_gateway: Address, engine: SyntheticEngine
+) -> None:
+    engine.hold_at = 5
+    seen = []
+    async with http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+        request_id = response.headers["X-Request-Id"]
+        async for event in sse_events(response):
+            seen.append(event)
+            if event.next_index == 5:
+                break
+    view = (await http.get(f"/v1/requests/{request_id}")).json()
+    assert (view["state"], view["next_index"], view["finish_reason"], view["attempts"]) == ("running", 5, None, 1)
+    async with httpx.AsyncClient(base_url=other_gateway.url) as other:
+        reading = asyncio.create_task(get_events(other, request_id, after=seen[-1].id))
+        engine.go_on()
+        more = await reading
+    assert chat_text(seen) + chat_text(more) == TEXT
+    assert (await http.get(f"/v1/requests/{request_id}")).json()["state"] == "finished"
+
+
+async def test_delete_cancels_and_the_stream_says_so(http: httpx.AsyncClient, engine: SyntheticEngine) -> None:
+    engine.hold_at = 3
+    events = []
+    async with http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+        request_id = response.headers["X-Request-Id"]
+        async for event in sse_events(response):
+            events.append(event)
+            if event.next_index == 3:
+                view = (await http.delete(f"/v1/requests/{request_id}")).json()
+                assert (view["state"], view["finish_reason"]) == ("finished", "cancelled")
+    finishes = [choice["finish_reason"] for event in events[:-1] for choice in event.body["choices"]]
+    assert finishes[-1] == "cancelled"
+    assert chat_text(events) == "abc"
+    assert (await http.delete(f"/v1/requests/{request_id}")).json()["finish_reason"] == "cancelled"
+
+
+async def test_completions_keep_their_form(http: httpx.AsyncClient) -> None:
+    body = {"model": MODEL, "prompt": ["x", "y"], "max_tokens": 2, "seed": 0, "echo": True}
+    request_id, events = await post_events(http, "/v1/completions", body)
+    again = await get_events(http, request_id)
+    for seen in (events, again):
+        texts = {0: "", 1: ""}
+        for event in seen[:-1]:
+            assert event.body["object"] == "text_completion"
+            for choice in event.body["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == {0: "xab", 1: "yhi"}
+
+
+async def test_silence_is_filled_with_comments(engine: SyntheticEngine, settings: Settings, another: Any) -> None:
+    engine.hold_at = 1
+    quick = replace(settings, stream=StreamSettings(keep_alive_s=0.05))
+    comments = 0
+    async with (
+        another(quick) as address,
+        httpx.AsyncClient(base_url=address.url) as client,
+        client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response,
+    ):
+        async for line in response.aiter_lines():
+            comments += line == ": keep-alive"
+            if comments == 2:
+                engine.go_on()
+    assert comments >= 2
+
+
+async def test_a_stopping_gateway_tells_its_streams_to_go_on_elsewhere(
+    http: httpx.AsyncClient, engine: SyntheticEngine, settings: Settings, another: Any
+) -> None:
+    engine.hold_at = 4
+    seen = []
+    async with httpx.AsyncClient() as client:
+        async with another(settings) as address:
+            call = client.stream("POST", f"{address.url}/v1/chat/completions", json={**CHAT, "stream": True})
+            response = await call.__aenter__()
+            events = sse_events(response)
+            while not seen or seen[-1].next_index < 4:
+                seen.append(await anext(events))
+        rest = [event async for event in events]
+        await call.__aexit__(None, None, None)
+    assert [event.body["error"]["code"] for event in rest] == ["gateway_stopping"]
+    engine.go_on()
+    request_id = response.headers["X-Request-Id"]
+    assert chat_text(seen) + chat_text(await get_events(http, request_id, after=rest[-1].id)) == TEXT

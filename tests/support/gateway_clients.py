@@ -1,0 +1,163 @@
+"""Gateways in the test's own event loop, and what their clients see."""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+from google.rpc import error_details_pb2, status_pb2
+from pagestream.v1.inference_pb2_grpc import InferenceStub
+from pagestream_gateway import Settings, running_gateway
+from pagestream_gateway.settings import AuthSettings, ListenSettings, RedisSettings, ShutdownSettings, StreamSettings
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a gateway is reached."""
+
+    http_port: int
+    grpc_port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+
+@dataclass(frozen=True)
+class Event:
+    """A server-sent event."""
+
+    id: str
+    data: str
+
+    @property
+    def body(self) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(self.data)
+        return body
+
+    @property
+    def next_index(self) -> int:
+        return int(self.id.split("/")[1])
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a gRPC error says."""
+
+    code: grpc.StatusCode
+    message: str
+    fields: list[str]
+    retry_after_s: float | None
+
+
+def gateway_settings(
+    redis_url: str, *, grace_s: float = 10.0, keep_alive_s: float = 15.0, keys: Path | None = None
+) -> Settings:
+    """Free ports, and no patience at the end."""
+    return Settings(
+        listen=ListenSettings(http_port=0, grpc_port=0),
+        redis=RedisSettings(url=redis_url),
+        auth=AuthSettings(api_keys=keys),
+        stream=StreamSettings(keep_alive_s=keep_alive_s, disconnect_grace_s=grace_s),
+        shutdown=ShutdownSettings(drain_s=0.05, close_limit_s=5.0),
+    )
+
+
+@asynccontextmanager
+async def running_address(settings: Settings) -> AsyncIterator[Address]:
+    """A gateway in this event loop."""
+    async with running_gateway(settings) as ports:
+        yield Address(ports.http, ports.grpc)
+
+
+@asynccontextmanager
+async def grpc_stub(address: Address, *, key: str | None = None) -> AsyncIterator[InferenceStub]:
+    """A stub; with a key, its calls carry it."""
+    interceptors = [] if key is None else [_BearerStream(key), _BearerUnary(key)]
+    async with grpc.aio.insecure_channel(address.target, interceptors=interceptors) as channel:
+        yield InferenceStub(channel)  # type: ignore[no-untyped-call]
+
+
+def refusal(error: grpc.aio.AioRpcError) -> Refusal:
+    """The status with its details."""
+    fields: list[str] = []
+    retry_after_s = None
+    for key, value in error.trailing_metadata() or ():
+        if key != "grpc-status-details-bin":
+            continue
+        for detail in status_pb2.Status.FromString(value).details:
+            bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+            if detail.Unpack(bad):
+                fields += [violation.field for violation in bad.field_violations]
+            elif detail.Unpack(retry):
+                retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return Refusal(error.code(), error.details() or "", fields, retry_after_s)
+
+
+async def sse_events(response: httpx.Response) -> AsyncIterator[Event]:
+    """The events of an answer; comments are left out."""
+    event_id = data = ""
+    async for line in response.aiter_lines():
+        if line.startswith("id:"):
+            event_id = line[3:].strip()
+        elif line.startswith("data:"):
+            data = line[5:].strip()
+        elif not line and data:
+            yield Event(event_id, data)
+            event_id = data = ""
+
+
+async def post_events(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[str, list[Event]]:
+    """The request id and all events of a streamed answer."""
+    async with client.stream("POST", path, json={**body, "stream": True}) as response:
+        if response.status_code != httpx.codes.OK:
+            raise AssertionError(f"{response.status_code}: {(await response.aread()).decode()}")
+        return response.headers["X-Request-Id"], [event async for event in sse_events(response)]
+
+
+async def get_events(
+    client: httpx.AsyncClient, request_id: str, *, after: str | None = None, query: str = ""
+) -> list[Event]:
+    """All events of a resumed answer."""
+    headers = {} if after is None else {"Last-Event-ID": after}
+    async with client.stream("GET", f"/v1/requests/{request_id}/events{query}", headers=headers) as response:
+        if response.status_code != httpx.codes.OK:
+            raise AssertionError(f"{response.status_code}: {(await response.aread()).decode()}")
+        return [event async for event in sse_events(response)]
+
+
+def chat_text(events: Sequence[Event], choice: int = 0) -> str:
+    """What a choice of a streamed chat says."""
+    bodies = [event.body for event in events if event.data != "[DONE]"]
+    return "".join(
+        each["delta"].get("content") or "" for body in bodies for each in body["choices"] if each["index"] == choice
+    )
+
+
+class _BearerStream(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return await continuation(_with_key(details, self._key), request)
+
+
+class _BearerUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return await continuation(_with_key(details, self._key), request)
+
+
+def _with_key(details: Any, key: str) -> Any:
+    metadata = [*(details.metadata or ()), ("authorization", f"Bearer {key}")]
+    return details._replace(metadata=grpc.aio.Metadata(*metadata))
