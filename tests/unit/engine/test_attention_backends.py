@@ -1,0 +1,216 @@
+"""Every backend that runs on a CPU attends as a plain softmax over each sequence's tokens does."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from pagestream_engine.attention import AttentionBackend, AttentionBatch, CacheShape, select_backend
+from pagestream_engine.attention.native.library import find_compiler, load_library
+from pagestream_engine.attention.native_backend import NativeBackend
+from pagestream_engine.attention.torch_backend import TorchBackend
+from torch import Tensor
+
+_POSITIONS = 512
+_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+Make = Callable[[CacheShape], AttentionBackend[Any]]
+
+
+def _cos_sin(head_dim: int) -> Tensor:
+    angles = torch.outer(torch.arange(float(_POSITIONS)), 10_000.0 ** -(torch.arange(0, head_dim, 2) / head_dim))
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def _native(head_dim: int) -> ctypes.CDLL:
+    library = load_library(head_dim)
+    if library is None:
+        pytest.skip("no C++ compiler")
+    return library
+
+
+MAKERS: dict[str, Make] = {
+    "torch": lambda shape: TorchBackend(shape, _cos_sin(shape.head_dim)),
+    "native": lambda shape: NativeBackend(shape, _cos_sin(shape.head_dim), _native(shape.head_dim)),
+}
+
+
+class Case:
+    """Sequences with all their tokens' queries, keys and values, and tables that scatter them over the pool."""
+
+    def __init__(self, shape: CacheShape, num_heads: int, seq_lens: list[int]) -> None:
+        generator = torch.Generator().manual_seed(len(seq_lens) * 1000 + shape.head_dim + shape.block_size)
+        self.shape, self.num_heads = shape, num_heads
+        size = shape.block_size
+        counts = [-(-length // size) for length in seq_lens]
+        self.num_blocks = sum(counts) + 3
+        ids = torch.randperm(self.num_blocks, generator=generator).tolist()
+        self.tables = [[ids.pop() for _ in range(count)] for count in counts]
+        heads = num_heads + 2 * shape.num_kv_heads
+        self.qkv = [
+            torch.randn(length, heads, shape.head_dim, generator=generator).to(shape.dtype) for length in seq_lens
+        ]
+
+    def run(self, backend: AttentionBackend[Any], spans: list[tuple[int, int, int]], num_prefills: int) -> list[Tensor]:
+        """One step over spans (sequence, first token, end); each span's output (tokens, num_heads * head_dim)."""
+        size = self.shape.block_size
+        width = max(-(-end // size) for _, _, end in spans)
+        rows = [self.tables[seq][: -(-end // size)] for seq, _, end in spans]
+        positions = [range(first, end) for _, first, end in spans]
+        slots = [[row[p // size] * size + p % size for p in span] for row, span in zip(rows, positions, strict=True)]
+        batch = AttentionBatch(
+            positions=torch.tensor([p for span in positions for p in span]),
+            slots=torch.tensor([slot for span in slots for slot in span]),
+            block_tables=torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int32),
+            query_lens=[end - first for _, first, end in spans],
+            seq_lens=[end for _, _, end in spans],
+            num_prefills=num_prefills,
+        )
+        packed = torch.cat([self.qkv[seq][first:end] for seq, first, end in spans])
+        kv_heads = self.shape.num_kv_heads
+        outputs = []
+        for layer in range(self.shape.num_layers):
+            query, key, value = packed.clone().tensor_split((self.num_heads, self.num_heads + kv_heads), dim=1)
+            outputs.append(backend.attend(layer, query, key, value, backend.plan(batch)))
+        assert torch.equal(outputs[0], outputs[-1])
+        return list(outputs[0].split(batch.query_lens))
+
+    def expected(self, seq: int, first: int, end: int) -> Tensor:
+        """Plain causal attention in float64."""
+        kv_heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+        query, key, value = self.qkv[seq][:end].double().split((self.num_heads, kv_heads, kv_heads), dim=1)
+        cos, sin = _cos_sin(dim)[:end, None].double().chunk(2, dim=-1)
+
+        def rotate(x: Tensor) -> Tensor:
+            a, b = x.chunk(2, dim=-1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+        group = self.num_heads // kv_heads
+        key, value = (x.repeat_interleave(group, dim=1) for x in (rotate(key), value))
+        scores = torch.einsum("qhd,khd->hqk", rotate(query), key) / math.sqrt(dim)
+        scores = scores.masked_fill(torch.ones(end, end).triu(1).bool(), -math.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)[first:].reshape(end - first, -1)
+
+
+def _check(case: Case, outputs: list[Tensor], spans: list[tuple[int, int, int]]) -> None:
+    tolerance = _TOLERANCE[case.shape.dtype]
+    for output, span in zip(outputs, spans, strict=True):
+        torch.testing.assert_close(output.double(), case.expected(*span), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sizes",
+    [(16, 4, 4, 8), (64, 12, 4, 16), (80, 8, 1, 16), (96, 5, 1, 4), (128, 4, 2, 32), (256, 2, 1, 64), (48, 7, 7, 1)],
+)
+def test_prefill_then_decode(name: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> None:
+    head_dim, num_heads, kv_heads, block_size = sizes
+    case = Case(CacheShape(2, kv_heads, head_dim, block_size, dtype), num_heads, [1, 17, 40, 130])
+    backend = MAKERS[name](case.shape)
+    backend.allocate(case.num_blocks)
+    prefill = [(0, 0, 1), (1, 0, 16), (2, 0, 39), (3, 0, 129)]
+    _check(case, case.run(backend, prefill, 4), prefill)
+    decode = [(1, 16, 17), (2, 39, 40), (3, 129, 130)]
+    _check(case, case.run(backend, decode, 0), decode)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_chunks_and_decodes_in_one_step(name: str) -> None:
+    case = Case(CacheShape(1, 2, 32, 8, torch.float32), 6, [60, 33, 9, 50])
+    backend = MAKERS[name](case.shape)
+    backend.allocate(case.num_blocks)
+    first = [(0, 0, 23), (1, 0, 32), (2, 0, 8)]
+    _check(case, case.run(backend, first, 3), first)
+    mixed = [(0, 23, 47), (3, 0, 50), (1, 32, 33), (2, 8, 9)]
+    _check(case, case.run(backend, mixed, 2), mixed)
+    last = [(0, 47, 60)]
+    _check(case, case.run(backend, last, 1), last)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_chunked_prefill_equals_whole(name: str) -> None:
+    case = Case(CacheShape(1, 2, 64, 16, torch.float32), 4, [100])
+    outputs = []
+    for borders in ([0, 100], [0, 1, 17, 48, 99, 100]):
+        backend = MAKERS[name](case.shape)
+        backend.allocate(case.num_blocks)
+        spans = [(0, first, end) for first, end in pairwise(borders)]
+        outputs.append(torch.cat([case.run(backend, [span], 1)[0] for span in spans]))
+    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_shared_blocks_have_several_readers(name: str) -> None:
+    case = Case(CacheShape(1, 1, 16, 8, torch.float32), 2, [25, 25])
+    case.qkv[1][:16] = case.qkv[0][:16]
+    case.tables[1][:2] = case.tables[0][:2]
+    backend = MAKERS[name](case.shape)
+    backend.allocate(case.num_blocks)
+    case.run(backend, [(0, 0, 24)], 1)
+    chunk = [(1, 16, 24)]
+    _check(case, case.run(backend, chunk, 1), chunk)
+    both = [(0, 24, 25), (1, 24, 25)]
+    _check(case, case.run(backend, both, 0), both)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_a_block_held_before_is_never_seen(name: str) -> None:
+    case = Case(CacheShape(1, 2, 32, 16, torch.float32), 4, [20, 5])
+    backend = MAKERS[name](case.shape)
+    backend.allocate(case.num_blocks)
+    for cache in (*backend.key_cache, *backend.value_cache):
+        cache.fill_(1e6)
+    prefill = [(0, 0, 19), (1, 0, 4)]
+    _check(case, case.run(backend, prefill, 2), prefill)
+    decode = [(0, 19, 20), (1, 4, 5)]
+    _check(case, case.run(backend, decode, 0), decode)
+
+
+def test_scores_of_any_size_do_not_overflow() -> None:
+    for name, make in MAKERS.items():
+        case = Case(CacheShape(1, 1, 16, 16, torch.float32), 1, [40])
+        case.qkv[0][:, :2] *= 60
+        backend = make(case.shape)
+        backend.allocate(case.num_blocks)
+        case.run(backend, [(0, 0, 39)], 1)
+        output = case.run(backend, [(0, 39, 40)], 0)[0]
+        torch.testing.assert_close(output.double(), case.expected(0, 39, 40), atol=1e-3, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows_dim", [(1, 16), (3, 100), (70, 768)])
+def test_small_steps_agree_with_torch(dtype: torch.dtype, rows_dim: tuple[int, int]) -> None:
+    shape = CacheShape(1, 1, 16, 16, dtype)
+    native, plain = MAKERS["native"](shape), MAKERS["torch"](shape)
+    x, residual = torch.randn(2, *rows_dim).to(dtype).unbind(0)
+    weight = torch.randn(rows_dim[1]).to(dtype)
+    gate_up = (torch.randn(rows_dim[0], 2 * rows_dim[1]) * 20).to(dtype)
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+    torch.testing.assert_close(native.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5), **tolerance)
+    torch.testing.assert_close(native.silu_and_mul(gate_up), plain.silu_and_mul(gate_up), **tolerance)
+    ours = native.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    theirs = plain.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, **tolerance)
+
+
+def test_norm_of_a_view_of_heads() -> None:
+    packed = torch.randn(9, 7, 32)
+    backend = MAKERS["native"](CacheShape(1, 1, 32, 16, torch.float32))
+    heads, weight = packed[:, 2:5], torch.randn(32)
+    plain = MAKERS["torch"](backend.shape)
+    torch.testing.assert_close(backend.rms_norm(heads, weight, 1e-6), plain.rms_norm(heads, weight, 1e-6))
+
+
+def test_auto_on_a_cpu() -> None:
+    expected = NativeBackend if find_compiler() else TorchBackend
+    assert type(select_backend("auto", CacheShape(1, 1, 64, 16, torch.bfloat16), _cos_sin(64))) is expected
+    assert type(select_backend("torch", CacheShape(1, 1, 64, 16, torch.bfloat16), _cos_sin(64))) is TorchBackend
+    assert type(select_backend("auto", CacheShape(1, 1, 64, 16, torch.float16), _cos_sin(64))) is TorchBackend
+    assert type(select_backend("auto", CacheShape(1, 1, 24, 16, torch.float32), _cos_sin(24))) is TorchBackend
