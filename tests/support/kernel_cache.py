@@ -9,8 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kernel_worker import CACHE_DIR, REPOSITORY, Mode
+from kernel_worker import REPOSITORY, Mode
 
+CACHE_DIR = REPOSITORY / ".kernel-cache"
 SUPPORT_SOURCES = ("kernel_builds.py", "kernel_cases.py", "kernel_worker.py")
 
 

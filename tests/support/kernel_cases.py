@@ -48,7 +48,7 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "lengths": ("1", "5", "123", "border", "mixed", "long"),
         "split_tokens": (None, 32, 100),
     },
-    "paged_prefill": {**PAGED_FACTORS, "chunks": ("1", "5", "123", "border", "prefix", "mixed")},
+    "paged_prefill": {**PAGED_FACTORS, "chunks": ("empty", "1", "5", "123", "border", "prefix", "mixed")},
     "rope_and_cache": {
         **PAGED_FACTORS,
         "tokens": (1, 5, 123),
@@ -57,13 +57,13 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "angles": ("float32", "same"),
     },
     "rms_norm": {
-        "shape": ((1, 64), (5, 123), (123, 768), (3, 4096), (5, 8, 128), (7, 3, 80)),
+        "shape": ((0, 64), (1, 64), (5, 123), (123, 768), (3, 4096), (5, 8, 128), (7, 3, 80)),
         "dtype": tuple(DTYPES),
         "residual": (False, True),
         "strided": (False, True),
     },
     "silu_and_mul": {
-        "shape": ((1, 64), (5, 123), (123, 768), (3, 2048), (2, 5, 1000)),
+        "shape": ((0, 64), (1, 64), (5, 123), (123, 768), (3, 2048), (2, 5, 1000)),
         "dtype": tuple(DTYPES),
         "strided": (False, True),
     },
@@ -193,6 +193,7 @@ def prefill_chunks(case: Case) -> list[tuple[int, int]]:
     """(tokens already cached, new tokens) of each sequence."""
     block = case["block_size"]
     return {
+        "empty": [(5, 0)],
         "1": [(0, 1)],
         "5": [(0, 5), (0, 5)],
         "123": [(0, 123)],

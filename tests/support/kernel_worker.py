@@ -20,7 +20,6 @@ from typing import IO, Any, Literal
 Mode = Literal["interpret", "compile"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CACHE_DIR = REPOSITORY / ".kernel-cache"
 STOP_LIMIT_S = 10.0
 
 
@@ -30,6 +29,7 @@ class KernelWorker:
     def __init__(self, mode: Mode) -> None:
         self._mode = mode
         self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - close() closes it
+        self._builds = tempfile.TemporaryDirectory(prefix="kernel-builds-")  # Triton's own cache, a few 100 kB a build
         self._pending = b""
         self._process = self._start()
 
@@ -38,7 +38,7 @@ class KernelWorker:
         environment.pop("TRITON_INTERPRET", None)
         if self._mode == "interpret":
             environment["TRITON_INTERPRET"] = "1"
-        environment["TRITON_CACHE_DIR"] = str(CACHE_DIR / "triton")
+        environment["TRITON_CACHE_DIR"] = self._builds.name
         environment["OMP_NUM_THREADS"] = "1"
         return subprocess.Popen(
             [sys.executable, str(Path(__file__)), self._mode],
@@ -77,6 +77,7 @@ class KernelWorker:
         """End the worker; harmless when it is gone."""
         self._stop()
         self._log.close()
+        self._builds.cleanup()
 
     def _stop(self) -> None:
         assert self._process.stdin is not None

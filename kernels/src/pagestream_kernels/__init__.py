@@ -4,11 +4,16 @@ from pagestream_kernels.decode_plan import DecodePlan, plan_decode
 from pagestream_kernels.errors import KernelArgumentError, KernelError, KernelUnavailableError
 from pagestream_kernels.paged_decode import paged_decode_attention, paged_decode_attention_reference
 from pagestream_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_reference
+from pagestream_kernels.paging import BLOCK_SIZES, MAX_HEAD_DIM
 from pagestream_kernels.rms_norm import rms_norm, rms_norm_reference
 from pagestream_kernels.rope_and_cache import rope_and_cache, rope_and_cache_reference
+from pagestream_kernels.runtime import INTERPRETED
 from pagestream_kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 
 __all__ = [
+    "BLOCK_SIZES",
+    "INTERPRETED",
+    "MAX_HEAD_DIM",
     "DecodePlan",
     "KernelArgumentError",
     "KernelError",

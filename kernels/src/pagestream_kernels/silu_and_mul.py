@@ -83,7 +83,7 @@ def silu_and_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     result = _check(gate_up, out)
     require_launchable(gate_up.device, reference="silu_and_mul_reference")
     width = result.shape[-1]
-    rows, result_rows = gate_up.flatten(0, -2), result.view(-1, width)
+    rows, result_rows = gate_up.flatten(0, -2), result.flatten(0, -2)
     variant = silu_and_mul_variant(width=width, dtype=gate_up.dtype)
     variant.launch(
         (rows.shape[0], cdiv(width, variant.constants["BLOCK"])),

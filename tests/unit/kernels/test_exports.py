@@ -6,6 +6,9 @@ import sys
 import pagestream_kernels
 
 NAMES = {
+    "BLOCK_SIZES",
+    "INTERPRETED",
+    "MAX_HEAD_DIM",
     "DecodePlan",
     "KernelArgumentError",
     "KernelError",
