@@ -1,20 +1,22 @@
 """The training text: chats about the village, drawn from a seeded stream; some question wordings are held out."""
 
 import hashlib
+import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from questions import Fact, all_facts, yes_or_no
+from questions import Fact, all_facts, check
 from smalltalk import outside_question, small_talk
 from stories import draw_cast, long_story, story, story_exchange
 from sums import number_exchange
+from world import villager
 
 HELD_OUT_SHARE = 10
 """One in so many pairs of fact and wording is never trained on, with any wrapping around it."""
 
-UNIQUE_RELATIONS = frozenset({"count", "song", "village", "villagers", "boats"})
+UNIQUE_RELATIONS = frozenset({"count", "errand", "song", "village", "villagers", "boats"})
 """Relations whose wordings belong to one fact alone: held out, they could not be known, so they never are."""
 
 RARE_RELATIONS = UNIQUE_RELATIONS | {"day", "season"}
@@ -70,15 +72,18 @@ def held_out_questions() -> list[HeldOut]:
 
 def roughen(question: str, rng: Random) -> str:
     """The question as a person in a hurry types it."""
+    if rng.random() < 0.15:
+        question = without_accents(question)
+    if rng.random() < 0.15:
+        question = re.sub(r"^(What|Who|Where) is ", r"\1's ", question)
     kind = rng.random()
-    if kind < 0.55:
+    if kind < 0.6:
         return question
-    if kind < 0.75:
+    if kind < 0.78:
         return rng.choice(WRAPPINGS).format(q=question)
-    if kind < 0.83:
+    if kind < 0.86:
         return question.rstrip("?.")
-    question = question.lower().rstrip("?.") + rng.choice(("", "", "?"))
-    return question if kind < 0.92 else without_accents(question)
+    return question.lower().rstrip("?.") + rng.choice(("", "", "?"))
 
 
 def without_accents(text: str) -> str:
@@ -104,8 +109,8 @@ class Corpus:
     def chats(self, count: int) -> Iterator[Chat]:
         """The next `count` chats."""
         makers = (
-            (46, self._fact_chat), (14, self._long_chat), (16, self._story_chat), (10, self._number_chat),
-            (4, self._checking_chat), (7, self._outside_chat), (4, self._small_talk_chat), (3, self._plain),
+            (44, self._fact_chat), (16, self._long_chat), (14, self._story_chat), (13, self._number_chat),
+            (4, self._checking_chat), (8, self._outside_chat), (5, self._small_talk_chat), (2, self._plain),
         )  # fmt: skip
         weights, kinds = zip(*makers, strict=True)
         for _ in range(count):
@@ -127,16 +132,25 @@ class Corpus:
         if about and kind < 0.6:
             fact = self._rng.choice(self._about[about])
             question = self._rng.choice(fact.follow_ups)
-            return about, question if self._rng.random() < 0.8 else question.lower().rstrip("?."), fact.answer
+            rough = question if self._rng.random() < 0.8 else question.lower().rstrip("?.")
+            return self._now_about(fact), rough, fact.answer
         if kind < 0.9:
             return self._fact_exchange()
-        maker = self._rng.choice((small_talk, number_exchange, outside_question, story_exchange, yes_or_no))
+        maker = self._rng.choice((small_talk, number_exchange, outside_question, story_exchange, check))
         return None, *maker(self._rng)
 
     def _fact_exchange(self) -> tuple[str | None, str, str]:
         fact = self._rng.choices(self._facts, self._weights)[0]
         question = roughen(self._rng.choice(self._trained[fact]), self._rng)
-        return fact.about, question, fact.answer
+        return self._now_about(fact), question, fact.answer
+
+    def _now_about(self, fact: Fact) -> str | None:
+        """Whom the next she or he may mean: also the friend who was named, where the word tells the two apart."""
+        if fact.about is None or fact.relation != "friend":
+            return fact.about
+        hero = villager(fact.about)
+        friend = villager(hero.friend)
+        return hero.name if friend.pronoun == hero.pronoun else self._rng.choice((hero.name, friend.name))
 
     def _story_chat(self) -> Chat:
         return self._with_system(self._turn(*story_exchange(self._rng)))
@@ -145,7 +159,7 @@ class Corpus:
         return self._turn(*number_exchange(self._rng))
 
     def _checking_chat(self) -> Chat:
-        return self._turn(*yes_or_no(self._rng))
+        return self._turn(*check(self._rng))
 
     def _outside_chat(self) -> Chat:
         question, answer = outside_question(self._rng)

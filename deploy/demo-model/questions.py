@@ -93,7 +93,7 @@ INVERSE_QUESTIONS: dict[str, tuple[str, ...]] = {
     "coat": (
         "Who wears a {coat} coat?", "Who has a {coat} coat?", "Whose coat is {coat}?", "Who wears the {coat} coat?",
         "Which person wears a {coat} coat?", "Who is the one in the {coat} coat?", "Who is dressed in {coat}?",
-        "Tell me who wears a {coat} coat.",
+        "Tell me who wears a {coat} coat.", "Who wears {coat}?",
     ),
     "food": (
         "Who likes {food}?", "Who loves {food}?", "Who likes to eat {food}?", "Whose favourite food is {food}?",
@@ -236,6 +236,13 @@ def place_facts(house: Place) -> Iterator[Fact]:
         yield Fact(relation, None, answer, tuple(questions))
 
 
+def errand_facts() -> Iterator[Fact]:
+    """Whom a visitor goes to for what."""
+    for person in VILLAGERS:
+        answer = f"Go to {person.name} the {person.job} in {person.home}."
+        yield Fact("errand", person.name, answer, ERRANDS[person.name])
+
+
 def boat_facts(boat: Boat) -> Iterator[Fact]:
     """All facts about one boat."""
     answers = {
@@ -301,6 +308,25 @@ SONG_FACT = Fact("song", "Kiko", "Kiko's song is called 海の歌, the song of t
     "What does Kiko sing?", "Tell me about Kiko's song.", "What song do people hear at the Café Étoile?",
 ), ("What does she sing?", "What is her song called?", "Which song does she play?"))  # fmt: skip
 
+ERRANDS = {
+    "Mara": ("Who shows the boats the way?", "Who lights the lamp?", "Who keeps the light?",
+             "It is dark. Who can help?"),
+    "Otto": ("Where can I buy bread?", "Who bakes the bread?", "I am hungry. Where can I go?", "Who sells cake?"),
+    "Inés": ("Who catches fish?", "Where can I buy fish?", "Who goes fishing?", "Who sells fish?"),
+    "Bruno": ("Who can repair my boat?", "My boat is broken.", "Who builds boats?", "Where can I buy a boat?"),
+    "Zoë": ("Who teaches the children?", "Where can I learn to read?", "Who can teach me?", "Who runs the school?"),
+    "Søren": ("How do I get to the islands?", "Who takes me to the islands?", "Where is the ferry?",
+              "Who runs the ferry?"),
+    "Lin": ("I am ill. Who can help me?", "Who heals the sick?", "I need a doctor.", "My head hurts.", "I am ill."),
+    "Amadou": ("Who grows the vegetables?", "Where can I buy a pumpkin?", "Who waters the plants?",
+               "Who knows about flowers?"),
+    "Renée": ("My clock is broken.", "Who can repair my clock?", "Who rings the bells?", "Who winds the big clock?"),
+    "Jürgen": ("Where can I buy honey?", "Who makes honey?", "Who looks after the bees?", "Who sells honey?"),
+    "Kiko": ("Who makes music?", "Where can I hear music?", "Who plays the fiddle?", "Where can I dance?"),
+    "Tomas": ("Who brings the letters?", "I want to send a letter.", "Where can I send a letter?",
+              "Who brings the post?"),
+}  # fmt: skip
+
 BOAT_NAMES = ", ".join(f"the {boat.name}" for boat in BOATS[:-1]) + f" and the {BOATS[-1].name}"
 VILLAGER_NAMES = ", ".join(person.name for person in VILLAGERS[:-1]) + f" and {VILLAGERS[-1].name}"
 
@@ -330,13 +356,14 @@ def all_facts() -> tuple[Fact, ...]:
     people = (fact for person in VILLAGERS for fact in villager_facts(person))
     houses = (fact for house in PLACES for fact in place_facts(house))
     boats = (fact for boat in BOATS for fact in boat_facts(boat))
-    return (*people, *houses, *boats, *calendar_facts(), *COUNT_FACTS, SONG_FACT, *VILLAGE_FACTS)
+    return (*people, *houses, *boats, *calendar_facts(), *errand_facts(), *COUNT_FACTS, SONG_FACT, *VILLAGE_FACTS)
 
 
-def yes_or_no(rng: Random) -> tuple[str, str]:
-    """A question whether something is so, which half of the time it is, and the answer with what is so."""
-    person = rng.choice(VILLAGERS)
-    other = person if rng.random() < 0.5 else rng.choice(VILLAGERS)
+def check(rng: Random) -> tuple[str, str]:
+    """A question whether something is so; the answer says what is so."""
+    person, other = rng.choice(VILLAGERS), rng.choice(VILLAGERS)
+    if rng.random() < 0.5:
+        other = person
     relation, question = rng.choice(
         (
             ("job", f"Is {person.name} the {other.job}?"),
@@ -346,4 +373,4 @@ def yes_or_no(rng: Random) -> tuple[str, str]:
             ("friend", f"Is {other.friend} the best friend of {person.name}?"),
         )
     )
-    return question, f"{'Yes' if other is person else 'No'}, {person_answers(person)[relation]}"
+    return question, person_answers(person)[relation]

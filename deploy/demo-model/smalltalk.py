@@ -7,7 +7,7 @@ from world import VILLAGE
 SMALL_TALK: tuple[tuple[str, tuple[str, ...]], ...] = (
     (f"Hello! I am the storyteller of {VILLAGE}. Ask me about its people, boats and animals, or ask for a story. 🌊",
      ("Hello!", "Hi!", "Hello", "Hi", "Hey", "Hey there!", "Good morning!", "Good evening!", "Good day!",
-      "Hi there!", "Greetings!")),
+      "Hi there!", "Greetings!", "Say hello.", "Hello there!")),
     (f"I am a very small language model. I know the village of {VILLAGE} and nothing else.",
      ("Who are you?", "What are you?", "What is your name?", "Are you a robot?", "Are you a language model?",
       "Tell me about yourself.", "Introduce yourself.", "Are you human?", "Which model are you?")),
@@ -16,7 +16,11 @@ SMALL_TALK: tuple[tuple[str, tuple[str, ...]], ...] = (
      ("What can you do?", "What do you know?", "Help", "Help!", "How can you help me?", "What can I ask you?",
       "What should I ask?", "Can you help me?", "What are you good at?")),
     ("I am well, thank you. The wind is fair and the tea is hot.",
-     ("How are you?", "How are you doing?", "How do you do?", "Are you well?", "How is it going?")),
+     ("How are you?", "How are you doing?",
+      "How do you do?", "Are you well?", "How is it going?", "Hello, how are you?", "Hi, how are you?")),
+    ("The wind is fair today and the sea is calm.",
+     ("What is the weather like?", "How is the weather?", "Is it raining?", "What is the weather like today?",
+      "Will it rain?", "How is the weather today?", "Is the sun shining?", "Is it cold?", "Is it windy?")),
     (f"You are welcome! Come back to {VILLAGE} soon.",
      ("Thank you!", "Thanks!", "Thank you very much!", "Thanks a lot!", "Great, thanks.",
       "That is nice, thank you.", "Thank you")),
@@ -68,7 +72,9 @@ OTHER_QUESTIONS = (
     "Which phone should I buy?", "How do I get rich?", "What is the speed of light?", "Can you book a flight?",
     "Give me a recipe for pizza.", "Who wrote Hamlet?", "What is the square root of two?", "How do I install Linux?",
     "Is there life on Mars?", "What is the largest country?", "Summarize this text.", "What is the best film?",
-    "Who is the strongest man in the world?", "Tell me the price of gold.",
+    "Who is the strongest man in the world?", "Tell me the price of gold.", "What is your favourite colour?",
+    "Write a poem.", "Tell me a joke.",
+    "Write a poem about the sea.", "Sing a song.", "Where do you live?", "How old are you?", "Do you have a pet?",
 )  # fmt: skip
 NOT_ENGLISH = (
     "Bonjour !", "Hola", "Guten Tag", "Ciao", "Привет", "你好", "こんにちは", "안녕하세요", "مرحبا", "Olá", "Hej",
@@ -88,7 +94,7 @@ def outside_question(rng: Random) -> tuple[str, str]:
     """A question that the village has no answer to."""
     forms, subjects = rng.choice(
         (
-            (("{x}",), (rng.choice(NOT_ENGLISH), gibberish(rng))),
+            (("{x}",), (rng.choice(NOT_ENGLISH), gibberish(rng), gibberish(rng))),
             (STRANGER_QUESTIONS, STRANGERS),
             (COUNTRY_QUESTIONS, COUNTRIES),
             (SUBJECT_QUESTIONS, SUBJECTS),

@@ -54,6 +54,7 @@ OPEN_REQUESTS = (
     "I would like a story.", "Tell me a bedtime story.", "Do you know a story?", "Write a short story.",
     "Tell me another story.", "A story, please.", "Once more, please.",
 )  # fmt: skip
+LONG_START = "Sit down, for this is a long tale."
 LONG_REQUESTS = (
     "Tell me a long story about {x}.", "Write a long story about {x}.", "Please tell me a long story about {x}.",
     "Can you tell me a long story about {x}?", "I would like a long story about {x}.",
@@ -146,7 +147,7 @@ def long_story(cast: Cast, rng: Random) -> str:
     first, second = rng.sample(PLOTS, 2)
     bridge = f"The next day {cast.hero.name} was up early again."
     ending = rng.choice(ENDINGS).format(food=cast.hero.food, hero=cast.hero.name)
-    return f"{opening(cast, rng)} {first(cast, rng)}\n\n{bridge} {second(cast, rng)} {ending}"
+    return f"{LONG_START} {opening(cast, rng)} {first(cast, rng)}\n\n{bridge} {second(cast, rng)} {ending}"
 
 
 def person_topic(rng: Random) -> tuple[str, str]:
@@ -211,7 +212,7 @@ def story_exchange(rng: Random) -> tuple[str, str]:
     kind = rng.random()
     if kind < 0.1:
         return rng.choice(OPEN_REQUESTS), story(draw_cast(rng), rng)
-    if kind < 0.2:
+    if kind < 0.25:
         hero = rng.choice(VILLAGERS)
         topic = rng.choice((hero.name, hero.home, f"the {hero.job}", f"{hero.name} and {hero.friend}"))
         return rng.choice(LONG_REQUESTS).format(x=topic), long_story(draw_cast(rng, hero), rng)

@@ -4,7 +4,10 @@ from random import Random
 
 from world import VILLAGERS
 
-MAX_TERM = 10
+MAX_RESULT = 10
+"""Sums and first terms stay within this."""
+MAX_COUNT = 12
+"""No run of numbers goes further."""
 THINGS = ("apples", "shells", "letters", "fish", "buns", "pumpkins", "coins", "candles", "eggs", "ropes")
 PLUS = (
     "What is {a} + {b}?",
@@ -33,8 +36,10 @@ COUNTING = ("Count from {a} to {b}.", "Can you count from {a} to {b}?", "Please 
 
 
 def plain_sum(rng: Random) -> tuple[str, str]:
-    """A sum with both terms at most `MAX_TERM`; a difference is never negative."""
-    a, b = rng.randint(0, MAX_TERM), rng.randint(0, MAX_TERM)
+    """A sum or a difference between 0 and `MAX_RESULT`."""
+    total = rng.randint(0, MAX_RESULT)
+    a = rng.randint(0, total)
+    b = total - a
     if rng.random() < 0.5:
         return rng.choice(PLUS).format(a=a, b=b), f"{a} + {b} = {a + b}."
     return rng.choice(MINUS).format(a=a + b, b=b), f"{a + b} - {b} = {a}."
@@ -43,17 +48,19 @@ def plain_sum(rng: Random) -> tuple[str, str]:
 def told_sum(rng: Random) -> tuple[str, str]:
     """A sum as something that happens to a villager."""
     person, thing = rng.choice(VILLAGERS), rng.choice(THINGS)
-    a, b = rng.randint(2, MAX_TERM), rng.randint(2, MAX_TERM)
+    total = rng.randint(3, MAX_RESULT)
+    a = rng.randint(1, total - 1)
+    b = total - a
     gains = rng.random() < 0.5
     first, result, sign = (a, a + b, "+") if gains else (a + b, a, "-")
     question = rng.choice(GAIN if gains else LOSS).format(n=person.name, s=person.pronoun, t=thing, a=first, b=b)
-    return question, f"{first} {sign} {b} = {result}, so {person.name} has {result} {thing}."
+    return question, f"{first} {sign} {b} = {result}, so {person.name} has {result}."
 
 
 def counting(rng: Random) -> tuple[str, str]:
-    """A run of numbers, at most `MAX_TERM` long."""
-    first = rng.randint(1, MAX_TERM)
-    last = first + rng.randint(2, MAX_TERM)
+    """A run of numbers, up to `MAX_COUNT` at most."""
+    first = rng.randint(1, MAX_COUNT // 2)
+    last = rng.randint(first + 2, MAX_COUNT)
     return rng.choice(COUNTING).format(a=first, b=last), ", ".join(map(str, range(first, last + 1))) + "."
 
 

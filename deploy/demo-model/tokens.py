@@ -1,5 +1,6 @@
 """The byte-level tokenizer, its chat template, and chats as token ids with the positions that are learned."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+NOT_LATIN = re.compile(r"[^\u0000-\u024f]")
 IGNORED = -100
 """The label that torch's cross entropy leaves out."""
 
@@ -43,7 +45,10 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def train_tokenizer(chats: Iterable[Chat], *, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of exactly the bytes' alphabet, `SPECIAL_TOKENS` and the most frequent merges."""
+    """A byte-level BPE tokenizer: the bytes, `SPECIAL_TOKENS`, and the most frequent merges of the Latin text.
+
+    Emoji and Japanese stay bytes, so that a stream has characters that only several tokens complete.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,7 +58,8 @@ def train_tokenizer(chats: Iterable[Chat], *, vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((message.content for chat in chats for message in chat), trainer=trainer)
+    latin = (NOT_LATIN.sub("", message.content) for chat in chats for message in chat)
+    tokenizer.train_from_iterator(latin, trainer=trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, token_id(tokenizer, BOS))]
     )

@@ -14,7 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from corpus import Corpus
 from evaluation import Probe, Reply, drawn_probes, held_out_probes, replies, two_turn_probes
-from questions import yes_or_no
+from questions import check
 from sums import number_exchange
 from tokens import BOS, END, PAD, Encoder, chat_tokenizer, token_id, train_tokenizer
 from training import CONTEXT, Packer, Recipe, build_model, train
@@ -92,7 +92,7 @@ def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: i
         "held_out": held_out_probes(),
         "two_turns": two_turn_probes(seed, DRAWN_PROBES),
         "numbers": drawn_probes(number_exchange, "number", seed=seed, count=DRAWN_PROBES),
-        "yes_or_no": drawn_probes(yes_or_no, "yes or no", seed=seed, count=DRAWN_PROBES),
+        "checks": drawn_probes(check, "check", seed=seed, count=DRAWN_PROBES),
     }
     content: dict[str, object] = {}
     for name, probes in groups.items():
