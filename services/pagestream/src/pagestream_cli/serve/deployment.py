@@ -33,6 +33,7 @@ class Deployment:
         self._news = EngineNews()
         self._started = time.time()
         self._ready = False
+        self._fallen: set[str] = set()
         self._engine_names = frozenset(f"engine-{i}" for i in range(plan.options.engines))
         parts = [] if redis_command is None else [plan.redis(redis_command)]
         parts += plan.engines(self._news.claims)
@@ -83,11 +84,16 @@ class Deployment:
 
     def changed(self, views: Sequence[PartView]) -> None:
         """Hear of the supervisor that a process came or went."""
+        for view in views:
+            if view.state is PartState.READY and view.spec.name in self._fallen:
+                self._fallen.discard(view.spec.name)
+                self._reporter.back(view)
         if any(view.state is not PartState.ENDED for view in views):
             self._write()
 
     def died(self, view: PartView, death: Death, restart_delay_s: float) -> None:
         """Hear of the supervisor that a part died."""
+        self._fallen.add(view.spec.name)
         self._reporter.died(view, death, restart_delay_s)
         if (engine_id := self._news.forget(view.spec.name)) is not None:
             self._queue.expire(engine_id)

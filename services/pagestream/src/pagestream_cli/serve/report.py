@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ class Reporter:
         if self._console is None:
             say(text)
         else:
-            self._console.print(text, markup=False)
+            self._console.print(text, markup=False, soft_wrap=True)
 
     def loading(self, text: str) -> None:
         """Show that something takes its time; only when somebody looks on."""
@@ -60,10 +61,14 @@ class Reporter:
 
     def died(self, view: PartView, death: Death, delay_s: float) -> None:
         """A part ended that should not have."""
-        how = f"exit code {death.exit_code}" if death.by_itself else f"signal {-death.exit_code}"
+        how = f"exit code {death.exit_code}" if death.by_itself else signal.Signals(-death.exit_code).name
         when = "now" if delay_s == 0 else f"in {delay_s:.1f} s"
         self.say(f"{view.spec.name} died ({how}) after {death.lived_s:.1f} s; it starts again {when}")
         self.say(f"  log: {view.spec.log_path}")
+
+    def back(self, view: PartView) -> None:
+        """A part that had died is ready again."""
+        self.say(f"{view.spec.name} is back")
 
     def line(self, spec: PartSpec, text: str) -> None:
         """A line of a part: warnings always when somebody looks on, the rest on request."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 WARNING_WORDS = ("warning", "error", "critical", "fatal", "traceback")
+REDIS_LINE = re.compile(r"\d+:[A-Z] \d+ \w{3} \d{4} [\d:.]+ ([.*#-]) (.*)")
+"""Redis marks with # what a log at its highest level shows, also that it has started."""
+REDIS_WORDS = ("error", "fatal", "can't", "cannot", "no space", "bug report", "too long")
 LEVELS = {"debug": 10, "info": 20, "warn": 30, "warning": 30, "error": 40, "critical": 50, "fatal": 50}
 WARNING = 30
 MAX_CHARS = 400
@@ -21,13 +25,19 @@ class ShortLine:
 
 
 def shorten(line: str) -> ShortLine:
-    """A JSON log record, or a line of any other form; the level of the latter is guessed from its words, and from
-    Redis' `#` mark.
-    """
-    record = _record(line)
-    if record is None:
-        return ShortLine(_guess(line), _cut(line))
-    level = LEVELS.get(str(record.get("level", record.get("levelname", "info"))).lower(), 20)
+    """A JSON log record, a line of Redis, or a line of any other form, whose level is guessed from its words."""
+    if record := _record(line):
+        return _from_record(record, line)
+    if match := REDIS_LINE.fullmatch(line):
+        mark, text = match.groups()
+        is_bad = mark == "#" and any(word in text.lower() for word in REDIS_WORDS)
+        return ShortLine(WARNING if is_bad else LEVELS["info"], _cut(text))
+    is_bad = any(word in line.lower() for word in WARNING_WORDS)
+    return ShortLine(WARNING if is_bad else LEVELS["info"], _cut(line))
+
+
+def _from_record(record: dict[str, object], line: str) -> ShortLine:
+    level = LEVELS.get(str(record.get("level", record.get("levelname", "info"))).lower(), LEVELS["info"])
     message = next((str(record[key]) for key in ("message", "msg", "event") if key in record), line)
     error = next((str(record[key]) for key in ("exception", "exc_info", "error") if record.get(key)), "")
     last_line = error.strip().splitlines()[-1] if error.strip() else ""
@@ -42,13 +52,6 @@ def _record(line: str) -> dict[str, object] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
-
-
-def _guess(line: str) -> int:
-    lowered = line.lower()
-    if any(word in lowered for word in WARNING_WORDS) or " # " in line[:60]:
-        return WARNING
-    return LEVELS["info"]
 
 
 def _cut(text: str) -> str:
