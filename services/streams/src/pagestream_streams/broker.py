@@ -43,8 +43,8 @@ class Broker:
 
     @classmethod
     async def connect(cls, url: str, settings: StreamsSettings | None = None) -> Broker:
-        """Waits for a server that answers, at most settings.connect_timeout_s. Unavailable after that; ValueError for a
-        malformed URL.
+        """Waits for a server that answers, at most settings.connect_timeout_s. Unavailable after that; ValueError for
+        a malformed URL.
         """
         settings = settings or StreamsSettings()
         connection = Connection(url, settings)

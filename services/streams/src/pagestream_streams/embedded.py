@@ -48,7 +48,9 @@ def find_servers() -> Iterator[ServerBinary]:
         spec = find_spec(package)
         if spec is not None and spec.origin is not None:
             paths.append(Path(spec.origin).parent / inside)
-    for path in dict.fromkeys(path.resolve() for path in paths if path.exists()):
+    # One file is listed once, and run by the name under which it was found: Debian's is a link to redis-check-rdb.
+    distinct = {path.resolve(): path for path in reversed(paths) if path.exists()}
+    for path in reversed(distinct.values()):
         version = _version(path)
         if version is not None and version[:2] >= LEAST_VERSION:
             yield ServerBinary(path, version)

@@ -46,9 +46,9 @@ class EngineSession:
     ) -> None:
         """`engine_id` is a name for people; a boot nonce is added. ValueError where it has a space or a colon.
 
-        `on_lost` gets the ids of requests that Redis no longer shows as this engine's (cancelled, reclaimed, over their
-        deadline): drop the work. It runs on the event loop and must not block. `load` gives what the engine tells
-        people and placement about itself.
+        `on_lost` gets the ids of requests that Redis no longer shows as this engine's (cancelled, reclaimed, over
+        their deadline): drop the work. It runs on the event loop and must not block. `load` gives what the engine
+        tells people and placement about itself.
         """
         name = engine_id or "engine"
         if any(character.isspace() or character == ":" for character in name):
@@ -124,8 +124,8 @@ class EngineSession:
         await self._doorbell.wait(timeout_s)
 
     async def append(self, appends: Sequence[Append]) -> list[AppendOutcome]:
-        """Appends a step's entries to their logs: one script for each partition, then one wake-up for each gateway that
-        reads.
+        """Appends a step's entries to their logs: one script for each partition, then one wake-up for each gateway
+        that reads.
 
         Outcomes come in the order of `appends`. Unavailable; then some may have been appended: a retry of the same is
         harmless.

@@ -33,6 +33,7 @@ class Follower:
         self._anchored = (
             from_index == 0
         )  # whether _digest is that of the log; else the first read takes the entry before as well
+        self._length: int | None = None  # of the finished log, where that is known before the end entry was taken
         self._look = True
         self._slices: deque[LogSlice] = deque()
         self._buffered = 0
@@ -64,6 +65,16 @@ class Follower:
         """Ends the read with an error."""
         self.failure = failure
         self._event.set()
+
+    def end_at(self, next_index: int) -> None:
+        """The log has finished with so many entries. Where none are left to take, the digest is still compared."""
+        self._length = next_index
+        self.look()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it stands, verified, at the end of a finished log."""
+        return self._anchored and self.next_index == self._length
 
     def take_look(self) -> bool:
         """Whether the log has to be looked into; asking answers it."""

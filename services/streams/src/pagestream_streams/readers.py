@@ -116,6 +116,7 @@ class Readers:
                 return entries
             if follower.take_look():
                 entries = await self._patiently(lambda: self._from_log(follower))
+                follower.ended = follower.ended or follower.exhausted
                 if entries or follower.ended:
                     return entries
             else:
@@ -226,6 +227,7 @@ class Readers:
     def _check_end(self, follower: Follower, next_index: int) -> None:
         if follower.next_index > next_index:
             raise OffsetOutOfRange(follower.request_id, follower.next_index, next_index)
+        follower.end_at(next_index)
 
     def _note_outage(self, error: Unavailable) -> None:
         now = time.monotonic()
