@@ -29,7 +29,7 @@ def test_splitmix64_known_answer() -> None:
 
 def test_bits_equal_unsigned_arithmetic() -> None:
     seeds, positions = [0, 1, -1, 2**63 - 1, -(2**63)], [0, 1, 7, 4095, 2**40]
-    bits = random_bits(torch.tensor(seeds), torch.tensor(positions), 37)
+    bits = random_bits(torch.tensor(seeds), torch.tensor(positions), range(37))
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         expected = [_reference_bits(seed & _MASK, position, token_id) for token_id in range(37)]
         assert [value & _MASK for value in bits[row].tolist()] == expected
@@ -42,11 +42,17 @@ def test_noise_does_not_depend_on_the_batch() -> None:
         assert torch.equal(together[row], gumbel(seeds[row : row + 1], positions[row : row + 1], 1003)[0])
 
 
+def test_noise_does_not_depend_on_how_it_is_cut_into_tiles() -> None:
+    seeds, positions = torch.arange(30), torch.arange(30)
+    assert torch.equal(gumbel(seeds, positions, 200_000)[7, :9000], gumbel(seeds, positions, 9000)[7])
+    assert torch.equal(random_bits(seeds, positions, range(50))[:, 20:], random_bits(seeds, positions, range(20, 50)))
+
+
 def test_streams_of_neighbours_differ() -> None:
     grid = torch.cartesian_prod(torch.arange(40), torch.arange(40))
-    bits = random_bits(grid[:, 0], grid[:, 1], 16)
+    bits = random_bits(grid[:, 0], grid[:, 1], range(16))
     assert bits.unique().numel() == bits.numel()
-    values = uniform(grid[:, 0], grid[:, 1], 16).double()
+    values = uniform(grid[:, 0], grid[:, 1], range(16)).double()
     for neighbour in (values.view(40, 40, 16).transpose(0, 1), values.view(40, 40, 16)):
         first, second = neighbour[:-1].flatten(), neighbour[1:].flatten()
         correlation = torch.corrcoef(torch.stack((first, second)))[0, 1].item()
@@ -54,7 +60,7 @@ def test_streams_of_neighbours_differ() -> None:
 
 
 def test_uniform_by_chi_square() -> None:
-    values = uniform(torch.arange(200), torch.arange(200) * 3, 5000)
+    values = uniform(torch.arange(200), torch.arange(200) * 3, range(5000))
     assert values.min() > 0
     assert values.max() < 1
     counts = torch.histc(values, bins=256, min=0.0, max=1.0).double()

