@@ -16,6 +16,7 @@ from pagestream.v1.inference_pb2 import (
     Usage,
 )
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, ModelCard, RequestSpec
+from pagestream_gateway.tasks import end_tasks
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, Unavailable, digests
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -118,10 +119,7 @@ class SyntheticEngine:
                         self._tasks[claim.request_id] = asyncio.create_task(self._generate(claim))
                     await self._session.wait_for_work(_WAIT_S)
             finally:
-                tasks = list(self._tasks.values())
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await end_tasks(*self._tasks.values())
 
     async def _claims(self) -> list[Claim]:
         try:
@@ -166,10 +164,7 @@ async def running_engine(redis_url: str, card: ModelCard | None = None) -> Async
         try:
             yield engine
         finally:
-            task.cancel()
-            await asyncio.wait((task,))
-            if not task.cancelled() and (error := task.exception()) is not None:
-                raise error
+            await end_tasks(task)
 
 
 def _letter(spec: RequestSpec, choice: int, place: int) -> str:

@@ -20,6 +20,7 @@ from pagestream_gateway.metrics import Metrics
 from pagestream_gateway.models import ModelCache
 from pagestream_gateway.open_streams import OpenStreams
 from pagestream_gateway.settings import Settings
+from pagestream_gateway.tasks import end_tasks
 from pagestream_gateway.tokenization import TokenizePool
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ async def _servers(frontend: Frontend, keys: KeyRing) -> AsyncIterator[Ports]:
         stack.push_async_callback(grpc_server.stop, limit_s)
         grpc_port = await grpc_server.start(listen.host, listen.grpc_port)
         health = asyncio.create_task(_tell_health(frontend, grpc_server))
-        stack.push_async_callback(_cancelled, health)
+        stack.push_async_callback(end_tasks, health)
         yield Ports(http_port, grpc_port, metrics_port)
 
 
@@ -114,12 +115,6 @@ async def _tell_health(frontend: Frontend, server: GrpcServer) -> None:
     while True:
         await server.set_serving(serving=await frontend.is_ready())
         await asyncio.sleep(_HEALTH_PERIOD_S)
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
 
 
 def _without_password(url: str) -> str:

@@ -20,6 +20,7 @@ from pagestream_gateway.http.errors import error_data, error_response, log_unexp
 from pagestream_gateway.http.position import START, Position
 from pagestream_gateway.problems import problem_of
 from pagestream_gateway.runs import Run, split_runs
+from pagestream_gateway.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +68,7 @@ class LogAnswer(Response):
         try:
             await asyncio.wait((writer, watcher), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            writer.cancel()
-            watcher.cancel()
-            await asyncio.wait((writer, watcher))
-        for task in (writer, watcher):
-            if not task.cancelled() and (error := task.exception()) is not None:
-                raise error
+            await end_tasks(writer, watcher)
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Writes the whole answer; the outcome for the counters."""
