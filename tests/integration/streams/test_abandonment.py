@@ -1,0 +1,151 @@
+"""Nobody reads any more: the grace, whom it concerns, and when it counts."""
+
+import asyncio
+from contextlib import aclosing
+
+from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, ON_DISCONNECT_CONTINUE, REQUEST_STATE_FINISHED
+from pagestream_streams import Broker, GatewaySession
+from token_streams import FAST, MODEL, TENANT, eventually, spec, worker
+
+GRACE_MS = 150
+
+
+async def finished(broker: Broker, request_id: str) -> bool:
+    return (await broker.view(request_id, TENANT)).state == REQUEST_STATE_FINISHED
+
+
+async def read_some(gateway: GatewaySession, request_id: str) -> None:
+    async with aclosing(gateway.read(request_id, tenant=TENANT)) as batches:
+        await anext(batches)
+
+
+async def pause(milliseconds: float) -> None:
+    """Time in which something must *not* happen."""
+    await asyncio.sleep(milliseconds / 1000)
+
+
+async def die(gateway: GatewaySession) -> None:
+    """What SIGKILL does to a gateway."""
+    for task in (gateway._heartbeat, gateway._sweeper, gateway._readers._keeper, gateway._subscription):
+        await task.stop()
+
+
+async def test_a_request_that_all_readers_left_is_cancelled_after_its_grace(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        request = spec(grace_ms=GRACE_MS)
+        await gateway.accept(request)
+        [claim] = await engine.claim()
+        await engine.generate(claim, 1)
+        await read_some(gateway, request.request_id)
+        await eventually(lambda: finished(broker, request.request_id))
+        assert (await broker.view(request.request_id, TENANT)).finish_reason == FINISH_REASON_CANCELLED
+        await eventually(lambda: engine.lost == [request.request_id])
+
+
+async def test_a_reader_who_comes_back_ends_the_grace(broker: Broker) -> None:
+    async with GatewaySession(broker) as one, GatewaySession(broker) as other, worker(broker) as engine:
+        request = spec(grace_ms=400)
+        await one.accept(request)
+        [claim] = await engine.claim()
+        await engine.generate(claim, 1)
+        await read_some(one, request.request_id)
+        async with aclosing(other.read(request.request_id, tenant=TENANT)) as batches:
+            await anext(batches)
+            await pause(3 * 400)
+            assert not await finished(broker, request.request_id)
+        await eventually(lambda: finished(broker, request.request_id))
+
+
+async def test_one_of_two_readers_may_leave(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        request = spec(grace_ms=GRACE_MS)
+        await gateway.accept(request)
+        [claim] = await engine.claim()
+        await engine.generate(claim, 1)
+        async with aclosing(gateway.read(request.request_id, tenant=TENANT)) as batches:
+            await anext(batches)
+            await read_some(gateway, request.request_id)
+            await pause(4 * GRACE_MS)
+            assert not await finished(broker, request.request_id)
+
+
+async def test_on_disconnect_continue_has_no_grace(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        request = spec(grace_ms=GRACE_MS, on_disconnect=ON_DISCONNECT_CONTINUE)
+        await gateway.accept(request)
+        [claim] = await engine.claim()
+        await engine.generate(claim, 1)
+        await read_some(gateway, request.request_id)
+        await pause(4 * GRACE_MS)
+        assert not await finished(broker, request.request_id)
+
+
+async def test_an_accepted_request_that_is_never_read_is_abandoned(broker: Broker) -> None:
+    """Its client went away between accept and read."""
+    async with GatewaySession(broker) as gateway:
+        request = spec(grace_ms=GRACE_MS)
+        await gateway.accept(request)
+        await eventually(lambda: finished(broker, request.request_id))
+
+
+async def test_a_dead_gateway_s_reads_get_their_grace_in_full(broker: Broker) -> None:
+    async with GatewaySession(broker) as alive, GatewaySession(broker) as dead, worker(broker) as engine:
+        request = spec(grace_ms=GRACE_MS)
+        await dead.accept(request)
+        [claim] = await engine.claim()
+        await engine.generate(claim, 1)
+        async with aclosing(dead.read(request.request_id, tenant=TENANT)) as batches:
+            await anext(batches)
+            await die(dead)
+            await eventually(lambda: finished(broker, request.request_id))
+        assert alive.gateway_id
+
+
+async def test_graces_don_t_count_while_no_gateway_lives(broker: Broker) -> None:
+    async with worker(broker) as engine:  # noqa: SIM117
+        async with GatewaySession(broker) as gateway:
+            request = spec(grace_ms=GRACE_MS)
+            await gateway.accept(request)
+            [claim] = await engine.claim()
+            await engine.generate(claim, 1)
+            reading = gateway.read(request.request_id, tenant=TENANT)
+            await anext(reading)
+            await die(gateway)
+            prefix = f"ps:{{{MODEL}/0}}:"
+
+            async def deserted() -> bool:
+                return bool(await broker.connection.execute("HEXISTS", prefix + "meta", "deserted"))
+
+            await eventually(deserted)
+            await pause(4 * GRACE_MS)
+            assert not await finished(broker, request.request_id)
+            async with GatewaySession(broker):
+                await eventually(lambda: finished(broker, request.request_id))
+            await reading.aclose()
+
+
+async def test_a_gateway_that_was_taken_for_dead_registers_again(broker: Broker) -> None:
+    async with GatewaySession(broker) as other, GatewaySession(broker) as gateway, worker(broker) as engine:
+        request = spec(grace_ms=2000)
+        await gateway.accept(request)
+        [claim] = await engine.claim()
+        await engine.generate(claim, 1)
+        async with aclosing(gateway.read(request.request_id, tenant=TENANT)) as batches:
+            await anext(batches)
+            await gateway._heartbeat.stop()
+            await gateway._readers._keeper.stop()
+            prefix = f"ps:{{{MODEL}/0}}:"
+
+            async def in_grace() -> bool:
+                return bool(await broker.connection.execute("ZCARD", prefix + "graces"))
+
+            async def out_of_grace() -> bool:
+                return not await in_grace()
+
+            await eventually(in_grace)
+            gateway._heartbeat.start()
+            gateway._readers.start()
+            await eventually(out_of_grace)
+            await pause(FAST.lease_ms)
+            assert not await finished(broker, request.request_id)
+        assert other.gateway_id

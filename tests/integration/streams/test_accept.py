@@ -1,0 +1,201 @@
+"""Accepting: idempotent, bounded exactly, one tenant's own, and once for an idempotency key."""
+
+import asyncio
+import dataclasses
+
+import pytest
+from pagestream.v1.inference_pb2 import REQUEST_STATE_QUEUED, REQUEST_STATE_RUNNING
+from pagestream_streams import (
+    Broker,
+    GatewaySession,
+    IdempotencyConflict,
+    ModelNotFound,
+    QueueFull,
+    RequestNotFound,
+    Unavailable,
+    ids,
+)
+from token_streams import FAST, MODEL, TENANT, numbers, read_all, spec, worker
+
+
+async def queued(broker: Broker, partition: int = 0, name: str = "0") -> int:
+    return int(await broker.connection.execute("XLEN", f"ps:{{{MODEL}/{partition}}}:queue:{name}"))
+
+
+async def test_accept_is_idempotent_by_id(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        request = spec()
+        await gateway.accept(request)
+        await gateway.accept(request)
+        assert await queued(broker) == 1
+        [claim] = await engine.claim()
+        await gateway.accept(request)
+        assert await queued(broker) == 0
+        assert (await broker.view(request.request_id, TENANT)).state == REQUEST_STATE_RUNNING
+        await engine.generate(claim, 2, finish=True)
+        await gateway.accept(request)
+        assert numbers(await read_all(gateway, request.request_id)) == [100, 101]
+
+
+async def test_accepted_spec_is_kept_whole(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway:
+        request = spec(n=3, prompt=range(50), priority=2)
+        await gateway.accept(request)
+        assert await broker.spec(request.request_id, TENANT) == request
+
+
+class TestBoundedExactly:
+    async def test_in_requests_for_each_class_and_partition(self, redis_url: str, broker: Broker) -> None:
+        bounded = dataclasses.replace(FAST, max_queued_requests=3)
+        async with await Broker.connect(redis_url, bounded) as narrow, GatewaySession(narrow) as gateway:
+            for _ in range(3):
+                await gateway.accept(spec())
+            with pytest.raises(QueueFull) as caught:
+                await gateway.accept(spec())
+            assert (caught.value.limit, caught.value.bound, caught.value.queued) == ("requests", 3, 3)
+            assert caught.value.retry_after_s > 0
+            await gateway.accept(spec(partition=1))
+            await gateway.accept(spec(priority=1))
+            assert await queued(broker) == 3
+
+    async def test_in_prompt_tokens(self, redis_url: str, broker: Broker) -> None:
+        bounded = dataclasses.replace(FAST, max_queued_prompt_tokens=10)
+        async with await Broker.connect(redis_url, bounded) as narrow, GatewaySession(narrow) as gateway:
+            await gateway.accept(spec(prompt=range(6)))
+            with pytest.raises(QueueFull, match="prompt tokens"):
+                await gateway.accept(spec(prompt=range(5)))
+            await gateway.accept(spec(prompt=range(4)))
+            with pytest.raises(QueueFull):
+                await gateway.accept(spec(prompt=range(1)))
+
+    async def test_room_comes_back_by_claim_and_by_cancel(self, redis_url: str, broker: Broker) -> None:
+        bounded = dataclasses.replace(FAST, max_queued_requests=2, max_queued_prompt_tokens=6)
+        async with (
+            await Broker.connect(redis_url, bounded) as narrow,
+            GatewaySession(narrow) as gateway,
+            worker(narrow) as engine,
+        ):
+            first, second = spec(), spec()
+            await gateway.accept(first)
+            await gateway.accept(second)
+            await broker.cancel(first.request_id, TENANT)
+            await broker.cancel(first.request_id, TENANT)
+            await gateway.accept(spec())
+            with pytest.raises(QueueFull):
+                await gateway.accept(spec())
+            await engine.claim(2)
+            await gateway.accept(spec())
+            await gateway.accept(spec())
+            with pytest.raises(QueueFull) as caught:
+                await gateway.accept(spec())
+            assert caught.value.retry_after_s < FAST.retry_after_max_s
+
+    async def test_what_is_handed_back_is_exempt(self, redis_url: str, broker: Broker) -> None:
+        bounded = dataclasses.replace(FAST, max_queued_requests=1)
+        async with (
+            await Broker.connect(redis_url, bounded) as narrow,
+            GatewaySession(narrow) as gateway,
+            worker(narrow) as engine,
+        ):
+            await gateway.accept(spec())
+            [claim] = await engine.claim()
+            await gateway.accept(spec())
+            await engine.session.hand_back([claim.request_id])
+            assert (await queued(broker), await queued(broker, name="resume")) == (1, 1)
+
+    async def test_many_at_once(self, redis_url: str, broker: Broker) -> None:
+        bounded = dataclasses.replace(FAST, max_queued_requests=10)
+        async with await Broker.connect(redis_url, bounded) as narrow, GatewaySession(narrow) as gateway:
+            results = await asyncio.gather(*(gateway.accept(spec()) for _ in range(40)), return_exceptions=True)
+            assert sum(result is None for result in results) == 10
+            assert all(result is None or isinstance(result, QueueFull) for result in results)
+
+
+class TestTenants:
+    async def test_another_tenant_s_request_does_not_exist(self, broker: Broker) -> None:
+        async with GatewaySession(broker) as gateway:
+            request = spec()
+            await gateway.accept(request)
+            for ask in (broker.view, broker.spec, broker.cancel):
+                with pytest.raises(RequestNotFound):
+                    await ask(request.request_id, "tenant-b")
+            with pytest.raises(RequestNotFound):
+                await anext(aiter(gateway.read(request.request_id, tenant="tenant-b")))
+            assert (await broker.view(request.request_id, TENANT)).state == REQUEST_STATE_QUEUED
+
+    @pytest.mark.parametrize("request_id", ["", "x", "00000000-0000-" + "0" * 32, "../../etc", "{}", "A" * 10_000])
+    async def test_malformed_and_unknown_ids_don_t_exist(self, broker: Broker, request_id: str) -> None:
+        async with GatewaySession(broker) as gateway:
+            with pytest.raises(RequestNotFound):
+                await broker.view(request_id, TENANT)
+            with pytest.raises(RequestNotFound):
+                await broker.cancel(request_id, TENANT)
+            with pytest.raises(RequestNotFound):
+                await anext(aiter(gateway.read(request_id, tenant=TENANT)))
+
+
+class TestIdempotencyKey:
+    async def test_a_retry_joins(self, broker: Broker) -> None:
+        async with GatewaySession(broker) as one, GatewaySession(broker) as other:
+            first = await one.accept_once(spec(), key="k", body_digest="d")
+            assert await other.accept_once(spec(), key="k", body_digest="d") == first
+            assert await queued(broker) == 1
+
+    async def test_another_body_is_refused(self, broker: Broker) -> None:
+        async with GatewaySession(broker) as gateway:
+            await gateway.accept_once(spec(), key="k", body_digest="d")
+            with pytest.raises(IdempotencyConflict):
+                await gateway.accept_once(spec(), key="k", body_digest="e")
+
+    async def test_keys_are_each_tenant_s_own(self, broker: Broker) -> None:
+        async with GatewaySession(broker) as gateway:
+            first = await gateway.accept_once(spec(), key="k", body_digest="d")
+            assert await gateway.accept_once(spec(tenant="tenant-b"), key="k", body_digest="e") != first
+
+    async def test_a_half_done_accept_is_completed(self, redis_url: str, broker: Broker) -> None:
+        bounded = dataclasses.replace(FAST, max_queued_requests=1)
+        async with (
+            await Broker.connect(redis_url, bounded) as narrow,
+            GatewaySession(narrow) as full,
+            GatewaySession(broker) as gateway,
+        ):
+            await full.accept(spec())
+            reserved = spec()
+            with pytest.raises(QueueFull):
+                await full.accept_once(reserved, key="k", body_digest="d")
+            assert await gateway.accept_once(spec(), key="k", body_digest="d") == reserved.request_id
+            assert (await broker.view(reserved.request_id, TENANT)).state == REQUEST_STATE_QUEUED
+
+    async def test_many_at_once_are_one(self, broker: Broker) -> None:
+        async with GatewaySession(broker) as gateway:
+            tries = (gateway.accept_once(spec(partition=i % 2), key="k", body_digest="d") for i in range(20))
+            assert len(set(await asyncio.gather(*tries))) == 1
+            assert await queued(broker) + await queued(broker, 1) == 1
+
+
+class TestPlacement:
+    async def test_prompts_with_an_equal_beginning_share_a_partition(self, broker: Broker) -> None:
+        async with GatewaySession(broker) as gateway:
+            places = set()
+            for end in range(10):
+                placed = ids.parse(await gateway.place(MODEL, [*range(FAST.placement_tokens), end]))
+                assert placed is not None
+                places.add(placed.partition)
+            assert len(places) == 1
+
+    async def test_unknown_model(self, broker: Broker) -> None:
+        async with GatewaySession(broker) as gateway:
+            with pytest.raises(ModelNotFound, match="nothing"):
+                await gateway.place("nothing", [1])
+
+
+async def test_a_full_redis_is_unavailable_with_its_reason(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway:
+        await broker.connection.execute("CONFIG", "SET", "maxmemory", "1mb")
+        request = spec()
+        with pytest.raises(Unavailable, match="maxmemory"):
+            await gateway.accept(request)
+        await broker.connection.execute("CONFIG", "SET", "maxmemory", "0")
+        with pytest.raises(RequestNotFound):
+            await broker.view(request.request_id, TENANT)
+        await gateway.accept(request)

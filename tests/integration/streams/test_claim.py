@@ -1,0 +1,126 @@
+"""The claim: one script, classes that age, and partitions that have an owner."""
+
+import asyncio
+import dataclasses
+
+from pagestream.v1.inference_pb2 import REQUEST_STATE_RUNNING
+from pagestream_streams import Broker, GatewaySession, RequestView
+from token_streams import FAST, MODEL, TENANT, spec, worker
+
+
+async def view(broker: Broker, request_id: str) -> RequestView:
+    return await broker.view(request_id, TENANT)
+
+
+async def test_claim_takes_the_entry_and_names_the_owner_in_one_step(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        request = spec(deadline_ms=60_000)
+        await gateway.accept(request)
+        assert (await view(broker, request.request_id)).queue_position == 0
+        [claim] = await engine.claim()
+        assert (claim.spec, claim.epoch, claim.next_index, claim.digest, claim.attempts) == (request, 1, 0, "", 1)
+        loop_time = asyncio.get_running_loop().time()
+        assert claim.deadline is not None
+        assert loop_time < claim.deadline < loop_time + 61
+        seen = await view(broker, request.request_id)
+        assert (seen.state, seen.queue_position, seen.attempts) == (REQUEST_STATE_RUNNING, None, 1)
+        prefix = f"ps:{{{MODEL}/0}}:"
+        execute = broker.connection.execute
+        assert await execute("XLEN", prefix + "queue:0") == 0
+        assert (await execute("XPENDING", prefix + "queue:0", "engines"))["pending"] == 0
+        owned = await execute("SMEMBERS", f"{prefix}owned:{engine.session.engine_id}")
+        assert owned == {request.request_id.encode()}
+
+
+async def test_each_request_goes_to_one_engine(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker, "a") as a, worker(broker, "b") as b:
+        wanted = [spec(partition=i % 2) for i in range(40)]
+        await asyncio.gather(*(gateway.accept(request) for request in wanted))
+        claims = []
+        while len(claims) < 40:
+            for found in await asyncio.gather(
+                *(each.session.claim(max_requests=3, max_prompt_tokens=1000) for each in (a, b, a, b))
+            ):
+                claims += found
+        assert sorted(claim.request_id for claim in claims) == sorted(request.request_id for request in wanted)
+
+
+async def test_budget_of_prompt_tokens_is_kept(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        for size in (4, 4, 4):
+            await gateway.accept(spec(prompt=range(size)))
+        claims = await engine.session.claim(max_requests=10, max_prompt_tokens=9)
+        assert len(claims) == 2
+        assert await engine.session.claim(max_requests=10, max_prompt_tokens=3) == []
+        assert len(await engine.claim()) == 1
+
+
+async def test_queue_position_counts_those_before(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway:
+        requests = [spec() for _ in range(3)]
+        for request in requests:
+            await gateway.accept(request)
+        await broker.cancel(requests[0].request_id, TENANT)
+        places = [(await view(broker, request.request_id)).queue_position for request in requests]
+        assert places == [None, 0, 1]
+
+
+class TestClasses:
+    async def test_higher_class_first_and_what_was_handed_back_before_all(self, broker: Broker) -> None:
+        async with GatewaySession(broker) as gateway, worker(broker) as engine:
+            begun = spec(priority=3)
+            await gateway.accept(begun)
+            await engine.claim()
+            low, high = spec(priority=2), spec(priority=0)
+            await gateway.accept(low)
+            await gateway.accept(high)
+            await engine.session.hand_back([begun.request_id])
+            order = [claim.request_id for claim in await engine.claim(3)]
+            assert order == [begun.request_id, high.request_id, low.request_id]
+
+    async def test_no_class_starves(self, redis_url: str, broker: Broker) -> None:
+        ageing = dataclasses.replace(FAST, ageing_ms=50)
+        async with (
+            await Broker.connect(redis_url, ageing) as quick,
+            GatewaySession(quick) as gateway,
+            worker(quick) as engine,
+        ):
+            low = spec(priority=2)
+            await gateway.accept(low)
+            order: list[str] = []
+            async with asyncio.timeout(20):
+                while low.request_id not in order:
+                    await gateway.accept(spec(priority=0))
+                    await gateway.accept(spec(priority=0))
+                    order += [claim.request_id for claim in await engine.claim(1)]
+            assert order[0] != low.request_id
+
+
+async def test_others_partitions_are_taken_from_when_their_entries_age(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker, "busy"), worker(broker, "idle") as idle:
+        for partition in (0, 1):
+            await gateway.accept(spec(partition=partition))
+        assert len(await idle.claim(2)) == 2
+
+
+async def test_partitions_of_a_dead_engine_find_an_owner(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker, "b") as b:
+        async with worker(broker, "a"):
+            assert [info.engines for info in await broker.models()] == [2]
+        assert [info.engines for info in await broker.models()] == [1]
+        for partition in (0, 1):
+            await gateway.accept(spec(partition=partition))
+        assert len(await b.claim(2)) == 2
+
+
+async def test_doorbell_wakes_an_idle_engine(broker: Broker) -> None:
+    """The wait has no limit of its own here: without the bell the test times out."""
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        await engine.session.claim(max_requests=1, max_prompt_tokens=100)
+        await engine.session.wait_for_work(0.5)
+        assert await engine.session.claim(max_requests=1, max_prompt_tokens=100) == []
+        waiting = asyncio.create_task(engine.session.wait_for_work(1000))
+        await asyncio.sleep(0)
+        await gateway.accept(spec())
+        await asyncio.wait_for(waiting, 20)
+        assert len(await engine.claim()) == 1
