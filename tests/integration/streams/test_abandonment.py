@@ -102,7 +102,7 @@ async def test_a_dead_gateway_s_reads_get_their_grace_in_full(broker: Broker) ->
 
 
 async def test_graces_don_t_count_while_no_gateway_lives(broker: Broker) -> None:
-    async with worker(broker) as engine:  # noqa: SIM117
+    async with worker(broker) as engine:
         async with GatewaySession(broker) as gateway:
             request = spec(grace_ms=GRACE_MS)
             await gateway.accept(request)

@@ -119,7 +119,7 @@ class TestNeverSpliced:
 
 async def test_a_slow_reader_is_bounded_in_memory_and_holds_back_nobody(redis_url: str, broker: Broker) -> None:
     small = dataclasses.replace(FAST, buffer_entries=4, read_batch=7)
-    async with await Broker.connect(redis_url, small) as narrow, GatewaySession(narrow) as gateway:  # noqa: SIM117
+    async with await Broker.connect(redis_url, small) as narrow, GatewaySession(narrow) as gateway:
         async with worker(broker) as engine:
             request = spec()
             await gateway.accept(request)
@@ -142,7 +142,7 @@ async def test_a_slow_reader_is_bounded_in_memory_and_holds_back_nobody(redis_ur
 async def test_wake_ups_alone_carry_a_stream(redis_url: str, broker: Broker) -> None:
     """Nothing polls here, so that each token comes by its wake-up or not at all."""
     silent = dataclasses.replace(FAST, poll_ms=1_000_000)
-    async with await Broker.connect(redis_url, silent) as narrow, GatewaySession(narrow) as gateway:  # noqa: SIM117
+    async with await Broker.connect(redis_url, silent) as narrow, GatewaySession(narrow) as gateway:
         async with worker(broker) as engine:
             request = spec()
             await gateway.accept(request)

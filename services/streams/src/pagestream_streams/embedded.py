@@ -151,8 +151,9 @@ class EmbeddedRedis:
         with Redis(port=self.port, socket_timeout=1.0, socket_connect_timeout=1.0) as client:
             for _ in range(int(_START_TIMEOUT_S / _PAUSE_S)):
                 with suppress(exceptions.ConnectionError, exceptions.TimeoutError):
-                    client.ping()
-                    return
+                    # Another server may have the port: then ours is about to end.
+                    if client.info("server")["process_id"] == process.pid:
+                        return
                 with suppress(subprocess.TimeoutExpired):
                     code = process.wait(_PAUSE_S)
                     raise Unavailable(f"{self.binary.path} ended with {code}: {self._last_words()}")

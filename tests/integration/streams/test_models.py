@@ -1,0 +1,59 @@
+"""The model card: durable, cached by digest, and known without any engine."""
+
+import pytest
+from pagestream.v1.records_pb2 import ModelCard
+from pagestream_streams import Broker, GatewaySession, ModelNameRefused, ModelNotFound
+from token_streams import FAST, MODEL, card, eventually, spec, worker
+
+
+async def test_card_and_infos(broker: Broker) -> None:
+    assert await broker.model_card(MODEL) == card()
+    [info] = await broker.models()
+    assert (info.name, info.engines, info.partitions) == (MODEL, 0, 2)
+    assert info.created > 1_600_000_000
+    async with worker(broker), worker(broker):
+        assert [info.engines for info in await broker.models()] == [2]
+
+
+async def test_publishing_again_keeps_partitions_and_creation(broker: Broker) -> None:
+    [before] = await broker.models()
+    await broker.publish_model(ModelCard(name=MODEL, max_model_len=7), partitions=9)
+    [after] = await broker.models()
+    assert (after.created, after.partitions) == (before.created, 2)
+    assert after.digest != before.digest
+    assert await broker.partitions(MODEL) == 2
+
+
+async def test_another_process_sees_a_new_card(redis_url: str, broker: Broker) -> None:
+    async with await Broker.connect(redis_url, FAST) as other:
+        assert (await other.model_card(MODEL)).max_model_len == 4096
+        await broker.publish_model(ModelCard(name=MODEL, max_model_len=7))
+
+        async def new() -> bool:
+            return (await other.model_card(MODEL)).max_model_len == 7
+
+        await eventually(new)
+
+
+async def test_unknown_model(broker: Broker) -> None:
+    with pytest.raises(ModelNotFound, match="nothing"):
+        await broker.model_card("nothing")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a{b", "a}b", "a\nb", "x" * 257])
+async def test_names_that_can_t_be_keys_are_refused(broker: Broker, name: str) -> None:
+    with pytest.raises(ModelNameRefused):
+        await broker.publish_model(card(name))
+
+
+@pytest.mark.parametrize("partitions", [0, -1, 65_537])
+async def test_numbers_of_partitions_that_ids_can_t_hold_are_refused(broker: Broker, partitions: int) -> None:
+    with pytest.raises(ValueError, match="partitions"):
+        await broker.publish_model(card("other"), partitions=partitions)
+
+
+async def test_ids_of_an_older_number_of_partitions_stay_valid(broker: Broker) -> None:
+    request = spec(partition=77)
+    async with GatewaySession(broker) as gateway:
+        await gateway.accept(request)
+        assert await broker.cancel(request.request_id, request.tenant)
