@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import TypeVar
@@ -21,6 +23,7 @@ from pagestream_engine.errors import EngineError
 from pagestream_engine.folder import resolve_model
 from pagestream_engine.worker.card import ModelFolderError, build_card
 from pagestream_engine.worker.logs import configure_logs
+from pagestream_engine.worker.metrics import metrics_endpoint
 from pagestream_engine.worker.settings import WorkerSettings, build_parser, engine_config, worker_settings
 from pagestream_engine.worker.worker import EngineFailed, Worker
 
@@ -82,6 +85,8 @@ async def serve(settings: WorkerSettings, config: EngineConfig, stop: asyncio.Ev
         publishing = _when_redis_is_there(lambda: broker.publish_model(card, partitions=settings.partitions))
         await _unless_stopped(publishing, stop)
         worker = Worker(engine, settings)
+        if settings.metrics_port is not None:
+            stack.enter_context(metrics_endpoint(worker.stats, settings.metrics_port))
         session = EngineSession(
             broker,
             model=settings.served_model_name,
@@ -91,7 +96,17 @@ async def serve(settings: WorkerSettings, config: EngineConfig, stop: asyncio.Ev
         )
         await _unless_stopped(_when_redis_is_there(lambda: stack.enter_async_context(session)), stop)
         logger.info("ready", extra={"model": settings.served_model_name, "engine_id": session.engine_id})
-        await worker.run(session, stop)
+        try:
+            await worker.run(session, stop)
+        finally:
+            _limit_exit(settings.exit_timeout_s)
+
+
+def _limit_exit(seconds: float) -> None:
+    """End the process after so long, however deep something hangs: a lease that lapses hands back just as well."""
+    timer = threading.Timer(seconds, os._exit, [EXIT_FAILED])
+    timer.daemon = True
+    timer.start()
 
 
 async def _run(settings: WorkerSettings, config: EngineConfig) -> None:

@@ -21,10 +21,14 @@ class WorkerSettings:
     """Name in leases and logs; a boot nonce is added to it."""
     partitions: int = 4
     """Partitions of a model that nobody has published before; a published number stays."""
+    metrics_port: int | None = None
+    """TCP port of the Prometheus endpoint; None: no endpoint."""
     idle_poll_s: float = 0.1
     """Seconds between looks at the queue when no doorbell rings: bounds what a lost doorbell costs."""
     drain_timeout_s: float = 8.0
     """Seconds for the last appends and the hand-back after SIGTERM; pods are killed after ten."""
+    exit_timeout_s: float = 9.5
+    """Seconds from the end of serving to the end of the process, whatever still hangs."""
     stall_timeout_s: float = 120.0
     """Seconds that one step may take before the watchdog ends the process, so that its requests go on elsewhere."""
     retry_delay_s: float = 0.1
@@ -92,6 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients ask for (default: the folder's name)")
     parser.add_argument("--engine-id", type=_engine_name, metavar="ID", help="default: host name and process id")
     parser.add_argument("--partitions", type=_count, default=4, metavar="N", help="of a model new to this Redis")
+    parser.add_argument("--metrics-port", type=_count, metavar="PORT", help="serve Prometheus metrics at /metrics")
     add_engine_options(parser)
     return parser
 
@@ -104,4 +109,5 @@ def worker_settings(options: argparse.Namespace) -> WorkerSettings:
         served_model_name=options.served_model_name or Path(options.model).resolve().name,
         engine_id=options.engine_id or f"{socket.gethostname()}-{getpid()}",
         partitions=options.partitions,
+        metrics_port=options.metrics_port,
     )

@@ -15,7 +15,7 @@ from pagestream_streams.errors import Unavailable
 
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.outputs import StepOutput
+from pagestream_engine.outputs import EngineStats, StepOutput
 from pagestream_engine.worker.engine_thread import AbortSequences, AddSequence, EngineThread, Stop
 from pagestream_engine.worker.request import RunningRequest
 from pagestream_engine.worker.settings import WorkerSettings
@@ -44,6 +44,7 @@ class Worker:
         self._requests: dict[str, RunningRequest] = {}
         self._prefilling: dict[str, int] = {}  # sequence -> prompt tokens that may not have blocks yet
         self._num_sequences = 0
+        self._is_ending = False
         self._loop = asyncio.get_running_loop()
         self._room = asyncio.Event()
         self._pending = asyncio.Event()
@@ -66,15 +67,21 @@ class Worker:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
+            results = await self._end(tasks)
             await self._drain(session)
         for result in results:
             if isinstance(result, Exception):
                 raise result
         if not stop.is_set():
             self._thread_ended.result()
+
+    async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
+        # A cancellation can get lost inside a Redis command, so the loops also look at a flag.
+        self._is_ending = True
+        self._pending.set()
+        for task in tasks:
+            task.cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _drain(self, session: EngineSession) -> None:
         self._thread.submit(Stop())
@@ -104,7 +111,7 @@ class Worker:
     # -- claiming --
 
     async def _claim_forever(self, session: EngineSession) -> None:
-        while True:
+        while not self._is_ending:
             max_requests, max_prompt_tokens = self._capacity()
             if max_requests < 1 or max_prompt_tokens < 1:
                 await self._wait_for_room()
@@ -192,7 +199,7 @@ class Worker:
     # -- appending --
 
     async def _append_forever(self, session: EngineSession) -> None:
-        while True:
+        while not self._is_ending:
             await self._pending.wait()
             self._pending.clear()
             if not await self._append_pending(session):
@@ -247,6 +254,10 @@ class Worker:
         self._thread.submit(AbortSequences(running))
 
     # -- what others see --
+
+    def stats(self) -> EngineStats:
+        """Return the engine's own snapshot."""
+        return self._thread.stats()
 
     def load(self) -> Mapping[str, str | int | float]:
         """Return what placement and people want to know; never the truth about ownership."""

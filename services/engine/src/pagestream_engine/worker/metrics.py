@@ -1,0 +1,68 @@
+"""The engine's load as Prometheus metrics."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pagestream_engine.outputs import EngineStats
+
+STOP_LIMIT_S = 2.0
+
+
+class Family(NamedTuple):
+    """One metric: its name, what it says, and where it comes from."""
+
+    name: str
+    text: str
+    value: Callable[[EngineStats], float]
+
+
+GAUGES = (
+    Family("pagestream_requests_running", "Sequences that are in the batch.", lambda s: s.num_running),
+    Family("pagestream_requests_waiting", "Sequences that wait in the engine.", lambda s: s.num_waiting),
+    Family("pagestream_kv_blocks", "Blocks in the pool.", lambda s: s.num_blocks),
+    Family("pagestream_kv_blocks_free", "Blocks that no sequence references.", lambda s: s.num_free_blocks),
+    Family("pagestream_kv_utilization_ratio", "Referenced blocks / all blocks.", lambda s: s.kv_utilization),
+)
+COUNTERS = (
+    Family("pagestream_preemptions", "Sequences that lost their blocks.", lambda s: s.num_preemptions),
+    Family("pagestream_steps", "Steps of the model.", lambda s: s.num_steps),
+    Family("pagestream_step_seconds", "Seconds spent in steps.", lambda s: s.total_step_s),
+    Family("pagestream_prompt_tokens", "Prompt tokens computed.", lambda s: s.num_prompt_tokens),
+    Family("pagestream_generated_tokens", "Tokens generated.", lambda s: s.num_generated_tokens),
+    Family("pagestream_prefix_query_tokens", "Tokens looked up in the prefix cache.", lambda s: s.prefix_query_tokens),
+    Family("pagestream_prefix_hit_tokens", "Tokens found in the prefix cache.", lambda s: s.prefix_hit_tokens),
+)
+
+
+class EngineCollector(Collector):
+    """Reads a fresh snapshot at each scrape: nothing is counted twice, and steps pay nothing."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family."""
+        stats = self._stats()
+        for family in GAUGES:
+            yield GaugeMetricFamily(family.name, family.text, value=family.value(stats))
+        for family in COUNTERS:
+            yield CounterMetricFamily(family.name, family.text, value=family.value(stats))
+
+
+@contextmanager
+def metrics_endpoint(stats: Callable[[], EngineStats], port: int) -> Iterator[None]:
+    """Serve `/metrics` on all interfaces for the length of a block. OSError where the port is taken."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(stats))
+    server, thread = start_http_server(port, registry=registry)
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(STOP_LIMIT_S)

@@ -1,0 +1,222 @@
+"""The worker on a real queue, with the small arithmetic model in place of a large one."""
+
+import asyncio
+import logging
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from arithmetic_model import ArithmeticFacts, ArithmeticRunner, byte_level_tokenizer, make_folder, undisturbed
+from pagestream.v1.inference_pb2 import FinishReason, TokenIds
+from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
+from pagestream.v1.records_pb2 import LogEntry, RequestSpec
+from pagestream_engine import Engine, EngineConfig, SamplingParams
+from pagestream_engine.scheduler.base import ScheduledStep
+from pagestream_engine.worker.card import build_card
+from pagestream_engine.worker.settings import WorkerSettings
+from pagestream_engine.worker.worker import EXIT_STALLED, EngineFailed, Worker
+from pagestream_streams import Broker, EngineSession, GatewaySession
+
+MODEL = "arithmetic"
+TENANT = "tenant"
+FACTS = ArithmeticFacts()
+LIMIT_S = 20.0
+
+
+class BrokenRunner(ArithmeticRunner):
+    """Fails from its fifth step on."""
+
+    def execute(self, step: ScheduledStep) -> list[int]:
+        if self.num_steps == 4:
+            raise MemoryError("no memory for the step")
+        return super().execute(step)
+
+
+class SlowRunner(ArithmeticRunner):
+    """Takes as long for a step as a model might."""
+
+    def execute(self, step: ScheduledStep) -> list[int]:
+        time.sleep(0.005)
+        return super().execute(step)
+
+
+class Running:
+    """A worker with its session, and the event that ends it."""
+
+    def __init__(self, worker: Worker, task: asyncio.Task[None], stop: asyncio.Event) -> None:
+        self.worker = worker
+        self.task = task
+        self.stop = stop
+
+    async def end(self) -> None:
+        self.stop.set()
+        async with asyncio.timeout(LIMIT_S):
+            await self.task
+
+
+@asynccontextmanager
+async def running_worker(
+    broker: Broker, folder: Path, runner: type[ArithmeticRunner] = ArithmeticRunner, **options: int
+) -> AsyncIterator[Running]:
+    make_folder(folder, byte_level_tokenizer())
+    config = EngineConfig.from_options(options)
+    engine = Engine(folder, config, make_runner=lambda _, config: runner(config, FACTS))
+    await broker.publish_model(build_card(folder, MODEL, engine))
+    worker = Worker(engine, WorkerSettings(str(folder), "", MODEL, "worker"))
+    stop = asyncio.Event()
+    async with EngineSession(broker, model=MODEL, engine_id="worker", on_lost=worker.drop, load=worker.load) as session:
+        task = asyncio.create_task(worker.run(session, stop))
+        running = Running(worker, task, stop)
+        try:
+            yield running
+        finally:
+            stop.set()
+            await asyncio.wait([task], timeout=LIMIT_S)
+
+
+async def accepted(gateway: GatewaySession, prompt: list[int], **sampling: object) -> RequestSpec:
+    spec = RequestSpec(
+        request_id=await gateway.place(MODEL, prompt),
+        model=MODEL,
+        tenant=TENANT,
+        prompts=[TokenIds(ids=prompt)],
+        sampling=SamplingMessage(**{"seed": 1, "ignore_eos": True, "max_tokens": 30, **sampling}),  # type: ignore[arg-type]
+        disconnect_grace_ms=60_000,
+    )
+    await gateway.accept(spec)
+    return spec
+
+
+async def read(gateway: GatewaySession, spec: RequestSpec) -> list[LogEntry]:
+    entries: list[LogEntry] = []
+    async with asyncio.timeout(LIMIT_S):
+        async for batch in gateway.read(spec.request_id, tenant=TENANT):
+            entries += batch
+    return entries
+
+
+def tokens(entries: list[LogEntry], choice: int = 0) -> list[int]:
+    return [e.token_id for e in entries if e.WhichOneof("body") == "token_id" and e.choice == choice]
+
+
+def expected(prompt: list[int], max_tokens: int = 30) -> list[int]:
+    return undisturbed(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), FACTS, 1000)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110 - the condition is another thread's
+            await asyncio.sleep(0.01)
+
+
+async def test_requests_are_served_in_full(redis_url: str, tmp_path: Path) -> None:
+    async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
+        async with running_worker(broker, tmp_path, max_num_seqs=4) as running:
+            specs = [await accepted(gateway, [number, 5, 6], n=2) for number in range(1, 8)]
+            logs = await asyncio.gather(*(read(gateway, spec) for spec in specs))
+            await running.end()
+    for number, log in enumerate(logs, start=1):
+        assert tokens(log, 0) == tokens(log, 1) == expected([number, 5, 6])
+        assert log[-1].end.usage.completion_tokens == 60
+        assert log[-1].end.reason == FinishReason.FINISH_REASON_LENGTH
+
+
+async def test_a_request_that_the_engine_refuses_fails_alone(redis_url: str, tmp_path: Path) -> None:
+    async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
+        async with running_worker(broker, tmp_path) as running:
+            bad = await accepted(gateway, [FACTS.vocab_size + 1])
+            unsupported = await accepted(gateway, [1], logprobs=3)
+            good = await accepted(gateway, [1, 2])
+            for spec, word in ((bad, "vocabulary"), (unsupported, "logprobs")):
+                end = (await read(gateway, spec))[-1].end
+                assert end.reason == FinishReason.FINISH_REASON_ERROR
+                assert word in end.error.message
+            assert tokens(await read(gateway, good)) == expected([1, 2])
+            await running.end()
+
+
+async def test_a_cancelled_request_frees_the_engine(redis_url: str, tmp_path: Path) -> None:
+    async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
+        async with running_worker(broker, tmp_path, SlowRunner, num_gpu_blocks_override=64) as running:
+            spec = await accepted(gateway, [1, 2], max_tokens=900)
+            reading = asyncio.create_task(read(gateway, spec))
+            await until(lambda: running.worker.load()["running"] == 1)
+            assert await broker.cancel(spec.request_id, TENANT) == FinishReason.FINISH_REASON_CANCELLED
+            await until(lambda: running.worker.load()["running"] == 0)
+            assert running.worker.load()["free_blocks"] == 64
+            assert (await reading)[-1].end.reason == FinishReason.FINISH_REASON_CANCELLED
+            again = await accepted(gateway, [3])
+            assert tokens(await read(gateway, again)) == expected([3])
+            await running.end()
+
+
+async def test_a_worker_that_ends_hands_back_and_the_next_goes_on(redis_url: str, tmp_path: Path) -> None:
+    async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
+        spec = RequestSpec()
+        async with running_worker(broker, tmp_path, SlowRunner) as first:
+            spec.CopyFrom(await accepted(gateway, [1, 2], max_tokens=900))
+            reading = asyncio.create_task(read(gateway, spec))
+            await until(lambda: first.worker.load()["running"] == 1)
+            await first.end()
+        before = await broker.view(spec.request_id, TENANT)
+        assert before.next_index < 900
+        async with running_worker(broker, tmp_path) as second:
+            assert tokens(await reading) == expected([1, 2], 900)
+            await second.end()
+        assert (await broker.view(spec.request_id, TENANT)).attempts == 2
+
+
+async def test_an_engine_that_fails_ends_the_worker_and_loses_nothing(redis_url: str, tmp_path: Path) -> None:
+    async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
+        async with running_worker(broker, tmp_path, BrokenRunner) as broken:
+            spec = await accepted(gateway, [1, 2])
+            reading = asyncio.create_task(read(gateway, spec))
+            async with asyncio.timeout(LIMIT_S):
+                with pytest.raises(EngineFailed, match="no memory"):
+                    await broken.task
+        async with running_worker(broker, tmp_path) as healthy:
+            assert tokens(await reading) == expected([1, 2])
+            await healthy.end()
+
+
+STALLING = """
+    import asyncio, sys, time
+    from pathlib import Path
+    sys.path[:0] = [{support!r}, {here!r}]
+    import test_worker as w
+
+    class StalledRunner(w.ArithmeticRunner):
+        def execute(self, step):
+            time.sleep(60)
+
+    async def main():
+        async with await w.Broker.connect({url!r}) as broker, w.GatewaySession(broker) as gateway:
+            async with w.running_worker(broker, Path({folder!r}), StalledRunner):
+                await w.accepted(gateway, [1])
+                await asyncio.sleep(30)
+
+    settings = w.WorkerSettings
+    w.WorkerSettings = lambda *arguments: settings(*arguments, stall_timeout_s=0.3)
+    asyncio.run(main())
+"""
+
+
+def test_the_watchdog_ends_a_process_whose_step_never_ends(redis_url: str, tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    support = here.parents[1] / "support"
+    program = textwrap.dedent(STALLING).format(
+        support=str(support), here=str(here), url=redis_url, folder=str(tmp_path)
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=LIMIT_S + 10, check=False)
+    assert ended.returncode == EXIT_STALLED, ended.stderr.decode()
+    assert b"exiting" in ended.stderr
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
