@@ -1,0 +1,52 @@
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+from pagestream.v1.records_pb2 import ModelCard
+from pagestream_gateway.errors import InvalidRequest, PromptTooLong
+from pagestream_gateway.models import LoadedModel, ModelCache, load_model
+from synthetic_engine import byte_tokenizer, synthetic_card
+
+
+def test_encodes_as_the_tokenizer_does() -> None:
+    model = load_model(synthetic_card())
+    for special in (True, False):
+        ids = model.encode("Grüße 👋", add_special_tokens=special, limit=100, field="prompt")
+        assert ids == byte_tokenizer().encode("Grüße 👋", add_special_tokens=special).ids
+    assert model.decode(ids) == "Grüße 👋"
+
+
+def test_a_prompt_that_is_too_long_tells_the_numbers() -> None:
+    with pytest.raises(PromptTooLong, match=r"11 tokens.*128 tokens") as caught:
+        load_model(synthetic_card()).encode("x" * 10, add_special_tokens=True, limit=10, field="prompt")
+    assert caught.value.field == "prompt"
+
+
+def test_half_a_surrogate_pair_is_not_text() -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        load_model(synthetic_card()).encode("\ud800", add_special_tokens=True, limit=10, field="prompt")
+
+
+@pytest.mark.parametrize("change", [{"tokenizer_json_zlib": b"x"}, {"chat_template": "{% for %}"}])
+def test_a_broken_card_is_told(change: dict[str, object]) -> None:
+    card = synthetic_card()
+    card.MergeFrom(ModelCard(**change))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'synthetic' is broken"):
+        load_model(card)
+
+
+async def test_a_model_is_loaded_once_for_each_card() -> None:
+    cache, loads = ModelCache(), []
+
+    async def run(work: Callable[[], LoadedModel]) -> LoadedModel:
+        loads.append(threading.get_ident())
+        return await asyncio.to_thread(work)
+
+    card = synthetic_card()
+    first = await cache.load(card, run)
+    assert await cache.load(card, run) is first
+    assert await cache.load(synthetic_card(), run) is first
+    changed = await cache.load(synthetic_card(max_model_len=64), run)
+    assert changed.max_model_len == 64
+    assert len(loads) == 2
