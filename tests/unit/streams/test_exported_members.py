@@ -1,0 +1,37 @@
+"""The public surface, pinned."""
+
+import pagestream_streams
+
+EXPECTED = [
+    "Append",
+    "AppendKind",
+    "AppendOutcome",
+    "Broker",
+    "Claim",
+    "DigestMismatch",
+    "EmbeddedRedis",
+    "EngineSession",
+    "GatewaySession",
+    "IdempotencyConflict",
+    "ModelInfo",
+    "ModelNameRefused",
+    "ModelNotFound",
+    "OffsetOutOfRange",
+    "QueueFull",
+    "RequestNotFound",
+    "RequestView",
+    "ServerBinary",
+    "ServerNotFound",
+    "StreamsError",
+    "StreamsSettings",
+    "Sweeper",
+    "Unavailable",
+    "expire_engine",
+    "find_server",
+    "server_command",
+]
+
+
+def test_exported_members() -> None:
+    assert sorted(pagestream_streams.__all__) == EXPECTED
+    assert all(hasattr(pagestream_streams, name) for name in EXPECTED)

@@ -1,0 +1,58 @@
+import asyncio
+
+import pytest
+from pagestream_streams.errors import Unavailable
+from pagestream_streams.tasks import Periodic, cancel
+
+
+async def test_rounds_go_on_after_every_kind_of_failure(caplog: pytest.LogCaptureFixture) -> None:
+    rounds, done = [], asyncio.Event()
+
+    async def work() -> None:
+        rounds.append(len(rounds))
+        if len(rounds) == 1:
+            raise Unavailable("away")
+        if len(rounds) == 2:
+            raise KeyError("bug")
+        done.set()
+
+    timer = Periodic("test", 0.001, work)
+    timer.start()
+    await asyncio.wait_for(done.wait(), 10)
+    await timer.stop()
+    assert "test failed" in caplog.text
+    count = len(rounds)
+    await asyncio.sleep(0)
+    assert len(rounds) == count
+
+
+async def test_nudge_begins_a_round_now() -> None:
+    rounds = asyncio.Semaphore(0)
+
+    async def work() -> None:
+        rounds.release()
+
+    timer = Periodic("test", 10_000, work)
+    timer.start()
+    await asyncio.wait_for(rounds.acquire(), 10)
+    timer.nudge()
+    await asyncio.wait_for(rounds.acquire(), 10)
+    await timer.stop()
+    await timer.stop()
+
+
+async def test_cancel_repeats_what_was_lost() -> None:
+    lost = []
+
+    async def forgetful() -> None:
+        try:
+            await asyncio.sleep(10_000)
+        except asyncio.CancelledError as error:
+            lost.append(error)
+        await asyncio.sleep(10_000)
+
+    task = asyncio.create_task(forgetful())
+    await asyncio.sleep(0)
+    await asyncio.wait_for(cancel(task), 20)
+    assert task.cancelled()
+    assert len(lost) == 1
