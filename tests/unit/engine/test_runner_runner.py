@@ -51,7 +51,8 @@ def _logits(runner: ModelRunner, step: ScheduledStep) -> Tensor:
     """Logits of all of a step's tokens, in their packed order."""
     batch = build_batch(step, 16, _CPU)
     with torch.inference_mode():
-        hidden = runner._model.forward(batch.token_ids, runner._backend, runner._backend.plan(batch.attention))
+        rows = torch.arange(len(batch.token_ids))
+        hidden = runner._model.forward(batch.token_ids, rows, runner._backend, runner._backend.plan(batch.attention))
         return runner._model.logits(hidden, runner._backend)
 
 

@@ -40,16 +40,18 @@ class LlamaModel:
         self.norm = norm
         self.head = head
 
-    def forward(self, token_ids: Tensor, backend: AttentionBackend[Any], plan: Any) -> Tensor:
+    def forward(self, token_ids: Tensor, rows: Tensor, backend: AttentionBackend[Any], plan: Any) -> Tensor:
         """Runs all layers.
 
         Args:
             token_ids: (tokens,) int64, packed.
+            rows: (rows,) int64: the tokens whose hidden state is wanted. The others end with their keys and values in
+                the last layer: what comes after would be thrown away.
             backend: whose cache holds the earlier tokens, and takes these.
             plan: `backend.plan` of this step.
 
         Returns:
-            (tokens, hidden_size), before the last norm.
+            (rows, hidden_size), before the last norm.
         """
         eps = self.info.rms_norm_eps
         residual = F.embedding(token_ids, self.embedding)
@@ -57,7 +59,10 @@ class LlamaModel:
         for index, layer in enumerate(self.layers):
             if index:
                 x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps)
-            x = layer.output(self._attend(index, layer, x, backend, plan))
+            x = self._attend(index, layer, x, backend, plan)
+            if layer is self.layers[-1] and len(rows) < len(token_ids):
+                x, residual = x[rows], residual[rows]
+            x = layer.output(x)
             x, residual = backend.add_rms_norm(x, residual, layer.post_norm, eps)
             x = layer.down(backend.silu_and_mul(layer.gate_up(x)))
         return x.add_(residual)

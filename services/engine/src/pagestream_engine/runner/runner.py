@@ -89,10 +89,10 @@ class ModelRunner:
             return []
         batch = build_batch(step, self._config.cache.block_size, self.device)
         plan = self._backend.plan(batch.attention)
-        hidden = self._model.forward(batch.token_ids, self._backend, plan)
+        hidden = self._model.forward(batch.token_ids, batch.sample_rows, self._backend, plan)
         if not batch.sample_seqs:
             return []
-        logits = self._model.logits(hidden[batch.sample_rows], self._backend)
+        logits = self._model.logits(hidden, self._backend)
         return sample(logits, batch.sample_seqs, self.model_config.eos_token_ids)
 
 

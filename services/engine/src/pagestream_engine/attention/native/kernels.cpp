@@ -256,24 +256,12 @@ void widen_rows(float* to, const T* from, int64_t count, float scale) {
   for (int64_t i = 0; i < count * V; ++i) store(to + i * W, load(from + i * W) * scale);
 }
 
-// Asks for the 16 rows that come `AHEAD` rounds later: blocks lie anywhere, so the processor can't foresee them.
-template <int64_t V, typename T>
-inline void prefetch(const T* base, const Cache& cache, int64_t seq, int64_t kv_head, int64_t first, int64_t seq_len) {
-  constexpr int64_t AHEAD = 2;
-  const int64_t token = first + AHEAD * W;
-  if (token >= seq_len) return;
-  const char* rows = (const char*)(base + cache.place(seq, token, kv_head) + token % cache.block_size * V * W);
-  const int64_t count = std::min(W, cache.block_size - token % cache.block_size);
-  for (int64_t i = 0; i < count * V * W * int64_t(sizeof(T)); i += 64) __builtin_prefetch(rows + i);
-}
-
 // 16 keys or values from token `first` on, as floats: a pointer into the cache, or to `scratch`. Past `seq_len` the
 // scratch repeats the last token, whose weight is then zero.
 template <int64_t V, typename T>
 inline const float* sixteen(const T* base, const Cache& cache, int64_t seq, int64_t kv_head, int64_t first,
                             int64_t seq_len, float* scratch) {
   constexpr int64_t dim = V * W;
-  prefetch<V>(base, cache, seq, kv_head, first, seq_len);
   const int64_t offset = first % cache.block_size;
   const bool inside = offset + W <= cache.block_size && first + W <= seq_len;
   if (inside) {
@@ -350,34 +338,39 @@ inline Vec score_sixteen(const float* query, const float* keys) {
   return sums(total);
 }
 
-// One sequence and KV head. The group's queries share each key and value that was widened.
+// One sequence and some neighbouring KV heads, which lie side by side in a block: the longer what is read in one go, the
+// better the processor foresees it. A group's queries share each key and value that was widened.
 template <int64_t V, typename T>
-void decode_task(T* out, const Cache& cache, int64_t seq, int64_t kv_head, int64_t seq_len, int64_t group,
+void decode_task(T* out, const Cache& cache, int64_t seq, int64_t first_head, int64_t num_heads, int64_t seq_len,
                  Scratch& scratch) {
   constexpr int64_t dim = V * W;
+  const int64_t group = cache.heads / cache.kv_heads, rows = num_heads * group;
   const int64_t stride = (seq_len + W - 1) / W * W;
-  scratch.scores.resize(group * stride);
-  scratch.totals.assign(group * dim, 0.0f);
+  scratch.scores.resize(rows * stride);
+  scratch.totals.assign(rows * dim, 0.0f);
+  scratch.factors.resize(rows);
   float* scores = scratch.scores.data();
   float* totals = scratch.totals.data();
-  for (int64_t first = 0; first < seq_len; first += W) {
-    const float* keys =
-        sixteen<V>((const T*)cache.keys, cache, seq, kv_head, first, seq_len, scratch.rows.data());
-    for (int64_t row = 0; row < group; ++row)
-      store(scores + row * stride + first, score_sixteen<V>(scratch.query.data() + row * dim, keys));
-  }
-  for (int64_t row = 0; row < group; ++row) scratch.factors[row] = softmax(scores + row * stride, seq_len);
-  for (int64_t first = 0; first < seq_len; first += W) {
-    const float* values =
-        sixteen<V>((const T*)cache.values, cache, seq, kv_head, first, seq_len, scratch.rows.data());
-    const int64_t count = std::min(W, seq_len - first);
-    int64_t row = 0;
-    for (; row + 3 <= group; row += 3)
-      mix_rows<3, V>(totals + row * dim, scores + row * stride + first, stride, values, count);
-    for (; row < group; ++row)
-      mix_rows<1, V>(totals + row * dim, scores + row * stride + first, stride, values, count);
-  }
-  for (int64_t row = 0; row < group; ++row)
+  for (int64_t first = 0; first < seq_len; first += W)
+    for (int64_t head = 0; head < num_heads; ++head) {
+      const float* keys =
+          sixteen<V>((const T*)cache.keys, cache, seq, first_head + head, first, seq_len, scratch.rows.data());
+      for (int64_t row = head * group; row < (head + 1) * group; ++row)
+        store(scores + row * stride + first, score_sixteen<V>(scratch.query.data() + row * dim, keys));
+    }
+  for (int64_t row = 0; row < rows; ++row) scratch.factors[row] = softmax(scores + row * stride, seq_len);
+  for (int64_t first = 0; first < seq_len; first += W)
+    for (int64_t head = 0; head < num_heads; ++head) {
+      const float* values =
+          sixteen<V>((const T*)cache.values, cache, seq, first_head + head, first, seq_len, scratch.rows.data());
+      const int64_t count = std::min(W, seq_len - first), end = (head + 1) * group;
+      int64_t row = head * group;
+      for (; row + 3 <= end; row += 3)
+        mix_rows<3, V>(totals + row * dim, scores + row * stride + first, stride, values, count);
+      for (; row < end; ++row)
+        mix_rows<1, V>(totals + row * dim, scores + row * stride + first, stride, values, count);
+    }
+  for (int64_t row = 0; row < rows; ++row)
     for (int64_t i = 0; i < dim; i += W) store(out + row * dim + i, load(totals + row * dim + i) * scratch.factors[row]);
 }
 
@@ -386,17 +379,18 @@ void decode(T* out, const T* query, const Cache& cache, const int64_t* seq_lens,
             float scale, int threads) {
   constexpr int64_t dim = V * W;
   const int64_t group = cache.heads / cache.kv_heads;
+  // All heads of a sequence are one task, unless there are too few sequences to keep the threads busy.
+  const int64_t together = seqs >= 4 * threads ? cache.kv_heads : 1, parts = cache.kv_heads / together;
 #pragma omp parallel num_threads(threads)
   {
     Scratch scratch;
-    scratch.query.resize(group * dim);
-    scratch.factors.resize(group);
+    scratch.query.resize(together * group * dim);
     scratch.rows.resize(W * dim);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < seqs * cache.kv_heads; ++task) {
-      const int64_t seq = task / cache.kv_heads, head = task % cache.kv_heads * group;
-      widen_rows<V>(scratch.query.data(), query + seq * query_stride + head * dim, group, scale);
-      decode_task<V, T>(out + (seq * cache.heads + head) * dim, cache, seq, head / group, seq_lens[seq], group,
+    for (int64_t task = 0; task < seqs * parts; ++task) {
+      const int64_t seq = task / parts, first_head = task % parts * together, row = first_head * group;
+      widen_rows<V>(scratch.query.data(), query + seq * query_stride + row * dim, together * group, scale);
+      decode_task<V, T>(out + (seq * cache.heads + row) * dim, cache, seq, first_head, together, seq_lens[seq],
                         scratch);
     }
   }
