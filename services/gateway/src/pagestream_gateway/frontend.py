@@ -144,6 +144,7 @@ class Frontend:
             async with asyncio.timeout(self.settings.redis.answer_limit_s):
                 return await answer
         except TimeoutError as error:
+            logger.warning("Redis took longer to answer than %g s", self.settings.redis.answer_limit_s)
             raise Unavailable("Redis took too long to answer") from error
 
 

@@ -44,9 +44,9 @@ class RedisSettings:
 
     url: str = "redis://127.0.0.1:6379"
     """redis://, rediss:// or unix:// address."""
-    answer_limit_s: float = 3.0
+    answer_limit_s: float = 8.0
     """Seconds that a call may wait for Redis before the client hears UNAVAILABLE: a client can retry, a hanging call
-    can't.
+    can't. Above the 5 s after which a single command counts as lost: a burst of calls waits for connections as well.
     """
 
 
