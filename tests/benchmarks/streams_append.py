@@ -102,7 +102,7 @@ async def compare(broker: Broker, requests: int, steps: int, rounds: int) -> Non
                 f"fenced {tokens / fenced_s:9,.0f}/s ({fenced_cpu / tokens * 1e6:.2f} us, wake-ups included)"
             )
         print(
-            f"fenced rate / plain rate: median {statistics.median(ratios):.2f} of {rounds} rounds, {requests} requests each"
+            f"fenced rate / plain rate: median {statistics.median(ratios):.2f} of {rounds} rounds, {requests} requests"
         )
         print(f"plain server CPU / fenced server CPU: median {statistics.median(cpu_ratios):.2f}")
 
