@@ -46,9 +46,7 @@ def main() -> int:
     names = [benchmark.name for benchmark in BENCHMARKS]
     parser = argparse.ArgumentParser(description="Run the benchmarks.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)} (default: all)")
-    parser.add_argument(
-        "--short", action="store_true", help="smaller workloads: shows that it works, no figures"
-    )
+    parser.add_argument("--short", action="store_true", help="smaller workloads: shows that it works, no figures")
     options = parser.parse_args()
     unknown = set(options.names) - set(names)
     if unknown:
