@@ -18,6 +18,7 @@ from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.scheduler.base import ScheduledStep
 from pagestream_engine.worker.card import build_card
+from pagestream_engine.worker.engine_thread import EngineThread
 from pagestream_engine.worker.settings import WorkerSettings
 from pagestream_engine.worker.worker import EXIT_STALLED, EngineFailed, Worker
 from pagestream_streams import Broker, EngineSession, GatewaySession
@@ -65,9 +66,11 @@ async def running_worker(
 ) -> AsyncIterator[Running]:
     make_folder(folder, byte_level_tokenizer())
     config = EngineConfig.from_options(options)
-    engine = Engine(folder, config, make_runner=lambda _, config: runner(config, FACTS))
+    thread = EngineThread(lambda: Engine(folder, config, make_runner=lambda _, config: runner(config, FACTS)))
+    thread.start()
+    engine = await asyncio.wrap_future(thread.loaded)
     await broker.publish_model(build_card(folder, MODEL, engine))
-    worker = Worker(engine, WorkerSettings(str(folder), "", MODEL, "worker"))
+    worker = Worker(thread, WorkerSettings(str(folder), "", MODEL, "worker"))
     stop = asyncio.Event()
     async with EngineSession(broker, model=MODEL, engine_id="worker", on_lost=worker.drop, load=worker.load) as session:
         task = asyncio.create_task(worker.run(session, stop))

@@ -1,6 +1,7 @@
 """The engine thread: commands in, outputs out, and an end that its owner hears of."""
 
 import queue
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,11 +29,18 @@ class Outside:
     """The owner's side of a thread."""
 
     def __init__(self, folder: Path, runner: type[ArithmeticRunner] = ArithmeticRunner) -> None:
-        engine = Engine(make_folder(folder), EngineConfig(), make_runner=lambda folder, config: runner(config, FACTS))
+        def make_engine() -> Engine:
+            made_on.append(threading.current_thread())
+            return Engine(make_folder(folder), EngineConfig(), make_runner=lambda _, config: runner(config, FACTS))
+
+        made_on: list[threading.Thread] = []
         self.outputs: queue.SimpleQueue[Sequence[StepOutput]] = queue.SimpleQueue()
         self.ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self.thread = EngineThread(engine, on_outputs=self.outputs.put, on_end=self.ends.put)
+        self.thread = EngineThread(make_engine)
+        self.thread.listen(on_outputs=self.outputs.put, on_end=self.ends.put)
         self.thread.start()
+        self.thread.loaded.result(LIMIT_S)
+        assert made_on == [self.thread]
 
     def next_outputs(self) -> Sequence[StepOutput]:
         return self.outputs.get(timeout=LIMIT_S)
@@ -110,3 +118,15 @@ def test_a_step_in_progress_has_an_age_and_no_step_has_none(tmp_path: Path) -> N
     outside = Outside(tmp_path)
     assert outside.thread.step_age_s() == pytest.approx(0.0)
     outside.end()
+
+
+def test_whoever_waits_for_the_engine_hears_why_it_could_not_load() -> None:
+    def make_engine() -> Engine:
+        raise FileNotFoundError("no such model")
+
+    thread = EngineThread(make_engine)
+    thread.start()
+    with pytest.raises(FileNotFoundError, match="no such model"):
+        thread.loaded.result(LIMIT_S)
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()

@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack, suppress
 from typing import TypeVar
 
 import uvloop
-from pagestream.v1.records_pb2 import ModelCard
 from pagestream_streams import Broker, EngineSession
 from pagestream_streams.errors import StreamsError, Unavailable
 from setproctitle import setproctitle
@@ -22,6 +21,7 @@ from pagestream_engine.engine import Engine
 from pagestream_engine.errors import EngineError
 from pagestream_engine.folder import resolve_model
 from pagestream_engine.worker.card import ModelFolderError, build_card
+from pagestream_engine.worker.engine_thread import EngineThread
 from pagestream_engine.worker.logs import configure_logs
 from pagestream_engine.worker.metrics import metrics_endpoint
 from pagestream_engine.worker.settings import WorkerSettings, build_parser, engine_config, worker_settings
@@ -35,14 +35,12 @@ EXIT_FAILED = 1
 EXIT_BAD_OPTIONS = 2
 
 
-def _load(model: str, name: str, config: EngineConfig) -> tuple[Engine, ModelCard]:
-    folder = resolve_model(model)
-    engine = Engine(folder, config)
-    card = build_card(folder, name, engine)
+def _load(model: str, config: EngineConfig) -> Engine:
+    engine = Engine(resolve_model(model), config)
     # What is loaded lives as long as the process: a collection that walks it would be a pause between two tokens.
     gc.collect()
     gc.freeze()
-    return engine, card
+    return engine
 
 
 async def _when_redis_is_there(action: Callable[[], Awaitable[T]]) -> T:
@@ -76,15 +74,18 @@ async def _unless_stopped(action: Awaitable[T], stop: asyncio.Event) -> T:
 
 async def serve(settings: WorkerSettings, config: EngineConfig, stop: asyncio.Event) -> None:
     """Load the model, publish its card, and serve until `stop` is set. Raises Stopped if it was set before."""
-    loading = asyncio.to_thread(_load, settings.model, settings.served_model_name, config)
+    thread = EngineThread(lambda: _load(settings.model, config))
+    thread.start()
     connecting = _when_redis_is_there(lambda: Broker.connect(settings.redis_url))
     # The model loads while Redis may still be starting.
-    (engine, card), broker = await _unless_stopped(asyncio.gather(loading, connecting), stop)
+    loading = asyncio.gather(asyncio.wrap_future(thread.loaded), connecting)
+    engine, broker = await _unless_stopped(loading, stop)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(broker)
+        card = build_card(resolve_model(settings.model), settings.served_model_name, engine)
         publishing = _when_redis_is_there(lambda: broker.publish_model(card, partitions=settings.partitions))
         await _unless_stopped(publishing, stop)
-        worker = Worker(engine, settings)
+        worker = Worker(thread, settings)
         if settings.metrics_port is not None:
             stack.enter_context(metrics_endpoint(worker.stats, settings.metrics_port))
         session = EngineSession(

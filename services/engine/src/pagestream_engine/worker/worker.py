@@ -13,7 +13,6 @@ from typing import Any
 from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
 from pagestream_streams.errors import Unavailable
 
-from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.outputs import EngineStats, StepOutput
 from pagestream_engine.worker.engine_thread import AbortSequences, AddSequence, EngineThread, Stop
@@ -33,11 +32,12 @@ class Worker:
     """Runs one engine on one model's queue until told to stop.
 
     Args:
-        engine: ready to run; from here on only the engine thread touches it.
+        thread: has loaded its engine; the worker ends it.
         settings: names and limits.
     """
 
-    def __init__(self, engine: Engine, settings: WorkerSettings) -> None:
+    def __init__(self, thread: EngineThread, settings: WorkerSettings) -> None:
+        engine = thread.loaded.result(timeout=0)
         self._settings = settings
         self._block_size = engine.block_size
         self._max_num_seqs = engine.config.scheduler.max_num_seqs
@@ -49,13 +49,13 @@ class Worker:
         self._room = asyncio.Event()
         self._pending = asyncio.Event()
         self._thread_ended: asyncio.Future[None] = self._loop.create_future()
-        self._thread = EngineThread(engine, on_outputs=self._post_outputs, on_end=self._post_end)
+        self._thread = thread
+        thread.listen(on_outputs=self._post_outputs, on_end=self._post_end)
 
     # -- life --
 
     async def run(self, session: EngineSession, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then hand everything back. Raises EngineFailed if the engine ended by itself."""
-        self._thread.start()
         tasks: list[asyncio.Task[None]] = [
             asyncio.create_task(self._claim_forever(session), name="claim"),
             asyncio.create_task(self._append_forever(session), name="append"),
