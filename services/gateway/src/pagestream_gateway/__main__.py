@@ -13,9 +13,7 @@ from pagestream_gateway.settings import load_settings
 
 
 def main() -> None:
-    """Serves until SIGTERM or SIGINT. Exits with 2 for wrong settings, with 1 when what is needed to start is not
-    there.
-    """
+    """Serves until SIGTERM or SIGINT. Exits with 1 where settings are wrong or what it needs to start is not there."""
     setproctitle.setproctitle("pagestream-gateway")
     try:
         settings = load_settings()
