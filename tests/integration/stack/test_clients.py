@@ -92,7 +92,7 @@ def test_grpcurl_finds_the_service_and_streams(stack: Stack) -> None:
     assert "pagestream.v1.Inference" in run(["grpcurl", "-plaintext", target, "list"]).split()
     health = run(["grpcurl", "-plaintext", target, "grpc.health.v1.Health/Check"])
     assert json.loads(health)["status"] == "SERVING"
-    body = {"model": "demo", "prompt": "The lighthouse", "sampling": {"maxTokens": 8, "temperature": 0}}
+    body = {"model": "demo", "prompt": "The lighthouse", "sampling": {"maxTokens": 8, "ignoreEos": True}}
     method = "pagestream.v1.Inference/Generate"
     output = run(["grpcurl", "-plaintext", "-d", json.dumps(body), target, method])
     chunks = [json_format.Parse(part, pb.GenerateResponse()).chunk for part in split_json(output)]
