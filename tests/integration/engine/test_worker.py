@@ -158,6 +158,26 @@ async def test_a_cancelled_request_frees_the_engine(redis_url: str, tmp_path: Pa
             await running.end()
 
 
+async def test_a_list_of_prompts_larger_than_the_pool_is_served(redis_url: str, tmp_path: Path) -> None:
+    async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
+        async with running_worker(broker, tmp_path, num_gpu_blocks_override=4) as running:
+            prompts = [[number, *range(1, 30)] for number in range(1, 6)]
+            assert sum(map(len, prompts)) > 4 * 16
+            spec = RequestSpec(
+                request_id=await gateway.place(MODEL, prompts[0]),
+                model=MODEL,
+                tenant=TENANT,
+                prompts=[TokenIds(ids=prompt) for prompt in prompts],
+                sampling=SamplingMessage(seed=1, ignore_eos=True, max_tokens=10),
+                disconnect_grace_ms=60_000,
+            )
+            await gateway.accept(spec)
+            log = await read(gateway, spec)
+            for choice, prompt in enumerate(prompts):
+                assert tokens(log, choice) == expected(prompt, 10)
+            await running.end()
+
+
 async def test_a_worker_that_ends_hands_back_and_the_next_goes_on(redis_url: str, tmp_path: Path) -> None:
     async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
         spec = RequestSpec()

@@ -176,3 +176,13 @@ def test_an_unset_field_has_the_engine_default() -> None:
 def test_what_the_engine_lacks_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match="logprobs"):
         sampling_from_message(SamplingParams(seed=1, logprobs=3), sibling=0)
+
+
+def test_a_refused_request_has_no_sequence_to_forget() -> None:
+    taken = claim(n=2)
+    taken.spec.sampling.logprobs = 3
+    request = RunningRequest(taken)
+    with pytest.raises(InvalidRequest):
+        list(request.open_choices())
+    request.fail("unsupported", "logprobs")
+    assert request.running_seq_ids() == []

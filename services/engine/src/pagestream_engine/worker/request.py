@@ -89,14 +89,15 @@ class RunningRequest:
         for index, tokens in self._outputs.items():
             if index in self._finishes:
                 continue
-            self._running.add(index)
-            yield Choice(
+            choice = Choice(
                 seq_id=self._seq_id(index),
                 index=index,
                 prompt=self.claim.spec.prompts[index // self._siblings],
                 params=sampling_from_message(self.claim.spec.sampling, sibling=index % self._siblings),
                 output_token_ids=tokens,
             )
+            self._running.add(index)
+            yield choice
 
     def running_seq_ids(self) -> list[str]:
         """Return the sequences that the engine has not been told to forget, and that have not finished."""

@@ -21,6 +21,7 @@ from pagestream_engine.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
+ANY_NUMBER_OF_TOKENS = 2**53
 EXIT_STALLED = 70  # EX_SOFTWARE: the engine made no progress.
 
 
@@ -126,10 +127,13 @@ class Worker:
                 await asyncio.sleep(self._settings.retry_delay_s)
 
     def _capacity(self) -> tuple[int, int]:
-        """Return how many requests, and prompt tokens in all, fit now. An idle engine takes one of any length."""
+        """Return how many requests, and prompt tokens in all, fit now.
+
+        An idle engine takes one of any size (a list of prompts may be larger than the pool), or it would wait for ever.
+        """
         stats = self._thread.stats()
         if not self._num_sequences:
-            return self._max_num_seqs, stats.num_blocks * self._block_size
+            return 1, ANY_NUMBER_OF_TOKENS
         promised = sum(self._prefilling.values())
         return self._max_num_seqs - self._num_sequences, stats.num_free_blocks * self._block_size - promised
 
@@ -217,14 +221,22 @@ class Worker:
         except Unavailable as error:
             logger.warning("append of %d requests put off: %s", len(appends), error)
             return False
-        for append, outcome in zip(appends, outcomes, strict=True):
-            self._settle(append, outcome)
+        torn = [each.request_id for each, outcome in zip(appends, outcomes, strict=True) if self._settle(each, outcome)]
+        if torn:
+            await self._hand_back(session, torn)
         return True
 
-    def _settle(self, append: Append, outcome: AppendOutcome) -> None:
+    async def _hand_back(self, session: EngineSession, request_ids: Sequence[str]) -> None:
+        try:
+            await session.hand_back(request_ids)
+        except Unavailable as error:
+            logger.warning("could not hand back %d requests: %s", len(request_ids), error)
+
+    def _settle(self, append: Append, outcome: AppendOutcome) -> bool:
+        """Take note of an outcome. Returns whether the request is still this engine's, but can't go on here."""
         request = self._requests.get(append.request_id)
-        if request is None:
-            return
+        if request is None or request.claim.nonce != append.nonce:
+            return False
         if outcome.kind is AppendKind.OK or (
             outcome.kind is AppendKind.GAP and request.can_send_from(outcome.next_index)
         ):
@@ -233,9 +245,10 @@ class Worker:
                 del self._requests[append.request_id]
             elif request.has_pending:
                 self._pending.set()
-            return
+            return False
         logger.warning("the log refused an append: %s", outcome.kind.name, extra={"request_id": append.request_id})
         self.drop([append.request_id])
+        return not outcome.lost
 
     def drop(self, request_ids: Collection[str]) -> None:
         """Forget requests that are no longer this engine's: ended, cancelled, or taken over by another."""
