@@ -19,7 +19,7 @@ DRAIN_LIMIT_S = 10.0
 def test_an_engine_hands_back_and_another_goes_on(tmp_path: Path) -> None:
     with running_stack(tmp_path, engines=2) as stack:
         undisturbed = asyncio.run(run_all(stack))
-        leaver: Part = stack.engines[0]
+        leaver: Part = stack.busiest_engine()
         seen: list[float] = []
 
         def drain(readers: Sequence[GrpcReader]) -> None:

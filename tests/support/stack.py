@@ -185,6 +185,10 @@ class Stack:
         """All processes, clients' side first."""
         return [*self.gateways, *self.engines, self.redis]
 
+    def busiest_engine(self) -> Part:
+        """Return the engine that has claimed most: which one owns the prompts' partitions is decided by chance."""
+        return max(self.engines, key=lambda engine: engine.log.read_text(errors="replace").count('"claimed"'))
+
     def wait_ready(self) -> None:
         """Wait until every gateway is ready and every engine has said so."""
         for gateway in self.gateways:
