@@ -204,20 +204,24 @@ class TokenChunk(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., next_index: _Optional[int] = ..., digest: _Optional[str] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., error: _Optional[_Union[RequestError, _Mapping]] = ..., stop_reason: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("chunk",)
+    __slots__ = ("chunk", "seed")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
     chunk: TokenChunk
-    def __init__(self, chunk: _Optional[_Union[TokenChunk, _Mapping]] = ...) -> None: ...
+    seed: int
+    def __init__(self, chunk: _Optional[_Union[TokenChunk, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
-    __slots__ = ("request_id", "next_index", "digest")
+    __slots__ = ("request_id", "next_index", "digest", "request")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NEXT_INDEX_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     next_index: int
     digest: str
-    def __init__(self, request_id: _Optional[str] = ..., next_index: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+    request: GenerateRequest
+    def __init__(self, request_id: _Optional[str] = ..., next_index: _Optional[int] = ..., digest: _Optional[str] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
 
 class ResumeResponse(_message.Message):
     __slots__ = ("chunk",)
