@@ -95,14 +95,16 @@ class ModelCard(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
 
 class LogSlice(_message.Message):
-    __slots__ = ("request_id", "first_index", "entries")
+    __slots__ = ("request_id", "first_index", "entries", "previous_digest")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     first_index: int
     entries: _containers.RepeatedCompositeFieldContainer[LogEntry]
-    def __init__(self, request_id: _Optional[str] = ..., first_index: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[LogEntry, _Mapping]]] = ...) -> None: ...
+    previous_digest: str
+    def __init__(self, request_id: _Optional[str] = ..., first_index: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[LogEntry, _Mapping]]] = ..., previous_digest: _Optional[str] = ...) -> None: ...
 
 class LogEntry(_message.Message):
     __slots__ = ("choice", "digest", "text", "token_id", "finish", "end", "logprobs")

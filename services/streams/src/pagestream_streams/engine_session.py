@@ -273,7 +273,12 @@ def _arguments(retention_ms: int, appends: Sequence[Append]) -> list[Argument]:
 
 
 def _slice(append: Append) -> LogSlice:
-    return LogSlice(request_id=append.request_id, first_index=append.first_index, entries=append.entries)
+    return LogSlice(
+        request_id=append.request_id,
+        first_index=append.first_index,
+        entries=append.entries,
+        previous_digest=append.previous_digest,
+    )
 
 
 def _tokens(claim: Claim) -> int:

@@ -12,7 +12,6 @@ from pagestream.v1.records_pb2 import LogEntry, LogSlice
 from pagestream_streams.digests import chain
 from pagestream_streams.errors import DigestMismatch, StreamsError
 from pagestream_streams.keys import Partition
-from pagestream_streams.tasks import wait_for_event
 
 
 class Follower:
@@ -38,7 +37,8 @@ class Follower:
         self._slices: deque[LogSlice] = deque()
         self._buffered = 0
         self._limit = buffer_entries
-        self._event = asyncio.Event()
+        self._is_woken = False
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def log_start(self) -> int:
@@ -52,19 +52,19 @@ class Follower:
             return
         self._slices.append(log_slice)
         self._buffered += len(log_slice.entries)
-        self._event.set()
+        self._wake()
 
     def look(self) -> None:
         """Has the log looked into."""
         self._slices.clear()
         self._buffered = 0
         self._look = True
-        self._event.set()
+        self._wake()
 
     def fail(self, failure: StreamsError) -> None:
         """Ends the read with an error."""
         self.failure = failure
-        self._event.set()
+        self._wake()
 
     def end_at(self, next_index: int) -> None:
         """The log has finished with so many entries. Where none are left to take, the digest is still compared."""
@@ -86,9 +86,12 @@ class Follower:
         taken: list[LogEntry] = []
         while self._slices and self._anchored:
             log_slice = self._slices.popleft()
-            self._buffered -= len(log_slice.entries)
+            entries = log_slice.entries
+            self._buffered -= len(entries)
             skipped = self.next_index - log_slice.first_index
-            if skipped < 0 or not self._chain(log_slice.entries[skipped:], taken):
+            if skipped == 0 and self._digest and log_slice.previous_digest == self._digest and not self.ended:
+                self._take(entries, taken)
+            elif skipped < 0 or not self._chain(entries[skipped:], taken):
                 self.look()
         return taken
 
@@ -108,10 +111,31 @@ class Follower:
 
     async def wait(self, timeout_s: float) -> None:
         """Waits for anything new, at most so long."""
-        self.waiting_since = time.monotonic()
-        await wait_for_event(self._event, timeout_s)
-        self._event.clear()
-        self.waiting_since = None
+        if not self._is_woken:
+            # A future and a timer of its own: this runs once for each token, and asyncio.timeout costs thrice as much.
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout_s, self._wake)
+            self.waiting_since = time.monotonic()
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+                self.waiting_since = self._waiter = None
+        self._is_woken = False
+
+    def _wake(self) -> None:
+        self._is_woken = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _take(self, entries: Sequence[LogEntry], taken: list[LogEntry]) -> None:
+        """Takes entries that are known to follow on what was taken."""
+        last = entries[-1]
+        self._digest = last.digest
+        self.next_index += len(entries)
+        self.ended = last.HasField("end")
+        taken.extend(entries)
 
     def _chain(self, entries: Sequence[LogEntry], taken: list[LogEntry]) -> bool:
         for entry in entries:

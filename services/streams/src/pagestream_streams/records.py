@@ -66,6 +66,7 @@ class Append:
     nonce: str
     first_index: int  # of entries[0]
     entries: Sequence[LogEntry]  # with their digests, see digests.chain
+    previous_digest: str = ""  # of the log before entries[0]: spares readers the proof; "" is not told
     cached_tokens: int | None = (
         None  # prompt tokens from the prefix cache, once known: a cancel writes the usage from it
     )

@@ -155,6 +155,7 @@ class RunningRequest:
             nonce=self.claim.nonce,
             first_index=self._acknowledged,
             entries=self._entries[start : start + limit],
+            previous_digest=self._entries[start - 1].digest if start else self.claim.digest,
             cached_tokens=self._cached_tokens if start == 0 else None,
         )
 

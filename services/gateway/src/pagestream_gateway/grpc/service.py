@@ -16,7 +16,7 @@ from pagestream_streams.errors import StreamsError
 from pagestream_gateway.auth import KeyRing
 from pagestream_gateway.errors import GatewayError, GatewayStopping, InvalidRequest
 from pagestream_gateway.frontend import Frontend
-from pagestream_gateway.grpc.chunks import to_chunk
+from pagestream_gateway.grpc.chunks import fill_chunk
 from pagestream_gateway.grpc.drafts import generate_draft, name_as_in_message
 from pagestream_gateway.grpc.status import abort
 from pagestream_gateway.grpc.wire import parse_message
@@ -63,7 +63,7 @@ class InferenceService:
         except InvalidRequest as error:
             raise name_as_in_message(error) from error.__cause__
         await context.write(api.GenerateResponse(chunk=api.TokenChunk(request_id=spec.request_id)))  # type: ignore[arg-type]
-        await self._stream(context, spec.request_id, tenant, wrap=lambda it: api.GenerateResponse(chunk=it))
+        await self._stream(context, spec.request_id, tenant, message=api.GenerateResponse)
 
     async def resume(self, data: bytes, context: Context, tenant: str) -> None:
         """Streams a log from an offset."""
@@ -79,7 +79,7 @@ class InferenceService:
                 tenant,
                 next_index=index,
                 digest=digest,
-                wrap=lambda it: api.ResumeResponse(chunk=it),
+                message=api.ResumeResponse,
             )
 
     async def cancel(self, data: bytes, context: Context, tenant: str) -> api.CancelResponse:
@@ -118,7 +118,7 @@ class InferenceService:
         *,
         next_index: int = 0,
         digest: str = "",
-        wrap: Callable[[api.TokenChunk], Any],
+        message: type[api.GenerateResponse] | type[api.ResumeResponse],
     ) -> None:
         metrics = self._frontend.metrics
         with self._frontend.streams.entered():
@@ -127,7 +127,9 @@ class InferenceService:
             ) as batches:
                 async for batch in batches:
                     for run in split_runs(next_index, batch):
-                        await context.write(wrap(to_chunk(request_id, run)))
+                        response: Any = message()
+                        fill_chunk(response.chunk, request_id, run)
+                        await context.write(response)
                         next_index = run.next_index
                         metrics.tokens_out += len(run.token_ids)
 

@@ -1,0 +1,229 @@
+"""How many streams does one gateway process carry, and what does a token cost it?
+
+Half of the streams are gRPC, half server-sent events, each from client processes of their own; the engine is a process
+without a model that appends real entries in steps of up to 256 streams (`tests/support/paced_engine.py`). Printed: the
+tokens that came, errors, how far apart a stream's tokens are, and each process' processor time for a token.
+
+    PYTHONPATH=tests/support python tests/benchmarks/gateway_streams.py [--streams 2000] [--rate 5] [--tokens 50]
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import quantiles
+
+import grpc.aio
+import psutil
+import uvloop
+from pagestream.v1 import inference_pb2 as pb
+from pagestream.v1.inference_pb2_grpc import InferenceStub
+from stack import Part, Stack, wait_until
+from synthetic_engine import MODEL
+
+CONNECT_AT_ONCE = 100
+LIMIT_S = 600.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Tallies:
+    """What a client process saw."""
+
+    def __init__(self) -> None:
+        self.gaps_s: list[float] = []
+        self.first_s: list[float] = []
+        self.tokens = 0
+        self.errors: list[str] = []
+
+    def to_json(self, cpu_s: float) -> str:
+        """Return the figures as one line."""
+        return json.dumps(
+            {
+                "gaps_s": self.gaps_s,
+                "first_s": self.first_s,
+                "tokens": self.tokens,
+                "errors": self.errors,
+                "cpu_s": cpu_s,
+            }
+        )
+
+
+class Arrivals:
+    """The arrivals of one stream."""
+
+    def __init__(self, tallies: Tallies) -> None:
+        self._tallies = tallies
+        self._last = time.perf_counter()
+        self._count = 0
+
+    def note(self, tokens: int) -> None:
+        """Take note of tokens that came together."""
+        now = time.perf_counter()
+        (self._tallies.gaps_s if self._count else self._tallies.first_s).append(now - self._last)
+        self._last = now
+        self._count += tokens
+        self._tallies.tokens += tokens
+
+    def end(self, expected: int) -> None:
+        """Compare with what should have come."""
+        if self._count != expected:
+            self._tallies.errors.append(f"{self._count} tokens of {expected}")
+
+
+async def grpc_stream(stub: InferenceStub, number: int, options: argparse.Namespace, tallies: Tallies) -> None:
+    """Read one stream."""
+    request = pb.GenerateRequest(
+        model=MODEL,
+        prompt_token_ids=pb.TokenIds(ids=[10 + number % 26, 10 + number // 26 % 26, 10 + number // 676]),
+        sampling=pb.SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True),
+    )
+    arrivals = Arrivals(tallies)
+    try:
+        async for response in stub.Generate(request):
+            if response.chunk.token_ids:
+                arrivals.note(len(response.chunk.token_ids))
+        arrivals.end(options.tokens)
+    except grpc.aio.AioRpcError as error:
+        tallies.errors.append(f"{error.code()}: {error.details()}")
+
+
+async def sse_stream(port: int, number: int, options: argparse.Namespace, tallies: Tallies) -> None:
+    """Read one stream on a connection of its own; events are counted, not parsed: the client shares the cores."""
+    content = json.dumps(
+        {
+            "model": MODEL,
+            "prompt": [10 + number % 26, 10 + number // 26 % 26, 10 + number // 676],
+            "max_tokens": options.tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+    ).encode()
+    arrivals = Arrivals(tallies)
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode() + content)
+        if b" 200 " not in await reader.readline():
+            raise OSError((await reader.read(4096)).decode())
+        while data := await reader.read(65536):
+            count = data.count(b'"finish_reason":null') + data.count(b'"finish_reason": null')
+            if count:
+                arrivals.note(count)
+        writer.close()
+        arrivals.end(options.tokens)
+    except OSError as error:
+        tallies.errors.append(repr(error))
+
+
+async def load(options: argparse.Namespace) -> None:
+    """Open this process' share of the streams, a hundred at a time, and read them to their end."""
+    tallies = Tallies()
+    cpu_before = time.process_time()
+    kind, port = options.role, options.port
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = InferenceStub(channel)
+        tasks = []
+        for number in range(options.streams):
+            stream = (
+                grpc_stream(stub, number, options, tallies)
+                if kind == "grpc"
+                else sse_stream(port, number, options, tallies)
+            )
+            tasks.append(asyncio.create_task(stream))
+            if number % CONNECT_AT_ONCE == CONNECT_AT_ONCE - 1:
+                await asyncio.sleep(0.2)
+        await asyncio.gather(*tasks)
+    print(tallies.to_json(time.process_time() - cpu_before))
+
+
+def start_client(kind: str, port: int, streams: int, options: argparse.Namespace, folder: Path) -> Part:
+    """Start a client process."""
+    command = [sys.executable, __file__, "--role", kind, "--port", str(port), "--streams", str(streams)]
+    part = Part(kind, [*command, "--tokens", str(options.tokens)], folder / f"{kind}.json")
+    part.start()
+    return part
+
+
+def cpu_s(part: Part) -> float:
+    """Return a process' processor seconds so far."""
+    if part.process is None:
+        raise RuntimeError(f"{part.name} is not running")
+    times = psutil.Process(part.process.pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def describe(values: Sequence[float]) -> str:
+    """Return the median and the tail, in milliseconds."""
+    cuts = quantiles(values, n=1000)
+    return f"p50 {cuts[499] * 1e3:.0f} ms, p99 {cuts[989] * 1e3:.0f} ms, p99.9 {cuts[998] * 1e3:.0f} ms"
+
+
+def measure(options: argparse.Namespace, folder: Path) -> int:
+    """Run it all; returns 1 where a stream had an error."""
+    stack = Stack(folder, model=Path(), engine_options=())
+    engine_command = [sys.executable, "-m", "paced_engine", "--redis", stack.redis_url, "--rate", str(options.rate)]
+    engine = Part("engine", engine_command, folder / "engine.log", {"PYTHONPATH": str(ROOT / "tests" / "support")})
+    clients: list[Part] = []
+    try:
+        stack.redis.start()
+        engine.start()
+        wait_until(engine.has_said_ready, limit_s=30, what="engine")
+        gateway = stack.add_gateway()
+        wait_until(gateway.is_ready, limit_s=30, what="gateway")
+        watched = {"gateway": gateway, "engine side": engine, "redis": stack.redis}
+        before = {name: cpu_s(part) for name, part in watched.items()}
+        shares = {"both": (0.5, 0.5), "grpc": (1.0, 0.0), "sse": (0.0, 1.0)}[options.api]
+        for kind, port, share in (("grpc", gateway.grpc_port, shares[0]), ("sse", gateway.http_port, shares[1])):
+            if share:
+                clients.append(start_client(kind, port, round(options.streams * share), options, folder))
+        started = time.monotonic()
+        wait_until(lambda: not any(client.is_alive() for client in clients), limit_s=LIMIT_S, what="the streams")
+        wall_s = time.monotonic() - started
+        spent = {name: cpu_s(part) - before[name] for name, part in watched.items()}
+    finally:
+        for part in (*clients, engine, *stack.parts):
+            part.stop()
+    results = [json.loads(client.log.read_text().splitlines()[-1]) for client in clients]
+    tokens = sum(result["tokens"] for result in results)
+    errors = [error for result in results for error in result["errors"]]
+    print(f"{options.streams} streams ({options.api}), {tokens} tokens in {wall_s:.1f} s, {len(errors)} errors")
+    for error in errors[:5]:
+        print("error:", error)
+    if not tokens:
+        return 1
+    print("a stream's tokens apart:", describe([gap for result in results for gap in result["gaps_s"]]))
+    print("first token:            ", describe([gap for result in results for gap in result["first_s"]]))
+    for name, seconds in spent.items():
+        print(f"{name}: {seconds:.2f} s of processor, {seconds / tokens * 1e6:.1f} us a token")
+    for client, result in zip(clients, results, strict=True):
+        share = result["cpu_s"] / result["tokens"]
+        print(f"client {client.name}: {result['cpu_s']:.2f} s of processor, {share * 1e6:.1f} us a token")
+    return 1 if errors else 0
+
+
+def main() -> int:
+    """Measure, or be one of the client processes."""
+    parser = argparse.ArgumentParser(description="Streams that one gateway carries.")
+    parser.add_argument("--streams", type=int, default=2000)
+    parser.add_argument("--rate", type=float, default=5.0, help="tokens a second of each stream")
+    parser.add_argument("--tokens", type=int, default=50)
+    parser.add_argument("--api", choices=("both", "grpc", "sse"), default="both")
+    parser.add_argument("--role", choices=("measure", "grpc", "sse"), default="measure", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.role != "measure":
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(load(options))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        return measure(options, Path(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
