@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.sampling_params import SamplingParams
-from pagestream_engine.scheduler.base import ScheduledSequence, ScheduledStep
+from pagestream_engine.scheduler.base import SampledTokens, ScheduledSequence, ScheduledStep
+from pagestream_engine.sequence import Sequence
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 EOS = 0
@@ -48,28 +49,46 @@ class ArithmeticRunner:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         self._slots = [_EMPTY] * (num_blocks * self._block_size)
 
-    def execute(self, step: ScheduledStep) -> list[int]:
+    def execute(self, step: ScheduledStep) -> SampledTokens:
         self.num_steps += 1
         scheduled = [*step.prefills, *step.decodes]
         self._check_limits(step, scheduled)
+        self._copy(step)
         for item in scheduled:
             self._write(item)
         tokens = [self._read(item) for item in scheduled]
-        return [
-            next_token(read, self.model_config.vocab_size)
-            for item, read in zip(scheduled, tokens, strict=True)
-            if item.needs_sample
-        ]
+        return SampledTokens(
+            [
+                self.choose(seq, read)
+                for item, read in zip(scheduled, tokens, strict=True)
+                if item.needs_sample
+                for seq in (item.seq, *item.siblings)
+            ]
+        )
+
+    def choose(self, seq: Sequence, read: list[int]) -> int:
+        """The next token of a sequence whose tokens up to now were read as `read`."""
+        return next_token(read, self.model_config.vocab_size)
+
+    def _copy(self, step: ScheduledStep) -> None:
+        targets = [copy.target for copy in step.copies]
+        _require(len(set(targets)) == len(targets), "a block is copied to twice")
+        _require(not set(targets) & {copy.source for copy in step.copies}, "a block is copied from and to")
+        size = self._block_size
+        for source, target in step.copies:
+            self._slots[target * size : (target + 1) * size] = self._slots[source * size : (source + 1) * size]
 
     def _check_limits(self, step: ScheduledStep, scheduled: list[ScheduledSequence]) -> None:
         limits = self._config.scheduler
         _require(0 < step.num_tokens <= limits.max_num_batched_tokens, f"{step.num_tokens} tokens in a step")
-        _require(len(scheduled) <= limits.max_num_seqs, f"{len(scheduled)} sequences in a step")
+        num_seqs = len(scheduled) + sum(len(item.siblings) for item in scheduled)
+        _require(num_seqs <= limits.max_num_seqs, f"{num_seqs} sequences in a step")
         _require(len({item.seq.seq_id for item in scheduled}) == len(scheduled), "a sequence twice in a step")
         for item in scheduled:
             end = item.seq.num_computed_tokens + item.num_new_tokens
             _require(item.num_new_tokens > 0, "an empty chunk")
             _require(end <= len(item.seq.token_ids), "a chunk past the end")
+            _require(item.needs_sample or not item.siblings, "siblings without a sample")
             _require(item.needs_sample == (end == len(item.seq.token_ids)), "needs_sample is wrong")
 
     def _write(self, item: ScheduledSequence) -> None:

@@ -16,7 +16,7 @@ from pagestream.v1.inference_pb2 import FinishReason, TokenIds
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine import Engine, EngineConfig, SamplingParams
-from pagestream_engine.scheduler.base import ScheduledStep
+from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 from pagestream_engine.worker.card import build_card
 from pagestream_engine.worker.engine_thread import EngineThread
 from pagestream_engine.worker.settings import WorkerSettings
@@ -32,7 +32,7 @@ LIMIT_S = 20.0
 class BrokenRunner(ArithmeticRunner):
     """Fails from its fifth step on."""
 
-    def execute(self, step: ScheduledStep) -> list[int]:
+    def execute(self, step: ScheduledStep) -> SampledTokens:
         if self.num_steps == 4:
             raise MemoryError("no memory for the step")
         return super().execute(step)
@@ -41,7 +41,7 @@ class BrokenRunner(ArithmeticRunner):
 class SlowRunner(ArithmeticRunner):
     """Takes as long for a step as a model might."""
 
-    def execute(self, step: ScheduledStep) -> list[int]:
+    def execute(self, step: ScheduledStep) -> SampledTokens:
         time.sleep(0.005)
         return super().execute(step)
 
@@ -133,9 +133,9 @@ async def test_a_request_that_the_engine_refuses_fails_alone(redis_url: str, tmp
     async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
         async with running_worker(broker, tmp_path) as running:
             bad = await accepted(gateway, [FACTS.vocab_size + 1])
-            unsupported = await accepted(gateway, [1], logprobs=3)
+            unsupported = await accepted(gateway, [1], prompt_logprobs=3)
             good = await accepted(gateway, [1, 2])
-            for spec, word in ((bad, "vocabulary"), (unsupported, "logprobs")):
+            for spec, word in ((bad, "vocabulary"), (unsupported, "prompt_logprobs")):
                 end = (await read(gateway, spec))[-1].end
                 assert end.reason == FinishReason.FINISH_REASON_ERROR
                 assert word in end.error.message

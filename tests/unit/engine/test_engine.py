@@ -16,7 +16,7 @@ from pagestream_engine.engine import Engine
 from pagestream_engine.errors import ConfigError, InvalidRequest, InvariantViolation, ModelNotFound, PromptTooLong
 from pagestream_engine.outputs import StepOutput
 from pagestream_engine.sampling_params import SamplingParams
-from pagestream_engine.scheduler.base import ScheduledStep
+from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TEXT_FACTS = ArithmeticFacts(vocab_size=257)
@@ -292,11 +292,12 @@ class FailingRunner(ArithmeticRunner):
     fail_at: tuple[int, ...] = ()
     short = False
 
-    def execute(self, step: ScheduledStep) -> list[int]:
+    def execute(self, step: ScheduledStep) -> SampledTokens:
         if self.num_steps in self.fail_at:
             self.num_steps += 1
             raise MemoryError("no room for activations")
-        return super().execute(step)[: -1 if self.short else None]
+        given = super().execute(step)
+        return SampledTokens(given.token_ids[:-1]) if self.short else given
 
 
 def test_a_step_that_failed_can_be_run_again(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ EXPORTED = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "Logprob",
     "RequestOutput",
     "SamplingParams",
     "StepOutput",
+    "TokenLogprob",
 ]
 
 

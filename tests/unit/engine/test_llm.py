@@ -9,7 +9,7 @@ from arithmetic_model import ArithmeticFacts, ArithmeticRunner, byte_level_token
 from pagestream_engine import LLM, SamplingParams
 from pagestream_engine.errors import ConfigError, InvalidRequest, ModelNotFound, UnsupportedOption
 from pagestream_engine.sampling_params import child_seed
-from pagestream_engine.scheduler.base import ScheduledStep
+from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 
 FACTS = ArithmeticFacts(vocab_size=257)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -75,7 +75,7 @@ def test_choices_have_seeds_of_their_own(tmp_path: Path) -> None:
     seeds: dict[str, int] = {}
 
     class Runner(ArithmeticRunner):
-        def execute(self, step: ScheduledStep) -> list[int]:
+        def execute(self, step: ScheduledStep) -> SampledTokens:
             seeds.update({item.seq.seq_id: item.seq.seed for item in step.prefills})
             return super().execute(step)
 
@@ -125,7 +125,7 @@ def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
 
 def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
     class Runner(ArithmeticRunner):
-        def execute(self, step: ScheduledStep) -> list[int]:
+        def execute(self, step: ScheduledStep) -> SampledTokens:
             if self.num_steps == 3:
                 self.num_steps += 1
                 raise KeyboardInterrupt

@@ -88,24 +88,24 @@ def test_logits_equal_those_of_transformers(folder_of: Callable[[str], Path], na
 def test_tokens_come_for_those_that_need_a_sample_in_order(folder_of: Callable[[str], Path]) -> None:
     runner, seqs = _runner(folder_of("llama")), _sequences([20, 9, 30])
     items = [ScheduledSequence(seqs[0], 12, False), ScheduledSequence(seqs[1], 9, True)]
-    assert len(runner.execute(ScheduledStep(prefills=items))) == 1
+    assert len(runner.execute(ScheduledStep(prefills=items)).token_ids) == 1
     _advance(seqs[:2], [12, 9])
     seqs[1].token_ids.append(7)
     rest = ScheduledStep(
         [ScheduledSequence(seqs[0], 8, True), ScheduledSequence(seqs[2], 10, False)],
         [ScheduledSequence(seqs[1], 1, True)],
     )
-    together = runner.execute(rest)
+    together = runner.execute(rest).token_ids
     alone = []
     for seq, count in ((seqs[0], 8), (seqs[1], 1)):
-        alone += runner.execute(ScheduledStep(prefills=[ScheduledSequence(seq, count, True)]))
+        alone += runner.execute(ScheduledStep(prefills=[ScheduledSequence(seq, count, True)])).token_ids
     assert together == alone
 
 
 def test_steps_without_samples_or_sequences(folder_of: Callable[[str], Path]) -> None:
     runner, (seq,) = _runner(folder_of("llama")), _sequences([20])
-    assert runner.execute(ScheduledStep()) == []
-    assert runner.execute(ScheduledStep(prefills=[ScheduledSequence(seq, 5, False)])) == []
+    assert runner.execute(ScheduledStep()).token_ids == []
+    assert runner.execute(ScheduledStep(prefills=[ScheduledSequence(seq, 5, False)])).token_ids == []
 
 
 def test_slots_follow_the_block_table() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagestream_engine.sampler import sample
+from pagestream_engine import sampler
 from pagestream_engine.sampler.filters import apply_filters
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.sequence import Sequence
@@ -24,6 +24,10 @@ def _seq(output: int = 0, seed: int = 0, **params: Any) -> Sequence:
         max_total_tokens=1000,
         output_token_ids=[5] * output,
     )
+
+
+def sample(logits: torch.Tensor, seqs: list[Sequence], eos_token_ids: tuple[int, ...]) -> list[int]:
+    return sampler.sample(logits, seqs, eos_token_ids).token_ids
 
 
 def _kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from pagestream.v1.inference_pb2 import FinishReason, SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.outputs import StepOutput
+from pagestream_engine.outputs import StepOutput, TokenLogprob
+from pagestream_engine.sampling_params import child_seed
 from pagestream_engine.worker.request import RunningRequest, sampling_from_message
 from pagestream_streams import Claim, digests
 
@@ -174,15 +175,49 @@ def test_an_unset_field_has_the_engine_default() -> None:
 
 
 def test_what_the_engine_lacks_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match="logprobs"):
-        sampling_from_message(SamplingParams(seed=1, logprobs=3), sibling=0)
+    with pytest.raises(InvalidRequest, match="prompt_logprobs"):
+        sampling_from_message(SamplingParams(seed=1, prompt_logprobs=3), sibling=0)
 
 
 def test_a_refused_request_has_no_sequence_to_forget() -> None:
     taken = claim(n=2)
-    taken.spec.sampling.logprobs = 3
+    taken.spec.sampling.prompt_logprobs = 3
     request = RunningRequest(taken)
     with pytest.raises(InvalidRequest):
         list(request.open_choices())
     request.fail("unsupported", "logprobs")
     assert request.running_seq_ids() == []
+
+
+def test_the_features_of_a_request_reach_the_engine() -> None:
+    message = SamplingParams(
+        seed=1,
+        n=2,
+        best_of=2,
+        presence_penalty=0.5,
+        frequency_penalty=-0.25,
+        repetition_penalty=1.5,
+        logit_bias={3: 2.0},
+        min_tokens=2,
+        logprobs=0,
+    )
+    params = sampling_from_message(message, sibling=1)
+    assert (params.n, params.best_of, params.seed) == (1, None, child_seed(1, 1))
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.25, 1.5)
+    assert (params.logit_bias, params.min_tokens, params.logprobs) == ({3: 2.0}, 2, 0)
+
+
+def test_the_best_of_more_choices_can_not_be_streamed() -> None:
+    with pytest.raises(InvalidRequest, match=r"best_of: given 3, expected n \(2\)"):
+        sampling_from_message(SamplingParams(seed=1, n=2, best_of=3), sibling=0)
+
+
+def test_log_probabilities_are_in_the_tokens_entry_and_nowhere_else() -> None:
+    request = RunningRequest(claim())
+    list(request.open_choices())
+    tokens = (TokenLogprob(11, -1.5, 2, "b"), TokenLogprob(10, -0.5, 1, "a"))
+    output = StepOutput("", token_id=11, text="b", finish_reason="length", logprobs=tokens)
+    token, finish, end = play(request, [(0, output)])
+    assert [(e.token_id, e.logprob, e.rank, e.text) for e in token.logprobs.entries] == list(tokens)
+    assert not finish.HasField("logprobs")
+    assert not end.HasField("logprobs")

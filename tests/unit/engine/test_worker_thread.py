@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
 from pagestream_engine import Engine, EngineConfig, SamplingParams, StepOutput
-from pagestream_engine.scheduler.base import ScheduledStep
+from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 from pagestream_engine.worker.engine_thread import AbortSequences, AddSequence, EngineThread, Stop
 
 LIMIT_S = 10.0
@@ -19,7 +19,7 @@ PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 class BrokenRunner(ArithmeticRunner):
     """Fails from its third step on."""
 
-    def execute(self, step: ScheduledStep) -> list[int]:
+    def execute(self, step: ScheduledStep) -> SampledTokens:
         if self.num_steps == 2:
             raise MemoryError("no memory for the step")
         return super().execute(step)

@@ -3,7 +3,7 @@
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.llm import LLM
-from pagestream_engine.outputs import CompletionOutput, EngineStats, RequestOutput, StepOutput
+from pagestream_engine.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput, StepOutput, TokenLogprob
 from pagestream_engine.sampling_params import SamplingParams
 
 __all__ = [
@@ -12,7 +12,9 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "Logprob",
     "RequestOutput",
     "SamplingParams",
     "StepOutput",
+    "TokenLogprob",
 ]

@@ -28,6 +28,8 @@ class ModelConfig:
     """auto is Triton on a GPU, torch on a CPU."""
     seed: int = 0
     """Of the generator that draws seeds for requests that bring none."""
+    max_logprobs: int = 20
+    """Most log probabilities that a request may ask for at each token; -1 is no limit."""
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, DTYPES)
@@ -36,6 +38,7 @@ class ModelConfig:
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
         _at_least("seed", self.seed, 0)
+        _at_least("max_logprobs", self.max_logprobs, -1)
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class EngineOptions(TypedDict, total=False):
     device: str
     attention_backend: str
     seed: int
+    max_logprobs: int
     block_size: int
     num_gpu_blocks_override: int | None
     gpu_memory_utilization: float

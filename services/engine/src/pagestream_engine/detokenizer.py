@@ -42,6 +42,11 @@ class Pieces:
             piece = known[token_id] = "" if skipped else _text_if_complete(self._bytes(token_id))
         return piece
 
+    def shown(self, token_id: int) -> str:
+        """The token alone, special ones too, as a text that a person can read: U+FFFD for what is no character."""
+        piece = self.get(token_id, skip_special_tokens=False)
+        return piece if isinstance(piece, str) else piece.decode(errors="replace")
+
     def _bytes(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
         if token is None:

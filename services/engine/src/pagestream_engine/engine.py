@@ -19,9 +19,9 @@ from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces
 from pagestream_engine.errors import ConfigError, InvalidRequest, InvariantViolation, PromptTooLong
 from pagestream_engine.folder import load_tokenizer, resolve_model
 from pagestream_engine.generation import Generation
-from pagestream_engine.outputs import EngineStats, StepOutput
-from pagestream_engine.sampling_params import SamplingParams
-from pagestream_engine.scheduler.base import ScheduledSequence, ScheduledStep
+from pagestream_engine.outputs import EngineStats, StepOutput, TokenLogprob
+from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams
+from pagestream_engine.scheduler.base import RankedToken, SampledTokens, ScheduledStep
 from pagestream_engine.scheduler.policy import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler
 from pagestream_engine.sequence import Sequence
@@ -47,7 +47,7 @@ class Runner(Protocol):
     def model_config(self) -> ModelFacts: ...
     def profile_num_blocks(self) -> int: ...
     def allocate_kv_cache(self, num_blocks: int) -> None: ...
-    def execute(self, step: ScheduledStep) -> list[int]: ...
+    def execute(self, step: ScheduledStep) -> SampledTokens: ...
 
 
 RunnerFactory = Callable[[Path, EngineConfig], Runner]
@@ -179,17 +179,17 @@ class Engine:
                 raise InvariantViolation(f"{len(self._generations)} requests wait and nothing can run")
             return outputs
         try:
-            token_ids = self._runner.execute(step)
+            given = self._runner.execute(step)
         except BaseException:
             self._already_ended = outputs
             raise
         executed = perf_counter()
-        sampled = [chunk for chunk in step.prefills if chunk.needs_sample] + step.decodes
+        sampled, token_ids = step.sampled(), given.token_ids
         if len(token_ids) != len(sampled):
             raise InvariantViolation(f"the runner gave {len(token_ids)} tokens for {len(sampled)} sequences")
         self._scheduler.advance(step, token_ids)
         advanced = perf_counter()
-        outputs += self._take_tokens(sampled, token_ids)
+        outputs += self._take_tokens(sampled, given)
         self._counts.note(step, len(token_ids), scheduled - started + advanced - executed, perf_counter() - started)
         return outputs
 
@@ -229,11 +229,10 @@ class Engine:
 
     # -- inside --
 
-    def _take_tokens(self, sampled: list[ScheduledSequence], token_ids: list[int]) -> list[StepOutput]:
+    def _take_tokens(self, sampled: list[Sequence], given: SampledTokens) -> list[StepOutput]:
         outputs: list[StepOutput] = []
         ended: list[Sequence] = []
-        for entry, token_id in zip(sampled, token_ids, strict=True):
-            seq = entry.seq
+        for seq, token_id in zip(sampled, given.token_ids, strict=True):
             try:
                 text, finish, stop = self._generations[seq.seq_id].take(token_id, seq.num_output_tokens)
                 error = None
@@ -244,8 +243,13 @@ class Engine:
             if finish is not None:
                 ended.append(seq)
                 del self._generations[seq.seq_id]
+        for place, ranked in given.logprobs.items():
+            outputs[place].logprobs = tuple(map(self._with_text, ranked))
         self._scheduler.retire(ended)
         return outputs
+
+    def _with_text(self, token: RankedToken) -> TokenLogprob:
+        return TokenLogprob(*token, self._pieces.shown(token.token_id) if self._pieces is not None else "")
 
     def _make_sequence(
         self,
@@ -285,6 +289,7 @@ class Engine:
             raise InvalidRequest(f"request_id: given {request_id!r}, which is running; expected a new one")
         if params.n != 1:
             raise InvalidRequest(f"n: given {params.n}, expected 1; add one request for each choice")
+        self._check_params(params)
         if params.stop_strings and self.tokenizer is None:
             raise InvalidRequest("stop: stop strings need a tokenizer.json in the model folder; use stop_token_ids")
         self._check_tokens("prompt_token_ids", prompt)
@@ -293,6 +298,21 @@ class Engine:
             raise InvalidRequest("prompt: given no tokens, expected at least one")
         if len(prompt) >= self.max_model_len:
             raise PromptTooLong(len(prompt), self.max_model_len)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.best_of not in (None, 1):
+            raise InvalidRequest(f"best_of: given {params.best_of}, expected n (1); only LLM.generate chooses the best")
+        most = self.config.model.max_logprobs
+        if params.logprobs is not None and most != ALL_LOGPROBS and not 0 <= params.logprobs <= most:
+            raise InvalidRequest(
+                f"logprobs: given {params.logprobs}, expected at most {most}; a higher max_logprobs (-1 for no limit) "
+                "allows more"
+            )
+        beyond = sorted(token_id for token_id in params.logit_bias or () if token_id >= self.vocab_size)
+        if beyond:
+            raise InvalidRequest(
+                f"logit_bias: given token {beyond[0]}, expected 0 to {self.vocab_size - 1}, the vocabulary"
+            )
 
     def _check_tokens(self, field: str, token_ids: Tokens[int]) -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
 
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from pagestream_engine.config import EngineConfig, EngineOptions
 from pagestream_engine.engine import Engine, RunnerFactory, make_model_runner
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.outputs import CompletionOutput, RequestOutput, StepOutput
+from pagestream_engine.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, TokenLogprob
 from pagestream_engine.progress import Progress
 from pagestream_engine.sampling_params import SamplingParams
 
@@ -137,15 +137,23 @@ class _Request:
 
     @classmethod
     def make(cls, request_id: str, text: str | None, token_ids: list[int], params: SamplingParams) -> _Request:
-        outputs = [CompletionOutput(index) for index in range(params.n)]
+        outputs = [CompletionOutput(index) for index in range(params.best_of or params.n)]
         output = RequestOutput(request_id, text, token_ids, outputs, finished=False)
         return cls(output, params, {f"{request_id}/{choice.index}": choice for choice in outputs})
 
+    @property
+    def _is_contest(self) -> bool:
+        """Whether more choices are generated than are returned."""
+        return len(self.choices) > self.params.n
+
     def add_to(self, engine: Engine) -> None:
-        seed = engine.draw_seed() if self.params.seed is None else self.params.seed
+        params = self.params
+        if self._is_contest and params.logprobs is None:
+            params = replace(params, logprobs=0)
+        seed = engine.draw_seed() if params.seed is None else params.seed
         for seq_id, choice in self.choices.items():
             self.texts[seq_id] = []
-            engine.add_request(seq_id, self.output.prompt_token_ids, self.params.for_child(seed, choice.index))
+            engine.add_request(seq_id, self.output.prompt_token_ids, params.for_child(seed, choice.index))
 
     def abort_in(self, engine: Engine) -> None:
         for seq_id, choice in self.choices.items():
@@ -157,6 +165,8 @@ class _Request:
         choice = self.choices[step.request_id]
         if step.token_id is not None:
             choice.token_ids.append(step.token_id)
+        if step.logprobs is not None:
+            _take_logprobs(choice, step.logprobs)
         self.texts[step.request_id].append(step.text)
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, step.num_cached_tokens)
         if step.finish_reason is None:
@@ -164,7 +174,28 @@ class _Request:
         choice.text = "".join(self.texts[step.request_id])
         choice.finish_reason, choice.stop_reason, choice.error = step.finish_reason, step.stop_reason, step.error
         self.output.finished = all(other.finish_reason is not None for other in self.choices.values())
+        if self.output.finished and self._is_contest:
+            self._keep_best()
         return self.output.finished
+
+    def _keep_best(self) -> None:
+        """Keeps the n choices of highest cumulative log probability, the best first; one that failed comes last."""
+
+        def rank(choice: CompletionOutput) -> tuple[bool, float]:
+            return choice.error is not None, -(choice.cumulative_logprob or 0.0)
+
+        best = sorted(self.output.outputs, key=rank)[: self.params.n]
+        for index, choice in enumerate(best):
+            choice.index = index
+            if self.params.logprobs is None:
+                choice.logprobs = None
+        self.output.outputs[:] = best
+
+
+def _take_logprobs(choice: CompletionOutput, tokens: Items[TokenLogprob]) -> None:
+    choice.logprobs = choice.logprobs or []
+    choice.logprobs.append({token.token_id: Logprob(token.logprob, token.rank, token.text) for token in tokens})
+    choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + tokens[0].logprob
 
 
 def _as_list(prompts: Prompt | Items[Prompt]) -> list[Prompt]:

@@ -3,6 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class TokenLogprob(NamedTuple):
+    """How likely a token was, by the model's own logits."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm of its probability."""
+    rank: int
+    """Its place among all tokens, from 1; of equally likely ones the lowest id comes first."""
+    text: str
+    """The token alone, special ones shown; U+FFFD for bytes that are no character."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """`TokenLogprob` as vLLM's outputs have it, under its token id."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 @dataclass(slots=True)
@@ -23,6 +45,8 @@ class StepOutput:
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache had."""
     error: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """The token itself, then the likeliest ones; None where they were not asked for."""
 
 
 @dataclass
@@ -32,7 +56,10 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: None = None
+    cumulative_logprob: float | None = None
+    """Sum over the chosen tokens, where log probabilities were asked for."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each token: the chosen one, then the likeliest ones, by id."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None

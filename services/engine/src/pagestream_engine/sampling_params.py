@@ -5,21 +5,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pagestream_engine.errors import InvalidSamplingParams, UnsupportedSamplingParams
 
 _INT64 = 1 << 63
-_NOT_YET: dict[str, object] = {
-    "best_of": None,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": None,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "structured_outputs": None,
-}
+_MAX_BIAS = 100.0
+ALL_LOGPROBS = -1
+"""Value of `logprobs` that asks for the whole vocabulary."""
+_NOT_YET: dict[str, object] = {"prompt_logprobs": None, "structured_outputs": None}
 """Known fields that only their default is supported for."""
 
 
@@ -35,9 +29,13 @@ class SamplingParams:
     n: int = 1
     """Choices for each prompt."""
     best_of: int | None = None
+    """Choices that are generated to return the n of highest cumulative log probability; offline only. None is n."""
     presence_penalty: float = 0.0
+    """Taken from the logits of tokens that are in the output, in [-2, 2]."""
     frequency_penalty: float = 0.0
+    """As `presence_penalty`, for each time that the token is there."""
     repetition_penalty: float = 1.0
+    """Positive logits of tokens in prompt or output are divided by it, negative ones multiplied; above 0."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -59,17 +57,36 @@ class SamplingParams:
     max_tokens: int | None = 16
     """Most output tokens; None is what the context leaves."""
     logprobs: int | None = None
+    """Log probabilities of the chosen token and of this many likeliest ones, by the model's own logits: before bias,
+    penalties and temperature. 0 is the chosen token's alone, -1 the whole vocabulary's."""
     prompt_logprobs: int | None = None
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    """Added to the logits of these tokens; what lies outside [-100, 100] is brought to its border, as in vLLM."""
     structured_outputs: object | None = None
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
+    has_penalties: bool = field(init=False, repr=False, compare=False)
+    """Whether any of the three penalties does something."""
+    changes_logits: bool = field(init=False, repr=False, compare=False)
+    """Whether penalties or bias do something."""
+    is_special: bool = field(init=False, repr=False, compare=False)
+    """Whether the sampler has to do anything beyond minimum length, temperature and filters."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases("logit_bias", self.logit_bias))
         self._check_support()
         _whole("n", self.n, low=1)
+        if self.best_of is not None:
+            _whole("best_of", self.best_of, low=1)
+            if self.best_of < self.n:
+                raise InvalidSamplingParams("best_of", self.best_of, f"at least n ({self.n})")
+        _real("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _real("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _real("repetition_penalty", self.repetition_penalty, low=0.0, above=True)
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, low=ALL_LOGPROBS)
         _real("temperature", self.temperature, low=0.0)
         _real("top_p", self.top_p, low=0.0, high=1.0, above=True)
         _whole("top_k", self.top_k, low=-1)
@@ -84,6 +101,15 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidSamplingParams(name, getattr(self, name), "True or False")
+        self._note_what_it_takes()
+
+    def _note_what_it_takes(self) -> None:
+        """The sampler asks each row in each step, so the answers are kept."""
+        has_penalties = bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+        changes_logits = has_penalties or bool(self.logit_bias)
+        object.__setattr__(self, "has_penalties", has_penalties)
+        object.__setattr__(self, "changes_logits", changes_logits)
+        object.__setattr__(self, "is_special", changes_logits or self.logprobs is not None)
 
     def _check_support(self) -> None:
         for name, default in _NOT_YET.items():
@@ -104,7 +130,7 @@ class SamplingParams:
 
     def for_child(self, seed: int, child: int) -> SamplingParams:
         """The parameters of choice `child` of a request whose noise starts from `seed`."""
-        return replace(self, n=1, seed=child_seed(seed, child))
+        return replace(self, n=1, best_of=None, seed=child_seed(seed, child))
 
 
 def child_seed(seed: int, child: int) -> int:
@@ -137,6 +163,21 @@ def _token_ids(field: str, given: object) -> tuple[int, ...]:
     return tuple(given)
 
 
+def _biases(name: str, given: object) -> Mapping[int, float] | None:
+    """A copy with the token ids as numbers (JSON has them as strings), clamped."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise InvalidSamplingParams(name, given, "token ids and the bias of each")
+    biases: dict[int, float] = {}
+    for token_id, bias in given.items():
+        number = int(token_id) if isinstance(token_id, str) and token_id.isdecimal() else token_id
+        _whole(name, number, low=0)
+        _real(name, bias, low=-math.inf)
+        biases[number] = min(_MAX_BIAS, max(-_MAX_BIAS, float(bias)))
+    return biases
+
+
 def _whole(field: str, given: object, *, low: int, high: int | None = None) -> None:
     limits = f"a whole number of at least {low}" + (f" and at most {high}" if high is not None else "")
     if isinstance(given, bool) or not isinstance(given, int) or given < low or (high is not None and given > high):
@@ -145,7 +186,8 @@ def _whole(field: str, given: object, *, low: int, high: int | None = None) -> N
 
 def _real(field: str, given: object, *, low: float, high: float = math.inf, above: bool = False) -> None:
     """Checks low <= given <= high, or low < given with `above`; NaN and infinity never pass."""
-    limits = f"a finite number {'above' if above else 'of at least'} {low}"
+    limits = "a finite number"
+    limits += f" {'above' if above else 'of at least'} {low}" if low != -math.inf else ""
     limits += f" and at most {high}" if high != math.inf else ""
     number = isinstance(given, (int, float)) and not isinstance(given, bool)
     if not number or not math.isfinite(given) or given < low or given > high or (above and given == low):  # type: ignore[arg-type,operator]

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Tokens
 from enum import Enum, auto
 
 from pagestream_engine.sampling_params import SamplingParams
+from pagestream_engine.token_counts import TokenCounts
 
 
 class SequenceState(Enum):
@@ -39,6 +40,7 @@ class Sequence:
         "seed",
         "seq_id",
         "state",
+        "token_counts",
         "token_ids",
         "was_admitted",
     )
@@ -83,6 +85,8 @@ class Sequence:
         """Chained hashes of its first full blocks, as far as they were needed."""
         self.num_published_blocks = 0
         """Leading blocks of the table that the prefix cache knows (or has another block for)."""
+        self.token_counts: TokenCounts | None = None
+        """For penalties, as far as the sampler has needed them: a function of `token_ids`."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

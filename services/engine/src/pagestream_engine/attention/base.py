@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -73,6 +74,7 @@ class AttentionBackend(ABC, Generic[PlanT]):
         self.scale = shape.head_dim**-0.5
         self.key_cache: list[Tensor] = []
         self.value_cache: list[Tensor] = []
+        self._cache = cos_sin.new_empty(0)
 
     def allocate(self, num_blocks: int) -> None:
         """Allocates the cache of all layers, zeroed: what a backend reads and then masks must be finite."""
@@ -82,8 +84,17 @@ class AttentionBackend(ABC, Generic[PlanT]):
             cache = host_zeros(size, shape.dtype)
         else:
             cache = torch.zeros(size, dtype=shape.dtype, device=self.device)
+        self._cache = cache
         keys, values = cache.unbind(0)
         self.key_cache, self.value_cache = list(keys.unbind(0)), list(values.unbind(0))
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies keys and values of blocks in all layers: pairs of source and target, no target twice.
+
+        All sources are read before a target is written.
+        """
+        sources, targets = torch.tensor(copies, device=self.device).unbind(1)
+        self._cache.index_copy_(2, targets, self._cache.index_select(2, sources))
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> PlanT:

@@ -23,7 +23,10 @@ class ModelBatch:
     sample_rows: Tensor
     """(samples,) int64: the packed rows whose next token is wanted."""
     sample_seqs: list[Sequence]
-    """Whose tokens these are, in the same order."""
+    """Who gets a token."""
+    sample_logits: Tensor | None
+    """(sample_seqs,) int64: for each of them the place in `sample_rows` that it samples from; None where that is its
+    own, in the same order."""
 
 
 def build_batch(step: ScheduledStep, block_size: int, device: torch.device) -> ModelBatch:
@@ -52,8 +55,17 @@ def build_batch(step: ScheduledStep, block_size: int, device: torch.device) -> M
         token_ids=torch.tensor(token_ids, dtype=torch.int64).to(device, non_blocking=True),
         attention=attention,
         sample_rows=torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True),
-        sample_seqs=[item.seq for item in scheduled if item.needs_sample],
+        sample_seqs=step.sampled(),
+        sample_logits=_shared_logits(step, device),
     )
+
+
+def _shared_logits(step: ScheduledStep, device: torch.device) -> Tensor | None:
+    """Siblings that start from one prompt sample from one row of logits: see `ModelBatch.sample_logits`."""
+    if not any(chunk.siblings for chunk in step.prefills):
+        return None
+    counts = [1 + len(chunk.siblings) for chunk in step.prefills if chunk.needs_sample] + [1] * len(step.decodes)
+    return torch.repeat_interleave(torch.tensor(counts)).to(device, non_blocking=True)
 
 
 def _pad(tables: list[list[int]], seq_lens: list[int], block_size: int) -> Tensor:

@@ -15,7 +15,7 @@ from pagestream_engine.model.rope import cos_sin_table
 from pagestream_engine.runner.batch import build_batch
 from pagestream_engine.runner.memory import cache_bytes
 from pagestream_engine.sampler import sample
-from pagestream_engine.scheduler.base import ScheduledStep
+from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -78,21 +78,25 @@ class ModelRunner:
         self._backend.allocate(num_blocks)
 
     @torch.inference_mode()
-    def execute(self, step: ScheduledStep) -> list[int]:
+    def execute(self, step: ScheduledStep) -> SampledTokens:
         """Computes a step and samples.
 
         Returns:
-            One token id for each scheduled sequence with `needs_sample`, prefills first, then decodes. [] for an empty
-            step, or one that only fills the cache.
+            One token id for each sequence of `step.sampled()`. None for an empty step, or one that only fills the
+            cache.
         """
         if step.is_empty:
-            return []
+            return SampledTokens([])
+        if step.copies:
+            self._backend.copy_blocks(step.copies)
         batch = build_batch(step, self._config.cache.block_size, self.device)
         plan = self._backend.plan(batch.attention)
         hidden = self._model.forward(batch.token_ids, batch.sample_rows, self._backend, plan)
         if not batch.sample_seqs:
-            return []
+            return SampledTokens([])
         logits = self._model.logits(hidden, self._backend)
+        if batch.sample_logits is not None:
+            logits = logits[batch.sample_logits]
         return sample(logits, batch.sample_seqs, self.model_config.eos_token_ids)
 
 

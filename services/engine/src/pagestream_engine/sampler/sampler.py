@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagestream_engine.sampler.adjust import adjusted_logits
 from pagestream_engine.sampler.filters import apply_filters
+from pagestream_engine.sampler.logprobs import ranked, raw_logprobs
 from pagestream_engine.sampler.noise import gumbel
+from pagestream_engine.scheduler.base import RankedToken, SampledTokens
 from pagestream_engine.sequence import Sequence
 
 
@@ -30,33 +33,68 @@ class SamplingRows:
     min_p: Tensor | None
 
 
-def sample(logits: Tensor, seqs: Rows[Sequence], eos_token_ids: Rows[int]) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class AdjustedRows:
+    """Rows whose logits differ from the model's by bias or penalties."""
+
+    rows: list[int]
+    logits: Tensor
+    """(rows, vocab_size) float32."""
+
+
+def sample(logits: Tensor, seqs: Rows[Sequence], eos_token_ids: Rows[int]) -> SampledTokens:
     """Samples one token for each row.
 
-    Order of operations, as vLLM's: minimum length, temperature, min-p, top-k, top-p.
+    Order of operations, as vLLM's: log probabilities of the logits as they are; minimum length, bias, penalties;
+    temperature, min-p, top-k, top-p. What no row asks for costs nothing.
 
     Args:
         logits: (rows, vocab_size), of any float dtype; may be overwritten.
-        seqs: the sequence of each row; parameters, seed and number of output tokens count.
+        seqs: the sequence of each row; parameters, seed and tokens count.
         eos_token_ids: the model's, banned until `min_tokens`.
 
     Returns:
-        The token id of each row.
+        The token of each row, and log probabilities where they are asked for.
     """
+    special = [row for row, seq in enumerate(seqs) if seq.params.is_special]
+    told = [row for row in special if seqs[row].params.logprobs is not None]
+    logprobs = raw_logprobs(logits, told) if told else None
     _ban_ends(logits, seqs, eos_token_ids)
+    changed = [row for row in special if seqs[row].params.changes_logits]
+    adjusted = AdjustedRows(changed, adjusted_logits(logits, seqs, changed)) if changed else None
     tokens = _largest(logits)
+    if adjusted is not None:
+        tokens[adjusted.rows] = _largest(adjusted.logits)
     sampled = [row for row, seq in enumerate(seqs) if not seq.params.is_greedy]
     if sampled:
         columns = _columns(seqs, sampled, logits)
-        tokens[columns.rows] = _gumbel_max(logits, columns)
-    chosen: list[int] = tokens.tolist()
-    return chosen
+        tokens[columns.rows] = _gumbel_max(_wide(logits, sampled, columns, adjusted), columns)
+    return SampledTokens(tokens.tolist(), {} if logprobs is None else _tell(logprobs, tokens, seqs, told))
 
 
-def _gumbel_max(logits: Tensor, columns: SamplingRows) -> Tensor:
-    scaled = logits[columns.rows].float().div_(columns.temperatures)
+def _tell(logprobs: Tensor, tokens: Tensor, seqs: Rows[Sequence], rows: list[int]) -> dict[int, list[RankedToken]]:
+    """By row: what `ranked` says of those that asked."""
+    vocab_size = logprobs.shape[-1]
+    counts = [vocab_size if (given := seqs[row].params.logprobs) is None or given < 0 else given for row in rows]
+    return dict(zip(rows, ranked(logprobs, tokens[rows], counts), strict=True))
+
+
+def _wide(logits: Tensor, sampled: list[int], columns: SamplingRows, adjusted: AdjustedRows | None) -> Tensor:
+    """(sampled rows, vocab_size) float32, adjusted where they are to be; may be overwritten."""
+    wide = logits[columns.rows].float()
+    if adjusted is not None:
+        place_of = {row: place for place, row in enumerate(sampled)}
+        pairs = [(place_of[row], index) for index, row in enumerate(adjusted.rows) if row in place_of]
+        if pairs:
+            places, indices = torch.tensor(pairs, device=logits.device).unbind(1)
+            wide[places] = adjusted.logits[indices]
+    return wide
+
+
+def _gumbel_max(wide: Tensor, columns: SamplingRows) -> Tensor:
+    scaled = wide.div_(columns.temperatures)
     apply_filters(scaled, top_k=columns.top_k, top_p=columns.top_p, min_p=columns.min_p)
-    return _largest(scaled.add_(gumbel(columns.seeds, columns.positions, logits.shape[-1])))
+    return _largest(scaled.add_(gumbel(columns.seeds, columns.positions, wide.shape[-1])))
 
 
 def _largest(logits: Tensor) -> Tensor:

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pagestream_engine.sequence import Sequence
+
+
+class BlockCopy(NamedTuple):
+    """Keys and values of one block that become those of another, in all layers."""
+
+    source: int
+    target: int
+
+
+class RankedToken(NamedTuple):
+    """A token and its place in a distribution."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm of its probability."""
+    rank: int
+    """From 1; of equally likely tokens the lowest id comes first."""
 
 
 @dataclass(slots=True)
@@ -18,6 +38,8 @@ class ScheduledSequence:
     num_new_tokens: int
     needs_sample: bool
     """Whether the new tokens reach the end of `token_ids`, so that the next token can be sampled."""
+    siblings: Items[Sequence] = ()
+    """Sequences with equal tokens, which sample from the same logits, each with noise of its own."""
 
 
 @dataclass(slots=True)
@@ -28,6 +50,8 @@ class ScheduledStep:
     """Chunks of prompts and of recomputed sequences."""
     decodes: list[ScheduledSequence] = field(default_factory=list)
     """One new token each; all need a sample."""
+    copies: list[BlockCopy] = field(default_factory=list)
+    """Done before anything is computed, all sources being read before any target is written."""
 
     @property
     def is_empty(self) -> bool:
@@ -38,3 +62,17 @@ class ScheduledStep:
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         return len(self.decodes) + sum(chunk.num_new_tokens for chunk in self.prefills)
+
+    def sampled(self) -> list[Sequence]:
+        """The sequences that get a token, in the order of the runner's answer: prefills, then decodes."""
+        first = [seq for chunk in self.prefills if chunk.needs_sample for seq in (chunk.seq, *chunk.siblings)]
+        return first + [entry.seq for entry in self.decodes]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What a step gave, in the order of `ScheduledStep.sampled`."""
+
+    token_ids: list[int]
+    logprobs: Mapping[int, Items[RankedToken]] = field(default_factory=dict)
+    """For each place in `token_ids` whose sequence asked for it: the chosen token, then the likeliest ones."""

@@ -7,12 +7,13 @@ second), they can be sent again from any index that the log names.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pagestream.v1.inference_pb2 import RequestError, TokenIds, Usage
+from pagestream.v1.inference_pb2 import LogprobEntry, RequestError, TokenIds, TokenLogprobs, Usage
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 from pagestream_streams import Append, Claim, digests
 
-from pagestream_engine.outputs import StepOutput
+from pagestream_engine.errors import InvalidSamplingParams
+from pagestream_engine.outputs import StepOutput, TokenLogprob
 from pagestream_engine.sampling_params import SamplingParams, child_seed
 from pagestream_engine.worker.finish import FinishName, finish_value
 
@@ -28,7 +29,6 @@ FIELDS_WITH_PRESENCE = (
     "max_tokens",
     "logprobs",
     "prompt_logprobs",
-    "best_of",
 )
 
 
@@ -37,6 +37,10 @@ def sampling_from_message(message: SamplingMessage, *, sibling: int) -> Sampling
 
     Raises InvalidRequest where the message holds what this engine doesn't support.
     """
+    if message.HasField("best_of") and message.best_of != max(1, message.n):
+        raise InvalidSamplingParams(
+            "best_of", message.best_of, f"n ({max(1, message.n)})", "a stream shows every choice while it is generated"
+        )
     given = {name: getattr(message, name) for name in FIELDS_WITH_PRESENCE if message.HasField(name)}
     return SamplingParams(
         n=1,
@@ -49,6 +53,14 @@ def sampling_from_message(message: SamplingMessage, *, sibling: int) -> Sampling
         logit_bias=dict(message.logit_bias) or None,
         **given,
     )
+
+
+def _logprobs_message(tokens: Sequence[TokenLogprob]) -> TokenLogprobs:
+    entries = [
+        LogprobEntry(token_id=token.token_id, logprob=token.logprob, rank=token.rank, text=token.text)
+        for token in tokens
+    ]
+    return TokenLogprobs(entries=entries)
 
 
 @dataclass(frozen=True)
@@ -115,7 +127,10 @@ class RunningRequest:
             self._outputs[choice].append(output.token_id)
             held_back = output.finish_reason is not None
             # The finish carries the text of the last token, so that a stop string never shows in two entries.
-            self._write(LogEntry(choice=choice, text="" if held_back else output.text, token_id=output.token_id))
+            entry = LogEntry(choice=choice, text="" if held_back else output.text, token_id=output.token_id)
+            if output.logprobs is not None:
+                entry.logprobs.CopyFrom(_logprobs_message(output.logprobs))
+            self._write(entry)
         self._cached_tokens += output.num_cached_tokens if len(self._outputs[choice]) == 1 else 0
         if output.finish_reason is not None:
             self._finish_choice(choice, output)

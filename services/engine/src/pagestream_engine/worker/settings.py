@@ -43,6 +43,7 @@ _ENGINE_OPTIONS = (
     "attention_backend",
     "max_model_len",
     "seed",
+    "max_logprobs",
     "block_size",
     "num_gpu_blocks_override",
     "gpu_memory_utilization",
@@ -61,6 +62,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--attention-backend", choices=ATTENTION_BACKENDS)
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="of prompt and output together")
     group.add_argument("--seed", type=int, help="of the generator that draws seeds where a request brings none")
+    group.add_argument("--max-logprobs", type=int, metavar="N", help="that a request may ask for; -1 is no limit")
     group.add_argument("--block-size", type=int, metavar="TOKENS", help="in a KV block")
     group.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks, instead of what fits")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")

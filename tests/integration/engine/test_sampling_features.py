@@ -1,0 +1,167 @@
+"""Penalties, bias and log probabilities through the whole engine, against `transformers` and across interruptions."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pagestream_engine import LLM, Engine, EngineConfig, SamplingParams
+from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.outputs import RequestOutput, StepOutput
+from tiny_models import VOCAB_SIZE, make_model, random_prompts, reference_model
+
+NUM_TOKENS = 24
+LENGTHS = [3, 17, 40, 16]
+EVERYTHING: dict[str, Any] = {
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.3,
+    "repetition_penalty": 1.2,
+    "logit_bias": {11: 4.0, 12: -50.0},
+    "min_tokens": 5,
+    "logprobs": 3,
+    "max_tokens": NUM_TOKENS,
+    "temperature": 0.8,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return make_llm(folder)
+
+
+def make_llm(folder: Path, **options: Any) -> LLM:
+    return LLM(folder, **{"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 128, **options})
+
+
+def generate(llm: LLM, *prompts: list[int], **params: Any) -> list[RequestOutput]:
+    params = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, **params}
+    return llm.generate(list(prompts), SamplingParams(**params))
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [choice.token_ids for output in outputs for choice in output.outputs]
+
+
+@pytest.mark.parametrize("penalty", [0.8, 1.3])
+def test_the_repetition_penalty_generates_what_transformers_does(folder: Path, llm: LLM, penalty: float) -> None:
+    model = reference_model(folder)
+    model.generation_config.eos_token_id = None
+    for prompt in random_prompts(LENGTHS):
+        expected = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            repetition_penalty=penalty,
+            pad_token_id=0,
+        )
+        assert tokens(generate(llm, prompt, repetition_penalty=penalty)) == [expected[0, len(prompt) :].tolist()]
+
+
+def test_a_presence_penalty_of_many_rows_forbids_repeating(llm: LLM) -> None:
+    prompts = random_prompts(LENGTHS)
+    plain = tokens(generate(llm, *prompts))
+    biased = tokens(generate(llm, *prompts, frequency_penalty=2.0, presence_penalty=2.0))
+    assert biased != plain
+    assert sum(len(set(row)) for row in biased) > sum(len(set(row)) for row in plain)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.4}])
+def test_log_probabilities_are_those_of_the_reference(folder: Path, llm: LLM, params: dict[str, Any]) -> None:
+    (prompt,) = random_prompts([21])
+    (output,) = generate(llm, prompt, logprobs=4, **params)
+    (choice,) = output.outputs
+    assert choice.logprobs is not None
+    with torch.no_grad():
+        logits = reference_model(folder)(torch.tensor([[*prompt, *choice.token_ids]])).logits[0]
+    expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is not None
+    for told, wanted, token_id in zip(choice.logprobs, expected, choice.token_ids, strict=True):
+        best = wanted.topk(4).indices.tolist()
+        assert list(told) == list(dict.fromkeys([token_id, *best]))
+        for candidate, logprob in told.items():
+            assert logprob.logprob == pytest.approx(wanted[candidate].item(), abs=2e-4)
+            assert logprob.rank == (wanted > wanted[candidate]).sum().item() + 1
+            assert logprob.decoded_token == tokenizer.decode([candidate], skip_special_tokens=False)
+    total = sum(told[token_id].logprob for told, token_id in zip(choice.logprobs, choice.token_ids, strict=True))
+    assert choice.cumulative_logprob == pytest.approx(total)
+
+
+def test_more_log_probabilities_than_allowed_are_refused(folder: Path, llm: LLM) -> None:
+    for given in (21, -1):
+        with pytest.raises(InvalidRequest, match=f"logprobs: given {given}, expected at most 20"):
+            generate(llm, [1], logprobs=given)
+    (output,) = generate(make_llm(folder, max_logprobs=-1), [5, 6], logprobs=-1, max_tokens=1)
+    assert output.outputs[0].logprobs is not None
+    (told,) = output.outputs[0].logprobs
+    assert len(told) == VOCAB_SIZE
+    assert sum(math.exp(each.logprob) for each in told.values()) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_bias_outside_the_vocabulary_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=f"logit_bias: given token {VOCAB_SIZE}, expected 0 to {VOCAB_SIZE - 1}"):
+        generate(llm, [1], logit_bias={3: 1.0, VOCAB_SIZE: 1.0})
+
+
+def test_the_best_of_several_are_returned(llm: LLM) -> None:
+    (prompt,) = random_prompts([9])
+    params: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+    (wide,) = generate(llm, prompt, n=5, logprobs=0, **params)
+    (best,) = generate(llm, prompt, n=2, best_of=5, **params)
+    ordered = sorted(wide.outputs, key=lambda choice: -(choice.cumulative_logprob or 0.0))
+    assert [choice.token_ids for choice in best.outputs] == [choice.token_ids for choice in ordered[:2]]
+    assert [choice.index for choice in best.outputs] == [0, 1]
+    assert [choice.logprobs for choice in best.outputs] == [None, None]
+    assert best.finished
+
+
+def test_preemption_changes_nothing(folder: Path, llm: LLM) -> None:
+    prompts = random_prompts(LENGTHS)
+    calm = generate(llm, *prompts, seed=1, **EVERYTHING)
+    tight = make_llm(folder, num_gpu_blocks_override=11, block_size=8, max_num_batched_tokens=23)
+    disturbed = generate(tight, *prompts, seed=1, **EVERYTHING)
+    assert tight.engine.stats().num_preemptions > 0
+    assert tokens(disturbed) == tokens(calm)
+    assert [ranks(output) for output in disturbed] == [ranks(output) for output in calm]
+
+
+def ranks(output: RequestOutput) -> list[list[tuple[int, int, str]]]:
+    told = output.outputs[0].logprobs
+    assert told is not None
+    return [[(token_id, each.rank, each.decoded_token) for token_id, each in step.items()] for step in told]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 20])
+def test_a_resumed_request_goes_on_with_its_counts(folder: Path, cut: int) -> None:
+    params = SamplingParams(seed=4, ignore_eos=True, **EVERYTHING)
+    (prompt,) = random_prompts([20])
+    config = EngineConfig.from_options({"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 32})
+    first, second = Engine(folder, config), Engine(folder, config)
+    first.add_request("a", prompt, params)
+    whole = run(first)
+    second.add_request("a", prompt, params, output_token_ids=[output.token_id or 0 for output in whole[:cut]])
+    rest = run(second)
+    assert [output.token_id for output in rest] == [output.token_id for output in whole[cut:]]
+    for got, wanted in zip(rest, whole[cut:], strict=True):
+        assert got.logprobs is not None
+        assert wanted.logprobs is not None
+        assert [(t.token_id, t.rank, t.text) for t in got.logprobs] == [
+            (t.token_id, t.rank, t.text) for t in wanted.logprobs
+        ]
+        assert [t.logprob for t in got.logprobs] == pytest.approx([t.logprob for t in wanted.logprobs], abs=1e-4)
+
+
+def run(engine: Engine) -> list[StepOutput]:
+    outputs: list[StepOutput] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs
