@@ -8,6 +8,7 @@ EXPECTED = [
     "AppendOutcome",
     "Broker",
     "Claim",
+    "DeadRequest",
     "DigestMismatch",
     "EmbeddedRedis",
     "EngineSession",

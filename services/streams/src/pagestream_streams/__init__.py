@@ -16,7 +16,7 @@ from pagestream_streams.errors import (
     Unavailable,
 )
 from pagestream_streams.gateway_session import GatewaySession
-from pagestream_streams.records import Append, AppendKind, AppendOutcome, Claim, ModelInfo, RequestView
+from pagestream_streams.records import Append, AppendKind, AppendOutcome, Claim, DeadRequest, ModelInfo, RequestView
 from pagestream_streams.settings import StreamsSettings
 from pagestream_streams.sweeper import Sweeper
 
@@ -26,6 +26,7 @@ __all__ = [
     "AppendOutcome",
     "Broker",
     "Claim",
+    "DeadRequest",
     "DigestMismatch",
     "EmbeddedRedis",
     "EngineSession",

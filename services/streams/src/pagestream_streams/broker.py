@@ -15,12 +15,12 @@ from pagestream.v1.inference_pb2 import (
 )
 from pagestream.v1.records_pb2 import LogSlice, ModelCard, RequestSpec
 
-from pagestream_streams import keys, wakeups
+from pagestream_streams import dead, keys, wakeups
 from pagestream_streams.connection import Call, Connection
 from pagestream_streams.directory import Directory
 from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.keys import Partition
-from pagestream_streams.records import ModelInfo, RequestView
+from pagestream_streams.records import DeadRequest, ModelInfo, RequestView
 from pagestream_streams.scripts import END, EXPIRE, VIEW
 from pagestream_streams.settings import StreamsSettings
 from pagestream_streams.words import reason_of
@@ -128,6 +128,22 @@ class Broker:
         if reason is None:
             raise RequestNotFound(request_id)
         return reason
+
+    async def dead(self, model: str) -> list[DeadRequest]:
+        """A model's quarantined requests, the oldest first. ModelNotFound, Unavailable."""
+        return await dead.listed(self.connection, await self.directory.all_partitions(model))
+
+    async def dead_request(self, request_id: str) -> DeadRequest:
+        """A quarantined request, whoever's it is. RequestNotFound also where it isn't quarantined; Unavailable."""
+        return await dead.one(self.connection, await self.directory.locate(request_id), request_id)
+
+    async def requeue_dead(self, request_id: str) -> str:
+        """Lets a quarantined request go on from where it stood; returns the new id under which it does.
+
+        Its old log has had its end and stays as it is. Requeueing again returns the same new id. It runs whether or
+        not somebody reads, for the same tenant, and its deadline starts anew. RequestNotFound, Unavailable.
+        """
+        return await dead.revived(self.connection, await self.directory.locate(request_id), request_id)
 
     async def end(
         self, where: Partition, request_id: str, reason: str, *, tenant: str = "", condition: str = "", error: str = ""

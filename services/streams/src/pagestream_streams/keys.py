@@ -25,6 +25,15 @@ class Partition(NamedTuple):
         """The stream of a request's log."""
         return f"{self.prefix}log:{request_id}"
 
+    def request(self, request_id: str) -> str:
+        """The hash of a request."""
+        return f"{self.prefix}req:{request_id}"
+
+    @property
+    def dead(self) -> str:
+        """The stream of what was quarantined."""
+        return f"{self.prefix}dead"
+
 
 def model(name: str) -> str:
     """The hash of a model's card and number of partitions."""

@@ -39,6 +39,22 @@ class RequestView:
 
 
 @dataclass(frozen=True)
+class DeadRequest:
+    """A request that was quarantined, because engines died of it (docs/decisions/0024)."""
+
+    request_id: str
+    model: str
+    tenant: str
+    reason: str  # what its client was told
+    next_index: int  # entries in its log when the engines died: where requeueing goes on
+    attempts: int  # claims in all
+    engines: tuple[str, ...]  # ids of those that died with it at that index, the first one first
+    quarantined_at: float  # unix seconds, by Redis' clock
+    requeued_as: str | None  # the id under which it goes on; None unless it was requeued
+    spec: RequestSpec
+
+
+@dataclass(frozen=True)
 class Claim:
     """A request that an engine has got, with what an earlier engine left of it."""
 
