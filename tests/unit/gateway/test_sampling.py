@@ -36,25 +36,28 @@ def test_the_given_message_is_not_changed() -> None:
     assert given == SamplingParams(n=2)
 
 
-def test_neutral_values_of_what_is_not_supported_pass_and_vanish() -> None:
-    sampling = resolve(SamplingParams(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, best_of=1))
-    assert not any(sampling.HasField(name) for name in ("presence_penalty", "repetition_penalty", "best_of"))
+def test_penalties_and_bias_pass() -> None:
+    given = SamplingParams(
+        presence_penalty=-2, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={5: -100, 99: 3.5}, logprobs=0
+    )
+    sampling = resolve(given)
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"):
+        assert getattr(sampling, name) == getattr(given, name)
+    assert resolve(SamplingParams()).repetition_penalty == 1.0
+    assert not resolve(SamplingParams()).HasField("logprobs")
 
 
-@pytest.mark.parametrize(
-    ("given", "field"),
-    [
-        (SamplingParams(presence_penalty=1), "presence_penalty"),
-        (SamplingParams(best_of=2), "best_of"),
-        (SamplingParams(logprobs=0), "logprobs"),
-        (SamplingParams(prompt_logprobs=1), "prompt_logprobs"),
-        (SamplingParams(logit_bias={1: 1.0}), "logit_bias"),
-    ],
-)
-def test_what_is_not_supported_is_refused(given: SamplingParams, field: str) -> None:
+def test_best_of_is_n_or_refused() -> None:
+    assert not resolve(SamplingParams(n=2, best_of=2)).HasField("best_of")
     with pytest.raises(UnsupportedField) as caught:
-        resolve(given)
-    assert caught.value.field == field
+        resolve(SamplingParams(n=2, best_of=3))
+    assert caught.value.field == "best_of"
+
+
+def test_what_is_not_supported_is_refused() -> None:
+    with pytest.raises(UnsupportedField) as caught:
+        resolve(SamplingParams(prompt_logprobs=1))
+    assert caught.value.field == "prompt_logprobs"
 
 
 @pytest.mark.parametrize(
@@ -67,6 +70,14 @@ def test_what_is_not_supported_is_refused(given: SamplingParams, field: str) -> 
         (SamplingParams(stop=["x" * 2000]), "stop"),
         (SamplingParams(stop_token_ids=[100]), "stop_token_ids"),
         (SamplingParams(stop_token_ids=[1] * 2000), "stop_token_ids"),
+        (SamplingParams(presence_penalty=2.1), "presence_penalty"),
+        (SamplingParams(frequency_penalty=float("nan")), "frequency_penalty"),
+        (SamplingParams(repetition_penalty=0), "repetition_penalty"),
+        (SamplingParams(repetition_penalty=float("inf")), "repetition_penalty"),
+        (SamplingParams(logprobs=21), "logprobs"),
+        (SamplingParams(logit_bias={100: 1.0}), "logit_bias"),
+        (SamplingParams(logit_bias={1: 101.0}), "logit_bias"),
+        (SamplingParams(logit_bias={1: float("nan")}), "logit_bias"),
     ],
 )
 def test_ranges(given: SamplingParams, field: str) -> None:

@@ -19,17 +19,12 @@ _DEFAULTS: Mapping[str, Any] = {
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
-    "min_tokens": 0,
-    "skip_special_tokens": True,
-}
-# Fields that the engine does not honour yet, with the value that asks for nothing.
-_NEUTRAL: Mapping[str, Any] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
-    "best_of": 1,
+    "min_tokens": 0,
+    "skip_special_tokens": True,
 }
-_REFUSED_WHEN_SET = ("logprobs", "prompt_logprobs")
 
 
 def to_sampling(values: Mapping[str, Any]) -> SamplingParams:
@@ -41,6 +36,8 @@ def to_sampling(values: Mapping[str, Any]) -> SamplingParams:
         try:
             if isinstance(value, list | tuple):
                 getattr(sampling, name).extend(value)
+            elif isinstance(value, Mapping):
+                getattr(sampling, name).update(value)
             else:
                 setattr(sampling, name, value)
         except (ValueError, TypeError) as error:
@@ -56,33 +53,23 @@ def resolve_sampling(
     max_tokens stays unset where neither the caller nor the model gives one. Raises InvalidRequest with the field's
     name.
     """
-    _refuse_unsupported(given)
+    if given.HasField("prompt_logprobs"):
+        raise UnsupportedField("prompt_logprobs")
     sampling = SamplingParams()
     sampling.CopyFrom(given)
-    for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens"):
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"):
         if not sampling.HasField(name) and defaults.HasField(name):
             setattr(sampling, name, getattr(defaults, name))
     for name, value in _DEFAULTS.items():
         if not sampling.HasField(name):
             setattr(sampling, name, value)
-    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "best_of"):
-        sampling.ClearField(name)
     if not sampling.HasField("seed"):
         sampling.seed = secrets.randbits(63)
     _check_ranges(sampling, limits)
+    _check_best_of(sampling)
+    _check_logits(sampling, limits, vocab_size)
     _check_stops(sampling, limits, vocab_size)
     return sampling
-
-
-def _refuse_unsupported(given: SamplingParams) -> None:
-    for name, neutral in _NEUTRAL.items():
-        if given.HasField(name) and getattr(given, name) != neutral:
-            raise UnsupportedField(name, f"only {neutral:g} is accepted")
-    for name in _REFUSED_WHEN_SET:
-        if given.HasField(name):
-            raise UnsupportedField(name)
-    if given.logit_bias:
-        raise UnsupportedField("logit_bias")
 
 
 def _check_ranges(sampling: SamplingParams, limits: LimitSettings) -> None:
@@ -101,6 +88,30 @@ def _check_ranges(sampling: SamplingParams, limits: LimitSettings) -> None:
             raise InvalidRequest("max_tokens", "must be 1 or more, got 0")
         if sampling.min_tokens > sampling.max_tokens:
             raise InvalidRequest("min_tokens", f"{sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}")
+
+
+def _check_best_of(sampling: SamplingParams) -> None:
+    """A stream shows each choice while it is generated, so none can be left out in the end."""
+    if sampling.HasField("best_of") and sampling.best_of != sampling.n:
+        raise UnsupportedField("best_of", f"only n ({sampling.n}) is accepted")
+    sampling.ClearField("best_of")
+
+
+def _check_logits(sampling: SamplingParams, limits: LimitSettings, vocab_size: int) -> None:
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -2 <= getattr(sampling, name) <= 2:
+            raise InvalidRequest(name, f"must be from -2 to 2, got {getattr(sampling, name):g}")
+    if not (math.isfinite(sampling.repetition_penalty) and sampling.repetition_penalty > 0):
+        raise InvalidRequest("repetition_penalty", f"must be above 0, got {sampling.repetition_penalty:g}")
+    if sampling.HasField("logprobs") and sampling.logprobs > limits.max_logprobs:
+        raise InvalidRequest("logprobs", f"must be from 0 to {limits.max_logprobs}, got {sampling.logprobs}")
+    if len(sampling.logit_bias) > limits.max_logit_bias:
+        raise InvalidRequest("logit_bias", f"at most {limits.max_logit_bias} tokens, got {len(sampling.logit_bias)}")
+    for token_id, bias in sampling.logit_bias.items():
+        if vocab_size and token_id >= vocab_size:
+            raise InvalidRequest("logit_bias", f"{token_id} is not a token of the model (0 to {vocab_size - 1})")
+        if not -100 <= bias <= 100:
+            raise InvalidRequest("logit_bias", f"must be from -100 to 100, got {bias:g} for token {token_id}")
 
 
 def _check_stops(sampling: SamplingParams, limits: LimitSettings, vocab_size: int) -> None:

@@ -76,6 +76,10 @@ class LimitSettings:
     """Characters of one stop string; this much text is held back while it may still match."""
     max_stop_token_ids: int = 1024
     """Stop token ids."""
+    max_logprobs: int = 20
+    """Likeliest tokens shown at each position, as in OpenAI's API; each is an entry of the log."""
+    max_logit_bias: int = 1024
+    """Tokens with a bias."""
     max_id_chars: int = 512
     """Characters of names that callers choose: their own request id, the idempotency key."""
     tokenize_workers: int = 2

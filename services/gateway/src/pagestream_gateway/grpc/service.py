@@ -62,7 +62,8 @@ class InferenceService:
             spec = await self._frontend.submit(draft, tenant)
         except InvalidRequest as error:
             raise name_as_in_message(error) from error.__cause__
-        await context.write(api.GenerateResponse(chunk=api.TokenChunk(request_id=spec.request_id)))  # type: ignore[arg-type]
+        first = api.GenerateResponse(chunk=api.TokenChunk(request_id=spec.request_id), seed=spec.sampling.seed)
+        await context.write(first)  # type: ignore[arg-type]
         await self._stream(context, spec.request_id, tenant, message=api.GenerateResponse)
 
     async def resume(self, data: bytes, context: Context, tenant: str) -> None:

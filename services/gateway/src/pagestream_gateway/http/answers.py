@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR
-from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
+from pagestream.v1.records_pb2 import LogEnd, LogEntry, RequestSpec
 from pagestream_streams.errors import StreamsError
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -159,9 +159,22 @@ class EventStream(LogAnswer):
 
     async def _send_log(self, send: Send) -> None:
         with self._frontend.streams.entered():
+            if self._bodies.needs_history and self._position.next_index:
+                await self._read_history()
             async with aclosing(self.follow()) as batches:
                 async for batch in batches:
                     await self._send(send, self._events(batch))
+
+    async def _read_history(self) -> None:
+        """Reads what stands before the start position; waits for it where the log has not come so far."""
+        seen, limit = 0, self._position.next_index
+        async with aclosing(self._frontend.follow(self._request_id, self._reading.tenant)) as batches:
+            async for batch in batches:
+                for run in split_runs(seen, batch[: limit - seen]):
+                    self._bodies.skip(run)
+                seen += len(batch)
+                if seen >= limit:
+                    return
 
     def _events(self, batch: list[LogEntry]) -> str:
         events = []
@@ -205,8 +218,7 @@ class WholeAnswer(LogAnswer):
         return outcome
 
     async def _collect(self) -> dict[str, Any]:
-        texts: list[list[str]] = [[] for _ in range(self._bodies.num_choices)]
-        finishes = [ChoiceFinish() for _ in texts]
+        choices: list[list[Run]] = [[] for _ in range(self._bodies.num_choices)]
         async with aclosing(self.follow()) as batches:
             async for batch in batches:
                 for run in split_runs(self._position.next_index, batch):
@@ -214,10 +226,8 @@ class WholeAnswer(LogAnswer):
                     if run.end is not None:
                         if run.end.reason == FINISH_REASON_ERROR:
                             raise _failure(run.end)
-                        return self._bodies.whole(["".join(parts) for parts in texts], finishes, run.end.usage)
-                    texts[run.choice].append(run.text)
-                    if run.finish is not None:
-                        finishes[run.choice] = run.finish
+                        return self._bodies.whole(choices, run.end.usage)
+                    choices[run.choice].append(run)
         raise GenerationFailed("log_without_end", "the log ended without its finish record")
 
 

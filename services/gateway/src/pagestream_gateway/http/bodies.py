@@ -5,12 +5,14 @@ each token.
 """
 
 import json
+from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from pagestream.v1.inference_pb2 import FinishReason, Usage
 from pagestream.v1.records_pb2 import API_FORM_CHAT_COMPLETIONS, ChoiceFinish, LogEnd, RequestSpec
 
+from pagestream_gateway.http.logprobs import LogprobsWriter
 from pagestream_gateway.runs import Run
 
 
@@ -40,12 +42,22 @@ class ChunkWriter:
     def __init__(self, spec: RequestSpec) -> None:
         self._spec = spec
         self._is_chat = spec.answer.api == API_FORM_CHAT_COMPLETIONS
+        self._logprobs = LogprobsWriter(spec)
         self.num_choices = len(spec.prompts) * max(1, spec.sampling.n)
         shared = {"created": spec.answer.created, "model": spec.model}
         name = "chat.completion.chunk" if self._is_chat else "text_completion"
         self._head = _compact({"id": spec.request_id, "object": name, **shared})[:-1] + ',"choices":['
         # With include_usage each chunk says that its usage is still to come.
         self._tail = '],"usage":null}' if spec.answer.include_usage else "]}"
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a chunk depends on the text before it: completions' log probabilities tell where tokens stand."""
+        return self._logprobs.is_asked and not self._is_chat
+
+    def skip(self, run: Run) -> None:
+        """Takes note of a run that the reader has already."""
+        self._logprobs.write(run)
 
     def opening(self) -> str | None:
         """The chunk that stands before the first entry: the roles of a chat, the echoed prompts; None where there is
@@ -71,8 +83,11 @@ class ChunkWriter:
             delta = '"delta":{}'
         else:
             delta = f'"delta":{{"content":{text}}}'
+        logprobs = "null"
+        if self._logprobs.is_asked:
+            logprobs = _compact(self._logprobs.write(run))
         finish = '"finish_reason":null' if run.finish is None else _finish_fields(run.finish)
-        return f'{self._head}{{"index":{run.choice},{delta},"logprobs":null,{finish}}}{self._tail}'
+        return f'{self._head}{{"index":{run.choice},{delta},"logprobs":{logprobs},{finish}}}{self._tail}'
 
     def usage(self, end: LogEnd) -> str | None:
         """The chunk with the usage, where it was asked for."""
@@ -80,18 +95,20 @@ class ChunkWriter:
             return None
         return f'{self._head}],"usage":{_compact(usage_body(end.usage))}}}'
 
-    def whole(self, texts: list[str], finishes: list[ChoiceFinish], usage: Usage) -> dict[str, Any]:
-        """The body of an answer that is not streamed; `texts` and `finishes` by choice."""
+    def whole(self, choices: Sequence[Sequence[Run]], usage: Usage) -> dict[str, Any]:
+        """The body of an answer that is not streamed, from the runs of each choice."""
         return {
             "id": self._spec.request_id,
             "object": "chat.completion" if self._is_chat else "text_completion",
             "created": self._spec.answer.created,
             "model": self._spec.model,
-            "choices": [self._choice(number, texts[number], finishes[number]) for number in range(self.num_choices)],
+            "choices": [self._choice(number, runs) for number, runs in enumerate(choices)],
             "usage": usage_body(usage),
         }
 
-    def _choice(self, number: int, text: str, finish: ChoiceFinish) -> dict[str, Any]:
+    def _choice(self, number: int, runs: Sequence[Run]) -> dict[str, Any]:
+        text = "".join(run.text for run in runs)
+        finish = next((run.finish for run in reversed(runs) if run.finish is not None), ChoiceFinish())
         said: dict[str, Any] = (
             {"message": {"role": "assistant", "content": text, "refusal": None}}
             if self._is_chat
@@ -100,7 +117,7 @@ class ChunkWriter:
         return {
             "index": number,
             **said,
-            "logprobs": None,
+            "logprobs": self._logprobs.whole(runs),
             "finish_reason": reason_word(finish.reason),
             "stop_reason": finish.stop_reason or None,
         }
@@ -110,7 +127,7 @@ class ChunkWriter:
         return texts[choice // max(1, self._spec.sampling.n)] if texts else ""
 
 
-def _compact(body: dict[str, Any]) -> str:
+def _compact(body: dict[str, Any] | None) -> str:
     return json.dumps(body, separators=(",", ":"))
 
 

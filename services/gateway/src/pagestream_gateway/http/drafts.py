@@ -23,7 +23,7 @@ _MAX_TIMEOUT_S = 7 * 24 * 3600.0
 
 def completion_draft(body: CompletionBody, headers: Headers, document: Mapping[str, Any]) -> Draft:
     """Raises InvalidRequest."""
-    values = _sampling_values(body)
+    values = _sampling_values(body) | {"logprobs": body.logprobs}
     add_special_tokens = body.add_special_tokens is not False
     return Draft(
         prompts=_prompts(body.prompt, add_special_tokens),
@@ -36,7 +36,7 @@ def completion_draft(body: CompletionBody, headers: Headers, document: Mapping[s
 
 def chat_draft(body: ChatBody, headers: Headers, document: Mapping[str, Any]) -> Draft:
     """Raises InvalidRequest."""
-    values = _sampling_values(body)
+    values = _sampling_values(body) | {"logprobs": _chat_logprobs(body)}
     if body.max_completion_tokens is not None:
         values["max_tokens"] = body.max_completion_tokens
     prompt = ChatPrompt(
@@ -57,7 +57,22 @@ def _sampling_values(body: GenerationBody) -> dict[str, Any]:
     values = {name: getattr(body, name) for name in FIELDS if name in type(body).model_fields}
     if isinstance(body.stop, str):
         values["stop"] = [body.stop]
+    if body.logit_bias is not None:
+        values["logit_bias"] = dict(_bias(token, bias) for token, bias in body.logit_bias.items())
     return values
+
+
+def _bias(token: str, bias: float) -> tuple[int, float]:
+    if not (token.isascii() and token.isdigit()) or len(token) > 10:
+        raise InvalidRequest("logit_bias", f"expected token ids as names, got {token[:40]!r}")
+    return int(token), bias
+
+
+def _chat_logprobs(body: ChatBody) -> int | None:
+    """The number of likeliest tokens; None where log probabilities were not asked for."""
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs", "needs logprobs: true")
+    return body.top_logprobs or 0 if body.logprobs else None
 
 
 def _common(
@@ -70,7 +85,9 @@ def _common(
     return {
         "model": body.model or "",
         "sampling": to_sampling(values),
-        "answer": AnswerForm(api=api, created=now_s(), include_usage=include_usage),
+        "answer": AnswerForm(
+            api=api, created=now_s(), include_usage=include_usage, top_logprobs=values["logprobs"] or 0
+        ),
         "on_disconnect": ON_DISCONNECT_CONTINUE if body.on_disconnect == "continue" else ON_DISCONNECT_CANCEL,
         "priority": body.priority or 0,
         "deadline_ms": _deadline_ms(headers.get("x-request-timeout")),

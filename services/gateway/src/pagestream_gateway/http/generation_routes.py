@@ -48,6 +48,8 @@ def generation_router(frontend: Frontend, door: Door) -> APIRouter:
             except InvalidRequest as error:
                 if error.field == "max_tokens" and body.max_completion_tokens is not None:
                     error.field = "max_completion_tokens"
+                elif error.field == "logprobs":
+                    error.field = "top_logprobs"
                 raise
 
         return await _counted(frontend, "chat", answer)

@@ -9,13 +9,7 @@ from typing import Any
 
 from pagestream_gateway.errors import UnsupportedField
 
-_ZERO = (0, 0.0)
 _BOTH: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "presence_penalty": _ZERO,
-    "frequency_penalty": _ZERO,
-    "repetition_penalty": (1, 1.0),
-    "logit_bias": ({},),
     "prompt_logprobs": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -39,8 +33,6 @@ _BOTH: Mapping[str, tuple[Any, ...]] = {
 }
 _CHAT: Mapping[str, tuple[Any, ...]] = {
     **_BOTH,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -56,7 +48,7 @@ _CHAT: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (),
     "include_reasoning": (True,),
 }
-_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {**_BOTH, "logprobs": (), "suffix": ("",), "prompt_embeds": ()}
+_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {**_BOTH, "suffix": ("",), "prompt_embeds": ()}
 
 
 def refuse_for_chat(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,13 @@ class GenerationBody(Body):
     top_p: float | None = Field(None, description="Nucleus probability in (0, 1].")
     top_k: int | None = Field(None, description="Number of candidates; 0 or -1 is all.")
     min_p: float | None = Field(None, description="Smallest probability relative to the best one, in [0, 1].")
+    presence_penalty: float | None = Field(None, description="Taken from tokens that the output has, in [-2, 2].")
+    frequency_penalty: float | None = Field(None, description="The same for each time the token is there.")
+    repetition_penalty: float | None = Field(
+        None, description="Divides or multiplies logits of tokens in prompt and output; above 0. Default 1."
+    )
+    logit_bias: dict[str, float] | None = Field(None, description="Token ids, and what is added to the logit of each.")
+    best_of: int | None = Field(None, description="As many as n: a stream shows every choice.")
     seed: int | None = Field(
         None, description="Seed of the noise; the same request with the same seed has the same answer."
     )
@@ -80,6 +87,9 @@ class CompletionBody(GenerationBody):
         description="Text, token ids, or a list of either; each prompt has n choices."
     )
     echo: bool | None = Field(None, description="Begin each choice with its prompt.")
+    logprobs: int | None = Field(
+        None, description="Show the log probabilities of the chosen token and of so many likeliest ones."
+    )
 
 
 class TextPart(Body):
@@ -112,6 +122,8 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: list[Message]
+    logprobs: bool | None = Field(None, description="Show the log probabilities of the chosen tokens.")
+    top_logprobs: int | None = Field(None, description="Likeliest tokens at each position; needs logprobs.")
     max_completion_tokens: int | None = Field(None, description="OpenAI's newer name of max_tokens; wins over it.")
     add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn. Default true.")
     continue_final_message: bool | None = Field(
