@@ -60,6 +60,66 @@ def test_completions_equal_the_offline_engine(client: openai.OpenAI) -> None:
     assert [choice.finish_reason for choice in served.choices] == [o.outputs[0].finish_reason for o in offline]
 
 
+def test_penalties_bias_and_log_probabilities_equal_the_offline_engine(client: openai.OpenAI) -> None:
+    prompt = "The lighthouse"
+    params = SamplingParams(
+        temperature=0.7,
+        seed=5,
+        max_tokens=24,
+        n=2,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+        repetition_penalty=1.3,
+        logit_bias={40: -100.0},
+        logprobs=3,
+    )
+    offline = LLM(str(DEMO_MODEL), dtype="float32").generate([prompt], params)[0].outputs
+    asked = {
+        "model": "demo",
+        "prompt": prompt,
+        "temperature": 0.7,
+        "seed": 5,
+        "max_tokens": 24,
+        "n": 2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "logit_bias": {"40": -100},
+        "logprobs": 3,
+        "extra_body": {"repetition_penalty": 1.3},
+    }
+    served = client.completions.create(**asked)
+    for choice, expected in zip(served.choices, offline, strict=True):
+        assert choice.text == expected.text
+        assert choice.logprobs is not None
+        assert expected.logprobs is not None
+        chosen = [position[token] for position, token in zip(expected.logprobs, expected.token_ids, strict=True)]
+        assert choice.logprobs.token_logprobs == pytest.approx([each.logprob for each in chosen], abs=1e-4)
+        assert choice.logprobs.tokens == [each.decoded_token for each in chosen]
+        assert choice.logprobs.text_offset is not None
+        assert choice.logprobs.text_offset[0] == 0
+    streamed: list[list[float]] = [[], []]
+    for chunk in client.completions.create(**asked, stream=True):
+        for part in chunk.choices:
+            if part.logprobs is not None:
+                streamed[part.index] += part.logprobs.token_logprobs or []
+    assert streamed == [choice.logprobs.token_logprobs for choice in served.choices if choice.logprobs is not None]
+
+
+def test_chat_shows_log_probabilities(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": questions()[0][0]}]
+    answer = client.chat.completions.create(
+        model="demo", messages=messages, temperature=0, logprobs=True, top_logprobs=2, max_tokens=12
+    )
+    shown = answer.choices[0].logprobs
+    assert shown is not None
+    content = shown.content or []
+    text = "".join(token.token for token in content)
+    assert text.startswith(answer.choices[0].message.content or "no answer")
+    for token in content:
+        assert token.top_logprobs[0].token == token.token, "greedy takes the likeliest"
+        assert token.top_logprobs[0].logprob == token.logprob <= 0
+
+
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
 
