@@ -2,7 +2,8 @@
 //
 // Plain C++ on the compilers' vector extensions (GCC >= 9, Clang), so that one source serves AVX2, AVX-512 and NEON.
 // All arithmetic is in float32; bfloat16 is widened on load and rounded to nearest even on store. Every sequence (and
-// every query row) is reduced in a fixed order, whatever else is in the batch. Layouts are those of attention/base.py:
+// every query row) is reduced in a fixed order, whatever else is in the batch, wherever a chunk of its prompt begins, and
+// by decode as by prefill. Layouts are those of attention/base.py:
 // a layer's cache is (num_blocks, num_kv_heads, block_size, head_dim), contiguous.
 
 #include <algorithm>
@@ -278,8 +279,9 @@ inline const float* sixteen(const T* base, const Cache& cache, int64_t seq, int6
   return scratch;
 }
 
-// Softmax of one row of `count` scores in place; returns 1 / sum. The weights are left unnormalised.
-inline float softmax(float* scores, int64_t count) {
+// Softmax of one row of `count` scores in place; returns 1 / sum. The weights are left unnormalised. Never inlined: decode
+// and prefill must run the very same instructions.
+__attribute__((noinline)) float softmax(float* scores, int64_t count) {
   const int64_t whole = count / W * W;
   float largest = -INFINITY;
   for (int64_t i = 0; i < count; ++i) largest = std::max(largest, scores[i]);
@@ -326,14 +328,14 @@ struct Scratch {
   std::vector<float> query, rows, transposed, scores, totals, factors;
 };
 
-// Scores of one query row against 16 keys.
+// Scores of one query row against 16 keys. The order of its additions is that of `lane_sums`, bit for bit.
 template <int64_t V>
 inline Vec score_sixteen(const float* query, const float* keys) {
   Vec held[V], total[W];
   for (int64_t i = 0; i < V; ++i) held[i] = load(query + i * W);
   for (int64_t t = 0; t < W; ++t) {
-    total[t] = held[0] * load(keys + t * V * W);
-    for (int64_t i = 1; i < V; ++i) total[t] += held[i] * load(keys + (t * V + i) * W);
+    total[t] = splat(0.0f);
+    for (int64_t i = 0; i < V; ++i) total[t] += held[i] * load(keys + (t * V + i) * W);
   }
   return sums(total);
 }
@@ -401,15 +403,29 @@ struct Tile {
   int64_t seq, row, position, count;  // packed row and position of the first token
 };
 
-// scores[r][0:W] of R query rows against W keys, which lie transposed: (dim, W).
-template <int64_t R>
-inline void score_rows(float* scores, int64_t stride, const float* query, const float* keys, int64_t dim) {
-  Vec total[R];
-  for (int64_t r = 0; r < R; ++r) total[r] = splat(0.0f);
-  for (int64_t i = 0; i < dim; ++i) {
-    const Vec key = load(keys + i * W);
-    for (int64_t r = 0; r < R; ++r) total[r] += key * query[r * dim + i];
+// total[r] = scores of R query rows against W keys, which lie transposed (dim, W). The products of elements l, l + 16, ...
+// are added up for each lane l, then lane l and lane l + Width, as `sums` does: a decode's scores have the same bits as
+// those of a prefill, so that a token may be computed by either.
+template <int64_t R, int64_t V, int64_t Width>
+inline void lane_sums(Vec* total, const float* query, const float* keys, int64_t lane) {
+  if constexpr (Width == W) {
+    for (int64_t r = 0; r < R; ++r) total[r] = splat(0.0f);
+    for (int64_t i = 0; i < V; ++i) {
+      const Vec key = load(keys + (i * W + lane) * W);
+      for (int64_t r = 0; r < R; ++r) total[r] += key * query[(r * V + i) * W + lane];
+    }
+  } else {
+    Vec other[R];
+    lane_sums<R, V, 2 * Width>(total, query, keys, lane);
+    lane_sums<R, V, 2 * Width>(other, query, keys, lane + Width);
+    for (int64_t r = 0; r < R; ++r) total[r] += other[r];
   }
+}
+
+template <int64_t R, int64_t V>
+inline void score_rows(float* scores, int64_t stride, const float* query, const float* keys) {
+  Vec total[R];
+  lane_sums<R, V, 1>(total, query, keys, 0);
   for (int64_t r = 0; r < R; ++r) store(scores + r * stride, total[r]);
 }
 
@@ -440,7 +456,7 @@ void prefill_task(T* out, const T* query, const Cache& cache, const Tile& tile, 
       std::memcpy(scratch.transposed.data() + i * W * W, part, sizeof part);
     }
     for (int64_t r = 0; r < padded; r += R)
-      score_rows<R>(scores + r * stride + first, stride, scratch.query.data() + r * dim, scratch.transposed.data(), dim);
+      score_rows<R, V>(scores + r * stride + first, stride, scratch.query.data() + r * dim, scratch.transposed.data());
   }
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t visible = tile.position + r / group + 1;
