@@ -107,20 +107,41 @@ class ArithmeticRunner:
         return block_table[position // self._block_size] * self._block_size + position % self._block_size
 
 
-def next_token(token_ids: Tokens[int], vocab_size: int) -> int:
+class SeededRunner(ArithmeticRunner):
+    """Its tokens depend on the sequence's seed too, unless the sequence is greedy. A step can be made to fail."""
+
+    fails: str | None = None
+    """Of the next step: "before" anything is done, or "after" everything was written."""
+
+    def choose(self, seq: Sequence, read: list[int]) -> int:
+        return next_token(read, self.model_config.vocab_size, seed=0 if seq.params.is_greedy else seq.seed)
+
+    def execute(self, step: ScheduledStep) -> SampledTokens:
+        fails, self.fails = self.fails, None
+        if fails == "before":
+            raise MemoryError("no room for activations")
+        given = super().execute(step)
+        if fails == "after":
+            raise MemoryError("no room for logits")
+        return given
+
+
+def next_token(token_ids: Tokens[int], vocab_size: int, *, seed: int = 0) -> int:
     """What follows: depends on every token and its place."""
-    state = 7
+    state = (7 + seed) % _MODULUS
     for token_id in token_ids:
         state = (state * 31 + token_id + 1) % _MODULUS
     return state % vocab_size
 
 
-def undisturbed(prompt: Tokens[int], params: SamplingParams, facts: ArithmeticFacts, max_model_len: int) -> list[int]:
-    """The output of a request that runs alone, with nothing in its way (stop strings aside)."""
+def undisturbed(
+    prompt: Tokens[int], params: SamplingParams, facts: ArithmeticFacts, max_model_len: int, *, seed: int = 0
+) -> list[int]:
+    """The output of a request that runs alone, stop strings aside; `seed` is for a `SeededRunner`."""
     tokens = list(prompt)
     ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(facts.eos_token_ids))
     while True:
-        tokens.append(next_token(tokens, facts.vocab_size))
+        tokens.append(next_token(tokens, facts.vocab_size, seed=seed))
         num_output = len(tokens) - len(prompt)
         if tokens[-1] in ends and num_output >= params.min_tokens:
             break

@@ -160,6 +160,38 @@ def test_shared_blocks_have_several_readers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forked_sequences_part_by_copies_of_their_last_block(name: str, dtype: torch.dtype) -> None:
+    """The first 21 tokens are the same three times, in blocks of 8: two full ones are shared, the third is copied."""
+    case = Case(CacheShape(2, 2, 32, 8, dtype), 4, [27, 27, 27])
+    for other in (1, 2):
+        case.qkv[other][:21] = case.qkv[0][:21]
+        case.tables[other][:2] = case.tables[0][:2]
+    backend = MAKERS[name](case.shape)
+    backend.allocate(case.num_blocks)
+    case.run(backend, [(0, 0, 21)], 1)
+    backend.copy_blocks([(case.tables[0][2], case.tables[other][2]) for other in (1, 2)])
+    for end in range(22, 27):
+        decode = [(seq, end - 1, end) for seq in range(3)]
+        _check(case, case.run(backend, decode, 0), decode)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_copy_reads_all_sources_before_it_writes(name: str) -> None:
+    backend = MAKERS[name](CacheShape(2, 1, 16, 4, torch.float32))
+    backend.allocate(5)
+    for layer, caches in enumerate(zip(backend.key_cache, backend.value_cache, strict=True)):
+        for kind, cache in enumerate(caches):
+            for block in range(5):
+                cache[block] = 100 * layer + 10 * kind + block
+    backend.copy_blocks([(0, 1), (1, 3)])
+    for layer, caches in enumerate(zip(backend.key_cache, backend.value_cache, strict=True)):
+        for kind, cache in enumerate(caches):
+            held = [cache[block].unique().tolist() for block in range(5)]
+            assert held == [[100 * layer + 10 * kind + block] for block in (0, 0, 2, 1, 4)]
+
+
+@pytest.mark.parametrize("name", MAKERS)
 def test_what_a_block_held_before_is_never_seen(name: str) -> None:
     case = Case(CacheShape(1, 2, 32, 16, torch.float32), 4, [20, 5])
     backend = MAKERS[name](case.shape)

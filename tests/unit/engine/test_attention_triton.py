@@ -25,11 +25,11 @@ folder, backend, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 llm = LLM(folder, attention_backend=backend, block_size=8, max_num_batched_tokens=24, num_gpu_blocks_override=40)
 params = [
     SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
-    SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=5, ignore_eos=True, n=2),
     SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
 ]
 outputs = llm.generate(prompts, params)
-print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+print(json.dumps([list(choice.token_ids) for output in outputs for choice in output.outputs]))
 """
 
 
@@ -47,7 +47,8 @@ def test_generate_gives_the_same_tokens_as_torch(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
     prompts = random_prompts([3, 30, 11], seed=1)
     triton = _run(folder, "triton", prompts, TRITON_INTERPRET="1")
-    assert [len(tokens) for tokens in triton] == [6, 5, 4]
+    assert [len(tokens) for tokens in triton] == [6, 5, 5, 4]
+    assert triton[1] != triton[2]
     assert triton == _run(folder, "torch", prompts) == _run(folder, "auto", prompts)
 
 

@@ -17,6 +17,7 @@ from pagestream_engine.errors import ConfigError, InvalidRequest, InvariantViola
 from pagestream_engine.outputs import StepOutput
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
+from pagestream_engine.sibling import Sibling
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TEXT_FACTS = ArithmeticFacts(vocab_size=257)
@@ -284,6 +285,55 @@ def test_a_request_whose_text_can_not_be_replayed_is_refused(tmp_path: Path, mon
             engine.add_request("a", [5, 6], GREEDY, output_token_ids=[7])
     engine.check_invariants()
     assert not engine.has_unfinished_requests()
+
+
+def siblings(n: int, params: SamplingParams, outputs: dict[int, list[int]] | None = None) -> list[Sibling]:
+    return [Sibling(str(child), params.for_child(7, child), (outputs or {}).get(child, [])) for child in range(n)]
+
+
+def test_the_choices_of_a_prompt_are_one_group(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    prompt = list(range(1, 11))
+    engine.add_group(prompt, siblings(4, GREEDY))
+    engine.step()
+    assert engine.stats().num_prompt_tokens == 10
+    outputs = run(engine)
+    assert {name: tokens(outputs[name]) for name in "0123"} == dict.fromkeys("0123", expected(prompt)[1:])
+    assert engine.stats().num_prompt_tokens == 10
+
+
+@pytest.mark.parametrize("cut", range(13))
+def test_a_resumed_group_goes_on_exactly(tmp_path: Path, cut: int) -> None:
+    engine = make_engine(tmp_path)
+    whole = expected([5, 6])
+    done = {0: whole[:cut], 1: whole[: cut // 2], 2: whole[: max(0, cut - 1)]}
+    engine.add_group([5, 6], siblings(3, GREEDY, done))
+    outputs = run(engine)
+    for child, before in done.items():
+        assert before + tokens(outputs[str(child)]) == whole
+        assert outputs[str(child)][-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ([], "siblings: given request ids"),
+        ([Sibling("a", GREEDY), Sibling("a", GREEDY)], "siblings: given request ids"),
+        ([Sibling("a", GREEDY), Sibling("good", GREEDY)], "request_id: given 'good', which is running"),
+        ([Sibling("a", GREEDY), Sibling("b", GREEDY, [99])], "output_token_ids: given token 99"),
+        ([Sibling("a", GREEDY), Sibling("b", SamplingParams(n=2))], "n: given 2"),
+        ([Sibling("a", SamplingParams(best_of=2))], "best_of: given 2"),
+        ([Sibling("a", SamplingParams(logprobs=21))], "logprobs: given 21, expected at most 20"),
+        ([Sibling("a", SamplingParams(logit_bias={47: 1}))], "logit_bias: given token 47, expected 0 to 46"),
+    ],
+)
+def test_a_group_is_added_whole_or_not_at_all(tmp_path: Path, bad: list[Sibling], match: str) -> None:
+    engine = make_engine(tmp_path)
+    engine.add_request("good", [1, 2, 3], GREEDY)
+    with pytest.raises(InvalidRequest, match=match):
+        engine.add_group([5], bad)
+    engine.check_invariants()
+    assert set(run(engine)) == {"good"}
 
 
 class FailingRunner(ArithmeticRunner):

@@ -12,6 +12,7 @@ EXPORTED = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "Sibling",
     "StepOutput",
     "TokenLogprob",
 ]

@@ -6,7 +6,8 @@ from pagestream_engine.cache.invariants import check_cache
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.sampling_params import SamplingParams
-from pagestream_engine.sequence import Sequence, SequenceState
+from pagestream_engine.scheduler.invariants import check_groups
+from pagestream_engine.sequence import Sequence, SequenceGroup, SequenceState
 
 BLOCK_SIZE = 2
 
@@ -72,3 +73,54 @@ def test_tokens_ahead_of_the_blocks(cache: CacheManager, seq: Sequence) -> None:
 def test_blocks_of_a_sequence_that_waits(cache: CacheManager, seq: Sequence) -> None:
     seq.state = SequenceState.WAITING
     broken(cache, seq, "does not run, yet holds blocks")
+
+
+def fork(cache: CacheManager, seq: Sequence) -> Sequence:
+    """A sibling that shares the first three tokens, of which the third is in a block that is not full."""
+    seq.token_ids.append(4)
+    seq.num_computed_tokens = 3
+    other = Sequence("b", [1, 2, 3, 5], SamplingParams(), seed=0, arrival=1, max_total_tokens=9)
+    other.state = SequenceState.RUNNING
+    cache.fork(seq, other, 3)
+    check_cache(cache.pool, BLOCK_SIZE, [seq, other], cache.copy_on_write)
+    return other
+
+
+def test_two_that_write_one_block(cache: CacheManager, seq: Sequence) -> None:
+    other = fork(cache, seq)
+    cache.copy_on_write.forked.clear()
+    with pytest.raises(InvariantViolation, match="will write block"):
+        check_cache(cache.pool, BLOCK_SIZE, [seq, other], cache.copy_on_write)
+
+
+def test_a_copy_that_does_not_hold_its_source(cache: CacheManager, seq: Sequence) -> None:
+    other = fork(cache, seq)
+    cache.copy_on_write.part()
+    check_cache(cache.pool, BLOCK_SIZE, [seq, other], cache.copy_on_write)
+    cache.pool.release(cache.copy_on_write.copies[0].source)
+    with pytest.raises(InvariantViolation, match="tables hold it"):
+        check_cache(cache.pool, BLOCK_SIZE, [seq, other], cache.copy_on_write)
+
+
+def test_a_copy_to_a_block_that_nobody_holds(cache: CacheManager, seq: Sequence) -> None:
+    other = fork(cache, seq)
+    cache.copy_on_write.part()
+    cache.pool.release(other.block_table.pop())
+    other.num_computed_tokens = 2
+    with pytest.raises(InvariantViolation, match="copied to that nobody holds"):
+        check_cache(cache.pool, BLOCK_SIZE, [seq, other], cache.copy_on_write)
+
+
+def test_siblings_that_stand_apart(cache: CacheManager, seq: Sequence) -> None:
+    other = fork(cache, seq)
+    group = SequenceGroup([seq, other])
+    check_groups([seq, other])
+    with pytest.raises(InvariantViolation, match="the groups' members are not the sequences"):
+        check_groups([seq])
+    group.followers = [other]
+    with pytest.raises(InvariantViolation, match="follows, and holds blocks"):
+        check_groups([seq, other])
+    group.followers = []
+    other.state = SequenceState.WAITING
+    with pytest.raises(InvariantViolation, match="does not stand where"):
+        check_groups([seq, other])

@@ -76,7 +76,7 @@ def test_choices_have_seeds_of_their_own(tmp_path: Path) -> None:
 
     class Runner(ArithmeticRunner):
         def execute(self, step: ScheduledStep) -> SampledTokens:
-            seeds.update({item.seq.seq_id: item.seq.seed for item in step.prefills})
+            seeds.update({seq.seq_id: seq.seed for seq in step.sampled()})
             return super().execute(step)
 
     llm = make_llm(tmp_path, runner=Runner)

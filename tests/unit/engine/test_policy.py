@@ -2,7 +2,7 @@ import pytest
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.policy import WaitingQueue, make_policy
-from pagestream_engine.sequence import Sequence, SequenceState
+from pagestream_engine.sequence import Sequence, SequenceGroup
 
 
 def make_seq(arrival: int) -> Sequence:
@@ -12,33 +12,45 @@ def make_seq(arrival: int) -> Sequence:
 def test_first_come_first_served_goes_by_arrival() -> None:
     queue = WaitingQueue(make_policy("fcfs"))
     for arrival in (3, 1, 2):
-        queue.push(make_seq(arrival))
-    assert [queue.pop().arrival for _ in range(3)] == [1, 2, 3]
+        queue.push(make_seq(arrival).group)
+    assert [queue.pop().members[0].arrival for _ in range(3)] == [1, 2, 3]
 
 
 def test_what_comes_back_goes_before_what_came_later() -> None:
     queue = WaitingQueue(make_policy("fcfs"))
     for arrival in (5, 6):
-        queue.push(make_seq(arrival))
-    queue.push(make_seq(2))
+        queue.push(make_seq(arrival).group)
+    queue.push(make_seq(2).group)
     first = queue.peek()
     assert first is not None
-    assert first.arrival == 2
+    assert first.members[0].arrival == 2
+
+
+def test_a_group_counts_with_all_its_sequences_and_goes_by_its_first() -> None:
+    queue = WaitingQueue(make_policy("fcfs"))
+    group = SequenceGroup([make_seq(2), make_seq(3), make_seq(4)])
+    for one in (group, make_seq(5).group, make_seq(1).group):
+        queue.push(one)
+    assert len(queue) == 5
+    assert queue.pop().members[0].arrival == 1
+    queue.forget(group.members[1])
+    assert len(queue) == 3
+    assert queue.pop() is group
+    assert [seq.arrival for seq in group.members] == [2, 4]
+    assert len(queue) == 1
 
 
 def test_skips_what_was_aborted_in_the_queue() -> None:
     queue = WaitingQueue(make_policy("fcfs"))
     sequences = [make_seq(arrival) for arrival in range(300)]
     for seq in sequences:
-        queue.push(seq)
+        queue.push(seq.group)
     for seq in sequences[:299]:
-        seq.state = SequenceState.FINISHED
-        queue.forget()
+        queue.forget(seq)
     assert len(queue) == 1
     assert [seq.arrival for seq in queue] == [299]
-    assert queue.peek() is sequences[299]
-    sequences[299].state = SequenceState.FINISHED
-    queue.forget()
+    assert queue.peek() is sequences[299].group
+    queue.forget(sequences[299])
     assert queue.peek() is None
 
 

@@ -5,6 +5,7 @@ from pagestream_engine.engine import Engine
 from pagestream_engine.llm import LLM
 from pagestream_engine.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput, StepOutput, TokenLogprob
 from pagestream_engine.sampling_params import SamplingParams
+from pagestream_engine.sibling import Sibling
 
 __all__ = [
     "LLM",
@@ -15,6 +16,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "Sibling",
     "StepOutput",
     "TokenLogprob",
 ]

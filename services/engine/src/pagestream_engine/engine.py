@@ -6,6 +6,7 @@ import logging
 import random
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from collections.abc import Sequence as Tokens
 from pathlib import Path
 from time import perf_counter
@@ -18,13 +19,15 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces
 from pagestream_engine.errors import ConfigError, InvalidRequest, InvariantViolation, PromptTooLong
 from pagestream_engine.folder import load_tokenizer, resolve_model
-from pagestream_engine.generation import Generation
+from pagestream_engine.generation import Generation, Taken
 from pagestream_engine.outputs import EngineStats, StepOutput, TokenLogprob
 from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams
 from pagestream_engine.scheduler.base import RankedToken, SampledTokens, ScheduledStep
+from pagestream_engine.scheduler.invariants import check_groups
 from pagestream_engine.scheduler.policy import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler
 from pagestream_engine.sequence import Sequence
+from pagestream_engine.sibling import Sibling
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +123,7 @@ class Engine:
         Args:
             request_id: unique among the unfinished ones.
             prompt_token_ids: at least one token, at most `max_model_len - 1`.
-            params: with `n` 1; choices are requests of their own (see `SamplingParams.for_child`).
+            params: with `n` 1; several choices of one prompt are a group, see `add_group`.
             output_token_ids: what an earlier run of this request has generated. The next output is the token after
                 them; if they reach the end already, it is that end without a token.
             priority: kept for policies that look at it.
@@ -129,24 +132,40 @@ class Engine:
             InvalidRequest: names what is wrong (a `ValueError`). The engine is unhurt.
             PromptTooLong: the prompt leaves no room for a new token.
         """
-        self._check_request(request_id, prompt_token_ids, output_token_ids, params)
-        seq = self._make_sequence(request_id, prompt_token_ids, params, output_token_ids, priority)
-        try:
-            generation = Generation(seq, self._make_detokenizer(prompt_token_ids, params), self.eos_token_ids)
-            num_taken, end = generation.replay(output_token_ids)
-        except Exception as error:
-            raise InvalidRequest(f"tokens: the tokenizer can't make text of them: {error}") from error
-        if num_taken < len(output_token_ids):
-            raise InvalidRequest(
-                f"output_token_ids: given {len(output_token_ids)} tokens, expected at most {num_taken}, "
-                "where the output ends by its parameters; resume with the parameters of the first run"
-            )
-        if end is not None:
-            self._already_ended.append(StepOutput(request_id, None, end.text, end.finish_reason, end.stop_reason))
-            return
-        self._num_arrivals += 1
-        self._generations[request_id] = generation
-        self._scheduler.add(seq)
+        self.add_group(prompt_token_ids, (Sibling(request_id, params, output_token_ids),), priority=priority)
+
+    def add_group(self, prompt_token_ids: Tokens[int], siblings: Items[Sibling], *, priority: int = 0) -> None:
+        """Queues the choices of one prompt: it is computed once, its blocks are shared, and a block that is not full is
+        copied when they part. They are admitted, preempted and resumed together, and end one by one.
+
+        Args:
+            prompt_token_ids: as for `add_request`.
+            siblings: at least one; all are added, or none.
+            priority: as for `add_request`.
+
+        Raises:
+            InvalidRequest: names what is wrong (a `ValueError`). The engine is unhurt.
+            PromptTooLong: the prompt leaves no room for a new token.
+        """
+        names = [sibling.request_id for sibling in siblings]
+        if not names or len(set(names)) < len(names):
+            raise InvalidRequest(f"siblings: given request ids {names}, expected at least one, and all different")
+        made = [
+            self._make_generation(prompt_token_ids, sibling, priority, self._num_arrivals + index)
+            for index, sibling in enumerate(siblings)
+        ]
+        self._num_arrivals += len(made)
+        open_ones: list[Sequence] = []
+        for generation, end in made:
+            seq = generation.seq
+            if end is None:
+                self._generations[seq.seq_id] = generation
+                open_ones.append(seq)
+            else:
+                ended = StepOutput(seq.seq_id, None, end.text, end.finish_reason, end.stop_reason)
+                self._already_ended.append(ended)
+        if open_ones:
+            self._scheduler.add(*open_ones)
 
     def abort_request(self, request_id: str) -> None:
         """Drops a request and frees its blocks; there will be no output. An unknown id is ignored."""
@@ -221,7 +240,8 @@ class Engine:
             InvariantViolation: names the first contradiction.
         """
         sequences = list(self._scheduler.sequences())
-        check_cache(self._pool, self.block_size, sequences)
+        check_cache(self._pool, self.block_size, sequences, self._cache.copy_on_write)
+        check_groups(sequences)
         if {seq.seq_id for seq in sequences} != self._generations.keys():
             raise InvariantViolation("the scheduler's sequences are not the engine's requests")
         if len(sequences) != self._scheduler.num_running + self._scheduler.num_waiting:
@@ -251,28 +271,41 @@ class Engine:
     def _with_text(self, token: RankedToken) -> TokenLogprob:
         return TokenLogprob(*token, self._pieces.shown(token.token_id) if self._pieces is not None else "")
 
-    def _make_sequence(
-        self,
-        request_id: str,
-        prompt_token_ids: Tokens[int],
-        params: SamplingParams,
-        output_token_ids: Tokens[int],
-        priority: int,
-    ) -> Sequence:
+    def _make_generation(
+        self, prompt: Tokens[int], sibling: Sibling, priority: int, arrival: int
+    ) -> tuple[Generation, Taken | None]:
+        """A new sequence with its text up to now, and its end where it has ended already."""
+        params, outputs = sibling.params, sibling.output_token_ids
+        self._check_request(sibling.request_id, prompt, outputs, params)
+        seq = self._make_sequence(prompt, sibling, priority, arrival)
+        try:
+            generation = Generation(seq, self._make_detokenizer(prompt, params), self.eos_token_ids)
+            num_taken, end = generation.replay(outputs)
+        except Exception as error:
+            raise InvalidRequest(f"tokens: the tokenizer can't make text of them: {error}") from error
+        if num_taken < len(outputs):
+            raise InvalidRequest(
+                f"output_token_ids: given {len(outputs)} tokens, expected at most {num_taken}, "
+                "where the output ends by its parameters; resume with the parameters of the first run"
+            )
+        return generation, end
+
+    def _make_sequence(self, prompt: Tokens[int], sibling: Sibling, priority: int, arrival: int) -> Sequence:
+        params = sibling.params
         max_total_tokens = self.max_model_len
         if params.max_tokens is not None:
-            max_total_tokens = min(max_total_tokens, len(prompt_token_ids) + params.max_tokens)
+            max_total_tokens = min(max_total_tokens, len(prompt) + params.max_tokens)
         end_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             end_token_ids |= self.eos_token_ids
         return Sequence(
-            request_id,
-            prompt_token_ids,
+            sibling.request_id,
+            prompt,
             params,
             seed=params.seed if params.seed is not None else self.draw_seed(),
-            arrival=self._num_arrivals,
+            arrival=arrival,
             max_total_tokens=max_total_tokens,
-            output_token_ids=output_token_ids,
+            output_token_ids=sibling.output_token_ids,
             priority=priority,
             end_token_ids=end_token_ids,
         )
@@ -288,7 +321,7 @@ class Engine:
         if request_id in self._generations:
             raise InvalidRequest(f"request_id: given {request_id!r}, which is running; expected a new one")
         if params.n != 1:
-            raise InvalidRequest(f"n: given {params.n}, expected 1; add one request for each choice")
+            raise InvalidRequest(f"n: given {params.n}, expected 1; add several choices with add_group")
         self._check_params(params)
         if params.stop_strings and self.tokenizer is None:
             raise InvalidRequest("stop: stop strings need a tokenizer.json in the model folder; use stop_token_ids")

@@ -16,6 +16,7 @@ from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, TokenLogprob
 from pagestream_engine.progress import Progress
 from pagestream_engine.sampling_params import SamplingParams
+from pagestream_engine.sibling import Sibling
 
 Prompt = str | Items[int] | Mapping[str, object]
 """Text, token ids, or vLLM's dictionaries `{"prompt": ...}` and `{"prompt_token_ids": ...}`."""
@@ -151,9 +152,9 @@ class _Request:
         if self._is_contest and params.logprobs is None:
             params = replace(params, logprobs=0)
         seed = engine.draw_seed() if params.seed is None else params.seed
-        for seq_id, choice in self.choices.items():
-            self.texts[seq_id] = []
-            engine.add_request(seq_id, self.output.prompt_token_ids, params.for_child(seed, choice.index))
+        siblings = [Sibling(seq_id, params.for_child(seed, choice.index)) for seq_id, choice in self.choices.items()]
+        self.texts = {seq_id: [] for seq_id in self.choices}
+        engine.add_group(self.output.prompt_token_ids, siblings)
 
     def abort_in(self, engine: Engine) -> None:
         for seq_id, choice in self.choices.items():

@@ -30,6 +30,7 @@ class Sequence:
         "block_table",
         "cache_salt",
         "end_token_ids",
+        "group",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -85,6 +86,8 @@ class Sequence:
         """Chained hashes of its first full blocks, as far as they were needed."""
         self.num_published_blocks = 0
         """Leading blocks of the table that the prefix cache knows (or has another block for)."""
+        self.group = SequenceGroup((self,))
+        """With its siblings."""
         self.token_counts: TokenCounts | None = None
         """For penalties, as far as the sampler has needed them: a function of `token_ids`."""
 
@@ -104,3 +107,37 @@ class Sequence:
     def __repr__(self) -> str:
         done, total = self.num_computed_tokens, len(self.token_ids)
         return f"Sequence({self.seq_id!r}, {self.state.name.lower()}, {done}/{total} tokens computed)"
+
+
+class SequenceGroup:
+    """Choices of one prompt, which are admitted, preempted and resumed as one, and end one by one.
+
+    A sequence without siblings is a group of one. Either all members run, or all wait.
+    """
+
+    __slots__ = ("followers", "members")
+
+    def __init__(self, members: Tokens[Sequence]) -> None:
+        """Takes sequences with equal prompts, in the order of their arrival, out of the groups that they were in."""
+        self.members = list(members)
+        """Those that have not finished."""
+        self.followers: list[Sequence] = []
+        """Admitted members without blocks: they wait until the prompt is computed by the leader, to share it."""
+        for seq in self.members:
+            seq.group = self
+
+    def choose_leader(self) -> Sequence:
+        """Who computes the prompt: one that ends with it, if there is one, as its logits are then the others' too."""
+        return min(self.members, key=lambda seq: seq.num_output_tokens)
+
+    def drop(self, seq: Sequence) -> None:
+        """Forgets a member that has ended."""
+        self.members.remove(seq)
+        if seq in self.followers:
+            self.followers.remove(seq)
+
+    def split(self) -> SequenceGroup:
+        """Takes the last member that does not lead others into a group of its own, and returns that."""
+        last = self.followers[-1] if self.followers else self.members[-1]
+        self.drop(last)
+        return SequenceGroup((last,))

@@ -6,28 +6,34 @@ from collections import Counter
 from collections.abc import Iterable
 
 from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.copies import CopyOnWrite
 from pagestream_engine.cache.hashing import BlockHasher
 from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.sequence import Sequence, SequenceState
 
 
-def check_cache(pool: BlockPool, block_size: int, sequences: Iterable[Sequence]) -> None:
+def check_cache(
+    pool: BlockPool, block_size: int, sequences: Iterable[Sequence], copy_on_write: CopyOnWrite | None = None
+) -> None:
     """Checks the pool against every sequence that may hold blocks.
 
     Raises:
         InvariantViolation: names the first contradiction.
     """
     sequences = list(sequences)
-    _check_references(pool, sequences)
+    forks = CopyOnWrite(pool) if copy_on_write is None else copy_on_write
+    _check_references(pool, sequences, [copy.source for copy in forks.copies])
     _check_content_map(pool)
     for seq in sequences:
         _check_table(pool, block_size, seq)
+    _check_writers(block_size, sequences, forks)
 
 
-def _check_references(pool: BlockPool, sequences: list[Sequence]) -> None:
+def _check_references(pool: BlockPool, sequences: list[Sequence], sources: list[int]) -> None:
     free = list(pool.free_list)
     _require(len(free) == len(set(free)) == pool.num_free, "the free list repeats a block, or its length is wrong")
     referenced = Counter(block for seq in sequences for block in seq.block_table)
+    referenced.update(sources)
     members = set(free)
     for block in range(pool.num_blocks):
         count = pool.ref_counts[block]
@@ -60,6 +66,21 @@ def _check_table(pool: BlockPool, block_size: int, seq: Sequence) -> None:
     for index in range(seq.num_published_blocks):
         content = hasher.child(content, seq.token_ids[index * block_size : (index + 1) * block_size])
         _require(pool.hashes[table[index]] in (None, content), f"{seq!r} shares a block of other content")
+
+
+def _check_writers(block_size: int, sequences: list[Sequence], forks: CopyOnWrite) -> None:
+    """No block that some sequence will write is held by another, but for what `CopyOnWrite.part` will give an own."""
+    holders: dict[int, list[Sequence]] = {}
+    for seq in sequences:
+        for block in seq.block_table:
+            holders.setdefault(block, []).append(seq)
+    for seq in sequences:
+        for block in seq.block_table[seq.num_computed_tokens // block_size :]:
+            others = [other for other in holders[block] if other is not seq and other not in forks.forked]
+            _require(seq in forks.forked or not others, f"{seq!r} will write block {block}, which others hold")
+    targets = {copy.target for copy in forks.copies}
+    _require(len(targets) == len(forks.copies), "a block is to be copied to twice")
+    _require(targets <= holders.keys(), "a block is to be copied to that nobody holds")
 
 
 def _require(holds: bool, contradiction: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.copies import CopyOnWrite
 from pagestream_engine.cache.hashing import BlockHasher
 from pagestream_engine.sequence import Sequence
 
@@ -26,6 +27,7 @@ class CacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        self.copy_on_write = CopyOnWrite(pool)
         self._hasher = BlockHasher(block_size)
         self._unpublished: deque[Sequence] = deque()
 
@@ -74,8 +76,26 @@ class CacheManager:
         for _ in range(self.num_missing_blocks(seq, num_tokens)):
             seq.block_table.append(self.pool.allocate())
 
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Lets a sequence without blocks share those of its first tokens, which `parent` has too, and has computed.
+
+        Where the last block is not full, it is shared only until `copy_on_write.part`.
+        """
+        blocks = parent.block_table[: self.num_blocks_for(num_tokens)]
+        for block in blocks:
+            self.pool.acquire(block)
+        num_full = num_tokens // self.block_size
+        child.block_table.extend(blocks)
+        child.block_hashes.extend(parent.block_hashes[len(child.block_hashes) : num_full])
+        child.num_published_blocks = min(parent.num_published_blocks, num_full)
+        child.num_computed_tokens = num_tokens
+        if num_full < len(blocks):
+            self.copy_on_write.add(child)
+
     def free(self, seq: Sequence) -> None:
         """Publishes what is full, and drops all blocks: the end of the prefix is lost before its beginning."""
+        if self.copy_on_write:
+            self.copy_on_write.forget(seq)
         if seq.block_table:
             self._publish(seq, self._num_full_blocks(seq))
         for block in reversed(seq.block_table):

@@ -7,14 +7,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pagestream_engine.cache.copies import BlockCopy
 from pagestream_engine.sequence import Sequence
-
-
-class BlockCopy(NamedTuple):
-    """Keys and values of one block that become those of another, in all layers."""
-
-    source: int
-    target: int
 
 
 class RankedToken(NamedTuple):

@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.sequence import Sequence, SequenceState
+from pagestream_engine.sequence import Sequence, SequenceGroup
 
 
 class QueuePolicy(Protocol):
@@ -40,38 +40,47 @@ def make_policy(name: str) -> QueuePolicy:
 
 
 class WaitingQueue:
-    """Waiting sequences by rank: O(log n) to push and pop. An aborted one is left behind and skipped."""
+    """Waiting groups by the rank of their first member: O(log n) to push and pop. One that lost all its members is left
+    behind and skipped."""
 
     def __init__(self, policy: QueuePolicy) -> None:
         self._policy = policy
-        self._heap: list[tuple[tuple[int, ...], int, Sequence]] = []
-        self._len = 0
+        self._heap: list[tuple[tuple[int, ...], int, SequenceGroup]] = []
+        self._num_groups = 0
+        self._num_sequences = 0
 
     def __len__(self) -> int:
-        return self._len
+        """Sequences, not groups."""
+        return self._num_sequences
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (seq for _, _, seq in self._heap if seq.state is SequenceState.WAITING)
+        return (seq for _, _, group in self._heap for seq in group.members)
 
-    def push(self, seq: Sequence) -> None:
-        """Adds a sequence whose state is WAITING."""
-        heappush(self._heap, (self._policy.rank(seq), seq.arrival, seq))
-        self._len += 1
+    def push(self, group: SequenceGroup) -> None:
+        """Adds a group, all of whose members wait."""
+        first = group.members[0]
+        heappush(self._heap, (self._policy.rank(first), first.arrival, group))
+        self._num_groups += 1
+        self._num_sequences += len(group.members)
 
-    def peek(self) -> Sequence | None:
+    def peek(self) -> SequenceGroup | None:
         """The next one, which stays."""
-        while self._heap and self._heap[0][2].state is not SequenceState.WAITING:
+        while self._heap and not self._heap[0][2].members:
             heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
-    def pop(self) -> Sequence:
+    def pop(self) -> SequenceGroup:
         """Takes the one that `peek` showed."""
-        self._len -= 1
-        return heappop(self._heap)[2]
+        group = heappop(self._heap)[2]
+        self._num_groups -= 1
+        self._num_sequences -= len(group.members)
+        return group
 
-    def forget(self) -> None:
-        """Notes that one sequence has left the state WAITING while it was in the queue."""
-        self._len -= 1
-        if len(self._heap) > 2 * self._len + 64:
-            self._heap = [entry for entry in self._heap if entry[2].state is SequenceState.WAITING]
+    def forget(self, seq: Sequence) -> None:
+        """Takes one sequence out of its group, which is in the queue."""
+        seq.group.drop(seq)
+        self._num_sequences -= 1
+        self._num_groups -= not seq.group.members
+        if len(self._heap) > 2 * self._num_groups + 64:
+            self._heap = [entry for entry in self._heap if entry[2].members]
             heapify(self._heap)

@@ -11,14 +11,16 @@ from pagestream_engine.scheduler.base import ScheduledSequence, ScheduledStep
 from pagestream_engine.scheduler.decode import DecodeSet
 from pagestream_engine.scheduler.policy import QueuePolicy, WaitingQueue
 from pagestream_engine.scheduler.prefill import PrefillSet
-from pagestream_engine.sequence import Sequence, SequenceState
+from pagestream_engine.sequence import Sequence, SequenceGroup, SequenceState
 
 
 class Scheduler:
     """Decides what each step computes. A step is `schedule`, the model, `advance`, then `retire` for what has ended.
 
-    The sequence with the lowest rank always gets on: it can take the blocks of all others, and nothing that exceeds
-    the pool alone is ever added. A schedule whose step failed may be made again: progress is noted by `advance` only.
+    Siblings are admitted and preempted together; a group that is too large for the whole pool, or for `max_num_seqs`,
+    is split. The sequence with the lowest rank always gets on: it can take the blocks of all others, and nothing that
+    exceeds the pool alone is ever added. A schedule whose step failed may be made again: progress is noted by
+    `advance` only.
     """
 
     def __init__(self, config: SchedulerConfig, cache: CacheManager, policy: QueuePolicy) -> None:
@@ -48,20 +50,20 @@ class Scheduler:
 
     def running(self) -> Iterator[Sequence]:
         """The sequences that hold blocks."""
-        yield from self._prefill.sequences
+        yield from self._prefill
         yield from (entry.seq for entry in self._decode.entries)
 
     # -- from outside --
 
-    def add(self, seq: Sequence) -> None:
-        """Queues a sequence that fits into the pool alone."""
-        self._waiting.push(seq)
+    def add(self, *seqs: Sequence) -> None:
+        """Queues sequences with equal prompts as one group. Each of them fits into the pool alone."""
+        self._waiting.push(seqs[0].group if len(seqs) == 1 else SequenceGroup(seqs))
 
     def abort(self, seq: Sequence) -> None:
         """Ends a sequence between two steps, wherever it stands."""
         if seq.state is SequenceState.WAITING:
             seq.state = SequenceState.FINISHED
-            self._waiting.forget()
+            self._waiting.forget(seq)
         else:
             self.retire((seq,))
 
@@ -71,13 +73,14 @@ class Scheduler:
         """Plans the next step; the result is valid until the next call."""
         step = self._step
         step.prefills.clear()
-        preempted = self._make_room_for_decodes()
+        preempted = self._make_room()
         step.decodes[:] = self._decode.entries
         budget = self._config.max_num_batched_tokens - len(step.decodes)
         if self._prefill.sequences:
             budget = self._continue_prefills(step.prefills, budget)
         if len(self._waiting) and not preempted:
             self._admit(step.prefills, budget)
+        step.copies[:] = self._cache.copy_on_write.copies
         return step
 
     def advance(self, step: ScheduledStep, token_ids: Iterable[int]) -> None:
@@ -91,16 +94,24 @@ class Scheduler:
             seq.num_computed_tokens += chunk.num_new_tokens
             if seq.num_computed_tokens // block_size > before:
                 note_full_block(seq)
+            ready: Iterable[Sequence] = ()
+            if seq.group.followers and seq.num_computed_tokens >= seq.num_prompt_tokens:
+                ready = self._prefill.follow(seq)
             if chunk.needs_sample:
-                seq.token_ids.append(next(tokens))
                 self._prefill.sequences.remove(seq)
                 self._decode.add(seq)
+                for sampled in (seq, *chunk.siblings):
+                    sampled.token_ids.append(next(tokens))
+            for follower in ready:
+                self._decode.add(follower)
         for entry, token_id in zip(step.decodes, tokens, strict=True):
             seq = entry.seq
             seq.token_ids.append(token_id)
             computed = seq.num_computed_tokens = seq.num_computed_tokens + 1
             if computed % block_size == 0:
                 note_full_block(seq)
+        if step.copies:
+            self._cache.copy_on_write.note_copied()
         self._cache.publish_some(step.num_tokens)
 
     def retire(self, sequences: Iterable[Sequence]) -> None:
@@ -109,6 +120,7 @@ class Scheduler:
         for seq in sequences:
             self._cache.free(seq)
             seq.state = SequenceState.FINISHED
+            self._prefill.drop(seq)
             stopped = True
         if stopped:
             self._decode.drop_stopped()
@@ -116,19 +128,21 @@ class Scheduler:
 
     # -- inside --
 
-    def _make_room_for_decodes(self) -> bool:
-        """Covers every decode's next token; preempts the highest rank until the rest fits. Tells whether it did."""
+    def _make_room(self) -> bool:
+        """Covers every decode's next token, and parts what was forked; preempts the highest rank until the rest fits.
+        Tells whether it did."""
+        forks, pool = self._cache.copy_on_write, self._cache.pool
         at_border = self._decode.sequences_at_border()
-        if len(at_border) <= self._cache.pool.num_free:
-            self._decode.grow(at_border)
-            return False
-        by_rank = sorted(self.running(), key=self._policy.rank)
-        while len(at_border) > self._cache.pool.num_free:
-            self._preempt(by_rank.pop())
-            at_border = [seq for seq in at_border if seq.state is SequenceState.RUNNING]
-        self._forget_preempted()
+        preempted = len(at_border) + forks.num_blocks_wanted() > pool.num_free
+        if preempted:
+            by_rank = self._groups_by_rank()
+            while len(at_border) + forks.num_blocks_wanted() > pool.num_free:
+                self._preempt_last(by_rank)
+                at_border = [seq for seq in at_border if seq.state is SequenceState.RUNNING]
         self._decode.grow(at_border)
-        return True
+        if forks:
+            forks.part()
+        return preempted
 
     def _continue_prefills(self, chunks: list[ScheduledSequence], budget: int) -> int:
         """Schedules the next chunks of admitted sequences, by rank. Returns the budget that is left."""
@@ -144,29 +158,58 @@ class Scheduler:
         return budget
 
     def _admit(self, chunks: list[ScheduledSequence], budget: int) -> None:
-        """Admits waiting sequences in order, until one does not fit."""
+        """Admits waiting groups in order, until one does not fit."""
         while budget > 0 and self.num_running < self._config.max_num_seqs:
-            seq = self._waiting.peek()
-            if seq is None:
+            group = self._waiting.peek()
+            if group is None:
                 return
-            prefix = self._cache.find_prefix(seq)
-            if not self._prefill.can_admit(seq, prefix, self.num_running):
-                return
+            leader = group.choose_leader()
+            prefix = self._cache.find_prefix(leader)
+            if not self._has_room(group, leader, prefix):
+                if self.num_running or len(group.members) == 1:
+                    return
+                self._split_waiting()
+                continue
             self._waiting.pop()
-            self._prefill.admit(seq, prefix)
-            chunk = self._prefill.next_chunk(seq, budget)
+            self._prefill.admit(group, leader, prefix)
+            chunk = self._prefill.next_chunk(leader, budget)
             if chunk is None:
-                raise InvariantViolation(f"{seq!r} was admitted without room for a token")
+                raise InvariantViolation(f"{leader!r} was admitted without room for a token")
             chunks.append(chunk)
             budget -= chunk.num_new_tokens
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Takes a running sequence's blocks; it keeps its tokens, waits by its rank and is computed again."""
-        self._cache.free(seq)
-        seq.state = SequenceState.WAITING
-        self._waiting.push(seq)
-        self.num_preemptions += 1
+    def _has_room(self, group: SequenceGroup, leader: Sequence, prefix: list[int]) -> bool:
+        num_running = self.num_running
+        if num_running + len(group.members) > self._config.max_num_seqs:
+            return False
+        return self._prefill.can_admit(group, leader, prefix, num_running)
 
-    def _forget_preempted(self) -> None:
+    def _split_waiting(self) -> None:
+        """Takes the last member out of the next group, which does not even fit alone."""
+        group = self._waiting.pop()
+        self._waiting.push(group.split())
+        self._waiting.push(group)
+
+    def _groups_by_rank(self) -> list[SequenceGroup]:
+        """The groups that run."""
+        groups = {id(seq.group): seq.group for seq in self.running()}
+        return sorted(groups.values(), key=lambda group: self._policy.rank(group.members[0]))
+
+    def _preempt_last(self, by_rank: list[SequenceGroup]) -> None:
+        """Preempts the last of these groups, or where only one is left, one member of it."""
+        group = by_rank.pop()
+        if not by_rank and len(group.members) > 1:
+            by_rank.append(group)
+            group = group.split()
+        self._preempt(group)
+
+    def _preempt(self, group: SequenceGroup) -> None:
+        """Takes a running group's blocks; it keeps its tokens, waits by its rank and is computed again."""
+        group.followers.clear()
+        for seq in group.members:
+            self._cache.free(seq)
+            seq.state = SequenceState.WAITING
+        self._waiting.push(group)
+        self.num_preemptions += 1
         self._decode.drop_stopped()
         self._prefill.drop_stopped()

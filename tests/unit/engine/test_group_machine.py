@@ -1,0 +1,152 @@
+"""Random groups of siblings in tiny pools: forks, copies, preemptions, failed steps, aborts and resumes in any order.
+
+The bookkeeping holds after every step, nobody writes what another reads, and every sibling gets the tokens that it gets
+alone.
+"""
+
+import tempfile
+from pathlib import Path
+
+from arithmetic_model import ArithmeticFacts, SeededRunner, make_folder, undisturbed
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from pagestream_engine.config import EngineConfig
+from pagestream_engine.engine import Engine
+from pagestream_engine.sampling_params import SamplingParams
+from pagestream_engine.sibling import Sibling
+
+FACTS = ArithmeticFacts(vocab_size=23)
+PREFIXES = ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9, 9], [3])
+
+
+class GroupMachine(RuleBasedStateMachine):
+    engine: Engine
+    runner: SeededRunner
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.groups: dict[int, tuple[list[int], SamplingParams, int]] = {}
+        self.expected: dict[str, list[int]] = {}
+        self.seen: dict[str, list[int]] = {}
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            self.run_to_the_end()
+        self.folder.cleanup()
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4, 8]),
+        num_tokens=st.integers(24, 96),
+        max_num_seqs=st.integers(1, 8),
+        spare_budget=st.integers(0, 12),
+        caching=st.booleans(),
+    )
+    def start(self, block_size: int, num_tokens: int, max_num_seqs: int, spare_budget: int, caching: bool) -> None:
+        config = EngineConfig.from_options(
+            {
+                "block_size": block_size,
+                "num_gpu_blocks_override": num_tokens // block_size,
+                "max_num_seqs": max_num_seqs,
+                "max_num_batched_tokens": max_num_seqs + spare_budget,
+                "enable_prefix_caching": caching,
+            }
+        )
+
+        def make_runner(_: Path, config: EngineConfig) -> SeededRunner:
+            self.runner = SeededRunner(config, FACTS)
+            return self.runner
+
+        self.engine = Engine(make_folder(Path(self.folder.name)), config, make_runner=make_runner)
+
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        tail=st.lists(st.integers(0, 22), max_size=6),
+        n=st.integers(1, 5),
+        temperature=st.sampled_from([0.0, 1.0]),
+        max_tokens=st.integers(1, 24),
+        ignore_eos=st.booleans(),
+    )
+    def add(self, prefix: list[int], tail: list[int], n: int, **given: float) -> None:
+        number = len(self.groups)
+        params = SamplingParams(n=n, seed=number, **given)  # type: ignore[arg-type]
+        self.groups[number] = ([*prefix, *tail], params, n)
+        for child in range(n):
+            name = f"{number}/{child}"
+            one = params.for_child(number, child)
+            seed = 0 if one.is_greedy else one.seed or 0
+            self.expected[name] = undisturbed([*prefix, *tail], one, FACTS, self.engine.max_model_len, seed=seed)
+            self.seen[name] = []
+        self.submit(number)
+
+    def submit(self, number: int) -> None:
+        """Adds the siblings that have not ended, with what was seen of them."""
+        prompt, params, n = self.groups[number]
+        siblings = [
+            Sibling(f"{number}/{child}", params.for_child(number, child), self.seen[f"{number}/{child}"])
+            for child in range(n)
+            if f"{number}/{child}" in self.expected
+        ]
+        self.engine.add_group(prompt, siblings)
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def abort_one(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.expected)))
+        self.engine.abort_request(name)
+        del self.expected[name]
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data(), lose=st.integers(0, 3))
+    def resume_all(self, data: st.DataObject, lose: int) -> None:
+        """As after an engine's death: the siblings come again together, with what the log has of each."""
+        number = int(data.draw(st.sampled_from(sorted(self.expected))).split("/")[0])
+        names = [name for name in self.expected if name.split("/")[0] == str(number)]
+        for index, name in enumerate(names):
+            self.engine.abort_request(name)
+            if index < lose:  # An append may hold only some of a step's tokens.
+                self.seen[name] = self.seen[name][:-1]
+        self.submit(number)
+
+    @precondition(lambda self: self.expected)
+    @rule(when=st.sampled_from(["before", "after"]))
+    def fail(self, when: str) -> None:
+        """A step that fails has done nothing that counts."""
+        self.runner.fails = when
+        try:
+            self.engine.step()
+        except MemoryError:
+            return
+        raise AssertionError("the step did not fail")
+
+    @rule(times=st.integers(1, 8))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            for output in self.engine.step():
+                assert output.request_id in self.expected, "an output of a sequence that is gone"
+                assert output.token_id is not None
+                seen = self.seen[output.request_id]
+                seen.append(output.token_id)
+                assert seen == self.expected[output.request_id][: len(seen)]
+                if output.finish_reason is not None:
+                    assert seen == self.expected.pop(output.request_id)
+            self.engine.check_invariants()
+
+    @invariant()
+    def the_bookkeeping_holds(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check_invariants()
+            assert self.engine.has_unfinished_requests() == bool(self.expected)
+
+    def run_to_the_end(self) -> None:
+        limit = 20 + sum(n * (len(prompt) + 24 * 40) for prompt, _, n in self.groups.values())
+        while self.expected and limit > 0:
+            self.step(times=1)
+            limit -= 1
+        assert not self.expected, "some sibling never ends"
+        assert self.engine.stats().num_free_blocks == self.engine.stats().num_blocks
+
+
+GroupMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestGroupMachine = GroupMachine.TestCase
