@@ -16,9 +16,11 @@ from pagestream.v1.inference_pb2 import FinishReason, TokenIds
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine import Engine, EngineConfig, SamplingParams
+from pagestream_engine.outputs import StepOutput
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 from pagestream_engine.worker.card import build_card
 from pagestream_engine.worker.engine_thread import EngineThread
+from pagestream_engine.worker.request import RunningRequest
 from pagestream_engine.worker.settings import WorkerSettings
 from pagestream_engine.worker.worker import EXIT_STALLED, EngineFailed, Worker
 from pagestream_streams import Broker, EngineSession, GatewaySession
@@ -205,6 +207,50 @@ async def test_an_engine_that_fails_ends_the_worker_and_loses_nothing(redis_url:
         async with running_worker(broker, tmp_path) as healthy:
             assert tokens(await reading) == expected([1, 2])
             await healthy.end()
+
+
+async def test_outputs_that_cannot_be_taken_end_the_worker_and_lose_nobody_a_token(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_output = RunningRequest.add_output
+
+    def broken(request: RunningRequest, choice: int, output: StepOutput) -> None:
+        if list(request.claim.spec.prompts[0].ids) == [1, 2] and request.pending(100).first_index >= 5:
+            raise OverflowError("no such number")
+        add_output(request, choice, output)
+
+    async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
+        async with running_worker(broker, tmp_path, SlowRunner) as failing:
+            with monkeypatch.context() as patch:
+                patch.setattr(RunningRequest, "add_output", broken)
+                specs = [await accepted(gateway, [number, 2], max_tokens=200) for number in (1, 2, 3)]
+                readings = [asyncio.create_task(read(gateway, spec)) for spec in specs]
+                async with asyncio.timeout(LIMIT_S):
+                    with pytest.raises(EngineFailed, match="no such number"):
+                        await failing.task
+        async with running_worker(broker, tmp_path) as healthy:
+            for number, reading in zip((1, 2, 3), readings, strict=True):
+                assert tokens(await reading) == expected([number, 2], 200)
+            await healthy.end()
+
+
+async def test_a_request_whose_choices_fail_together_leaves_room_for_any_size(redis_url: str, tmp_path: Path) -> None:
+    async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
+        async with running_worker(broker, tmp_path, num_gpu_blocks_override=4) as running:
+            bad = await accepted(gateway, [FACTS.vocab_size + 1], n=4)
+            assert (await read(gateway, bad))[-1].end.reason == FinishReason.FINISH_REASON_ERROR
+            prompts = [[number, *range(1, 30)] for number in range(1, 6)]
+            large = RequestSpec(
+                request_id=await gateway.place(MODEL, prompts[0]),
+                model=MODEL,
+                tenant=TENANT,
+                prompts=[TokenIds(ids=prompt) for prompt in prompts],
+                sampling=SamplingMessage(seed=1, ignore_eos=True, max_tokens=10),
+                disconnect_grace_ms=60_000,
+            )
+            await gateway.accept(large)
+            assert tokens(await read(gateway, large), 4) == expected(prompts[4], 10)
+            await running.end()
 
 
 STALLING = """

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pagestream.v1 import inference_pb2 as api
 from pagestream_gateway import Settings
+from redis.asyncio import Redis
 from synthetic_engine import MODEL, SyntheticEngine
 
 Another = Callable[[Settings], AbstractAsyncContextManager[Address]]
@@ -85,6 +86,61 @@ async def test_resume_refuses_what_it_cannot_continue(gateway: Address) -> None:
                     pass
             said = refusal(caught.value)
             assert (said.code, said.fields) == (code, [field]), place
+
+
+async def test_a_lost_request_is_accepted_again_and_goes_on_where_its_reader_is(
+    gateway: Address, other_gateway: Address, redis_url: str
+) -> None:
+    async with grpc_stub(gateway) as stub, grpc_stub(other_gateway) as other:
+        answers = [answer async for answer in stub.Generate(request())]
+        chunks = [answer.chunk for answer in answers]
+        assert answers[0].HasField("seed")
+        assert not any(answer.HasField("seed") for answer in answers[1:])
+        seen = chunks[5]
+        place = api.ResumeRequest(request_id=seen.request_id, next_index=seen.next_index, digest=seen.digest)
+        await lose(redis_url, seen.request_id)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await other.Resume(place).read()
+        assert refusal(caught.value).code == grpc.StatusCode.NOT_FOUND
+        place.request.CopyFrom(request())
+        place.request.sampling.ClearField("seed")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await other.Resume(place).read()
+        assert refusal(caught.value).fields == ["request.sampling.seed"]
+        place.request.sampling.seed = answers[0].seed
+        more = [answer.chunk async for answer in other.Resume(place)]
+    assert text_of(chunks[:6]) + text_of(more) == "abcdefghijkl"
+    assert (more[-1].digest, more[-1].next_index) == (chunks[-1].digest, chunks[-1].next_index)
+
+
+async def test_another_answer_to_a_lost_request_is_data_loss(gateway: Address, redis_url: str) -> None:
+    async with grpc_stub(gateway) as stub:
+        chunks = [answer.chunk async for answer in stub.Generate(request())]
+        await lose(redis_url, chunks[5].request_id)
+        other_words = request(sampling=api.SamplingParams(max_tokens=4, seed=1, n=2))
+        place = api.ResumeRequest(
+            request_id=chunks[5].request_id, next_index=chunks[5].next_index, digest=chunks[5].digest
+        )
+        place.request.CopyFrom(other_words)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [answer async for answer in stub.Resume(place)]
+    assert refusal(caught.value).code == grpc.StatusCode.DATA_LOSS
+
+
+@pytest.mark.parametrize("wrong", ["nonsense", "00000000-0000-" + "0" * 32])
+async def test_only_an_id_of_the_model_is_accepted_again(gateway: Address, wrong: str) -> None:
+    async with grpc_stub(gateway) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Resume(api.ResumeRequest(request_id=wrong, request=request())).read()
+    assert refusal(caught.value).code == grpc.StatusCode.NOT_FOUND
+
+
+async def lose(redis_url: str, request_id: str) -> None:
+    """What is left of a request when Redis lost its last second."""
+    async with Redis.from_url(redis_url) as redis:
+        keys = [key async for key in redis.scan_iter(f"*{request_id}*")]
+        assert keys
+        await redis.delete(*keys)
 
 
 async def test_get_request_and_cancel(gateway: Address, engine: SyntheticEngine) -> None:

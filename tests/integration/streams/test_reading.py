@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
@@ -115,6 +116,29 @@ class TestNeverSpliced:
             assert numbers(await same) == [103, 104]
             with pytest.raises(DigestMismatch):
                 await other
+
+    async def test_a_log_that_lost_entries_and_ended_before_what_was_read(self, broker: Broker) -> None:
+        async with GatewaySession(broker) as gateway, worker(broker) as engine:
+            request = spec()
+            await gateway.accept(request)
+            [claim] = await engine.claim()
+            reading = gateway.read(request.request_id, tenant=TENANT)
+            await engine.generate(claim, 6)
+            async with aclosing(reading):
+                assert len(await anext(reading)) > 0
+                shorter = tokens([100, 101])
+                where = await broker.directory.locate(request.request_id)
+                await broker.connection.execute("DEL", where.log(request.request_id))
+                key = f"{where.prefix}req:{request.request_id}"
+                await broker.connection.execute("HSET", key, "next", 2, "digest", shorter[-1].digest)
+                await broker.cancel(request.request_id, TENANT)
+                with pytest.raises(DigestMismatch):
+                    await rest_of(reading)
+
+
+async def rest_of(reading: AsyncIterator[list[LogEntry]]) -> list[LogEntry]:
+    async with asyncio.timeout(LIMIT_S):
+        return [entry async for batch in reading for entry in batch]
 
 
 async def test_a_slow_reader_is_bounded_in_memory_and_holds_back_nobody(redis_url: str, broker: Broker) -> None:

@@ -10,14 +10,14 @@ from typing import TypeVar
 
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, FinishReason
 from pagestream.v1.records_pb2 import LogEntry, ModelCard, RequestSpec
-from pagestream_streams import Broker, GatewaySession, ModelInfo, RequestView
-from pagestream_streams.errors import DigestMismatch, ModelNotFound, OffsetOutOfRange, Unavailable
+from pagestream_streams import Broker, GatewaySession, ModelInfo, RequestView, ids
+from pagestream_streams.errors import DigestMismatch, ModelNotFound, OffsetOutOfRange, RequestNotFound, Unavailable
 
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.metrics import Metrics
 from pagestream_gateway.models import LoadedModel, ModelCache
 from pagestream_gateway.open_streams import OpenStreams
-from pagestream_gateway.requests import Draft, build_spec, check_draft, prepare
+from pagestream_gateway.requests import Draft, PreparedRequest, build_spec, check_draft, prepare
 from pagestream_gateway.settings import Settings
 from pagestream_gateway.tokenization import TokenizePool
 
@@ -44,13 +44,9 @@ class Frontend:
         Raises InvalidRequest, ModelNotFound, QueueFull, IdempotencyConflict, Overloaded, Unavailable. An accepted
         request that nobody begins to follow counts as one without a reader.
         """
-        limits = self.settings.limits
-        check_draft(draft, limits)
-        model = await self._model(draft.model)
-        prepared = await self.pool.run(lambda: prepare(draft, model, limits))
+        model, prepared = await self._prepared(draft)
         request_id = await self._within_limit(self.session.place(model.name, prepared.prompts[0]))
-        grace_ms = round(self.settings.stream.disconnect_grace_s * 1000)
-        spec = build_spec(draft, prepared, request_id=request_id, model=model.name, tenant=tenant, grace_ms=grace_ms)
+        spec = self._spec(draft, prepared, request_id, model, tenant)
         if not draft.idempotency_key:
             await self._within_limit(self.session.accept(spec))
         else:
@@ -66,6 +62,36 @@ class Frontend:
             },
         )
         return spec
+
+    async def submit_again(self, draft: Draft, tenant: str, request_id: str) -> RequestSpec:
+        """Accepts a request that Redis has lost under the id that it had; one that is there stays as it is.
+
+        The sampling must have the seed of the first time. Raises InvalidRequest, ModelNotFound, QueueFull, Unavailable,
+        and RequestNotFound for an id that is malformed, of another model, or another tenant's.
+        """
+        if not draft.sampling.HasField("seed"):
+            raise InvalidRequest("seed", "is needed: the one that the first message told")
+        model, prepared = await self._prepared(draft)
+        name = ids.parse(request_id)
+        partitions = await self._within_limit(self.broker.partitions(model.name))
+        if name is None or name.model_tag != ids.model_tag(model.name) or name.partition >= partitions:
+            raise RequestNotFound(request_id)
+        spec = self._spec(draft, prepared, request_id, model, tenant)
+        await self._within_limit(self.session.accept(spec))
+        logger.warning("accepted again", extra={"request_id": request_id, "tenant": tenant, "model": model.name})
+        return spec
+
+    async def _prepared(self, draft: Draft) -> tuple[LoadedModel, PreparedRequest]:
+        limits = self.settings.limits
+        check_draft(draft, limits)
+        model = await self._model(draft.model)
+        return model, await self.pool.run(lambda: prepare(draft, model, limits))
+
+    def _spec(
+        self, draft: Draft, prepared: PreparedRequest, request_id: str, model: LoadedModel, tenant: str
+    ) -> RequestSpec:
+        grace_ms = round(self.settings.stream.disconnect_grace_s * 1000)
+        return build_spec(draft, prepared, request_id=request_id, model=model.name, tenant=tenant, grace_ms=grace_ms)
 
     async def _accept_once(self, spec: RequestSpec, draft: Draft, tenant: str) -> RequestSpec:
         key, digest = draft.idempotency_key, draft.body_digest

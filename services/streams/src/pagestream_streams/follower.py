@@ -24,7 +24,7 @@ class Follower:
         self.where = where
         self.request_id = request_id
         self.tenant = tenant
-        self.next_index = from_index
+        self.from_index = self.next_index = from_index
         self.ended = False
         self.failure: StreamsError | None = None
         self.waiting_since: float | None = None  # time.monotonic(); None while its consumer is busy
@@ -47,11 +47,14 @@ class Follower:
 
     def offer(self, log_slice: LogSlice) -> None:
         """Takes what a wake-up brought. A consumer that is too slow for the buffer is sent to the log."""
-        if not log_slice.entries or self._buffered + len(log_slice.entries) > self._limit:
+        count = len(log_slice.entries)
+        # Where the first read is still to come, wake-ups only tell that the log has come to where it waits.
+        passes = log_slice.first_index + count > self.next_index
+        if not count or self._buffered + count > self._limit or (passes and not self._anchored):
             self.look()
             return
         self._slices.append(log_slice)
-        self._buffered += len(log_slice.entries)
+        self._buffered += count
         self._wake()
 
     def look(self) -> None:
@@ -67,8 +70,12 @@ class Follower:
         self._wake()
 
     def end_at(self, next_index: int) -> None:
-        """The log has finished with so many entries. Where none are left to take, the digest is still compared."""
+        """The log has finished with so many entries. Where none are left to take, the digest is still compared, also
+        by a reader who has read them all: a log that lost its last entries may have ended otherwise.
+        """
         self._length = next_index
+        if not self.ended:
+            self._anchored = self.next_index == 0
         self.look()
 
     @property

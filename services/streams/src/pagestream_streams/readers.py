@@ -14,7 +14,7 @@ from pagestream.v1.records_pb2 import LogEntry, WakeUp
 from pagestream_streams.broker import Broker
 from pagestream_streams.connection import Call
 from pagestream_streams.entries import from_fields
-from pagestream_streams.errors import OffsetOutOfRange, RequestNotFound, Unavailable
+from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, RequestNotFound, Unavailable
 from pagestream_streams.follower import Follower
 from pagestream_streams.keys import Partition
 from pagestream_streams.scripts import POLL, REGISTER, UNREGISTER
@@ -221,11 +221,15 @@ class Readers:
         elif finished and not follower.ended:
             try:
                 self._check_end(follower, next_index)
-            except OffsetOutOfRange as error:
+            except (OffsetOutOfRange, DigestMismatch) as error:
                 follower.fail(error)
 
     def _check_end(self, follower: Follower, next_index: int) -> None:
         if follower.next_index > next_index:
+            if (
+                follower.next_index > follower.from_index
+            ):  # it has read there: the log lost entries, and ended otherwise
+                raise DigestMismatch(follower.request_id, follower.next_index)
             raise OffsetOutOfRange(follower.request_id, follower.next_index, next_index)
         follower.end_at(next_index)
 

@@ -84,7 +84,11 @@ class Subscription:
 
     def _dispatch(self, kind: str, data: bytes) -> None:
         if kind == "message":
-            self._on_message(data)
+            try:
+                self._on_message(data)
+            except Exception:  # noqa: BLE001 - a message that can't be read must not end the subscription
+                _log.exception("%s: a message was not understood; the log is looked into instead", self._channels)
+                self._on_gap()
         elif kind == "subscribe" and not self._subscribed.is_set():
             self._subscribed.set()
             self._on_gap()

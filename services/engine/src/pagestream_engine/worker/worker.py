@@ -44,7 +44,7 @@ class Worker:
         self._max_num_seqs = engine.config.scheduler.max_num_seqs
         self._requests: dict[str, RunningRequest] = {}
         self._prefilling: dict[str, int] = {}  # sequence -> prompt tokens that may not have blocks yet
-        self._num_sequences = 0
+        self._running: set[str] = set()  # sequences that the engine has and has not ended
         self._is_ending = False
         self._loop = asyncio.get_running_loop()
         self._room = asyncio.Event()
@@ -132,10 +132,10 @@ class Worker:
         An idle engine takes one of any size (a list of prompts may be larger than the pool), or it would wait for ever.
         """
         stats = self._thread.stats()
-        if not self._num_sequences:
+        if not self._running:
             return 1, ANY_NUMBER_OF_TOKENS
         promised = sum(self._prefilling.values())
-        return self._max_num_seqs - self._num_sequences, stats.num_free_blocks * self._block_size - promised
+        return self._max_num_seqs - len(self._running), stats.num_free_blocks * self._block_size - promised
 
     async def _wait_for_room(self) -> None:
         self._room.clear()
@@ -156,7 +156,7 @@ class Worker:
             return
         for choice in choices:
             self._prefilling[choice.seq_id] = len(choice.prompt.ids) + len(choice.output_token_ids)
-            self._num_sequences += 1
+            self._running.add(choice.seq_id)
             self._thread.submit(
                 AddSequence(choice.seq_id, list(choice.prompt.ids), choice.params, choice.output_token_ids)
             )
@@ -170,12 +170,14 @@ class Worker:
     # -- outputs --
 
     def _post_outputs(self, outputs: Sequence[StepOutput]) -> None:
-        self._loop.call_soon_threadsafe(self._take_outputs, outputs)
+        self._loop.call_soon_threadsafe(self._take_outputs_or_end, outputs)
 
     def _post_end(self, error: BaseException | None) -> None:
         self._loop.call_soon_threadsafe(self._take_end, error)
 
     def _take_end(self, error: BaseException | None) -> None:
+        if self._thread_ended.done():
+            return
         if error is None:
             self._thread_ended.set_result(None)
             return
@@ -183,6 +185,15 @@ class Worker:
         failure = EngineFailed(f"the engine ended by {error!r}")
         failure.__cause__ = error
         self._thread_ended.set_exception(failure)
+
+    def _take_outputs_or_end(self, outputs: Sequence[StepOutput]) -> None:
+        """Take a step's outputs. None may follow a step that was taken in part: logs would skip tokens."""
+        if self._thread_ended.done():
+            return
+        try:
+            self._take_outputs(outputs)
+        except Exception as error:  # noqa: BLE001 - whatever it is, this process must not write on
+            self._take_end(error)
 
     def _take_outputs(self, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:
@@ -193,7 +204,7 @@ class Worker:
             self._prefilling.pop(output.request_id, None)
             request.add_output(int(choice), output)
             if output.finish_reason is not None:
-                self._num_sequences -= 1
+                self._running.discard(output.request_id)
                 self._room.set()
             if output.error is not None:
                 logger.error("failed: %s", output.error, extra={"request_id": request_id})
@@ -262,7 +273,7 @@ class Worker:
         running = request.running_seq_ids()
         for seq_id in running:
             self._prefilling.pop(seq_id, None)
-        self._num_sequences -= len(running)
+        self._running.difference_update(running)
         self._room.set()
         self._thread.submit(AbortSequences(running))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 from pagestream.v1 import inference_pb2 as api
-from pagestream_streams.errors import StreamsError
+from pagestream_streams.errors import RequestNotFound, StreamsError
 
 from pagestream_gateway.auth import KeyRing
 from pagestream_gateway.errors import GatewayError, GatewayStopping, InvalidRequest
@@ -72,7 +72,13 @@ class InferenceService:
         request_id, index, digest = request.request_id, request.next_index, request.digest
         if index >= _MAX_INDEX:
             raise InvalidRequest("next_index", f"{index} is no index of a log")
-        _, is_complete = await self._frontend.reenter(request_id, tenant, from_index=index, digest=digest)
+        try:
+            _, is_complete = await self._frontend.reenter(request_id, tenant, from_index=index, digest=digest)
+        except RequestNotFound:
+            if not request.HasField("request"):
+                raise
+            await self._accept_again(request, context, tenant)
+            is_complete = False
         if not is_complete:
             await self._stream(
                 context,
@@ -82,6 +88,15 @@ class InferenceService:
                 digest=digest,
                 message=api.ResumeResponse,
             )
+
+    async def _accept_again(self, request: api.ResumeRequest, context: Context, tenant: str) -> None:
+        try:
+            draft = generate_draft(request.request, deadline_ms=_deadline_ms(context))
+            await self._frontend.submit_again(draft, tenant, request.request_id)
+        except InvalidRequest as error:
+            named = name_as_in_message(error)
+            named.field = f"request.{named.field}"
+            raise named from error.__cause__
 
     async def cancel(self, data: bytes, context: Context, tenant: str) -> api.CancelResponse:
         """Ends a request; idempotent."""
