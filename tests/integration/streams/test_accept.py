@@ -37,6 +37,18 @@ async def test_accept_is_idempotent_by_id(broker: Broker) -> None:
         assert numbers(await read_all(gateway, request.request_id)) == [100, 101]
 
 
+async def test_another_tenants_id_is_not_found(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway:
+        request = spec()
+        await gateway.accept(request)
+        stolen = spec()
+        stolen.request_id, stolen.tenant = request.request_id, "somebody else"
+        with pytest.raises(RequestNotFound):
+            await gateway.accept(stolen)
+        assert await broker.spec(request.request_id, TENANT) == request
+        assert await queued(broker) == 1
+
+
 async def test_accepted_spec_is_kept_whole(broker: Broker) -> None:
     async with GatewaySession(broker) as gateway:
         request = spec(n=3, prompt=range(50), priority=2)

@@ -95,7 +95,8 @@ class TestReconciliation:
             await gateway.accept(request)
             where = await broker.directory.locate(request.request_id)
             me = engine.session.engine_id
-            await broker.connection.run(CLAIM, where.prefix, me, "nonce", 1, 100, 0, 1000, FAST.lease_ms, 1000)
+            arguments = me, "nonce", 1, 100, 0, 1000, FAST.lease_ms, 1000, 0, "", 0, FAST.control_ms
+            await broker.connection.run(CLAIM, where.prefix, *arguments)
             assert (await broker.view(request.request_id, TENANT)).state == REQUEST_STATE_RUNNING
             [claim] = await engine.claim()
             assert (claim.request_id, claim.epoch) == (request.request_id, 2)

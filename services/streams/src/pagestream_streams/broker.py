@@ -151,11 +151,13 @@ class Broker:
         """Ends a request from outside and tells its readers; None where there is none, or where the condition doesn't
         hold.
 
-        `condition` "deadlines" or "graces" ends it only if it is due there by Redis' clock at this moment. `error` is
-        "<code>\\0<message>".
+        `condition` "deadlines", "graces" or "verdicts" ends it only if it is due there by Redis' clock at this moment;
+        what ends by its verdict is listed as dead. `error` is "<code>\\0<message>".
         """
-        retention_ms = self.settings.retention_s * 1000
-        reply = await self.connection.run(END, where.prefix, request_id, tenant, reason, retention_ms, condition, error)
+        settings = self.settings
+        retention_s = settings.dead_retention_s if condition == "verdicts" else settings.retention_s
+        arguments = request_id, tenant, reason, retention_s * 1000, condition, error, settings.max_dead
+        reply = await self.connection.run(END, where.prefix, *arguments)
         if reply[0] not in (1, 2):
             return None
         _, ended_by, next_index, readers = reply
@@ -172,5 +174,6 @@ async def expire_engine(broker: Broker, engine_id: str) -> None:
     calls = []
     for name in await broker.directory.names():
         for where in await broker.directory.all_partitions(name):
-            calls.append(Call(EXPIRE, where.prefix, (engine_id, keys.doorbell(name), where.number)))
+            arguments = engine_id, keys.doorbell(name), where.number, broker.settings.control_ms
+            calls.append(Call(EXPIRE, where.prefix, arguments))
     await broker.connection.run_many(calls)

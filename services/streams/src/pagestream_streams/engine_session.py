@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from pagestream_streams.errors import Unavailable
 from pagestream_streams.holdings import Holdings
 from pagestream_streams.keys import Partition
 from pagestream_streams.records import Append, AppendKind, AppendOutcome, Claim
-from pagestream_streams.scripts import APPEND, CLAIM, HAND_BACK, HEARTBEAT, REGISTRY
+from pagestream_streams.scripts import APPEND, CLAIM, HAND_BACK, HEARTBEAT, LEAVE, MARK, REGISTRY
 from pagestream_streams.subscription import Subscription
 from pagestream_streams.sweeper import Sweeper
 from pagestream_streams.tasks import Periodic
@@ -30,6 +31,15 @@ from pagestream_streams.tasks import Periodic
 _log = logging.getLogger(__name__)
 
 Load = Callable[[], Mapping[str, str | int | float]]
+
+
+@dataclass
+class Alone:
+    """The request that this engine runs with nothing beside it, until its log is longer than `index`."""
+
+    request_id: str
+    index: int
+    passed: bool = False
 
 
 class EngineSession:
@@ -43,12 +53,18 @@ class EngineSession:
         engine_id: str | None = None,
         on_lost: Callable[[Collection[str]], None],
         load: Load | None = None,
+        fingerprint: str = "",
+        on_wanted: Callable[[], None] | None = None,
     ) -> None:
         """`engine_id` is a name for people; a boot nonce is added. ValueError where it has a space or a colon.
 
         `on_lost` gets the ids of requests that Redis no longer shows as this engine's (cancelled, reclaimed, over
         their deadline): drop the work. It runs on the event loop and must not block. `load` gives what the engine
         tells people and placement about itself.
+
+        `fingerprint` names how the engine computes (model, mode, kernels, machine): requests that have tokens go on
+        where it is equal, elsewhere only after settings.fingerprint_grace_ms; "" goes with any. `on_wanted` is called,
+        as on_lost is, when a request has to run alone and this engine was chosen to hand back all that it holds.
         """
         name = engine_id or "engine"
         if any(character.isspace() or character == ":" for character in name):
@@ -59,6 +75,9 @@ class EngineSession:
         self._model = model
         self._on_lost = on_lost
         self._load = load
+        self._fingerprint = fingerprint
+        self._on_wanted = on_wanted
+        self._alone: Alone | None = None
         self._holdings = Holdings()
         self._own: list[int] = []
         self._partition_count = 0
@@ -91,6 +110,8 @@ class EngineSession:
         self._doorbell.close()
         with suppress(Unavailable):
             await self.hand_back(list(self._holdings))
+            partitions = await self._broker.directory.all_partitions(self._model)
+            await self._broker.connection.run_many([Call(LEAVE, where.prefix, (self._id,)) for where in partitions])
             await self._broker.connection.execute("ZREM", keys.engines(self._model), self._id)
             await self._broker.connection.execute("DEL", keys.engine(self._id))
 
@@ -100,17 +121,24 @@ class EngineSession:
         The tokens of a request that goes on after another engine are its prompt's and those generated. A request that
         is larger than `max_prompt_tokens` stays at the head of its queue, so an idle engine should offer all it has.
         Asking again without a doorbell costs nothing until entries that others left may be old enough to take.
-        Unavailable; then what was claimed is handed back by itself.
+        A claim that is `alone` comes by itself, to an engine that holds nothing; until its log has got an entry there
+        are no others. Unavailable; then what was claimed is handed back by itself.
         """
         claims: list[Claim] = []
+        if await self._runs_alone():
+            return claims
         with self._holdings.claiming():
             for number in self._to_look_at():
                 room = max_requests - len(claims)
                 if room <= 0 or max_prompt_tokens <= 0:
                     break
                 asked_at = time.monotonic()
-                found = await self._claim_from(Partition(self._model, number), room, max_prompt_tokens)
+                idle = not claims and not len(self._holdings)
+                found = await self._claim_from(Partition(self._model, number), room, max_prompt_tokens, idle=idle)
                 claims += found
+                if found and found[0].alone:
+                    await self._begin_alone(found[0])
+                    break
                 max_prompt_tokens -= sum(_tokens(claim) for claim in found)
                 if not found:
                     self._doorbell.quiet(number, asked_at)
@@ -150,16 +178,36 @@ class EngineSession:
         )
         return outcomes
 
-    async def hand_back(self, request_ids: Collection[str]) -> None:
-        """Gives requests back with their position, for any engine to go on with. Unavailable; a retry is harmless."""
+    async def mark(self, *, running: Collection[str] = (), waiting: Collection[str] = ()) -> None:
+        """Tells which requests are in the engine's running step from now on, and which wait outside it.
+
+        Only a request that is in it is suspected when the engine dies. One to which this claim has appended counts as
+        in it until it is said to wait. Unavailable; a retry is harmless.
+        """
+        by_partition: defaultdict[Partition, list[Argument]] = defaultdict(list)
+        for request_ids, step in ((running, 1), (waiting, 0)):
+            for request_id in request_ids:
+                if request_id in self._holdings:
+                    where = await self._broker.directory.locate(request_id)
+                    by_partition[where] += [request_id, *self._holdings.fence(request_id), step]
+        await self._broker.connection.run_many([Call(MARK, where.prefix, each) for where, each in by_partition.items()])
+
+    async def hand_back(self, request_ids: Collection[str], *, failed: bool = False) -> None:
+        """Gives requests back with their position, for any engine to go on with. Unavailable; a retry is harmless.
+
+        `failed` says that the engine broke in its running step and ends: for the requests in it, that is a death.
+        """
         by_partition: defaultdict[Partition, list[Argument]] = defaultdict(list)
         for request_id in request_ids:
             where = await self._broker.directory.locate(request_id)
             by_partition[where] += [request_id, *self._holdings.fence(request_id)]
-        bell = keys.doorbell(self._model)
+        if failed:
+            for where in await self._broker.directory.all_partitions(self._model):
+                by_partition[where] += []
+        bell, why, control_ms = keys.doorbell(self._model), "failed" if failed else "stop", self._settings.control_ms
         await self._broker.connection.run_many(
             [
-                Call(HAND_BACK, where.prefix, (self._id, bell, where.number, *triples))
+                Call(HAND_BACK, where.prefix, (self._id, bell, where.number, why, control_ms, *triples))
                 for where, triples in by_partition.items()
             ]
         )
@@ -170,7 +218,9 @@ class EngineSession:
         own = set(self._own)
         return [number for number in loud if number in own] + [number for number in loud if number not in own]
 
-    async def _claim_from(self, where: Partition, max_requests: int, max_tokens: int) -> list[Claim]:
+    async def _claim_from(
+        self, where: Partition, max_requests: int, max_tokens: int, *, idle: bool = False
+    ) -> list[Claim]:
         settings = self._settings
         nonce = secrets.token_hex(8)
         least_age = 0 if where.number in self._own else settings.steal_after_ms
@@ -185,12 +235,16 @@ class EngineSession:
             settings.ageing_ms,
             settings.lease_ms,
             settings.drain_window_ms,
+            int(idle),
+            self._fingerprint,
+            settings.fingerprint_grace_ms,
+            settings.control_ms,
         )
         now, rows = reply[0], reply[1:]
         return [await self._opened(where, nonce, now, row) for row in rows]
 
     async def _opened(self, where: Partition, nonce: str, now: int, row: Sequence[Any]) -> Claim:
-        request_id, spec, epoch, next_index, digest, attempts, deadline = row
+        request_id, spec, epoch, next_index, digest, attempts, deadline, alone = row
         entries = []
         if int(next_index):
             logged = await self._broker.connection.execute("XRANGE", where.log(request_id.decode()), "-", "+")
@@ -204,6 +258,31 @@ class EngineSession:
             attempts=attempts,
             deadline=time.monotonic() + (int(deadline) - now) / 1000 if int(deadline) else None,
             entries=entries,
+            alone=bool(alone),
+        )
+
+    async def _begin_alone(self, claim: Claim) -> None:
+        # Every partition has to know before the request runs: this engine's death will be no sign of a storm.
+        await self._tell_alone(claim.request_id)
+        self._alone = Alone(claim.request_id, claim.next_index)
+
+    async def _runs_alone(self) -> bool:
+        alone = self._alone
+        if alone is None:
+            return False
+        if not alone.passed and alone.request_id in self._holdings:
+            return True
+        await self._tell_alone(None)
+        self._alone = None
+        return False
+
+    async def _tell_alone(self, request_id: str | None) -> None:
+        partitions = await self._broker.directory.all_partitions(self._model)
+        await self._broker.connection.pipeline(
+            [
+                ("HDEL", where.alone, self._id) if request_id is None else ("HSET", where.alone, self._id, request_id)
+                for where in partitions
+            ]
         )
 
     def _hold(self, claims: Sequence[Claim]) -> None:
@@ -219,6 +298,10 @@ class EngineSession:
             finished = outcome.kind is AppendKind.OK and each.entries and each.entries[-1].HasField("end")
             if (finished or outcome.lost) and self._holdings.fence(each.request_id) == (each.epoch, each.nonce):
                 self._holdings.drop([each.request_id])
+            alone = self._alone
+            if alone is not None and alone.request_id == each.request_id and outcome.next_index > alone.index:
+                alone.passed = True
+                self._doorbell.look_again()
 
     def _ring(self, message: bytes) -> None:
         number = int(message)
@@ -233,15 +316,22 @@ class EngineSession:
         partitions = await self._broker.directory.all_partitions(self._model)
         self._partition_count = len(partitions)
         held = self._holdings.snapshot()
-        living, *owned = await self._broker.connection.run_many(
+        living, *beats = await self._broker.connection.run_many(
             [
                 Call(REGISTRY, keys.engines(self._model), (self._id, lease)),
-                *(Call(HEARTBEAT, where.prefix, (self._id, lease)) for where in partitions),
+                *(Call(HEARTBEAT, where.prefix, self._heartbeat_arguments()) for where in partitions),
             ]
         )
         self._own = placement.owned(self._id, len(partitions), {each.decode() for each in living})
         await self._tell_load(lease)
-        await self._reconcile(held, {request_id.decode() for ids in owned for request_id in ids})
+        await self._reconcile(held, {request_id.decode() for ids, _ in beats for request_id in ids})
+        if self._on_wanted is not None and any(wanted for _, wanted in beats):
+            self._on_wanted()
+
+    def _heartbeat_arguments(self) -> tuple[Argument, ...]:
+        can_hand_back = self._on_wanted is not None and self._alone is None and len(self._holdings) > 0
+        settings = self._settings
+        return self._id, settings.lease_ms, int(can_hand_back), settings.alone_after_ms, settings.control_ms
 
     async def _reconcile(self, held: Mapping[str, tuple[int, str]], owned: set[str]) -> None:
         lost = self._holdings.lost(held, owned)

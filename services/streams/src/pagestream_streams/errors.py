@@ -14,17 +14,19 @@ class Unavailable(StreamsError):
 
 
 class QueueFull(StreamsError):
-    """A queue's bound is reached.
+    """A queue's bound is reached, or the tenant's share of it while others wait.
 
     `retry_after_s` is the time, by the measured drain rate, until a tenth of the bound is free again.
     """
 
-    def __init__(self, *, limit: str, bound: int, queued: int, retry_after_s: float) -> None:
-        """`limit` is "requests" or "prompt tokens"; `queued` counts the same thing."""
+    def __init__(self, *, limit: str, bound: int, queued: int, retry_after_s: float, tenant: str = "") -> None:
+        """`limit` is "requests" or "prompt tokens"; `queued` counts the same thing, of `tenant` alone where given."""
+        whose = " of this tenant, others waiting too" if tenant else ""
         super().__init__(
-            f"the queue has {queued} of at most {bound} {limit}, and this request doesn't fit; "
+            f"the queue has {queued} of at most {bound} {limit}{whose}, and this request doesn't fit; "
             f"try again in {retry_after_s:.1f} s"
         )
+        self.tenant = tenant
         self.limit = limit
         self.bound = bound
         self.queued = queued

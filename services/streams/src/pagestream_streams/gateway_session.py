@@ -13,7 +13,7 @@ from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams import ids, keys, placement
 from pagestream_streams.broker import Broker
 from pagestream_streams.connection import Call
-from pagestream_streams.errors import IdempotencyConflict, QueueFull, Unavailable
+from pagestream_streams.errors import IdempotencyConflict, QueueFull, RequestNotFound, Unavailable
 from pagestream_streams.keys import Partition
 from pagestream_streams.readers import Readers
 from pagestream_streams.scripts import ACCEPT, GATEWAY_HEARTBEAT
@@ -80,9 +80,12 @@ class GatewaySession:
     async def accept(self, spec: RequestSpec) -> None:
         """Accepts a request durably, and registers this gateway as its reader. Accepting an id again changes nothing.
 
-        QueueFull, Unavailable, RequestNotFound for an id of an unknown model. After Unavailable the request may have
-        been accepted all the same.
+        QueueFull, Unavailable, RequestNotFound for an id of an unknown model or another tenant. After Unavailable the
+        request may have been accepted all the same.
         """
+        await self._accept(spec, bounded=True)
+
+    async def _accept(self, spec: RequestSpec, *, bounded: bool) -> None:
         where = await self._broker.directory.locate(spec.request_id)
         self._readers.expect(where, spec.request_id)
         settings = self._settings
@@ -105,9 +108,14 @@ class GatewaySession:
             settings.max_queued_prompt_tokens,
             keys.doorbell(where.model),
             where.number,
+            settings.tenant_weights.get(spec.tenant, 1),
+            settings.tenant_alone_percent,
+            int(bounded),
         )
         if reply[0] == 0:
-            raise self._queue_full(*reply[1:])
+            raise self._queue_full(spec.tenant, reply[1:])
+        if reply[0] == 3:
+            raise RequestNotFound(spec.request_id)
 
     async def accept_once(self, spec: RequestSpec, *, key: str, body_digest: str) -> str:
         """Accepts a request once for a tenant's idempotency key; returns the id that runs: the spec's, or that of an
@@ -157,16 +165,19 @@ class GatewaySession:
                 return earlier
         raise Unavailable("the idempotency key's reservation expired while it was looked at, again and again")
 
-    def _queue_full(self, requests: int, tokens: int, drained: int, window_ms: int) -> QueueFull:
+    def _queue_full(self, tenant: str, reply: Sequence[int]) -> QueueFull:
+        requests, tokens, drained, window_ms, most_requests, most_tokens, own = reply
         settings = self._settings
-        by_requests = requests >= settings.max_queued_requests
-        limit = "requests" if by_requests else "prompt tokens"
-        bound = settings.max_queued_requests if by_requests else settings.max_queued_prompt_tokens
+        by_requests = requests + 1 > most_requests
         rate = drained / max(window_ms / 1000, _SHORTEST_SPAN_S)
         wanted = max(1.0, requests / 10)
         retry_after = min(wanted / rate, settings.retry_after_max_s) if rate > 0 else settings.retry_after_max_s
         return QueueFull(
-            limit=limit, bound=bound, queued=requests if by_requests else tokens, retry_after_s=max(retry_after, 0.1)
+            limit="requests" if by_requests else "prompt tokens",
+            bound=most_requests if by_requests else most_tokens,
+            queued=requests if by_requests else tokens,
+            retry_after_s=max(retry_after, 0.1),
+            tenant=tenant if own else "",
         )
 
     def _overloaded(self, model: str, first: int, second: int) -> bool:

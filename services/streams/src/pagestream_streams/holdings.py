@@ -27,6 +27,10 @@ class Holdings:
         """Whether it is held."""
         return request_id in self._held
 
+    def __len__(self) -> int:
+        """How many they are."""
+        return len(self._held)
+
     def add(self, request_id: str, epoch: int, nonce: str) -> None:
         """A claim has come."""
         self._held[request_id] = (epoch, nonce)

@@ -30,6 +30,11 @@ class Partition(NamedTuple):
         return f"{self.prefix}req:{request_id}"
 
     @property
+    def alone(self) -> str:
+        """The hash of the engines that run a suspect alone, with its id."""
+        return f"{self.prefix}alone"
+
+    @property
     def dead(self) -> str:
         """The stream of what was quarantined."""
         return f"{self.prefix}dead"

@@ -66,6 +66,7 @@ class Claim:
     attempts: int  # claims so far, this one included
     deadline: float | None  # on this process' time.monotonic() clock
     entries: list[LogEntry] = field(default_factory=list)  # the log so far
+    alone: bool = False  # whether engines died of it: nothing else may run until its log has got an entry
 
     @property
     def request_id(self) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,19 @@ class StreamsSettings:
     overload_requests: int = 16  # ... and more than this
     drain_window_ms: int = 10_000  # the span over which the drain rate is measured
     retry_after_max_s: float = 60.0  # also what is said when nothing drains
+    # -- tenants, of the bounds above
+    tenant_weights: Mapping[str, int] = field(
+        default_factory=dict
+    )  # a tenant's share is its weight among those that wait; 1 where it isn't named
+    tenant_alone_percent: int = 100  # what a tenant may use while no other waits; less keeps room for who comes next
+    # -- poison, see docs/decisions/0024
+    control_leases: float = 2.0  # how long, in leases, engines run without suspects between two runs of suspects
+    storm_leases: float = 10.0  # how long, in leases, an engine's death speaks for requests that it did not run
+    alone_after_ms: int = 1000  # a suspect waits so long for an idle engine; then one hands everything back for it
+    dead_retention_s: int = 7 * 24 * 3600  # how long a quarantined request can be shown and requeued
+    max_dead: int = 1000  # in each partition, about; the oldest go first
+    # -- which engines go on with a request that has tokens
+    fingerprint_grace_ms: int = 30_000  # it waits so long for an engine that computes as its last one did
     # -- reading
     poll_ms: int = 250  # a reader without a wake-up for so long looks into the log
     read_batch: int = 512  # entries that one read of the log takes
@@ -43,8 +57,27 @@ class StreamsSettings:
     retention_s: int = 3600  # how long a finished log can be read again
     directory_ttl_s: float = 1.0  # how old a process' knowledge of models and engines may be
 
+    @property
+    def control_ms(self) -> int:
+        """`control_leases` in milliseconds."""
+        return int(self.control_leases * self.lease_ms)
+
+    @property
+    def storm_ms(self) -> int:
+        """`storm_leases` in milliseconds."""
+        return int(self.storm_leases * self.lease_ms)
+
     def __post_init__(self) -> None:
-        """Refuses what would make a living engine look dead after an outage."""
+        """Refuses what would make a living engine look dead after an outage, and bounds that admit nobody."""
+        if self.control_leases * self.lease_ms <= self.lease_ms + self.sweep_ms:
+            raise ValueError(
+                f"control_leases ({self.control_leases}) must be longer than a lease and sweep_ms ({self.sweep_ms}): "
+                "another engine's death would be noticed too late to speak for a suspect"
+            )
+        if not 1 <= self.tenant_alone_percent <= 100:
+            raise ValueError(f"tenant_alone_percent must be 1 to 100, not {self.tenant_alone_percent}")
+        if any(weight < 1 for weight in self.tenant_weights.values()):
+            raise ValueError(f"tenant_weights must be whole numbers from 1 on, not {dict(self.tenant_weights)}")
         if self.sweep_gap_ms + self.heartbeat_ms > self.lease_ms:
             raise ValueError(
                 f"lease_ms ({self.lease_ms}) must not be below sweep_gap_ms + heartbeat_ms "

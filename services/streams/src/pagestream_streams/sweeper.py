@@ -38,7 +38,7 @@ class Sweeper:
         """Sweeps every partition once. Unavailable."""
         partitions = list(await self._partitions())
         replies = await self._broker.connection.run_many([self._call(where) for where in partitions])
-        for where, (reclaimed, late, abandoned, restarted) in zip(partitions, replies, strict=True):
+        for where, (reclaimed, late, abandoned, restarted, poison) in zip(partitions, replies, strict=True):
             if restarted:
                 _log.info(
                     "%s: nothing had swept for a while, or Redis is another process; leases and graces start anew",
@@ -50,10 +50,23 @@ class Sweeper:
                 await self._broker.end(where, request_id.decode(), "deadline", condition="deadlines")
             for request_id in abandoned:
                 await self._broker.end(where, request_id.decode(), "cancelled", condition="graces")
+            for request_id, index, deaths in poison:
+                await self._quarantine(where, request_id.decode(), int(index), deaths)
+
+    async def _quarantine(self, where: Partition, request_id: str, index: int, deaths: int) -> None:
+        message = (
+            f"{deaths} engines died while they computed entry {index} of this request, the last of them running "
+            "nothing else; it was quarantined"
+        )
+        _log.error("%s: %s", request_id, message)
+        await self._broker.end(where, request_id, "error", condition="verdicts", error=f"quarantined\0{message}")
 
     def _call(self, where: Partition) -> Call:
         settings = self._broker.settings
         # Half an interval: sweepers that tick together don't each do the work, and one alone misses no tick.
         least = settings.sweep_ms // 2
         lease, batch, bell = settings.lease_ms, settings.sweep_batch, keys.doorbell(where.model)
-        return Call(SWEEP, where.prefix, (least, settings.sweep_gap_ms, lease, lease, batch, bell, where.number))
+        poison = settings.control_ms, settings.storm_ms
+        return Call(
+            SWEEP, where.prefix, (least, settings.sweep_gap_ms, lease, lease, batch, bell, where.number, *poison)
+        )

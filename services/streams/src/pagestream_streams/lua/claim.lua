@@ -1,12 +1,49 @@
 -- Claims requests for an engine: takes them from the group, raises their epoch, records owner, nonce and lease, acknowledges and deletes the
--- entries. The resume queue comes first, then the entry with the earliest virtual arrival: its own plus class * ageing.
+-- entries. The resume queues come first, then the entry with the earliest virtual arrival: its own plus class * ageing. An engine that holds
+-- nothing gets a suspect before all that, and then nothing else (docs/decisions/0024).
 -- Retry: claims more; what a lost reply named is handed back by reconciliation.
--- ARGV: engine id, nonce (random), most requests, most tokens, least age of an entry in ms, ageing in ms, lease in ms, drain window in ms
--- Returns {now, {id, spec, epoch, next, digest, attempts, deadline}...}.
+-- ARGV: engine id, nonce (random), most requests, most tokens, least age of an entry in ms, ageing in ms, lease in ms, drain window in ms,
+--       whether the engine holds nothing (0 | 1), its numerics fingerprint ('': unknown), how long requests that began with another one wait
+--       for such an engine in ms, control time in ms
+-- Returns {now, {id, spec, epoch, next, digest, attempts, deadline, alone (0 | 1)}...}.
 local engine, nonce, max_requests, max_tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local min_age, ageing, lease, window = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
+local idle, fingerprint, patience, control = ARGV[9] == '1', ARGV[10], tonumber(ARGV[11]), tonumber(ARGV[12])
 local meta, now, claims, drained = prefix .. 'meta', now_ms(), {}, 0
 claims[1] = now
+
+local function own(id, alone)
+  local req = prefix .. 'req:' .. id
+  local found = call('HMGET', req, 'state', 'spec', 'next', 'digest', 'deadline', 'print')
+  if found[1] ~= 'queued' then
+    return false
+  end
+  local epoch, attempts = call('HINCRBY', req, 'epoch', 1), call('HINCRBY', req, 'attempts', 1)
+  call('HSET', req, 'state', 'running', 'owner', engine, 'nonce', nonce, 'from', found[3], 'step', '', 'alone', alone,
+    'print', fingerprint ~= '' and fingerprint or found[6] or '')
+  call('HDEL', req, 'queue', 'entry')
+  call('SADD', prefix .. 'owned:' .. engine, id)
+  claims[#claims + 1] = {id, found[2], epoch, found[3], found[4], attempts, found[5], alone == '1' and 1 or 0}
+  return true
+end
+
+local function is_mine(print, since)
+  return print == '' or fingerprint == '' or print == fingerprint or now - since >= patience
+end
+
+local function claim_suspect()
+  for _, id in ipairs(call('ZRANGEBYSCORE', prefix .. 'suspects', '-inf', now, 'LIMIT', 0, 16)) do
+    local found = call('HMGET', prefix .. 'req:' .. id, 'print', 'next')
+    local print = found[2] and found[2] ~= '0' and found[1] or ''
+    if is_mine(print, tonumber(call('ZSCORE', prefix .. 'suspects', id))) then
+      call('ZREM', prefix .. 'suspects', id)
+      if own(id, '1') then
+        return true
+      end
+    end
+  end
+  return false
+end
 
 local function head(name)
   local first = call('XRANGE', prefix .. 'queue:' .. name, '-', '+', 'COUNT', 1)[1]
@@ -15,17 +52,37 @@ local function head(name)
   end
 end
 
-local heads = {}
-for class in string.gmatch(call('HGET', meta, 'classes') or '', '%d+') do
+local known = call('HMGET', meta, 'classes', 'prints')
+local heads, resumes = {}, {}
+for class in string.gmatch(known[1] or '', '%d+') do
   heads[class] = head(class)
+end
+resumes.resume = head('resume')
+local prints = ' '
+for print in string.gmatch(known[2] or '', '%S+') do
+  local name = 'resume:' .. print
+  resumes[name] = head(name)
+  if resumes[name] then
+    prints, resumes[name].print = prints .. print .. ' ', print
+  else
+    call('DEL', prefix .. 'queue:' .. name)
+  end
+end
+if known[2] and known[2] ~= prints then
+  call('HSET', meta, 'prints', prints)
 end
 
 local function choose()
-  local best = head('resume')
-  if best and now - best.arrival >= min_age then
+  local best
+  for _, candidate in pairs(resumes) do
+    if now - candidate.arrival >= min_age and is_mine(candidate.print or '', candidate.arrival)
+      and (not best or candidate.arrival < best.arrival) then
+      best = candidate
+    end
+  end
+  if best then
     return best
   end
-  best = nil
   local least
   for class, candidate in pairs(heads) do
     local virtual = candidate.arrival + class * ageing
@@ -47,30 +104,29 @@ local function take(name)
   if entry then
     call('XACK', queue, GROUP, entry[1])
     call('XDEL', queue, entry[1])
-    uncount(name, entry[2][4])
+    uncount(entry[2][2], name, entry[2][4])
     return entry[2][2]
   end
 end
 
-while #claims <= max_requests do
+local alone = idle and max_requests > 0 and call('ZCARD', prefix .. 'suspects') > 0 and control_is_over(now, control) and claim_suspect()
+while not alone and #claims <= max_requests do
   local best = choose()
   if not best or best.tokens > max_tokens then
     break
   end
   local id = take(best.name)
-  if best.name ~= 'resume' then
+  if resumes[best.name] then
+    resumes[best.name] = head(best.name)
+    if resumes[best.name] then
+      resumes[best.name].print = best.print
+    end
+  else
     heads[best.name] = head(best.name)
     drained = drained + 1
   end
-  local req = prefix .. 'req:' .. (id or '')
-  if id and call('HGET', req, 'state') == 'queued' then
+  if id and own(id, '') then
     max_tokens = max_tokens - best.tokens
-    local epoch, attempts = call('HINCRBY', req, 'epoch', 1), call('HINCRBY', req, 'attempts', 1)
-    call('HSET', req, 'state', 'running', 'owner', engine, 'nonce', nonce)
-    call('HDEL', req, 'queue', 'entry')
-    call('SADD', prefix .. 'owned:' .. engine, id)
-    local found = call('HMGET', req, 'spec', 'next', 'digest', 'deadline')
-    claims[#claims + 1] = {id, found[1], epoch, found[2], found[3], attempts, found[4]}
   end
 end
 if #claims > 1 then

@@ -1,6 +1,7 @@
 -- Ends a request from outside, in whatever state it is: a finish for each open choice, then the end with the usage. Retry: harmless, a finished
 -- request stays as it is.
--- ARGV: id, tenant ('': any), reason, retention in ms, condition ('': none; 'deadlines' | 'graces': only if the request is due there now), error
+-- ARGV: id, tenant ('': any), reason, retention in ms, condition ('': none; 'deadlines' | 'graces' | 'verdicts': only if the request is due there
+--       now; after 'verdicts' it is also listed as dead), error, most that are listed as dead
 -- Returns {1, reason, next index, readers} ended now, {2, reason, next index, ''} had ended before, {0} not found, {3} not due.
 local id, tenant, reason, retention, condition, message = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local req = prefix .. 'req:' .. id
@@ -26,10 +27,18 @@ end
 -- A first write that needs no memory lets the others through when Redis is full: to end a request frees some.
 call('ZREM', prefix .. 'graces', id)
 call('HDEL', req, 'queue', 'entry')
+call('ZREM', prefix .. 'suspects', id)
+call('ZREM', prefix .. 'verdicts', id)
+if condition == 'verdicts' then
+  local said, attempts = string.match(message, '%z(.*)$') or message, call('HGET', req, 'attempts')
+  local dead = call('XADD', prefix .. 'dead', 'MAXLEN', '~', ARGV[7], '*', 'id', id, 'tenant', found[2], 'reason', said, 'index', found[3],
+    'attempts', attempts, 'engines', call('HGET', req, 'died_on'))
+  call('HSET', req, 'dead', dead, 'dead_index', found[3])
+end
 if found[10] then
   local queue = prefix .. 'queue:' .. found[10]
   if call('XDEL', queue, found[11]) == 1 then
-    uncount(found[10], found[6])
+    uncount(id, found[10], found[6])
   end
 end
 local log = prefix .. 'log:' .. id

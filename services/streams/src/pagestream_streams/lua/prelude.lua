@@ -29,27 +29,147 @@ local function enqueue(id, name, tokens)
   call('HSET', prefix .. 'req:' .. id, 'queue', name, 'entry', entry)
 end
 
--- Queue names other than "resume" are classes, whose prompt tokens are counted for their bound.
-local function uncount(name, tokens)
-  if name ~= 'resume' then
-    call('HINCRBY', prefix .. 'meta', 'tokens:' .. name, -tokens)
+-- What each tenant has queued of a class: hash tenants:<class>, fields r<tenant> (requests), t<tenant> (prompt tokens) and w<tenant> (weight).
+-- The weights of all that wait are summed up in the field "weights:<class>" of meta.
+local function charge(class, tenant, tokens, weight)
+  local key = prefix .. 'tenants:' .. class
+  if call('HINCRBY', key, 'r' .. tenant, 1) == 1 then
+    call('HSET', key, 'w' .. tenant, weight)
+    call('HINCRBY', prefix .. 'meta', 'weights:' .. class, weight)
+  end
+  call('HINCRBY', key, 't' .. tenant, tokens)
+end
+
+-- Queue names that don't begin with "resume" are classes: what leaves them no longer counts for their bounds.
+local function uncount(id, class, tokens)
+  if string.sub(class, 1, 6) == 'resume' then
+    return
+  end
+  local key, meta, tenant = prefix .. 'tenants:' .. class, prefix .. 'meta', call('HGET', prefix .. 'req:' .. id, 'tenant')
+  call('HINCRBY', meta, 'tokens:' .. class, -tokens)
+  if tenant and call('HINCRBY', key, 'r' .. tenant, -1) <= 0 then
+    call('HINCRBY', meta, 'weights:' .. class, -(call('HGET', key, 'w' .. tenant) or 0))
+    call('HDEL', key, 'r' .. tenant, 't' .. tenant, 'w' .. tenant)
+  elseif tenant then
+    call('HINCRBY', key, 't' .. tenant, -tokens)
   end
 end
 
 local function disown(id, engine)
   call('SREM', prefix .. 'owned:' .. engine, id)
-  if call('EXISTS', prefix .. 'owned:' .. engine) == 0 then
-    call('ZREM', prefix .. 'leases', engine)
+end
+
+-- What was begun waits in a queue for engines that compute as the one that began it did: resume:<fingerprint>. The fingerprints that have one
+-- are the words of the field "prints" of meta.
+local function resume_queue(fingerprint)
+  if fingerprint == '' then
+    return 'resume'
+  end
+  local meta = prefix .. 'meta'
+  local prints = call('HGET', meta, 'prints') or ' '
+  if not string.find(prints, ' ' .. fingerprint .. ' ', 1, true) then
+    call('HSET', meta, 'prints', prints .. fingerprint .. ' ')
+  end
+  return 'resume:' .. fingerprint
+end
+
+local function words(text)
+  local _, count = string.gsub(text, '%S+', '')
+  return count
+end
+
+-- Poison, see docs/decisions/0024. Of a request: died_at is the index at which engines died with it in the running step, died_on their ids,
+-- died_alone those that ran nothing else, died_first when the first one died.
+local SUSPECT, CONDEMNED, MOST_NAMED = 2, 2, 16
+
+-- Puts a running request back, before all that were never claimed; a suspect to those that are run alone. The empty nonce fences its former
+-- owner.
+local function requeue(id, engine, not_before)
+  local req = prefix .. 'req:' .. id
+  local found = call('HMGET', req, 'ptok', 'ctok', 'next', 'print', 'died_at', 'died_on')
+  call('HSET', req, 'state', 'queued', 'owner', '', 'nonce', '')
+  if found[5] == found[3] and words(found[6]) >= SUSPECT then
+    call('ZADD', prefix .. 'suspects', not_before or now_ms(), id)
+  else
+    local began = tonumber(found[3]) > 0
+    enqueue(id, resume_queue(began and found[4] or ''), found[1] + found[2])
+  end
+  disown(id, engine)
+end
+
+-- Between two runs of suspects engines run everything else for a while: in a storm they die then, too. It counts only while an engine lives.
+local function control_is_over(now, control)
+  local found = call('HMGET', prefix .. 'meta', 'up', 'alone_died')
+  return found[1] and (not found[2] or now - math.max(found[1], found[2]) >= control)
+end
+
+local function control_time(deaths, control)
+  return control * 2 ^ math.min(math.max(deaths - 3, 0), 4)
+end
+
+-- Puts back a request whose engine has died. The death counts where the request was in the running step: its engine said so, or had appended
+-- to it and not said otherwise. Returns whether it counted.
+local function requeue_after_death(id, engine, now, control)
+  local req = prefix .. 'req:' .. id
+  local found = call('HMGET', req, 'next', 'from', 'step', 'alone', 'died_at', 'died_on', 'died_alone')
+  local same = found[1] == found[5]
+  local on, alone = same and found[6] or '', same and found[7] or ''
+  if found[3] ~= '1' and (found[3] == '0' or tonumber(found[1]) <= tonumber(found[2] or found[1])) then
+    requeue(id, engine)
+    return false
+  end
+  if on == '' then
+    call('HSET', req, 'died_first', now)
+  elseif words(on) >= MOST_NAMED then
+    on = string.gsub(on, '^%S+ ', '')
+  end
+  on = on .. engine .. ' '
+  if found[4] == '1' and found[1] == found[2] then
+    alone = alone .. engine .. ' '
+  end
+  call('HSET', req, 'died_at', found[1], 'died_on', on, 'died_alone', alone)
+  if words(alone) >= CONDEMNED then
+    call('HSET', req, 'state', 'queued', 'owner', '', 'nonce', '')
+    call('ZADD', prefix .. 'verdicts', now + control, id)
+    disown(id, engine)
+  else
+    requeue(id, engine, alone ~= '' and now + control_time(words(on), control) or now)
+  end
+  return true
+end
+
+-- Notes an engine's death once. That of an engine which ran a suspect alone is explained by it ("!"); any other tells that engines die without
+-- the suspects.
+local KEPT_DEATHS_MS = 3600000
+local function note_death(engine, now)
+  local deaths, meta, alone = prefix .. 'deaths', prefix .. 'meta', prefix .. 'alone'
+  if call('ZSCORE', deaths, engine) or call('ZSCORE', deaths, '!' .. engine) then
+    return
+  end
+  call('ZREMRANGEBYSCORE', deaths, '-inf', now - KEPT_DEATHS_MS)
+  if call('HDEL', alone, engine) == 1 then
+    call('ZADD', deaths, now, '!' .. engine)
+    call('HSET', meta, 'alone_died', now)
+  else
+    call('ZADD', deaths, now, engine)
   end
 end
 
--- Puts a running request back, before all that were never claimed. The empty nonce fences its former owner.
-local function requeue(id, engine)
-  local req = prefix .. 'req:' .. id
-  local size = call('HMGET', req, 'ptok', 'ctok')
-  call('HSET', req, 'state', 'queued', 'owner', '', 'nonce', '')
-  enqueue(id, 'resume', size[1] + size[2])
-  disown(id, engine)
+local function drop_lease(engine, now)
+  call('ZREM', prefix .. 'leases', engine)
+  if call('ZCOUNT', prefix .. 'leases', now, '+inf') == 0 then
+    call('HDEL', prefix .. 'meta', 'up')
+  end
+end
+
+-- Whether engines died that did not run a request, since its own first one did or in the window before now, whichever is longer.
+local function storms(died_on, died_first, now, window)
+  for _, engine in ipairs(call('ZRANGEBYSCORE', prefix .. 'deaths', math.min(died_first, now - window), '+inf')) do
+    if string.sub(engine, 1, 1) ~= '!' and not string.find(' ' .. died_on, ' ' .. engine .. ' ', 1, true) then
+      return true
+    end
+  end
+  return false
 end
 
 local function starts_grace(id, now)

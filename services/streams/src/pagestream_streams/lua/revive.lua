@@ -1,11 +1,12 @@
--- Lets a quarantined request go on under a new id, from where it stood. Its own log has had its end and keeps it. Retry: harmless, the second
+-- Lets a quarantined request go on under a new id, from where it stood, at first alone. Its own log has had its end and keeps it. Retry: harmless, the second
 -- run answers what the first one did.
 -- ARGV: id, new id, the new id's spec, deadline in ms from now (0: none), disconnect grace in ms, continue on disconnect (0 | 1), doorbell
 --       channel, partition number
 -- Returns the new id, or nothing where no such request is quarantined.
 local id, new, spec, deadline, grace, continue = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5], ARGV[6]
 local old, req, log, now = prefix .. 'req:' .. id, prefix .. 'req:' .. new, prefix .. 'log:' .. new, now_ms()
-local found = call('HMGET', old, 'dead', 'revived_as', 'dead_index', 'tenant', 'class', 'ptok', 'choices', 'cached', 'attempts')
+local found = call('HMGET', old, 'dead', 'revived_as', 'dead_index', 'tenant', 'class', 'ptok', 'choices', 'cached', 'attempts',
+  'print', 'died_on')
 if not found[1] then
   return false
 end
@@ -15,7 +16,8 @@ end
 local index, digest, tokens = tonumber(found[3]), '', 0
 call('HSET', req, 'spec', spec, 'tenant', found[4], 'class', found[5], 'ptok', found[6], 'choices', found[7], 'cached', found[8],
   'attempts', found[9], 'state', 'queued', 'epoch', 0, 'nonce', '', 'owner', '', 'readers', '', 'accepted', now,
-  'deadline', deadline > 0 and now + deadline or 0, 'grace', grace, 'continue', continue, 'revived_from', id)
+  'deadline', deadline > 0 and now + deadline or 0, 'grace', grace, 'continue', continue, 'revived_from', id,
+  'print', found[10] or '', 'died_at', index, 'died_on', found[11], 'died_alone', '', 'died_first', now)
 if index > 0 then
   for _, entry in ipairs(call('XRANGE', prefix .. 'log:' .. id, '-', index .. '-0')) do
     local fields, values = {}, entry[2]
@@ -35,7 +37,7 @@ call('HSET', req, 'next', index, 'digest', digest, 'ctok', tokens)
 if deadline > 0 then
   call('ZADD', prefix .. 'deadlines', now + deadline, new)
 end
-enqueue(new, 'resume', found[6] + tokens)
+call('ZADD', prefix .. 'suspects', now, new)
 call('HSET', old, 'revived_as', new)
 call('PUBLISH', ARGV[7], ARGV[8])
 return new

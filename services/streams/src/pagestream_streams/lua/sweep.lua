@@ -1,15 +1,17 @@
 -- What time alone brings about in a partition: reclaims what dead engines own, moves dead gateways' reads to their grace, and names the requests
--- whose deadline or grace is due (end.lua ends them). After a hole in the sweeps, or on another Redis process than before, every lease and grace
+-- whose deadline, grace or verdict is due (end.lua ends them). After a hole in the sweeps, or on another Redis process than before, every lease and grace
 -- starts anew in full instead. Retry: harmless.
--- ARGV: least distance of two sweeps in ms, hole in ms, engine lease in ms, gateway lease in ms, most reclaimed, doorbell channel, partition number
--- Returns {reclaimed ids, ids over their deadline, ids over their grace, restarted (0 | 1)}.
+-- ARGV: least distance of two sweeps in ms, hole in ms, engine lease in ms, gateway lease in ms, most reclaimed, doorbell channel, partition number,
+--       control time in ms, window of deaths in ms
+-- Returns {reclaimed ids, ids over their deadline, ids over their grace, restarted (0 | 1), {id, index, deaths}... of poison}.
 local meta, now = prefix .. 'meta', now_ms()
 local interval, hole, lease, gateway_lease, most = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local control, window = tonumber(ARGV[8]), tonumber(ARGV[9])
 local last = call('HMGET', meta, 'swept', 'run_id', 'deserted')
 local run_id = string.match(call('INFO', 'server'), 'run_id:(%x+)')
 local restarted = not last[1] or last[2] ~= run_id or now - last[1] > hole or now < tonumber(last[1])
 if not restarted and now - last[1] < interval then
-  return {{}, {}, {}, 0}
+  return {{}, {}, {}, 0, {}}
 end
 call('HSET', meta, 'swept', now, 'run_id', run_id)
 
@@ -32,23 +34,29 @@ if restarted then
   postpone('leases', lease)
   postpone('gateways', gateway_lease)
   restart_graces()
+  call('HDEL', meta, 'up')
 end
 
 local reclaimed = {}
 for _, engine in ipairs(due('leases')) do
   local left = most - #reclaimed
   if left > 0 then
-    local owned = call('SRANDMEMBER', prefix .. 'owned:' .. engine, left)
+    local owned, lapsed = call('SRANDMEMBER', prefix .. 'owned:' .. engine, left), prefix .. 'lapsed:' .. engine
     for _, id in ipairs(owned) do
       if call('HGET', prefix .. 'req:' .. id, 'owner') == engine then
-        requeue(id, engine)
+        if requeue_after_death(id, engine, now, control) then
+          -- It may live, cut off from Redis: then it takes this back.
+          call('SADD', lapsed, id)
+          call('PEXPIRE', lapsed, KEPT_DEATHS_MS)
+        end
         reclaimed[#reclaimed + 1] = id
       else
         disown(id, engine)
       end
     end
-    if #owned == 0 then
-      call('ZREM', prefix .. 'leases', engine)
+    note_death(engine, now)
+    if #owned < left then
+      drop_lease(engine, now)
     end
   end
 end
@@ -72,4 +80,19 @@ elseif last[3] then
 else
   abandoned = due('graces')
 end
-return {reclaimed, due('deadlines'), abandoned, restarted and 1 or 0}
+
+local poison = {}
+if call('ZCARD', prefix .. 'verdicts') > 0 and control_is_over(now, control) then
+  for _, id in ipairs(due('verdicts')) do
+    local req = prefix .. 'req:' .. id
+    local found = call('HMGET', req, 'died_on', 'died_first', 'next')
+    if found[1] and storms(found[1], found[2], now, window) then
+      call('HSET', req, 'died_alone', '')
+      call('ZREM', prefix .. 'verdicts', id)
+      call('ZADD', prefix .. 'suspects', now + control_time(words(found[1]), control), id)
+    else
+      poison[#poison + 1] = {id, found[3] or '0', words(found[1] or '')}
+    end
+  end
+end
+return {reclaimed, due('deadlines'), abandoned, restarted and 1 or 0, poison}

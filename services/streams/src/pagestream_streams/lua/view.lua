@@ -7,7 +7,7 @@ local found = call('HMGET', prefix .. 'req:' .. ARGV[1], 'spec', 'state', 'reaso
 if not found[10] or found[10] ~= ARGV[2] then
   return false
 end
-local place = -1
+local place = found[2] == 'queued' and 0 or -1
 if found[11] then
   place = #call('XRANGE', prefix .. 'queue:' .. found[11], '-', found[12]) - 1
 end

@@ -1,0 +1,382 @@
+"""Poison is isolated: what counts as a death, when a request runs alone, and when it is quarantined."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, REQUEST_STATE_QUEUED
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_streams import Broker, Claim, EngineSession, GatewaySession, RequestNotFound, expire_engine
+from token_streams import FAST, MODEL, TENANT, Worker, card, eventually, numbers, read_all, spec, worker
+
+
+@pytest.fixture
+async def gateway(broker: Broker) -> AsyncIterator[GatewaySession]:
+    async with GatewaySession(broker) as gateway:
+        yield gateway
+
+
+@asynccontextmanager
+async def mortal(broker: Broker, name: str) -> AsyncIterator[Worker]:
+    """An engine whose tasks end without a word to Redis: the block's end is its death."""
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(worker(broker, name))
+        yield engine
+        await silence(engine)
+
+
+async def silence(engine: Worker) -> None:
+    for task in (engine.session._heartbeat, engine.session._sweeper, engine.session._subscription):
+        await task.stop()
+    engine.session._holdings.drop(list(engine.session._holdings))
+
+
+async def die(broker: Broker, engine: Worker) -> None:
+    """It is killed, and its supervisor saw it."""
+    await silence(engine)
+    await expire_engine(broker, engine.session.engine_id)
+
+
+async def claim_and_run(engine: Worker) -> Claim:
+    [claim] = await engine.claim()
+    await engine.session.mark(running=[claim.request_id])
+    return claim
+
+
+async def kill_with(broker: Broker, name: str) -> Claim:
+    """An engine claims one request, computes it, and is dead."""
+    async with worker(broker, name) as engine:
+        claim = await claim_and_run(engine)
+        await die(broker, engine)
+    return claim
+
+
+async def is_suspect(broker: Broker, request_id: str) -> bool:
+    where = await broker.directory.locate(request_id)
+    score = await broker.connection.execute("ZSCORE", where.prefix + "suspects", request_id)
+    return score is not None
+
+
+async def accepted(gateway: GatewaySession, **fields: int) -> RequestSpec:
+    request = spec(**fields)  # type: ignore[arg-type]
+    await gateway.accept(request)
+    return request
+
+
+async def deaths(broker: Broker, request_id: str) -> list[str]:
+    where = await broker.directory.locate(request_id)
+    found = await broker.connection.execute("HGET", where.request(request_id), "died_on")
+    return [] if found is None else found.decode().split()
+
+
+class TestWhatCounts:
+    async def test_a_death_in_the_running_step_at_the_same_index_twice(
+        self, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        request = await accepted(gateway)
+        await kill_with(broker, "a")
+        assert not await is_suspect(broker, request.request_id)
+        await kill_with(broker, "b")
+        assert await is_suspect(broker, request.request_id)
+
+    async def test_a_lease_that_lapsed_is_a_death(self, broker: Broker, gateway: GatewaySession) -> None:
+        request = await accepted(gateway)
+        async with mortal(broker, "a") as engine:
+            await claim_and_run(engine)
+        await eventually(lambda: queued_again(broker, request))
+        assert len(await deaths(broker, request.request_id)) == 1
+
+    async def test_what_only_waited_in_the_engine_is_not_suspected(
+        self, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        request = await accepted(gateway)
+        for name in ("a", "b", "c"):
+            async with worker(broker, name) as engine:
+                await engine.claim()
+                await die(broker, engine)
+        assert await deaths(broker, request.request_id) == []
+
+    async def test_what_left_the_step_to_wait_is_not_suspected(self, broker: Broker, gateway: GatewaySession) -> None:
+        request = await accepted(gateway)
+        async with worker(broker, "a") as engine:
+            claim = await claim_and_run(engine)
+            await engine.generate(claim, 2)
+            await engine.session.mark(waiting=[request.request_id])
+            await die(broker, engine)
+        assert await deaths(broker, request.request_id) == []
+
+    async def test_what_was_appended_to_was_in_the_step(self, broker: Broker, gateway: GatewaySession) -> None:
+        request = await accepted(gateway)
+        async with worker(broker, "a") as engine:
+            [claim] = await engine.claim()
+            await engine.generate(claim, 2)
+            await die(broker, engine)
+        assert len(await deaths(broker, request.request_id)) == 1
+
+    async def test_an_appended_token_resets_the_count(self, broker: Broker, gateway: GatewaySession) -> None:
+        request = await accepted(gateway)
+        for length, name in enumerate("abcd", start=1):
+            async with worker(broker, name) as engine:
+                claim = await claim_and_run(engine)
+                assert not claim.alone
+                await engine.generate(claim, length)
+                await die(broker, engine)
+            assert len(await deaths(broker, request.request_id)) == 1
+        assert not await is_suspect(broker, request.request_id)
+
+    async def test_stops_never_count(self, broker: Broker, gateway: GatewaySession) -> None:
+        request = await accepted(gateway)
+        for name in "abc":
+            async with worker(broker, name) as engine:
+                await claim_and_run(engine)
+        assert await deaths(broker, request.request_id) == []
+        assert (await broker.view(request.request_id, TENANT)).state == REQUEST_STATE_QUEUED
+
+    async def test_an_engine_that_broke_in_its_step_counts(self, broker: Broker, gateway: GatewaySession) -> None:
+        request = await accepted(gateway)
+        for name in "ab":
+            async with worker(broker, name) as engine:
+                await claim_and_run(engine)
+                await engine.session.hand_back([request.request_id], failed=True)
+        assert await is_suspect(broker, request.request_id)
+
+    async def test_a_partition_is_taken_back_when_the_engine_returns(
+        self, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        """Cut off for longer than its lease, then there again by its boot nonce."""
+        request = await accepted(gateway)
+        await kill_with(broker, "a")
+        async with worker(broker, "b") as cut_off:
+            await claim_and_run(cut_off)
+            await cut_off.session._heartbeat.stop()
+            await eventually(lambda: is_suspect(broker, request.request_id))
+            cut_off.session._heartbeat.start()
+            await eventually(lambda: not_suspect(broker, request))
+            assert len(await deaths(broker, request.request_id)) == 1
+            assert cut_off.lost == [request.request_id]
+        async with worker(broker, "c") as engine:
+            assert not (await claim_and_run(engine)).alone
+
+
+async def not_suspect(broker: Broker, request: RequestSpec) -> bool:
+    return not await is_suspect(broker, request.request_id)
+
+
+async def queued_again(broker: Broker, request: RequestSpec) -> bool:
+    view = await broker.view(request.request_id, TENANT)
+    return view.state == REQUEST_STATE_QUEUED and view.attempts > 0
+
+
+class TestAlone:
+    async def test_only_an_engine_that_holds_nothing_gets_it_and_then_nothing_else(
+        self, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        suspect = await accepted(gateway)
+        for name in "ab":
+            await kill_with(broker, name)
+        first = await accepted(gateway, partition=1)
+        async with worker(broker, "busy") as busy, AsyncExitStack() as stack:
+            await busy.session._heartbeat.stop()
+            busy.session._own = [0, 1]
+            where = await broker.directory.locate(first.request_id)
+            busy.session._hold(await busy.session._claim_from(where, 1, 100))
+            assert len(busy.session._holdings) == 1
+            assert await busy.session.claim(max_requests=9, max_prompt_tokens=100) == []
+            idle = await stack.enter_async_context(worker(broker, "idle"))
+            others = [await accepted(gateway, partition=number % 2) for number in range(4)]
+            [claim] = await idle.claim()
+            assert (claim.request_id, claim.alone) == (suspect.request_id, True)
+            assert await idle.session.claim(max_requests=9, max_prompt_tokens=100) == []
+            assert len(await busy.claim(2)) == 2, "the others go on"
+            digest = await idle.generate(claim, 1)
+            assert len(await idle.claim(2)) == 2, "it has passed: the engine takes others again"
+            rest = dataclasses.replace(claim, next_index=1, digest=digest)
+            await idle.generate(rest, 4, finish=True)
+        assert numbers(await read_all(gateway, suspect.request_id)) == [100, 101, 102, 103]
+        assert await broker.dead(MODEL) == []
+        assert len(others) == 4
+
+    async def test_a_busy_engine_is_chosen_to_hand_everything_back(
+        self, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        quick = dataclasses.replace(FAST, alone_after_ms=50)
+        suspect = await accepted(gateway)
+        for name in "ab":
+            await kill_with(broker, name)
+        wanted = asyncio.Event()
+        async with await Broker.connect(broker.connection.url, quick) as other:
+            session = EngineSession(other, model=MODEL, engine_id="busy", on_lost=ignore, on_wanted=wanted.set)
+            async with session:
+                busy = Worker(session)
+                long = await accepted(gateway, partition=1)
+                where = await broker.directory.locate(long.request_id)
+                session._hold(await session._claim_from(where, 1, 100))
+                async with asyncio.timeout(20):
+                    await wanted.wait()
+                await session.hand_back([long.request_id])
+                [claim] = await busy.claim()
+                assert (claim.request_id, claim.alone) == (suspect.request_id, True)
+                await busy.generate(claim, 1, finish=True)
+                [claim] = await busy.claim()
+                assert claim.request_id == long.request_id
+
+    async def test_what_is_lost_on_the_way_stays_a_suspect(self, broker: Broker, gateway: GatewaySession) -> None:
+        suspect = await accepted(gateway)
+        for name in "ab":
+            await kill_with(broker, name)
+        async with worker(broker, "c") as engine:
+            await engine.claim()
+            await engine.session.hand_back([suspect.request_id])
+            assert await is_suspect(broker, suspect.request_id)
+            [claim] = await engine.claim()
+            assert claim.alone
+
+    async def test_it_can_be_cancelled_while_it_waits(self, broker: Broker, gateway: GatewaySession) -> None:
+        suspect = await accepted(gateway)
+        for name in "ab":
+            await kill_with(broker, name)
+        assert (await broker.view(suspect.request_id, TENANT)).queue_position == 0
+        await broker.cancel(suspect.request_id, TENANT)
+        assert not await is_suspect(broker, suspect.request_id)
+        async with worker(broker, "c") as engine:
+            assert await engine.session.claim(max_requests=1, max_prompt_tokens=100) == []
+
+
+def ignore(_: object) -> None:
+    """Nothing is lost here that the test does not know of."""
+
+
+class TestQuarantine:
+    async def poisoned(self, broker: Broker, gateway: GatewaySession) -> RequestSpec:
+        """A request that has one token, and kills whoever computes the next."""
+        request = await accepted(gateway)
+        async with worker(broker, "first") as engine:
+            [claim] = await engine.claim()
+            await engine.generate(claim, 1)
+        for name in ("a", "b"):
+            assert not (await kill_with(broker, name)).alone
+        for name in ("c", "d"):
+            assert (await kill_with(broker, name)).alone
+        return request
+
+    async def test_after_two_deaths_with_it_alone(self, broker: Broker, gateway: GatewaySession) -> None:
+        request = await self.poisoned(broker, gateway)
+        neighbour = await accepted(gateway)
+        async with worker(broker, "spare") as spare:
+            reading = asyncio.create_task(read_all(gateway, request.request_id))
+            [claim] = await spare.claim()
+            assert claim.request_id == neighbour.request_id
+            entries = await reading
+            await spare.generate(claim, 2, finish=True)
+        assert numbers(entries) == [100]
+        end = entries[-1].end
+        assert (end.reason, end.error.code) == (FINISH_REASON_ERROR, "quarantined")
+        assert "4 engines died while they computed entry 1" in end.error.message
+        [dead] = await broker.dead(MODEL)
+        assert dead == await broker.dead_request(request.request_id)
+        assert (dead.request_id, dead.tenant, dead.next_index, dead.attempts) == (request.request_id, TENANT, 1, 5)
+        assert [engine.partition(":")[0] for engine in dead.engines] == ["a", "b", "c", "d"]
+        assert (dead.reason, dead.spec, dead.requeued_as) == (end.error.message, request, None)
+
+    async def test_requeued_under_a_new_id_from_where_it_stood(self, broker: Broker, gateway: GatewaySession) -> None:
+        request = await self.poisoned(broker, gateway)
+        async with worker(broker, "fixed") as engine:
+            old = await read_all(gateway, request.request_id)
+            new_id = await broker.requeue_dead(request.request_id)
+            assert await broker.requeue_dead(request.request_id) == new_id != request.request_id
+            [claim] = await engine.claim()
+            assert (claim.request_id, claim.alone, claim.next_index) == (new_id, True, 1)
+            assert claim.entries == old[:1]
+            await engine.generate(claim, 3, finish=True)
+        assert numbers(await read_all(gateway, new_id)) == [100, 101, 102]
+        assert await read_all(gateway, request.request_id) == old, "its own log has one end and keeps it"
+        assert (await broker.dead_request(request.request_id)).requeued_as == new_id
+        assert (await broker.view(new_id, TENANT)).finish_reason == FINISH_REASON_STOP
+
+    async def test_what_is_not_quarantined_is_not_found(self, broker: Broker, gateway: GatewaySession) -> None:
+        request = await accepted(gateway)
+        for ask in (broker.dead_request, broker.requeue_dead):
+            with pytest.raises(RequestNotFound):
+                await ask(request.request_id)
+
+    async def test_it_is_kept_for_longer_than_others(self, redis_url: str) -> None:
+        brief = dataclasses.replace(FAST, retention_s=1)
+        async with await Broker.connect(redis_url, brief) as broker:
+            await broker.publish_model(card(), partitions=2)
+            async with GatewaySession(broker) as gateway:
+                request = await self.poisoned(broker, gateway)
+                async with worker(broker, "spare"):
+                    await read_all(gateway, request.request_id)
+                where = await broker.directory.locate(request.request_id)
+                for key in (where.request(request.request_id), where.log(request.request_id)):
+                    assert await broker.connection.execute("PTTL", key) > 3600_000
+
+
+class TestStorms:
+    """Kills that are not the request's fault quarantine nothing."""
+
+    async def test_a_death_of_an_engine_that_did_not_run_it_acquits(
+        self, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        request = await accepted(gateway)
+        for name in "ab":
+            await kill_with(broker, name)
+        async with worker(broker, "other") as other:
+            for name in "cd":
+                assert (await kill_with(broker, name)).alone
+            await die(broker, other)
+        async with worker(broker, "calm") as calm:
+            [claim] = await calm.claim()
+            assert claim.alone
+            await calm.generate(claim, 2, finish=True)
+        assert (await broker.view(request.request_id, TENANT)).finish_reason == FINISH_REASON_STOP
+        assert await broker.dead(MODEL) == []
+
+    async def test_between_two_runs_alone_engines_run_without_it(self, broker: Broker, gateway: GatewaySession) -> None:
+        await accepted(gateway)
+        for name in "abc":
+            await kill_with(broker, name)
+        started = asyncio.get_running_loop().time()
+        async with worker(broker, "d") as engine:
+            assert (await engine.claim())[0].alone
+        assert asyncio.get_running_loop().time() - started > FAST.control_ms / 2000
+
+    async def test_an_engine_that_dies_in_that_time_acquits(self, broker: Broker, gateway: GatewaySession) -> None:
+        """One engine at a time: the storm kills it whether or not it runs the suspect."""
+        request = await accepted(gateway)
+        for name in "abc":
+            await kill_with(broker, name)
+        async with worker(broker, "control") as control:
+            assert await control.session.claim(max_requests=1, max_prompt_tokens=100) == []
+            await die(broker, control)
+        await kill_with(broker, "d")
+        async with worker(broker, "calm") as calm:
+            [claim] = await calm.claim()
+            assert claim.alone
+            await calm.generate(claim, 2, finish=True)
+        assert (await broker.view(request.request_id, TENANT)).finish_reason == FINISH_REASON_STOP
+
+    async def test_two_poisons_do_not_acquit_each_other(self, broker: Broker, gateway: GatewaySession) -> None:
+        requests = [await accepted(gateway, partition=number) for number in (0, 1)]
+        for name in "ab":
+            async with worker(broker, name) as engine:
+                claims = await engine.claim(len(requests))
+                await engine.session.mark(running=[claim.request_id for claim in claims])
+                await die(broker, engine)
+        ended = [asyncio.create_task(read_all(gateway, request.request_id)) for request in requests]
+        number = 0
+        async with worker(broker, "spare"):
+            while not all(task.done() for task in ended):
+                number += 1
+                async with worker(broker, f"e{number}") as engine:
+                    claims = await engine.session.claim(max_requests=1, max_prompt_tokens=100)
+                    if not claims:
+                        await asyncio.wait(ended, timeout=0.05)
+                        continue
+                    assert claims[0].alone
+                    await engine.session.mark(running=[claims[0].request_id])
+                    await die(broker, engine)
+        codes = [(await task)[-1].end.error.code for task in ended]
+        assert codes == ["quarantined"] * 2
