@@ -11,12 +11,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from arithmetic_model import ArithmeticFacts, ArithmeticRunner, byte_level_tokenizer, make_folder, undisturbed
+from arithmetic_model import (
+    ArithmeticFacts,
+    ArithmeticRunner,
+    SeededRunner,
+    byte_level_tokenizer,
+    make_folder,
+    undisturbed,
+)
 from pagestream.v1.inference_pb2 import FinishReason, TokenIds
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.outputs import StepOutput
+from pagestream_engine.sampling_params import child_seed
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 from pagestream_engine.worker.card import build_card
 from pagestream_engine.worker.engine_thread import EngineThread
@@ -42,6 +50,14 @@ class BrokenRunner(ArithmeticRunner):
 
 class SlowRunner(ArithmeticRunner):
     """Takes as long for a step as a model might."""
+
+    def execute(self, step: ScheduledStep) -> SampledTokens:
+        time.sleep(0.005)
+        return super().execute(step)
+
+
+class SlowSeededRunner(SeededRunner):
+    """As slow, and choices differ by their seeds."""
 
     def execute(self, step: ScheduledStep) -> SampledTokens:
         time.sleep(0.005)
@@ -194,6 +210,26 @@ async def test_a_worker_that_ends_hands_back_and_the_next_goes_on(redis_url: str
             assert tokens(await reading) == expected([1, 2], 900)
             await second.end()
         assert (await broker.view(spec.request_id, TENANT)).attempts == 2
+
+
+async def test_siblings_that_were_handed_back_go_on_as_one_request(redis_url: str, tmp_path: Path) -> None:
+    async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
+        spec = RequestSpec()
+        async with running_worker(broker, tmp_path, SlowSeededRunner) as first:
+            spec.CopyFrom(await accepted(gateway, [1, 2], n=3, seed=9, max_tokens=400))
+            reading = asyncio.create_task(read(gateway, spec))
+            await until(lambda: first.worker.load()["running"] == 3)
+            await first.end()
+        assert 0 < (await broker.view(spec.request_id, TENANT)).next_index < 3 * 400
+        async with running_worker(broker, tmp_path, SeededRunner, num_gpu_blocks_override=52) as second:
+            log = await reading
+            assert second.worker.load()["preemptions"] > 0, "three choices of 402 tokens do not fit"
+            await second.end()
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        for choice in range(3):
+            assert tokens(log, choice) == undisturbed([1, 2], params, FACTS, 1000, seed=child_seed(9, choice))
+        assert log[-1].end.usage.prompt_tokens == 2
+        assert log[-1].end.usage.completion_tokens == 1200
 
 
 async def test_an_engine_that_fails_ends_the_worker_and_loses_nothing(redis_url: str, tmp_path: Path) -> None:

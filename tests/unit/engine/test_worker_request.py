@@ -221,3 +221,14 @@ def test_log_probabilities_are_in_the_tokens_entry_and_nowhere_else() -> None:
     assert [(e.token_id, e.logprob, e.rank, e.text) for e in token.logprobs.entries] == list(tokens)
     assert not finish.HasField("logprobs")
     assert not end.HasField("logprobs")
+
+
+def test_the_choices_of_a_prompt_come_together_and_only_those_that_are_open() -> None:
+    whole = RunningRequest(claim(n=2, num_prompts=2))
+    groups = list(whole.open_groups())
+    assert [[choice.index for choice in group] for group in groups] == [[0, 1], [2, 3]]
+    assert [list(group[0].prompt.ids) for group in groups] == [list(prompt) for prompt in PROMPTS]
+    log = play(whole, [(0, step(10, "a", "stop")), (2, step(20, "x")), (3, step(21, "y", "length"))])
+    second = RunningRequest(claim(log, n=2, num_prompts=2, nonce="b"))
+    resumed = [[(choice.index, list(choice.output_token_ids)) for choice in group] for group in second.open_groups()]
+    assert resumed == [[(1, [])], [(2, [20])]]

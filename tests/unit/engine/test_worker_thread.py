@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
-from pagestream_engine import Engine, EngineConfig, SamplingParams, StepOutput
+from pagestream_engine import Engine, EngineConfig, SamplingParams, Sibling, StepOutput
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
-from pagestream_engine.worker.engine_thread import AbortSequences, AddSequence, EngineThread, Stop
+from pagestream_engine.worker.engine_thread import AbortSequences, AddGroup, EngineThread, Stop
 
 LIMIT_S = 10.0
 FACTS = ArithmeticFacts()
@@ -63,23 +63,34 @@ class Outside:
 
 def test_a_sequence_runs_to_its_end(tmp_path: Path) -> None:
     outside = Outside(tmp_path)
-    outside.thread.submit(AddSequence("a", [1, 2, 3], PARAMS, []))
+    outside.thread.submit(AddGroup([1, 2, 3], [Sibling("a", PARAMS, [])]))
     assert outside.tokens_of("a") == undisturbed([1, 2, 3], PARAMS, FACTS, 100)
+    outside.end()
+
+
+def test_siblings_that_are_refused_end_all(tmp_path: Path) -> None:
+    outside = Outside(tmp_path)
+    siblings = [Sibling("a", PARAMS), Sibling("b", PARAMS, [FACTS.vocab_size])]
+    outside.thread.submit(AddGroup([1, 2, 3], siblings))
+    refused = outside.next_outputs()
+    assert [(output.request_id, output.finish_reason) for output in refused] == [("a", "error"), ("b", "error")]
+    outside.thread.submit(AddGroup([1, 2, 3], [Sibling("a", PARAMS), Sibling("b", PARAMS)]))
+    assert outside.tokens_of("b") == undisturbed([1, 2, 3], PARAMS, FACTS, 100)
     outside.end()
 
 
 def test_a_sequence_goes_on_where_another_engine_left_it(tmp_path: Path) -> None:
     whole = undisturbed([1, 2, 3], PARAMS, FACTS, 100)
     outside = Outside(tmp_path)
-    outside.thread.submit(AddSequence("a", [1, 2, 3], PARAMS, whole[:7]))
+    outside.thread.submit(AddGroup([1, 2, 3], [Sibling("a", PARAMS, whole[:7])]))
     assert outside.tokens_of("a") == whole[7:]
     outside.end()
 
 
 def test_a_refused_sequence_ends_alone(tmp_path: Path) -> None:
     outside = Outside(tmp_path)
-    outside.thread.submit(AddSequence("bad", [FACTS.vocab_size], PARAMS, []))
-    outside.thread.submit(AddSequence("good", [1], PARAMS, []))
+    outside.thread.submit(AddGroup([FACTS.vocab_size], [Sibling("bad", PARAMS, [])]))
+    outside.thread.submit(AddGroup([1], [Sibling("good", PARAMS, [])]))
     [refused] = outside.next_outputs()
     assert (refused.request_id, refused.finish_reason) == ("bad", "error")
     assert refused.error is not None
@@ -91,10 +102,10 @@ def test_a_refused_sequence_ends_alone(tmp_path: Path) -> None:
 def test_an_aborted_sequence_says_nothing_more(tmp_path: Path) -> None:
     outside = Outside(tmp_path)
     endless = SamplingParams(max_tokens=None, ignore_eos=True)
-    outside.thread.submit(AddSequence("a", [1], endless, []))
+    outside.thread.submit(AddGroup([1], [Sibling("a", endless, [])]))
     outside.next_outputs()
     outside.thread.submit(AbortSequences(["a", "unknown"]))
-    outside.thread.submit(AddSequence("b", [2], PARAMS, []))
+    outside.thread.submit(AddGroup([2], [Sibling("b", PARAMS, [])]))
     assert outside.tokens_of("b") == undisturbed([2], PARAMS, FACTS, 100)
     outside.end()
     while not outside.outputs.empty():
@@ -108,7 +119,7 @@ def test_an_idle_thread_stops_at_once(tmp_path: Path) -> None:
 
 def test_the_owner_hears_of_the_error_that_ends_the_thread(tmp_path: Path) -> None:
     outside = Outside(tmp_path, BrokenRunner)
-    outside.thread.submit(AddSequence("a", [1], PARAMS, []))
+    outside.thread.submit(AddGroup([1], [Sibling("a", PARAMS, [])]))
     error = outside.ends.get(timeout=LIMIT_S)
     assert isinstance(error, MemoryError)
     outside.thread.join(LIMIT_S)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.outputs import EngineStats, StepOutput
-from pagestream_engine.sampling_params import SamplingParams
+from pagestream_engine.sibling import Sibling
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +25,11 @@ IDLE_WAIT_S = 1.0  # Upper limit of a wait for commands; a command ends it at on
 
 
 @dataclass(frozen=True)
-class AddSequence:
-    """Run a sequence, or go on with one that has output tokens already."""
+class AddGroup:
+    """Run the choices of one prompt, or go on with those that have output tokens already."""
 
-    seq_id: str
     prompt_token_ids: Sequence[int]
-    params: SamplingParams
-    output_token_ids: Sequence[int]
+    siblings: Sequence[Sibling]
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Stop:
     """End the thread after the current step."""
 
 
-Command = AddSequence | AbortSequences | Stop
+Command = AddGroup | AbortSequences | Stop
 
 
 def _ignore(_: object) -> None:
@@ -131,18 +129,16 @@ class EngineThread(threading.Thread):
         except queue.Empty:
             return True
 
-    def _carry_out(self, engine: Engine, command: AddSequence | AbortSequences) -> None:
+    def _carry_out(self, engine: Engine, command: AddGroup | AbortSequences) -> None:
         if isinstance(command, AbortSequences):
             for seq_id in command.seq_ids:
                 engine.abort_request(seq_id)
             return
         try:
-            engine.add_request(
-                command.seq_id,
-                command.prompt_token_ids,
-                command.params,
-                output_token_ids=command.output_token_ids,
-            )
+            engine.add_group(command.prompt_token_ids, command.siblings)
         except InvalidRequest as error:
-            refused = StepOutput(command.seq_id, token_id=None, text="", finish_reason="error", error=str(error))
-            self._on_outputs([refused])
+            self._on_outputs([_refused(sibling, error) for sibling in command.siblings])
+
+
+def _refused(sibling: Sibling, error: InvalidRequest) -> StepOutput:
+    return StepOutput(sibling.request_id, token_id=None, text="", finish_reason="error", error=str(error))

@@ -6,6 +6,7 @@ second), they can be sent again from any index that the log names.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from pagestream.v1.inference_pb2 import LogprobEntry, RequestError, TokenIds, TokenLogprobs, Usage
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
@@ -110,6 +111,11 @@ class RunningRequest:
             )
             self._running.add(index)
             yield choice
+
+    def open_groups(self) -> Iterator[list[Choice]]:
+        """Yield `open_choices` by prompt: siblings, which the engine runs as one group."""
+        for _, choices in groupby(self.open_choices(), key=lambda choice: choice.index // self._siblings):
+            yield list(choices)
 
     def running_seq_ids(self) -> list[str]:
         """Return the sequences that the engine has not been told to forget, and that have not finished."""

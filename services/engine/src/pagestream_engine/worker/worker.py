@@ -15,8 +15,9 @@ from pagestream_streams.errors import Unavailable
 
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.outputs import EngineStats, StepOutput
-from pagestream_engine.worker.engine_thread import AbortSequences, AddSequence, EngineThread, Stop
-from pagestream_engine.worker.request import RunningRequest
+from pagestream_engine.sibling import Sibling
+from pagestream_engine.worker.engine_thread import AbortSequences, AddGroup, EngineThread, Stop
+from pagestream_engine.worker.request import Choice, RunningRequest
 from pagestream_engine.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -149,23 +150,30 @@ class Worker:
         request = RunningRequest(claim)
         self._requests[request.request_id] = request
         try:
-            choices = list(request.open_choices())
+            groups = list(request.open_groups())
         except InvalidRequest as error:
             request.fail("unsupported", str(error))
             self._pending.set()
             return
-        for choice in choices:
-            self._prefilling[choice.seq_id] = len(choice.prompt.ids) + len(choice.output_token_ids)
-            self._running.add(choice.seq_id)
-            self._thread.submit(
-                AddSequence(choice.seq_id, list(choice.prompt.ids), choice.params, choice.output_token_ids)
-            )
+        for choices in groups:
+            self._submit(choices)
         request.end_if_complete()
         self._pending.set()
         logger.info(
             "claimed",
             extra={"request_id": request.request_id, "attempt": claim.attempts, "next_index": claim.next_index},
         )
+
+    def _submit(self, choices: Sequence[Choice]) -> None:
+        """Have the choices of one prompt run as a group."""
+        prompt = list(choices[0].prompt.ids)
+        shared = len(prompt)  # The first is counted with the prompt, the others with what they add to it.
+        for choice in choices:
+            self._prefilling[choice.seq_id] = shared + len(choice.output_token_ids)
+            self._running.add(choice.seq_id)
+            shared = self._block_size
+        siblings = [Sibling(choice.seq_id, choice.params, choice.output_token_ids) for choice in choices]
+        self._thread.submit(AddGroup(prompt, siblings))
 
     # -- outputs --
 
