@@ -105,6 +105,8 @@ class Engine:
         self._already_ended: list[StepOutput] = []
         self._seeds = random.Random(config.model.seed)
         self._num_arrivals = 0
+        self.on_schedule: Callable[[ScheduledStep], None] | None = None
+        """Gets each step before it runs, and must not keep it; on the thread that steps."""
         self._counts = _Counts()
 
     # -- requests --
@@ -197,6 +199,8 @@ class Engine:
             if self._generations and not outputs:
                 raise InvariantViolation(f"{len(self._generations)} requests wait and nothing can run")
             return outputs
+        if self.on_schedule is not None:
+            self.on_schedule(step)
         try:
             given = self._runner.execute(step)
         except BaseException:
@@ -211,6 +215,11 @@ class Engine:
         outputs += self._take_tokens(sampled, given)
         self._counts.note(step, len(token_ids), scheduled - started + advanced - executed, perf_counter() - started)
         return outputs
+
+    @property
+    def num_preemptions(self) -> int:
+        """Sequences that lost their blocks, since the start."""
+        return self._scheduler.num_preemptions
 
     def stats(self) -> EngineStats:
         """A snapshot of load, cache and work done."""

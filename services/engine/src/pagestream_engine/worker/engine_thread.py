@@ -11,17 +11,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.outputs import EngineStats, StepOutput
 from pagestream_engine.sibling import Sibling
+from pagestream_engine.worker.step_set import StepChange, StepSet
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 1.0  # Upper limit of a wait for commands; a command ends it at once.
+TOLD_LIMIT_S = 0.25  # Upper limit of a step's wait until somebody knows who is in it.
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,10 @@ def _ignore(_: object) -> None:
     """Nobody listens yet."""
 
 
+def _ignore_change(_: StepChange) -> None:
+    """Nobody wants to know who is in the step."""
+
+
 class EngineThread(threading.Thread):
     """Makes an engine, and steps it while it has work.
 
@@ -65,6 +71,8 @@ class EngineThread(threading.Thread):
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._on_outputs: Callable[[Sequence[StepOutput]], None] = _ignore
         self._on_end: Callable[[BaseException | None], None] = _ignore
+        self._on_change: Callable[[StepChange], Future[None] | None] = _ignore_change
+        self._step_set = StepSet()
         self._step_started: float | None = None
 
     def listen(
@@ -72,12 +80,14 @@ class EngineThread(threading.Thread):
         *,
         on_outputs: Callable[[Sequence[StepOutput]], None],
         on_end: Callable[[BaseException | None], None],
+        on_change: Callable[[StepChange], Future[None] | None] = _ignore_change,
     ) -> None:
-        """Say, before the first command, who gets each step's outputs, and who hears of the end and its error.
+        """Say, before the first command, who gets each step's outputs, who hears of the end and its error, and who
+        hears which sequences come into a step before it runs.
 
-        Both are called on this thread.
+        All are called on this thread. A step waits for the future that `on_change` returns, for a limited time.
         """
-        self._on_outputs, self._on_end = on_outputs, on_end
+        self._on_outputs, self._on_end, self._on_change = on_outputs, on_end, on_change
 
     def submit(self, command: Command) -> None:
         """Hand over a command; it is carried out before the next step."""
@@ -100,6 +110,7 @@ class EngineThread(threading.Thread):
             self.loaded.set_exception(failure)
             return
         self.loaded.set_result(engine)
+        engine.on_schedule = lambda step: self._tell_change(self._step_set.update(step, engine.num_preemptions))
         error: BaseException | None = None
         try:
             while self._carry_out_commands(engine):
@@ -114,15 +125,23 @@ class EngineThread(threading.Thread):
         self._step_started = time.monotonic()
         outputs = engine.step()
         self._step_started = None
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._step_set.discard(output.request_id)
         if outputs:
             self._on_outputs(outputs)
 
+    def _tell_change(self, change: StepChange | None) -> None:
+        told = None if change is None else self._on_change(change)
+        if told is not None:
+            wait([told], TOLD_LIMIT_S)
+
     def _carry_out_commands(self, engine: Engine) -> bool:
-        wait = not engine.has_unfinished_requests()
+        blocks = not engine.has_unfinished_requests()
         try:
             while True:
-                command = self._commands.get(block=wait, timeout=IDLE_WAIT_S)
-                wait = False
+                command = self._commands.get(block=blocks, timeout=IDLE_WAIT_S)
+                blocks = False
                 if isinstance(command, Stop):
                     return False
                 self._carry_out(engine, command)
@@ -133,6 +152,7 @@ class EngineThread(threading.Thread):
         if isinstance(command, AbortSequences):
             for seq_id in command.seq_ids:
                 engine.abort_request(seq_id)
+                self._step_set.discard(seq_id)
             return
         try:
             engine.add_group(command.prompt_token_ids, command.siblings)

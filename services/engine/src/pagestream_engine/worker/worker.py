@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
@@ -19,11 +20,16 @@ from pagestream_engine.sibling import Sibling
 from pagestream_engine.worker.engine_thread import AbortSequences, AddGroup, EngineThread, Stop
 from pagestream_engine.worker.request import Choice, RunningRequest
 from pagestream_engine.worker.settings import WorkerSettings
+from pagestream_engine.worker.step_set import StepChange
 
 logger = logging.getLogger(__name__)
 
 ANY_NUMBER_OF_TOKENS = 2**53
 EXIT_STALLED = 70  # EX_SOFTWARE: the engine made no progress.
+
+
+def _request_id(seq_id: str) -> str:
+    return seq_id.partition("/")[0]
 
 
 class EngineFailed(RuntimeError):  # noqa: N818 - reads as what happened
@@ -52,12 +58,16 @@ class Worker:
         self._pending = asyncio.Event()
         self._thread_ended: asyncio.Future[None] = self._loop.create_future()
         self._thread = thread
-        thread.listen(on_outputs=self._post_outputs, on_end=self._post_end)
+        self._session: EngineSession | None = None
+        self._is_wanted = False
+        self._marks: set[asyncio.Task[None]] = set()
+        thread.listen(on_outputs=self._post_outputs, on_end=self._post_end, on_change=self._post_change)
 
     # -- life --
 
     async def run(self, session: EngineSession, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then hand everything back. Raises EngineFailed if the engine ended by itself."""
+        self._session = session
         tasks: list[asyncio.Task[None]] = [
             asyncio.create_task(self._claim_forever(session), name="claim"),
             asyncio.create_task(self._append_forever(session), name="append"),
@@ -81,20 +91,23 @@ class Worker:
         # A cancellation can get lost inside a Redis command, so the loops also look at a flag.
         self._is_ending = True
         self._pending.set()
-        for task in tasks:
+        for task in (*tasks, *self._marks):
             task.cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _drain(self, session: EngineSession) -> None:
         self._thread.submit(Stop())
+        failed = self._thread_ended.done() and self._thread_ended.exception() is not None
         try:
             async with asyncio.timeout(self._settings.drain_timeout_s):
+                if not failed:  # however this process ends now, it is no request's fault
+                    await session.mark(waiting=list(self._requests))
                 await asyncio.wait([self._thread_ended])
                 while any(request.has_pending for request in self._requests.values()):
                     if not await self._append_pending(session):
                         await asyncio.sleep(self._settings.retry_delay_s)
                 unfinished = list(self._requests)
-                await session.hand_back(unfinished)
+                await session.hand_back(unfinished, failed=failed)
                 logger.info("handed back %d requests", len(unfinished))
         except (TimeoutError, Unavailable) as error:
             # Nothing is lost: the lease lapses and another engine reclaims what the logs hold.
@@ -114,6 +127,8 @@ class Worker:
 
     async def _claim_forever(self, session: EngineSession) -> None:
         while not self._is_ending:
+            if self._is_wanted:
+                await self._hand_all_back(session)
             max_requests, max_prompt_tokens = self._capacity()
             if max_requests < 1 or max_prompt_tokens < 1:
                 await self._wait_for_room()
@@ -126,6 +141,18 @@ class Worker:
                     await session.wait_for_work(self._settings.idle_poll_s)
             except Unavailable:
                 await asyncio.sleep(self._settings.retry_delay_s)
+
+    def want(self) -> None:
+        """Have everything handed back: a request has to run alone, and this engine was chosen for it."""
+        self._is_wanted = True
+        self._room.set()
+
+    async def _hand_all_back(self, session: EngineSession) -> None:
+        self._is_wanted = False
+        request_ids = list(self._requests)
+        logger.warning("hands back %d requests, so that a suspected one can run alone", len(request_ids))
+        await self._hand_back(session, request_ids)
+        self.drop(request_ids)
 
     def _capacity(self) -> tuple[int, int]:
         """Return how many requests, and prompt tokens in all, fit now.
@@ -218,6 +245,33 @@ class Worker:
                 logger.error("failed: %s", output.error, extra={"request_id": request_id})
                 self._abort(request)
         self._pending.set()
+
+    # -- who is in the step --
+
+    def _post_change(self, change: StepChange) -> Future[None] | None:
+        """Have Redis told which requests come into the step, on the engine's thread. A future says: wait for that.
+
+        A request that is claimed for the first time needs no wait: at worst it is suspected one death later.
+        """
+        entered = {_request_id(seq_id) for seq_id in change.entered}
+        left = {_request_id(seq_id) for seq_id in change.left} - {_request_id(seq_id) for seq_id in change.members}
+        told = asyncio.run_coroutine_threadsafe(self._mark(entered, left), self._loop)
+        claimed_before = any(
+            request.claim.attempts > 1 for request_id in entered if (request := self._requests.get(request_id))
+        )
+        return told if claimed_before else None
+
+    async def _mark(self, running: Collection[str], waiting: Collection[str]) -> None:
+        task = asyncio.current_task()
+        if self._session is None or self._is_ending or task is None:
+            return
+        self._marks.add(task)
+        try:
+            await self._session.mark(running=running, waiting=waiting)
+        except Unavailable as error:
+            logger.info("Redis was not told who is in the step: %s", error)
+        finally:
+            self._marks.discard(task)
 
     # -- appending --
 
