@@ -94,3 +94,17 @@ def test_a_row_is_told_the_same_whatever_its_neighbours_ask(dtype: torch.dtype) 
     for index, row in enumerate(rows):
         alone: list[RankedToken] = list(sample(logits[index : index + 1].clone(), [row], []).logprobs[0])
         assert alone == together[index]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 400])
+@pytest.mark.parametrize("levels", [1, 3, 50])
+def test_any_number_of_ties_is_told_in_one_order(vocab_size: int, levels: int) -> None:
+    logits = torch.randint(levels, (20, vocab_size), generator=torch.Generator().manual_seed(levels)).float()
+    logprobs = raw_logprobs(logits, range(20))
+    chosen = torch.arange(20) % vocab_size
+    counts = [min(row % 9, vocab_size) for row in range(19)] + [vocab_size]
+    for row, tokens in enumerate(ranked(logprobs, chosen, counts)):
+        order = sorted(range(vocab_size), key=lambda token_id: (-logits[row, token_id].item(), token_id))
+        assert [token.token_id for token in tokens[1:]] == order[: counts[row]]
+        assert [token.rank for token in tokens[1:]] == list(range(1, counts[row] + 1))
+        assert tokens[0].rank == order.index(chosen[row].item()) + 1
