@@ -43,6 +43,10 @@ class ArithmeticRunner:
         self._block_size = config.cache.block_size
         self._slots: list[int] = []
 
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.model_config.vocab_size:016x}"
+
     def profile_num_blocks(self) -> int:
         return 64
 

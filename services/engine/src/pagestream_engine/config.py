@@ -26,6 +26,9 @@ class ModelConfig:
     """auto is the GPU where there is one."""
     attention_backend: str = "auto"
     """auto is Triton on a GPU, torch on a CPU."""
+    deterministic: bool | None = None
+    """Whether a sequence's logits are the same bit for bit in any batch, after preemption and in any chunks; None: on a
+    CPU where that is nearly free, which the start tries out."""
     seed: int = 0
     """Of the generator that draws seeds for requests that bring none."""
     max_logprobs: int = 20
@@ -35,6 +38,8 @@ class ModelConfig:
         _choice("dtype", self.dtype, DTYPES)
         _choice("device", self.device, DEVICES)
         _choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        if self.deterministic is not None and not isinstance(self.deterministic, bool):
+            raise ConfigError("deterministic", self.deterministic, "True, False or None")
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
         _at_least("seed", self.seed, 0)
@@ -96,6 +101,7 @@ class EngineOptions(TypedDict, total=False):
     max_model_len: int | None
     device: str
     attention_backend: str
+    deterministic: bool | None
     seed: int
     max_logprobs: int
     block_size: int

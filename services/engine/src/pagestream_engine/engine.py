@@ -48,6 +48,8 @@ class Runner(Protocol):
 
     @property
     def model_config(self) -> ModelFacts: ...
+    @property
+    def fingerprint(self) -> str: ...
     def profile_num_blocks(self) -> int: ...
     def allocate_kv_cache(self, num_blocks: int) -> None: ...
     def execute(self, step: ScheduledStep) -> SampledTokens: ...
@@ -95,6 +97,9 @@ class Engine:
         self.eos_token_ids = frozenset(facts.eos_token_ids)
         self.vocab_size = facts.vocab_size
         self._runner.allocate_kv_cache(num_blocks)
+        self.fingerprint = self._runner.fingerprint
+        """16 hexadecimal digits of a digest over weights, dtype, mode, kernels, instruction set and torch's version:
+        deterministic engines that have it in common give the same tokens the same logits, bit for bit."""
         self._pool = BlockPool(num_blocks)
         self._cache = CacheManager(
             self._pool, self.block_size, enable_prefix_caching=config.cache.enable_prefix_caching

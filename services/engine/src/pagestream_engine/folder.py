@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from pagestream_engine.errors import ModelNotFound
 
+_HASH_CHUNK_BYTES = 1 << 20
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
 
 
@@ -47,6 +49,23 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+def model_revision(folder: Path) -> str:
+    """16 hexadecimal digits of a digest of the configuration and of the weights' headers, sizes, and ends: cheap, and
+    different for other weights.
+
+    A safetensors header names every tensor with its shape and place; the first chunk of data after it tells apart
+    checkpoints of one architecture.
+    """
+    digest = hashlib.sha256()
+    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_HASH_CHUNK_BYTES))
+            file.seek(-min(path.stat().st_size, _HASH_CHUNK_BYTES), 2)
+            digest.update(file.read(_HASH_CHUNK_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def _could_be_repository(model: str) -> bool:

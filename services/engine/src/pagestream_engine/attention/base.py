@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,6 +66,9 @@ class AttentionBackend(ABC, Generic[PlanT]):
     length, so that what a block held before is never seen. `PlanT` is what all layers of a step share.
     """
 
+    is_exact: ClassVar[bool] = False
+    """Whether a token's results have the same bits in any batch, in any chunk of its prompt, and as a decode."""
+
     def __init__(self, shape: CacheShape, cos_sin: Tensor) -> None:
         """`cos_sin` is (positions, head_dim) float32: cosines, then sines, of each position's angles."""
         self.shape = shape
@@ -95,6 +98,11 @@ class AttentionBackend(ABC, Generic[PlanT]):
         """
         sources, targets = torch.tensor(copies, device=self.device).unbind(1)
         self._cache.index_copy_(2, targets, self._cache.index_select(2, sources))
+
+    @property
+    def kernel_version(self) -> str:
+        """Of the code that computes: another one may give other bits. Empty where torch's own version tells all."""
+        return ""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> PlanT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,10 +35,18 @@ class NativePlan:
 class NativeBackend(AttentionBackend[NativePlan]):
     """One call for a layer's rotation and cache write, one for its decodes, one for its prefill tiles."""
 
+    is_exact = True
+
     def __init__(self, shape: CacheShape, cos_sin: Tensor, library: ctypes.CDLL) -> None:
         """`library` is `load_library(shape.head_dim)`."""
         super().__init__(shape, cos_sin)
         self._kernels = NativeKernels(library, shape.dtype)
+        self._library_path = Path(library._name)
+
+    @property
+    def kernel_version(self) -> str:
+        """The library's file name: it holds a digest of source, compiler, flags and processor."""
+        return self._library_path.stem
 
     def plan(self, batch: AttentionBatch) -> NativePlan:
         count = batch.num_prefills

@@ -7,13 +7,20 @@ from typing import Any
 from torch import Tensor
 
 from pagestream_engine.attention.base import AttentionBackend, CacheShape
+from pagestream_engine.attention.exact_torch_backend import ExactTorchBackend
 from pagestream_engine.attention.native.calls import supports
 from pagestream_engine.attention.native.library import load_library
 from pagestream_engine.attention.native_backend import NativeBackend
 from pagestream_engine.attention.torch_backend import TorchBackend
+from pagestream_engine.errors import ConfigError
+
+_NOT_ON_A_GPU = (
+    "there the decode kernel is split by what else is in the batch, prefill adds in another order than decode, and no "
+    "row counts of the linears have been compared; a CPU can (device cpu)"
+)
 
 
-def select_backend(name: str, shape: CacheShape, cos_sin: Tensor) -> AttentionBackend[Any]:
+def select_backend(name: str, shape: CacheShape, cos_sin: Tensor, *, exact: bool = False) -> AttentionBackend[Any]:
     """Builds a backend on `cos_sin`'s device.
 
     Args:
@@ -21,12 +28,15 @@ def select_backend(name: str, shape: CacheShape, cos_sin: Tensor) -> AttentionBa
             compiler, float16, a head size that is no multiple of 16).
         shape: of the cache.
         cos_sin: as `AttentionBackend` takes it.
+        exact: whether it must be one that `is_exact`.
 
     Raises:
-        ConfigError: Triton can't run this on this device.
+        ConfigError: Triton can't run this on this device, or not exactly.
     """
     on_cpu = cos_sin.device.type == "cpu"
     if name == "triton" or (name == "auto" and not on_cpu):
+        if exact:
+            raise ConfigError("deterministic", True, "False or None on a GPU", _NOT_ON_A_GPU)
         # Importing the kernels imports Triton: half a second that a CPU's start is spared.
         from pagestream_engine.attention.triton_backend import TritonBackend
 
@@ -35,4 +45,4 @@ def select_backend(name: str, shape: CacheShape, cos_sin: Tensor) -> AttentionBa
         library = load_library(shape.head_dim)
         if library is not None:
             return NativeBackend(shape, cos_sin, library)
-    return TorchBackend(shape, cos_sin)
+    return ExactTorchBackend(shape, cos_sin) if exact else TorchBackend(shape, cos_sin)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
+from pagestream_engine.model.row_counts import RowCounts
+
 _PACK_ROWS = 64  # the row count that the packed layout is chosen for; a typical decode batch
 
 
@@ -15,15 +17,18 @@ class Linear:
     """y = x W^T + b, with the weight laid out for oneDNN where that helps.
 
     `pack` replaces the weight, so that there is never more than one copy of a packed layer besides the one at work.
+    `row_counts`, once set, makes every row's bits independent of the batch.
     """
 
-    __slots__ = ("bias", "packed", "weight")
+    __slots__ = ("bias", "packed", "row_counts", "shape", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """`weight` is (out features, in features), `bias` (out features,)."""
         self.weight = weight
         self.bias = bias
+        self.shape: tuple[int, int] = (weight.shape[0], weight.shape[1])
         self.packed = False
+        self.row_counts: RowCounts | None = None
 
     def pack(self) -> None:
         """Lays the weight out for oneDNN, if this is a CPU on which it can compute in the weight's dtype."""
@@ -32,10 +37,16 @@ class Linear:
             self.packed = True
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., in features) -> (..., out features)."""
+        """(rows, in features) -> (rows, out features)."""
+        if self.row_counts is not None:
+            return self.row_counts.apply(self.product, x)
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        """As a call, by whatever kernel the library holds best for this number of rows."""
         if self.packed:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return product
+            result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return result
         return F.linear(x, self.weight, self.bias)
 
 

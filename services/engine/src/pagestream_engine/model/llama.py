@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from pagestream_engine.attention import AttentionBackend
 from pagestream_engine.model.config import ModelInfo
 from pagestream_engine.model.layers import Linear
+from pagestream_engine.model.row_counts import RowCounts
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class LlamaModel:
         self.layers = layers
         self.norm = norm
         self.head = head
+        self._row_counts: dict[tuple[object, ...], RowCounts] = {}
 
     def forward(self, token_ids: Tensor, rows: Tensor, backend: AttentionBackend[Any], plan: Any) -> Tensor:
         """Runs all layers.
@@ -71,6 +74,26 @@ class LlamaModel:
         """(rows, hidden_size) -> (rows, vocab_size), for the rows that are sampled."""
         return self.head(backend.rms_norm(hidden, self.norm, self.info.rms_norm_eps))
 
+    def probe_row_counts(self) -> list[RowCounts]:
+        """Tries, for each shape of linear, which row counts agree bit for bit; see `use_row_counts`."""
+        found: dict[tuple[object, ...], RowCounts] = {}
+        for linear in self._linears():
+            key = _kernel_key(linear)
+            if key not in found:
+                found[key] = RowCounts(linear.product, linear.shape[1], self.embedding.dtype)
+        self._row_counts = found
+        return list(found.values())
+
+    def use_row_counts(self) -> None:
+        """Makes every linear give a row the same bits in any batch, after `probe_row_counts`."""
+        for linear in self._linears():
+            linear.row_counts = self._row_counts[_kernel_key(linear)]
+
+    def _linears(self) -> Iterator[Linear]:
+        for layer in self.layers:
+            yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
+        yield self.head
+
     def _attend(self, index: int, layer: Layer, x: Tensor, backend: AttentionBackend[Any], plan: Any) -> Tensor:
         info = self.info
         heads = layer.qkv(x).view(x.shape[0], -1, info.head_dim)
@@ -79,3 +102,8 @@ class LlamaModel:
             query = backend.rms_norm(query, layer.q_norm, info.rms_norm_eps)
             key = backend.rms_norm(key, layer.k_norm, info.rms_norm_eps)
         return backend.attend(index, query, key, value, plan)
+
+
+def _kernel_key(linear: Linear) -> tuple[object, ...]:
+    """What a library chooses its kernel by, apart from the number of rows."""
+    return linear.shape, linear.packed, linear.bias is not None

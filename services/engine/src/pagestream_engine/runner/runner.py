@@ -14,6 +14,7 @@ from pagestream_engine.model.loader import load_model
 from pagestream_engine.model.rope import cos_sin_table
 from pagestream_engine.runner.batch import build_batch
 from pagestream_engine.runner.memory import cache_bytes
+from pagestream_engine.runner.numerics import fingerprint, settle_numerics
 from pagestream_engine.sampler import sample
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 
@@ -43,9 +44,17 @@ class ModelRunner:
         self.max_model_len = _max_model_len(config.model.max_model_len, info)
         shape = CacheShape(info.num_layers, info.num_kv_heads, info.head_dim, config.cache.block_size, self.dtype)
         cos_sin = cos_sin_table(info.rope, info.head_dim, self.max_model_len, device)
-        self._backend = select_backend(config.model.attention_backend, shape, cos_sin)
+        wanted = config.model.deterministic
+        self._backend = select_backend(config.model.attention_backend, shape, cos_sin, exact=wanted is True)
         with torch.inference_mode():
             self._model = load_model(model_dir, info, dtype=self.dtype, device=device)
+            self.numerics = settle_numerics(self._model, self._backend, wanted)
+        self._model_dir = model_dir
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits: equal where the same tokens give the same bits, as far as can be told."""
+        return fingerprint(self._model_dir, self._backend, self.max_model_len, self.numerics)
 
     def profile_num_blocks(self) -> int:
         """Blocks of the cache: `num_gpu_blocks_override`, or what fits (see `memory`) and can be used.

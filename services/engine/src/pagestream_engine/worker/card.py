@@ -1,6 +1,5 @@
 """The model card: all that a gateway has to know of a model, read from the model's folder."""
 
-import hashlib
 import json
 import zlib
 from collections.abc import Mapping
@@ -11,10 +10,10 @@ from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import ModelCard
 
 from pagestream_engine.engine import Engine
+from pagestream_engine.folder import model_revision
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
-HASH_CHUNK_BYTES = 1 << 20
 
 
 class ModelFolderError(ValueError):
@@ -61,22 +60,6 @@ def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingMessage:
     if generation_config.get("do_sample") is False:
         given = {}
     return SamplingMessage(**given)
-
-
-def model_revision(folder: Path) -> str:
-    """Return a digest of the configuration and the weights' headers and sizes: cheap, and different for other weights.
-
-    A safetensors header names every tensor with its shape and place; the first chunk of data after it tells apart
-    checkpoints of one architecture.
-    """
-    digest = hashlib.sha256()
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
-        digest.update(f"{path.name}:{path.stat().st_size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(HASH_CHUNK_BYTES))
-            file.seek(-min(path.stat().st_size, HASH_CHUNK_BYTES), 2)
-            digest.update(file.read(HASH_CHUNK_BYTES))
-    return digest.hexdigest()[:16]
 
 
 def build_card(folder: Path, name: str, engine: Engine) -> ModelCard:

@@ -41,6 +41,7 @@ _ENGINE_OPTIONS = (
     "dtype",
     "device",
     "attention_backend",
+    "deterministic",
     "max_model_len",
     "seed",
     "max_logprobs",
@@ -60,6 +61,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=DTYPES, help="of weights, activations and KV cache")
     group.add_argument("--device", choices=DEVICES)
     group.add_argument("--attention-backend", choices=ATTENTION_BACKENDS)
+    group.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        help="bit-identical logits in any batch (default: on a CPU where that is nearly free)",
+    )
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="of prompt and output together")
     group.add_argument("--seed", type=int, help="of the generator that draws seeds where a request brings none")
     group.add_argument("--max-logprobs", type=int, metavar="N", help="that a request may ask for; -1 is no limit")

@@ -100,6 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="share the KV blocks of equal prefixes"
     )
+    engine.add_argument(
+        "--deterministic", action=argparse.BooleanOptionalAction, help="bit-identical logits in any batch, on a CPU"
+    )
 
 
 def parse_options(arguments: argparse.Namespace) -> ServeOptions:
@@ -131,6 +134,8 @@ def _engine_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:
             given += [flag, value]
     if arguments.enable_prefix_caching is not None:
         given.append("--enable-prefix-caching" if arguments.enable_prefix_caching else "--no-enable-prefix-caching")
+    if arguments.deterministic is not None:
+        given.append("--deterministic" if arguments.deterministic else "--no-deterministic")
     return tuple(given)
 
 

@@ -74,11 +74,12 @@ def compiled(compiler: str, head_dim: int, folder: Path) -> Path:
 def _fingerprint(compiler: str, flags: list[str]) -> str:
     """Of all that the machine code depends on: a cache folder may be shared by unlike machines."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_COMPILE_LIMIT_S).stdout
-    parts = [SOURCE.read_bytes(), " ".join(flags).encode(), version, platform.machine().encode(), _cpu_features()]
+    parts = [SOURCE.read_bytes(), " ".join(flags).encode(), version, platform.machine().encode(), cpu_features()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _cpu_features() -> bytes:
+def cpu_features() -> bytes:
+    """The processor's name and its instruction sets, as the system tells them."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:

@@ -1,0 +1,77 @@
+"""Whether a model computes bit for bit the same in any batch here, and a name for the bits that it gives."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from pagestream_engine.attention import AttentionBackend
+from pagestream_engine.attention.native.library import cpu_features
+from pagestream_engine.folder import model_revision
+from pagestream_engine.model.llama import LlamaModel
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How a loaded model computes."""
+
+    deterministic: bool
+    """Whether a token's logits depend on its sequence alone, bit for bit."""
+    linears: bytes
+    """Digest of the bits that the linears give trial rows; empty where none were tried."""
+
+
+def settle_numerics(model: LlamaModel, backend: AttentionBackend[Any], wanted: bool | None) -> Numerics:
+    """Makes the model's linears batch-invariant if that is wanted, or, by None, if it costs next to nothing here.
+
+    Args:
+        model: whose linears are tried.
+        backend: where it is not exact, nothing can be.
+        wanted: `ModelConfig.deterministic`.
+    """
+    if wanted is False or not backend.is_exact:
+        return Numerics(False, b"")
+    started = perf_counter()
+    tried = model.probe_row_counts()
+    _log.info("tried the row counts of %d shapes of linears in %.2f s", len(tried), perf_counter() - started)
+    if wanted is None and not all(row_counts.is_free for row_counts in tried):
+        _log.info(
+            "logits may depend on the batch in their last bits: this machine's linears do; deterministic undoes it"
+        )
+        return Numerics(False, b"")
+    model.use_row_counts()
+    return Numerics(True, b"".join(row_counts.digest for row_counts in tried))
+
+
+def fingerprint(model_dir: Path, backend: AttentionBackend[Any], max_model_len: int, numerics: Numerics) -> str:
+    """16 hexadecimal digits of a SHA-256 over all that the bits of a logit may depend on."""
+    shape = backend.shape
+    parts = [
+        model_revision(model_dir),
+        str(shape.dtype),
+        str(shape.block_size),
+        str(max_model_len),
+        type(backend).__name__,
+        backend.kernel_version,
+        "deterministic" if numerics.deterministic else "default",
+        numerics.linears.hex(),
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        str(torch.get_num_threads()),
+        _device(backend.device),
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} {torch.version.cuda}"
+    return hashlib.sha256(cpu_features()).hexdigest()
