@@ -90,7 +90,9 @@ async def running_worker(
     await broker.publish_model(build_card(folder, MODEL, engine))
     worker = Worker(thread, WorkerSettings(str(folder), "", MODEL, "worker"))
     stop = asyncio.Event()
-    async with EngineSession(broker, model=MODEL, engine_id="worker", on_lost=worker.drop, load=worker.load) as session:
+    async with EngineSession(
+        broker, model=MODEL, engine_id="worker", on_lost=worker.drop, load=worker.load, on_wanted=worker.want
+    ) as session:
         task = asyncio.create_task(worker.run(session, stop))
         running = Running(worker, task, stop)
         try:

@@ -128,8 +128,9 @@ class EngineSession:
         if await self._runs_alone():
             return claims
         with self._holdings.claiming():
-            for number in self._to_look_at():
+            for number in numbers:
                 room = max_requests - len(claims)
+        numbers = self._to_look_at()
                 if room <= 0 or max_prompt_tokens <= 0:
                     break
                 asked_at = time.monotonic()
