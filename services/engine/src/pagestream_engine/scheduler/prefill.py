@@ -19,36 +19,40 @@ class PrefillSet:
     def __init__(self, cache: CacheManager) -> None:
         self.sequences: list[Sequence] = []
         """Those that compute: alone, as the leader of a group, or on from a prompt that a leader has computed."""
+        self._led: list[SequenceGroup] = []  # with followers
         self._cache = cache
 
     def __len__(self) -> int:
         """Followers are counted too."""
-        return len(self.sequences) + sum(len(seq.group.followers) for seq in self.sequences)
+        return len(self.sequences) + sum(len(group.followers) for group in self._led)
 
     def __iter__(self) -> Iterator[Sequence]:
-        for seq in self.sequences:
-            yield seq
-            yield from seq.group.followers
+        yield from self.sequences
+        for group in self._led:
+            yield from group.followers
 
-    def can_admit(self, group: SequenceGroup, leader: Sequence, prefix: list[int], num_running: int) -> bool:
-        """Whether all their present tokens fit, and leave some room for the others to grow.
+    def num_promised_blocks(self) -> int:
+        """Blocks that those that were admitted have yet to take: they take them chunk by chunk."""
+        own = sum(self._num_own_blocks(seq) for group in self._led for seq in group.followers)
+        return own + sum(self._cache.num_missing_blocks(seq, len(seq)) for seq in self.sequences)
 
-        Blocks are taken chunk by chunk, so what those that were admitted have yet to take is set aside: nothing is
-        admitted that could not be computed to its end.
-        """
+    def num_wanted_blocks(self, group: SequenceGroup, leader: Sequence, prefix: list[int]) -> int:
+        """Free blocks that all the present tokens of a group take, the cached prefix of its leader adopted."""
         cache = self._cache
         wanted = cache.num_missing_blocks(leader, len(leader)) - len(prefix) + cache.num_free_blocks_used_by(prefix)
-        wanted += sum(self._num_own_blocks(seq) for seq in group.members if seq is not leader)
-        promised = sum(cache.num_missing_blocks(seq, len(seq)) for seq in self.sequences)
-        promised += sum(self._num_own_blocks(seq) for leading in self.sequences for seq in leading.group.followers)
-        reserve = -(-num_running // _RESERVE_SHARE)
-        return wanted + promised + reserve <= cache.pool.num_free
+        return wanted + sum(self._num_own_blocks(seq) for seq in group.members if seq is not leader)
+
+    def num_reserved_blocks(self, num_running: int) -> int:
+        """Blocks to keep free when another is admitted."""
+        return -(-num_running // _RESERVE_SHARE)
 
     def admit(self, group: SequenceGroup, leader: Sequence, prefix: list[int]) -> None:
         """Starts a group: its leader from its cached prefix, the others when the leader has computed the prompt."""
         for seq in group.members:
             seq.state = SequenceState.RUNNING
         group.followers = [seq for seq in group.members if seq is not leader]
+        if group.followers:
+            self._led.append(group)
         self._start(leader, prefix)
         for seq in group.members:
             if not seq.was_admitted:
@@ -59,6 +63,7 @@ class PrefillSet:
         """Lets the followers share the prompt that their leader has computed. Returns those that have no output yet and
         sample from its logits, or have only one token to compute."""
         followers, leader.group.followers = leader.group.followers, []
+        self._led.remove(leader.group)
         ready = []
         for seq in followers:
             prefix = self._cache.find_prefix(seq) if seq.num_output_tokens else []
@@ -105,3 +110,4 @@ class PrefillSet:
     def drop_stopped(self) -> None:
         """Forgets the sequences that no longer run."""
         self.sequences = [seq for seq in self.sequences if seq.state is SequenceState.RUNNING]
+        self._led = [group for group in self._led if group.followers]

@@ -158,31 +158,37 @@ class Scheduler:
         return budget
 
     def _admit(self, chunks: list[ScheduledSequence], budget: int) -> None:
-        """Admits waiting groups in order, until one does not fit."""
+        """Admits waiting groups in order, until one does not fit: nothing is admitted that could not be computed to its
+        end, with some room left for the others to grow."""
+        prefill = self._prefill
+        promised = prefill.num_promised_blocks()
         while budget > 0 and self.num_running < self._config.max_num_seqs:
             group = self._waiting.peek()
             if group is None:
                 return
             leader = group.choose_leader()
             prefix = self._cache.find_prefix(leader)
-            if not self._has_room(group, leader, prefix):
+            wanted = promised + prefill.num_wanted_blocks(group, leader, prefix)
+            if not self._has_room(group, wanted):
                 if self.num_running or len(group.members) == 1:
                     return
                 self._split_waiting()
                 continue
             self._waiting.pop()
-            self._prefill.admit(group, leader, prefix)
-            chunk = self._prefill.next_chunk(leader, budget)
+            num_free = self._cache.pool.num_free
+            prefill.admit(group, leader, prefix)
+            chunk = prefill.next_chunk(leader, budget)
             if chunk is None:
                 raise InvariantViolation(f"{leader!r} was admitted without room for a token")
             chunks.append(chunk)
             budget -= chunk.num_new_tokens
+            promised = wanted - (num_free - self._cache.pool.num_free)
 
-    def _has_room(self, group: SequenceGroup, leader: Sequence, prefix: list[int]) -> bool:
+    def _has_room(self, group: SequenceGroup, num_wanted_blocks: int) -> bool:
         num_running = self.num_running
         if num_running + len(group.members) > self._config.max_num_seqs:
             return False
-        return self._prefill.can_admit(group, leader, prefix, num_running)
+        return num_wanted_blocks + self._prefill.num_reserved_blocks(num_running) <= self._cache.pool.num_free
 
     def _split_waiting(self) -> None:
         """Takes the last member out of the next group, which does not even fit alone."""
