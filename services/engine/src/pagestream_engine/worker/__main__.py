@@ -94,6 +94,7 @@ async def serve(settings: WorkerSettings, config: EngineConfig, stop: asyncio.Ev
             engine_id=settings.engine_id,
             on_lost=worker.drop,
             load=worker.load,
+            fingerprint=engine.fingerprint,
             on_wanted=worker.want,
         )
         await _unless_stopped(_when_redis_is_there(lambda: stack.enter_async_context(session)), stop)

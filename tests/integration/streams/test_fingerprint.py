@@ -1,0 +1,95 @@
+"""A request that has tokens goes on where tokens are computed as before: on engines with an equal fingerprint."""
+
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from pagestream_streams import Broker, EngineSession, GatewaySession
+from token_streams import FAST, MODEL, Worker, eventually, numbers, read_all, spec
+
+OLD, NEW = "0123456789abcdef", "fedcba9876543210"
+
+
+@asynccontextmanager
+async def engine_of(broker: Broker, fingerprint: str, name: str = "engine") -> AsyncIterator[Worker]:
+    lost: list[str] = []
+    async with EngineSession(
+        broker, model=MODEL, engine_id=name, on_lost=lost.extend, fingerprint=fingerprint
+    ) as session:
+        yield Worker(session, lost)
+
+
+async def begun_on(broker: Broker, gateway: GatewaySession, fingerprint: str, tokens: int) -> str:
+    """A request that an engine of this fingerprint has brought so far and handed back."""
+    request = spec()
+    await gateway.accept(request)
+    async with engine_of(broker, fingerprint) as engine:
+        [claim] = await engine.claim()
+        await engine.generate(claim, tokens)
+    return request.request_id
+
+
+async def test_only_an_equal_one_goes_on_with_tokens(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway:
+        request_id = await begun_on(broker, gateway, OLD, 3)
+        async with engine_of(broker, NEW, "new") as new, engine_of(broker, OLD, "old") as old:
+            fresh = spec()
+            await gateway.accept(fresh)
+            [claim] = await new.claim()
+            assert claim.request_id == fresh.request_id, "what goes on comes first, but not to this engine"
+            assert await new.session.claim(max_requests=9, max_prompt_tokens=1000) == []
+            [claim] = await old.claim()
+            assert (claim.request_id, claim.next_index) == (request_id, 3)
+            await old.generate(claim, 5, finish=True)
+        assert numbers(await read_all(gateway, request_id)) == list(range(100, 105))
+
+
+async def test_any_goes_on_without_tokens(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway:
+        request_id = await begun_on(broker, gateway, OLD, 0)
+        async with engine_of(broker, NEW) as engine:
+            [claim] = await engine.claim()
+            assert claim.request_id == request_id
+
+
+async def test_an_unknown_one_goes_with_any(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway:
+        for first, second in ((OLD, ""), ("", NEW)):
+            request_id = await begun_on(broker, gateway, first, 2)
+            async with engine_of(broker, second) as engine:
+                [claim] = await engine.claim()
+                assert claim.request_id == request_id
+                await engine.generate(claim, 3, finish=True)
+
+
+async def test_after_its_time_any_will_do_and_is_the_one_to_match(redis_url: str, broker: Broker) -> None:
+    hasty = dataclasses.replace(FAST, fingerprint_grace_ms=200)
+    async with GatewaySession(broker) as gateway, await Broker.connect(redis_url, hasty) as impatient:
+        request_id = await begun_on(broker, gateway, OLD, 2)
+        async with engine_of(impatient, NEW) as engine:
+            assert await engine.session.claim(max_requests=1, max_prompt_tokens=1000) == []
+            [claim] = await engine.claim()
+            assert (claim.request_id, claim.next_index) == (request_id, 2)
+        async with engine_of(broker, OLD, "old") as old, engine_of(broker, NEW, "new") as new:
+            assert await old.session.claim(max_requests=1, max_prompt_tokens=1000) == []
+            [claim] = await new.claim()
+            assert claim.request_id == request_id
+
+
+async def test_its_own_queue_ends_with_it_and_counts_as_queued(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway:
+        request_id = await begun_on(broker, gateway, OLD, 2)
+        where = await broker.directory.locate(request_id)
+        await eventually(lambda: gateway._queued.get(where) == 1)
+        queue = f"{where.prefix}queue:resume:{OLD}"
+        assert await broker.connection.execute("XLEN", queue) == 1
+        async with engine_of(broker, OLD) as engine:
+            [claim] = await engine.claim()
+            await engine.generate(claim, 3, finish=True)
+            await engine.session.claim(max_requests=1, max_prompt_tokens=1000)
+
+            async def is_gone() -> bool:
+                await engine.session.claim(max_requests=1, max_prompt_tokens=1000)
+                return not await broker.connection.execute("EXISTS", queue)
+
+            await eventually(is_gone)
