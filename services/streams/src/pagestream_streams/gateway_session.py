@@ -14,6 +14,7 @@ from pagestream_streams import ids, keys, placement
 from pagestream_streams.broker import Broker
 from pagestream_streams.connection import Call
 from pagestream_streams.errors import IdempotencyConflict, QueueFull, RequestNotFound, Unavailable
+from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.keys import Partition
 from pagestream_streams.readers import Readers
 from pagestream_streams.scripts import ACCEPT, GATEWAY_HEARTBEAT
@@ -116,6 +117,7 @@ class GatewaySession:
             raise self._queue_full(spec.tenant, reply[1:])
         if reply[0] == 3:
             raise RequestNotFound(spec.request_id)
+        reach(FaultPoint.ACCEPTED)
 
     async def accept_once(self, spec: RequestSpec, *, key: str, body_digest: str) -> str:
         """Accepts a request once for a tenant's idempotency key; returns the id that runs: the spec's, or that of an

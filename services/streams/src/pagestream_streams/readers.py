@@ -15,6 +15,7 @@ from pagestream_streams.broker import Broker
 from pagestream_streams.connection import Call
 from pagestream_streams.entries import from_fields
 from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, RequestNotFound, Unavailable
+from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.follower import Follower
 from pagestream_streams.keys import Partition
 from pagestream_streams.scripts import POLL, REGISTER, UNREGISTER
@@ -103,6 +104,7 @@ class Readers:
             while not follower.ended:
                 entries = await self._next(follower)
                 if entries:
+                    reach(FaultPoint.FORWARDING)
                     yield entries
         finally:
             self._leave(follower)

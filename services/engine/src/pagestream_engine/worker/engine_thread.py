@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
+from pagestream_streams.fault_points import FaultPoint, reach
+
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.outputs import EngineStats, StepOutput
@@ -132,9 +134,12 @@ class EngineThread(threading.Thread):
             self._on_outputs(outputs)
 
     def _tell_change(self, change: StepChange | None) -> None:
-        told = None if change is None else self._on_change(change)
+        if change is None:
+            return
+        told = self._on_change(change)
         if told is not None:
             wait([told], TOLD_LIMIT_S)
+        reach(FaultPoint.PREFILL)
 
     def _carry_out_commands(self, engine: Engine) -> bool:
         blocks = not engine.has_unfinished_requests()

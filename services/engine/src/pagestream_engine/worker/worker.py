@@ -13,6 +13,7 @@ from typing import Any
 
 from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
 from pagestream_streams.errors import Unavailable
+from pagestream_streams.fault_points import FaultPoint, reach
 
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.outputs import EngineStats, StepOutput
@@ -134,7 +135,10 @@ class Worker:
                 await self._wait_for_room()
                 continue
             try:
+                reach(FaultPoint.QUEUED)
                 claims = await session.claim(max_requests=max_requests, max_prompt_tokens=max_prompt_tokens)
+                if claims:
+                    reach(FaultPoint.CLAIMED)
                 for claim in claims:
                     self._start(claim)
                 if not claims:
@@ -239,6 +243,7 @@ class Worker:
             self._prefilling.pop(output.request_id, None)
             request.add_output(int(choice), output)
             if output.finish_reason is not None:
+                reach(FaultPoint.LAST_TOKEN)
                 self._running.discard(output.request_id)
                 self._room.set()
             if output.error is not None:

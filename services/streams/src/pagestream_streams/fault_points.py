@@ -1,0 +1,164 @@
+"""Moments at which a harness may kill, stop or cut off this process; they do nothing unless it was started for that.
+
+With PAGESTREAM_FAULT_POINTS=PATH, the path of a Unix socket on which a harness listens, a process connects at the first
+moment that it reaches, says `hello PID`, and takes `arm NAME K` lines up to an `ok`. More may come at any time. When it
+reaches NAME for the K-th time from then on, it says `at NAME` and stands still, with all its threads that reach a
+moment, until it reads `go`: so the harness does whatever it wants while the process is exactly there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+
+from pagestream_streams.records import Append
+
+VARIABLE = "PAGESTREAM_FAULT_POINTS"
+IS_ON = VARIABLE in os.environ
+
+_ANSWER_LIMIT_S = 120.0  # a harness that hangs must not keep a process for ever
+_GO = "go"
+_OK = "ok"
+
+
+class FaultPoint(StrEnum):
+    """Every moment, in the order of a request's life."""
+
+    ACCEPTED = "accepted"
+    """Gateway: the request is in Redis, its client has not been told."""
+    QUEUED = "queued"
+    """Engine: it has room and is about to ask for requests."""
+    CLAIMED = "claimed"
+    """Engine: requests are its own in Redis, and nobody works on them."""
+    PREFILL = "prefill"
+    """Engine: a step with prompts, or with requests that go on, is about to run."""
+    FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
+    """Engine: entry 0 of a log is about to be appended."""
+    MIDDLE = "middle"
+    """Engine: entries that follow others are about to be appended, without an end among them."""
+    APPENDED = "appended"
+    """Engine: entries are in their logs, and no gateway has been woken."""
+    FORWARDING = "forwarding"
+    """Gateway: it has verified entries, and is about to write them to their client."""
+    LAST_TOKEN = "last_token"  # noqa: S105 - a token of text
+    """Engine: a choice's last token has been made, and is not in the log."""
+    FINISH = "finish"
+    """Engine: the end of a log is about to be appended."""
+    FINISHED = "finished"
+    """Engine: the end of a log has been appended; neither this engine's books nor a gateway know."""
+
+
+class Wire:
+    """The line to the harness."""
+
+    def __init__(self, path: str) -> None:
+        """Connects nothing yet: a process may be forked before it reaches its first moment."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._unread = b""
+        self._armed: dict[str, int] = {}
+        self._is_cut = False
+
+    def reach(self, point: FaultPoint) -> None:
+        """Stand still here where the harness armed this moment and wants this passage. It may never return."""
+        with self._lock:
+            if self._is_cut:
+                return
+            try:
+                self._take_orders()
+                left = self._armed.get(point, 0) - 1
+                if left > 0:
+                    self._armed[point] = left
+                elif left == 0:
+                    del self._armed[point]
+                    self._say(f"at {point}")
+                    self._obey_until(_GO)
+            except OSError:  # the harness has gone: nobody would say `go`
+                self.close()
+
+    def close(self) -> None:
+        """Pass every moment from now on."""
+        self._is_cut = True
+        if self._socket is not None:
+            self._socket.close()
+
+    def _take_orders(self) -> None:
+        if self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.settimeout(_ANSWER_LIMIT_S)
+            self._socket.connect(self._path)
+            self._say(f"hello {os.getpid()}")
+            self._obey_until(_OK)
+        self._socket.setblocking(False)
+        try:
+            for line in self._lines():
+                self._obey(line)
+        except BlockingIOError:
+            pass
+        finally:
+            self._socket.settimeout(_ANSWER_LIMIT_S)
+
+    def _obey_until(self, last: str) -> None:
+        for line in self._lines():
+            if line == last:
+                return
+            self._obey(line)
+
+    def _obey(self, line: str) -> None:
+        words = line.split()
+        if words[0] == "arm":
+            self._armed[words[1]] = int(words[2])
+        elif words[0] == "disarm":
+            self._armed.clear()
+
+    def _lines(self) -> Iterator[str]:
+        while True:
+            line, found, rest = self._unread.partition(b"\n")
+            if found:
+                self._unread = rest
+                yield line.decode()
+                continue
+            received = self._socket.recv(4096) if self._socket else b""
+            if not received:
+                raise ConnectionError("the harness has closed the line")
+            self._unread += received
+
+    def _say(self, line: str) -> None:
+        if self._socket is not None:
+            self._socket.sendall(f"{line}\n".encode())
+
+
+_wire = Wire(os.environ.get(VARIABLE, ""))
+
+
+def reach(point: FaultPoint) -> None:
+    """Pass a moment."""
+    if IS_ON:
+        _wire.reach(point)
+
+
+def before_append(appends: Sequence[Append]) -> None:
+    """Pass the moments before an append."""
+    if IS_ON:
+        if any(each.entries and each.first_index == 0 for each in appends):
+            _wire.reach(FaultPoint.FIRST_TOKEN)
+        if any(each.first_index > 0 and not _ends(each) for each in appends):
+            _wire.reach(FaultPoint.MIDDLE)
+        if any(_ends(each) for each in appends):
+            _wire.reach(FaultPoint.FINISH)
+
+
+def after_append(appends: Sequence[Append]) -> None:
+    """Pass the moments after an append."""
+    if IS_ON:
+        _wire.reach(FaultPoint.APPENDED)
+        if any(_ends(each) for each in appends):
+            _wire.reach(FaultPoint.FINISHED)
+
+
+def _ends(append: Append) -> bool:
+    return bool(append.entries) and append.entries[-1].HasField("end")
