@@ -27,6 +27,7 @@ def claim(entries: list[LogEntry] | None = None, *, n: int = 1, num_prompts: int
         nonce=nonce,
         next_index=len(log),
         digest=log[-1].digest if log else "",
+        cached_tokens=0,
         attempts=1,
         deadline=None,
         entries=log,

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from pagestream.v1.records_pb2 import LogSlice, RequestSpec
+from pagestream.v1.records_pb2 import LogSlice, ModelCard, RequestSpec
 
-from pagestream_streams import keys, placement, wakeups
+from pagestream_streams import fault_points, ids, keys, placement, wakeups
 from pagestream_streams.broker import Broker
 from pagestream_streams.connection import Call
 from pagestream_streams.doorbell import Doorbell
 from pagestream_streams.entries import Argument, from_fields, to_arguments
-from pagestream_streams.errors import Unavailable
+from pagestream_streams.errors import ModelNotFound, RequestNotFound, Unavailable
 from pagestream_streams.holdings import Holdings
 from pagestream_streams.keys import Partition
 from pagestream_streams.records import Append, AppendKind, AppendOutcome, Claim
@@ -55,6 +55,7 @@ class EngineSession:
         load: Load | None = None,
         fingerprint: str = "",
         on_wanted: Callable[[], None] | None = None,
+        card: ModelCard | None = None,
     ) -> None:
         """`engine_id` is a name for people; a boot nonce is added. ValueError where it has a space or a colon.
 
@@ -65,6 +66,7 @@ class EngineSession:
         `fingerprint` names how the engine computes (model, mode, kernels, machine): requests that have tokens go on
         where it is equal, elsewhere only after settings.fingerprint_grace_ms; "" goes with any. `on_wanted` is called,
         as on_lost is, when a request has to run alone and this engine was chosen to hand back all that it holds.
+        `card` is published again where Redis has lost the model's.
         """
         name = engine_id or "engine"
         if any(character.isspace() or character == ":" for character in name):
@@ -77,9 +79,11 @@ class EngineSession:
         self._load = load
         self._fingerprint = fingerprint
         self._on_wanted = on_wanted
+        self._card = card
         self._alone: Alone | None = None
         self._holdings = Holdings()
         self._own: list[int] = []
+        self._blocked: int | None = None  # the own partition whose head waits for room that nobody else may take
         self._partition_count = 0
         self._doorbell = Doorbell(self._settings.steal_after_ms / 1000)
         self._subscription = Subscription(broker.connection, [keys.doorbell(model)], self._ring, self._missed)
@@ -119,18 +123,19 @@ class EngineSession:
         """Requests for this engine, each its own from now on; [] if there are none. Never more tokens than asked for.
 
         The tokens of a request that goes on after another engine are its prompt's and those generated. A request that
-        is larger than `max_prompt_tokens` stays at the head of its queue, so an idle engine should offer all it has.
+        is larger than `max_prompt_tokens` stays at the head of its queue, so an idle engine should offer all it has;
+        one that has waited there for settings.ageing_ms, or that goes on, gets what becomes free before any other does.
         Asking again without a doorbell costs nothing until entries that others left may be old enough to take.
         A claim that is `alone` comes by itself, to an engine that holds nothing; until its log has got an entry there
         are no others. Unavailable; then what was claimed is handed back by itself.
         """
         claims: list[Claim] = []
+        numbers = self._to_look_at()
         if await self._runs_alone():
             return claims
         with self._holdings.claiming():
             for number in numbers:
                 room = max_requests - len(claims)
-        numbers = self._to_look_at()
                 if room <= 0 or max_prompt_tokens <= 0:
                     break
                 asked_at = time.monotonic()
@@ -141,6 +146,8 @@ class EngineSession:
                     await self._begin_alone(found[0])
                     break
                 max_prompt_tokens -= sum(_tokens(claim) for claim in found)
+                if self._blocked is not None:
+                    break
                 if not found:
                     self._doorbell.quiet(number, asked_at)
             self._hold(claims)
@@ -161,13 +168,15 @@ class EngineSession:
         """
         places: defaultdict[Partition, list[int]] = defaultdict(list)
         for place, each in enumerate(appends):
-            places[await self._broker.directory.locate(each.request_id)].append(place)
+            places[self._where(each.request_id)].append(place)
         retention_ms = self._settings.retention_s * 1000
         calls = [
             Call(APPEND, where.prefix, _arguments(retention_ms, [appends[i] for i in mine]))
             for where, mine in places.items()
         ]
+        fault_points.before_append(appends)
         replies = await self._broker.connection.run_many(calls)
+        fault_points.after_append(appends)
         results: dict[int, Any] = {}
         for mine, reply in zip(places.values(), replies, strict=True):
             results.update(zip(mine, reply, strict=True))
@@ -189,8 +198,7 @@ class EngineSession:
         for request_ids, step in ((running, 1), (waiting, 0)):
             for request_id in request_ids:
                 if request_id in self._holdings:
-                    where = await self._broker.directory.locate(request_id)
-                    by_partition[where] += [request_id, *self._holdings.fence(request_id), step]
+                    by_partition[self._where(request_id)] += [request_id, *self._holdings.fence(request_id), step]
         await self._broker.connection.run_many([Call(MARK, where.prefix, each) for where, each in by_partition.items()])
 
     async def hand_back(self, request_ids: Collection[str], *, failed: bool = False) -> None:
@@ -200,11 +208,12 @@ class EngineSession:
         """
         by_partition: defaultdict[Partition, list[Argument]] = defaultdict(list)
         for request_id in request_ids:
-            where = await self._broker.directory.locate(request_id)
-            by_partition[where] += [request_id, *self._holdings.fence(request_id)]
+            by_partition[self._where(request_id)] += [request_id, *self._holdings.fence(request_id)]
         if failed:
             for where in await self._broker.directory.all_partitions(self._model):
                 by_partition[where] += []
+        # Should this get lost, the next beats find that Redis shows what is not held, and hand it back.
+        self._holdings.drop(request_ids)
         bell, why, control_ms = keys.doorbell(self._model), "failed" if failed else "stop", self._settings.control_ms
         await self._broker.connection.run_many(
             [
@@ -212,9 +221,11 @@ class EngineSession:
                 for where, triples in by_partition.items()
             ]
         )
-        self._holdings.drop(request_ids)
 
     def _to_look_at(self) -> list[int]:
+        if self._blocked is not None and self._blocked in self._own:
+            return [self._blocked]
+        self._blocked = None
         loud = self._doorbell.loud(self._partition_count)
         own = set(self._own)
         return [number for number in loud if number in own] + [number for number in loud if number not in own]
@@ -241,11 +252,13 @@ class EngineSession:
             settings.fingerprint_grace_ms,
             settings.control_ms,
         )
-        now, rows = reply[0], reply[1:]
+        now, is_blocked, *rows = reply
+        if where.number in self._own:
+            self._blocked = where.number if is_blocked else None
         return [await self._opened(where, nonce, now, row) for row in rows]
 
     async def _opened(self, where: Partition, nonce: str, now: int, row: Sequence[Any]) -> Claim:
-        request_id, spec, epoch, next_index, digest, attempts, deadline, alone = row
+        request_id, spec, epoch, next_index, digest, attempts, deadline, alone, cached = row
         entries = []
         if int(next_index):
             logged = await self._broker.connection.execute("XRANGE", where.log(request_id.decode()), "-", "+")
@@ -257,6 +270,7 @@ class EngineSession:
             next_index=int(next_index),
             digest=digest.decode(),
             attempts=attempts,
+            cached_tokens=int(cached),
             deadline=time.monotonic() + (int(deadline) - now) / 1000 if int(deadline) else None,
             entries=entries,
             alone=bool(alone),
@@ -304,6 +318,13 @@ class EngineSession:
                 alone.passed = True
                 self._doorbell.look_again()
 
+    def _where(self, request_id: str) -> Partition:
+        """A claimed request's partition, which its id names; Redis may have lost the model meanwhile."""
+        name = ids.parse(request_id)
+        if name is None:
+            raise RequestNotFound(request_id)
+        return Partition(self._model, name.partition)
+
     def _ring(self, message: bytes) -> None:
         number = int(message)
         self._doorbell.ring(number, at_once=number in self._own)
@@ -314,7 +335,7 @@ class EngineSession:
 
     async def _beat(self) -> None:
         lease = self._settings.lease_ms
-        partitions = await self._broker.directory.all_partitions(self._model)
+        partitions = await self._all_partitions()
         self._partition_count = len(partitions)
         held = self._holdings.snapshot()
         living, *beats = await self._broker.connection.run_many(
@@ -328,6 +349,17 @@ class EngineSession:
         await self._reconcile(held, {request_id.decode() for ids, _ in beats for request_id in ids})
         if self._on_wanted is not None and any(wanted for _, wanted in beats):
             self._on_wanted()
+
+    async def _all_partitions(self) -> Sequence[Partition]:
+        try:
+            return await self._broker.directory.all_partitions(self._model)
+        except ModelNotFound:
+            if self._card is None:
+                raise
+            _log.warning("%s: Redis has lost the model's card; it is published again", self._id)
+            counted = {"partitions": self._partition_count} if self._partition_count else {}
+            await self._broker.publish_model(self._card, **counted)
+            return await self._broker.directory.all_partitions(self._model)
 
     def _heartbeat_arguments(self) -> tuple[Argument, ...]:
         can_hand_back = self._on_wanted is not None and self._alone is None and len(self._holdings) > 0

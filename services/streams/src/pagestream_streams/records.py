@@ -64,6 +64,7 @@ class Claim:
     next_index: int
     digest: str
     attempts: int  # claims so far, this one included
+    cached_tokens: int  # prompt tokens that earlier claims had from a prefix cache
     deadline: float | None  # on this process' time.monotonic() clock
     entries: list[LogEntry] = field(default_factory=list)  # the log so far
     alone: bool = False  # whether engines died of it: nothing else may run until its log has got an entry

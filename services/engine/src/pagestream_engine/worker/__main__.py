@@ -96,6 +96,7 @@ async def serve(settings: WorkerSettings, config: EngineConfig, stop: asyncio.Ev
             load=worker.load,
             fingerprint=engine.fingerprint,
             on_wanted=worker.want,
+            card=card,
         )
         await _unless_stopped(_when_redis_is_there(lambda: stack.enter_async_context(session)), stop)
         logger.info("ready", extra={"model": settings.served_model_name, "engine_id": session.engine_id})

@@ -86,7 +86,7 @@ class RunningRequest:
         self._outputs: dict[int, list[int]] = {choice: [] for choice in range(self._num_choices)}
         self._finishes: dict[int, int] = {}
         self._running: set[int] = set()
-        self._cached_tokens = 0
+        self._cached_tokens = claim.cached_tokens
         self._entries: list[LogEntry] = []
         self._first_index = claim.next_index  # of self._entries[0]
         self._acknowledged = claim.next_index

@@ -5,16 +5,17 @@
 -- ARGV: engine id, nonce (random), most requests, most tokens, least age of an entry in ms, ageing in ms, lease in ms, drain window in ms,
 --       whether the engine holds nothing (0 | 1), its numerics fingerprint ('': unknown), how long requests that began with another one wait
 --       for such an engine in ms, control time in ms
--- Returns {now, {id, spec, epoch, next, digest, attempts, deadline, alone (0 | 1)}...}.
+-- Returns {now, whether the head of a queue is larger than what is left and has waited long enough for others to wait for it (0 | 1),
+--         {id, spec, epoch, next, digest, attempts, deadline, alone (0 | 1), cached}...}.
 local engine, nonce, max_requests, max_tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local min_age, ageing, lease, window = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
 local idle, fingerprint, patience, control = ARGV[9] == '1', ARGV[10], tonumber(ARGV[11]), tonumber(ARGV[12])
-local meta, now, claims, drained = prefix .. 'meta', now_ms(), {}, 0
-claims[1] = now
+local meta, now, drained = prefix .. 'meta', now_ms(), 0
+local claims, HEAD = {now, 0}, 2
 
 local function own(id, alone)
   local req = prefix .. 'req:' .. id
-  local found = call('HMGET', req, 'state', 'spec', 'next', 'digest', 'deadline', 'print')
+  local found = call('HMGET', req, 'state', 'spec', 'next', 'digest', 'deadline', 'print', 'cached')
   if found[1] ~= 'queued' then
     return false
   end
@@ -23,12 +24,12 @@ local function own(id, alone)
     'print', fingerprint ~= '' and fingerprint or found[6] or '')
   call('HDEL', req, 'queue', 'entry')
   call('SADD', prefix .. 'owned:' .. engine, id)
-  claims[#claims + 1] = {id, found[2], epoch, found[3], found[4], attempts, found[5], alone == '1' and 1 or 0}
+  claims[#claims + 1] = {id, found[2], epoch, found[3], found[4], attempts, found[5], alone == '1' and 1 or 0, found[7]}
   return true
 end
 
 local function is_mine(print, since)
-  return print == '' or fingerprint == '' or print == fingerprint or now - since >= patience
+  return print == '' or fingerprint == '' or print == fingerprint or age(since, now) >= patience
 end
 
 local function claim_suspect()
@@ -75,7 +76,7 @@ end
 local function choose()
   local best
   for _, candidate in pairs(resumes) do
-    if now - candidate.arrival >= min_age and is_mine(candidate.print or '', candidate.arrival)
+    if age(candidate.arrival, now) >= min_age and is_mine(candidate.print or '', candidate.arrival)
       and (not best or candidate.arrival < best.arrival) then
       best = candidate
     end
@@ -86,7 +87,7 @@ local function choose()
   local least
   for class, candidate in pairs(heads) do
     local virtual = candidate.arrival + class * ageing
-    if now - candidate.arrival >= min_age and (not best or virtual < least or virtual == least and tonumber(class) < tonumber(best.name)) then
+    if age(candidate.arrival, now) >= min_age and (not best or virtual < least or virtual == least and tonumber(class) < tonumber(best.name)) then
       best, least = candidate, virtual
     end
   end
@@ -100,19 +101,22 @@ local function take(name)
     ensure_group(queue)
     read = call('XREADGROUP', 'GROUP', GROUP, engine, 'COUNT', 1, 'STREAMS', queue, '>')
   end
-  local entry = read and read[1][2][1]
-  if entry then
-    call('XACK', queue, GROUP, entry[1])
-    call('XDEL', queue, entry[1])
-    uncount(entry[2][2], name, entry[2][4])
-    return entry[2][2]
-  end
+  -- An entry that the group was given by hand is a head like any other: its request's state tells whether it still waits.
+  local entry = read and read[1][2][1] or call('XRANGE', queue, '-', '+', 'COUNT', 1)[1]
+  call('XACK', queue, GROUP, entry[1])
+  call('XDEL', queue, entry[1])
+  uncount(entry[2][2], name, entry[2][4])
+  return entry[2][2]
 end
 
 local alone = idle and max_requests > 0 and call('ZCARD', prefix .. 'suspects') > 0 and control_is_over(now, control) and claim_suspect()
-while not alone and #claims <= max_requests do
+while not alone and #claims - HEAD < max_requests do
   local best = choose()
-  if not best or best.tokens > max_tokens then
+  if not best then
+    break
+  end
+  if best.tokens > max_tokens then
+    claims[2] = (resumes[best.name] or age(best.arrival, now) >= ageing) and 1 or 0
     break
   end
   local id = take(best.name)
@@ -125,11 +129,11 @@ while not alone and #claims <= max_requests do
     heads[best.name] = head(best.name)
     drained = drained + 1
   end
-  if id and own(id, '') then
+  if own(id, '') then
     max_tokens = max_tokens - best.tokens
   end
 end
-if #claims > 1 then
+if #claims > HEAD then
   call('ZADD', prefix .. 'leases', now + lease, engine)
 end
 if drained > 0 then

@@ -6,7 +6,7 @@
 local id, tenant, reason, retention, condition, message = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local req = prefix .. 'req:' .. id
 local found = call('HMGET', req, 'state', 'tenant', 'next', 'digest', 'choices', 'ptok', 'ctok', 'cached', 'owner', 'queue', 'entry', 'readers',
-  'reason', 'class')
+  'reason', 'class', 'attempts', 'died_on')
 local state, next_index, digest = found[1], tonumber(found[3] or 0), found[4]
 if not state or tenant ~= '' and tenant ~= found[2] then
   if condition ~= '' then
@@ -24,15 +24,15 @@ if condition ~= '' then
   end
 end
 
--- A first write that needs no memory lets the others through when Redis is full: to end a request frees some.
+although_full()
 call('ZREM', prefix .. 'graces', id)
 call('HDEL', req, 'queue', 'entry')
 call('ZREM', prefix .. 'suspects', id)
 call('ZREM', prefix .. 'verdicts', id)
 if condition == 'verdicts' then
-  local said, attempts = string.match(message, '%z(.*)$') or message, call('HGET', req, 'attempts')
+  local said = string.match(message, '%z(.*)$') or message
   local dead = call('XADD', prefix .. 'dead', 'MAXLEN', '~', ARGV[7], '*', 'id', id, 'tenant', found[2], 'reason', said, 'index', found[3],
-    'attempts', attempts, 'engines', call('HGET', req, 'died_on'))
+    'attempts', found[15] or 0, 'engines', found[16] or '')
   call('HSET', req, 'dead', dead, 'dead_index', found[3])
 end
 if found[10] then

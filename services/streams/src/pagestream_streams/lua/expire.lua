@@ -2,6 +2,7 @@
 -- ARGV: engine id, or its name without the boot nonce; doorbell channel; partition number; control time in ms
 -- Returns the reclaimed ids.
 local reclaimed, control, now = {}, tonumber(ARGV[4]), now_ms()
+although_full()
 for _, engine in ipairs(call('ZRANGE', prefix .. 'leases', 0, -1)) do
   if engine == ARGV[1] or string.sub(engine, 1, #ARGV[1] + 1) == ARGV[1] .. ':' then
     for _, id in ipairs(call('SMEMBERS', prefix .. 'owned:' .. engine)) do

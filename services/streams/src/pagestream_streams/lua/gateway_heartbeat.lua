@@ -9,5 +9,6 @@ end
 for print in string.gmatch(known[2] or '', '%S+') do
   queued = queued + call('XLEN', prefix .. 'queue:resume:' .. print)
 end
+although_full()
 call('ZADD', prefix .. 'gateways', now_ms() + ARGV[2], ARGV[1])
 return {call('SCARD', prefix .. 'reads:' .. ARGV[1]), queued}

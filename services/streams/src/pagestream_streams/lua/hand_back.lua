@@ -3,6 +3,7 @@
 --       time in ms, then for each request: id, epoch, nonce ('' and '': whatever claim it is)
 -- Returns the ids that were handed back.
 local engine, died, control, now, back = ARGV[1], ARGV[4] == 'failed', tonumber(ARGV[5]), now_ms(), {}
+although_full()
 for i = 6, #ARGV, 3 do
   local id = ARGV[i]
   local found = call('HMGET', prefix .. 'req:' .. id, 'state', 'owner', 'epoch', 'nonce')

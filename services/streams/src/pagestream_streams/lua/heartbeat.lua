@@ -4,6 +4,7 @@
 --       in ms, control time in ms
 -- Returns {the ids that it owns, 1: a suspect waits for this engine, 0: none does}.
 local engine, lease, patience, control, now = ARGV[1], ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5]), now_ms()
+although_full()
 call('ZADD', prefix .. 'leases', now + lease, engine)
 call('HSETNX', prefix .. 'meta', 'up', now)
 

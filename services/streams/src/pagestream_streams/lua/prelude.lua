@@ -8,6 +8,16 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
+-- How long something has waited. A clock that was set back must not let it wait until it has caught up.
+local function age(since, now)
+  return now < tonumber(since) and math.huge or now - since
+end
+
+-- A first write that needs no memory lets a script's others through when Redis is full: what keeps time going, or frees something, must run then.
+local function although_full()
+  call('ZREM', prefix .. 'graces', '')
+end
+
 local function chain(digest, body)
   return string.sub(redis.sha1hex(digest .. ':' .. body), 1, 16)
 end
@@ -100,7 +110,7 @@ end
 -- Between two runs of suspects engines run everything else for a while: in a storm they die then, too. It counts only while an engine lives.
 local function control_is_over(now, control)
   local found = call('HMGET', prefix .. 'meta', 'up', 'alone_died')
-  return found[1] and (not found[2] or now - math.max(found[1], found[2]) >= control)
+  return found[1] and (not found[2] or age(math.max(found[1], found[2]), now) >= control)
 end
 
 local function control_time(deaths, control)

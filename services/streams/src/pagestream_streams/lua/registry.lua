@@ -3,7 +3,7 @@
 -- Returns the ids of the living engines.
 local now = now_ms()
 if ARGV[1] ~= '' then
+  call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now) -- first: it needs no memory, which lets the other through when Redis is full
   call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
-  call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 end
 return call('ZRANGEBYSCORE', KEYS[1], '(' .. now, '+inf')

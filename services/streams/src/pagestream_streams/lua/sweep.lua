@@ -13,6 +13,7 @@ local restarted = not last[1] or last[2] ~= run_id or now - last[1] > hole or no
 if not restarted and now - last[1] < interval then
   return {{}, {}, {}, 0, {}}
 end
+although_full()
 call('HSET', meta, 'swept', now, 'run_id', run_id)
 
 local function postpone(key, length)
@@ -35,6 +36,11 @@ if restarted then
   postpone('gateways', gateway_lease)
   restart_graces()
   call('HDEL', meta, 'up')
+  for _, key in ipairs({'suspects', 'verdicts'}) do
+    for _, id in ipairs(call('ZRANGEBYSCORE', prefix .. key, now + control * 16, '+inf')) do
+      call('ZADD', prefix .. key, now, id)
+    end
+  end
 end
 
 local reclaimed = {}

@@ -2,6 +2,7 @@
 -- ARGV: gateway id, ids
 -- Returns nothing of use.
 local now = now_ms()
+although_full()
 for i = 2, #ARGV do
   remove_reader(ARGV[i], ARGV[1], now)
 end

@@ -1,0 +1,135 @@
+"""Clocks that go back, servers that are full, keys that got lost, heads that are too large: time and claims go on."""
+
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
+from pagestream_streams import Append, Broker, EngineSession, GatewaySession
+from pagestream_streams.keys import Partition
+from token_streams import FAST, MODEL, TENANT, card, ending, eventually, spec, worker
+
+HERE = Partition(MODEL, 0)
+
+
+@pytest.fixture
+async def full(broker: Broker) -> AsyncIterator[None]:
+    """Redis refuses all that needs memory."""
+    await broker.connection.execute("SET", "ballast", "x" * 100_000)
+    await broker.connection.execute("CONFIG", "SET", "maxmemory", "1")
+    yield
+    await broker.connection.execute("CONFIG", "SET", "maxmemory", "0")
+
+
+async def test_requests_are_claimed_although_redis_clock_has_gone_back(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        seconds, _ = await broker.connection.execute("TIME")
+        queue, later = f"{HERE.prefix}queue:0", f"{(int(seconds) + 3600) * 1000}-0"
+        # What an entry leaves that came and went before the clock was set back by an hour.
+        await broker.connection.execute("XADD", queue, later, "id", "x", "t", 1)
+        await broker.connection.execute("XDEL", queue, later)
+        request = spec()
+        await gateway.accept(request)
+        [claim] = await engine.claim()
+        assert claim.request_id == request.request_id
+
+
+async def test_a_full_redis_still_ends_requests_whose_deadline_passes(broker: Broker, full: None) -> None:
+    await broker.connection.execute("CONFIG", "SET", "maxmemory", "0")
+    async with GatewaySession(broker) as gateway:
+        request = spec(deadline_ms=300)
+        await gateway.accept(request)
+        await broker.connection.execute("CONFIG", "SET", "maxmemory", "1")
+
+        async def is_over() -> bool:
+            return (await broker.view(request.request_id, TENANT)).state == REQUEST_STATE_FINISHED
+
+        await eventually(is_over)
+
+
+async def test_a_full_redis_robs_no_living_engine(broker: Broker, redis_url: str) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        request = spec()
+        await gateway.accept(request)
+        await engine.claim()
+        await broker.connection.execute("SET", "ballast", "x" * 100_000)
+        await broker.connection.execute("CONFIG", "SET", "maxmemory", "1")
+        before = float(await broker.connection.execute("ZSCORE", f"{HERE.prefix}leases", engine.session.engine_id))
+
+        async def is_renewed() -> bool:
+            lease = await broker.connection.execute("ZSCORE", f"{HERE.prefix}leases", engine.session.engine_id)
+            return float(lease) > before + 2 * FAST.lease_ms
+
+        await eventually(is_renewed)
+        await broker.connection.execute("CONFIG", "SET", "maxmemory", "0")
+        assert engine.lost == []
+        assert (await broker.view(request.request_id, TENANT)).attempts == 1
+
+
+async def test_a_lost_model_card_is_published_again_by_its_engine(broker: Broker) -> None:
+    async with EngineSession(broker, model=MODEL, on_lost=lambda _: None, card=card(MODEL)) as session:
+        await broker.connection.execute("FLUSHALL")
+
+        async def is_known() -> bool:
+            return [(info.name, info.partitions) for info in await broker.models()] == [(MODEL, 2)]
+
+        await eventually(is_known)
+        async with GatewaySession(broker) as gateway:
+            request = spec(partition=1)
+            await gateway.accept(request)
+            claims = []
+            while not claims:
+                claims = await session.claim(max_requests=1, max_prompt_tokens=100)
+                await session.wait_for_work(0.05)
+            assert claims[0].request_id == request.request_id
+
+
+async def test_an_entry_that_somebody_else_read_is_a_head_like_any_other(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway:
+        first, second = spec(), spec()
+        await gateway.accept(first)
+        await gateway.accept(second)
+        queue = f"{HERE.prefix}queue:0"
+        await broker.connection.execute("XREADGROUP", "GROUP", "engines", "by hand", "STREAMS", queue, ">")
+        async with worker(broker) as engine:
+            claims = await engine.claim(2)
+            assert {claim.request_id for claim in claims} == {first.request_id, second.request_id}
+        assert await broker.connection.execute("XLEN", queue) == 0
+
+
+async def test_a_large_head_gets_what_becomes_free_before_others_do(redis_url: str) -> None:
+    aged = dataclasses.replace(FAST, ageing_ms=50)
+    async with await Broker.connect(redis_url, aged) as broker:
+        await broker.publish_model(card(MODEL), partitions=2)
+        async with GatewaySession(broker) as gateway, worker(broker) as engine:
+            session = engine.session
+            await eventually(lambda: len(session._own) == 2)
+            large = spec(prompt=range(1, 81))
+            await gateway.accept(large)
+            running = []
+            for turn in range(200):
+                await gateway.accept(spec(partition=1, prompt=range(1, 21)))
+                free = 100 - sum(len(claim.spec.prompts[0].ids) for claim in running)
+                running += await session.claim(max_requests=9, max_prompt_tokens=free) if free else []
+                if any(claim.request_id == large.request_id for claim in running):
+                    break
+                if turn > 3:
+                    done = running.pop(0) if running else None
+                    if done is not None:
+                        entries = ending("", count=0)
+                        await session.append([Append(done.request_id, done.epoch, done.nonce, 0, entries)])
+                await session.wait_for_work(0.01)
+            assert any(claim.request_id == large.request_id for claim in running)
+
+
+async def test_a_claim_knows_what_earlier_ones_had_from_a_cache(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        request = spec()
+        await gateway.accept(request)
+        [claim] = await engine.claim()
+        assert claim.cached_tokens == 0
+        entries = ending("", count=0)[:1]
+        await engine.session.append([Append(claim.request_id, claim.epoch, claim.nonce, 0, entries, cached_tokens=32)])
+        await engine.session.hand_back([claim.request_id])
+        [again] = await engine.claim()
+        assert again.cached_tokens == 32
