@@ -1,0 +1,67 @@
+"""The Python client of Pagestream: ask any of several gateways, and read one unbroken stream."""
+
+from pagestream_client.async_client import AsyncClient
+from pagestream_client.async_stream import AsyncStream
+from pagestream_client.chunks import Chunk, FinishReason, Logprob, RequestError, Usage
+from pagestream_client.client import Client
+from pagestream_client.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    GenerationFailed,
+    IdempotencyConflict,
+    InvalidRequest,
+    ModelNotFound,
+    OffsetOutOfRange,
+    PagestreamError,
+    Position,
+    Quarantined,
+    QueueFull,
+    RequestNotFound,
+    ServerError,
+    StreamClosed,
+    Unauthenticated,
+    Unavailable,
+)
+from pagestream_client.generations import Choice, Generation, put_together
+from pagestream_client.requests import OnDisconnect, SamplingOptions
+from pagestream_client.settings import Reconnection, Transport
+from pagestream_client.stream import Stream
+from pagestream_client.views import ModelInfo, RequestInfo, RequestState
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Choice",
+    "Chunk",
+    "Client",
+    "DataLoss",
+    "DeadlineExceeded",
+    "FinishReason",
+    "Generation",
+    "GenerationFailed",
+    "IdempotencyConflict",
+    "InvalidRequest",
+    "Logprob",
+    "ModelInfo",
+    "ModelNotFound",
+    "OffsetOutOfRange",
+    "OnDisconnect",
+    "PagestreamError",
+    "Position",
+    "Quarantined",
+    "QueueFull",
+    "Reconnection",
+    "RequestError",
+    "RequestInfo",
+    "RequestNotFound",
+    "RequestState",
+    "SamplingOptions",
+    "ServerError",
+    "Stream",
+    "StreamClosed",
+    "Transport",
+    "Unauthenticated",
+    "Unavailable",
+    "Usage",
+    "put_together",
+]

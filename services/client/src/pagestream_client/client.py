@@ -1,0 +1,182 @@
+"""The client for programs that block."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+from pagestream.v1 import inference_pb2 as api
+from pagestream.v1.inference_pb2_grpc import InferenceStub
+
+from pagestream_client.chunks import FinishReason, reason_of
+from pagestream_client.core import ClientCore
+from pagestream_client.errors import Position, StreamClosed
+from pagestream_client.requests import Input, OnDisconnect, SamplingOptions, generate_request
+from pagestream_client.settings import Reconnection, Transport
+from pagestream_client.status import failure_of
+from pagestream_client.stream import Stream
+from pagestream_client.views import ModelInfo, RequestInfo, model_info_of, request_info_of
+
+
+class Client:
+    """Asks any of several gateways, and goes on at another one when a connection dies.
+
+    Used from any number of threads, as `with Client([...]) as client`, or closed by `close`.
+
+    Args:
+        targets: "host:port" of each gateway's gRPC port.
+        api_key: shown to the gateways, where they ask for one.
+        credentials: of a TLS connection, such as `grpc.ssl_channel_credentials()`; None is no TLS.
+        reconnection: how long and how often to try.
+        transport: how connections are made and watched.
+
+    Raises:
+        ValueError: a target is not "host:port".
+    """
+
+    def __init__(
+        self,
+        targets: str | Sequence[str],
+        *,
+        api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        reconnection: Reconnection | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        self._core = ClientCore(
+            targets, api_key=api_key, credentials=credentials, reconnection=reconnection, transport=transport
+        )
+        self._channels: dict[str, grpc.Channel] = {}
+        self._stubs: dict[str, Any] = {}
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        """Connections are made when they are needed."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends open streams (their readers hear StreamClosed) and all connections."""
+        with self._lock:
+            self._closed = True
+            streams, channels = list(self._streams), self._channels
+            self._channels, self._stubs = {}, {}
+        for stream in streams:
+            stream.abandon()
+        for channel in channels.values():
+            channel.close()
+
+    def generate(
+        self,
+        model: str = "",
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        continue_final_message: bool = False,
+        deadline_s: float | None = None,
+        idempotency_key: str | None = None,
+        on_disconnect: OnDisconnect | str = OnDisconnect.CANCEL,
+        priority: int = 0,
+        client_request_id: str = "",
+        **sampling: Unpack[SamplingOptions],
+    ) -> Stream:
+        """Asks for a generation. It is sent when the stream is first read, or by its `accepted`.
+
+        Args:
+            model: the served name; may be empty where exactly one is served.
+            prompt: text; or one of the next two.
+            prompt_token_ids: token ids, taken as they are.
+            messages: a conversation of `{"role": ..., "content": ...}`.
+            continue_final_message: whether the last message is a beginning to go on with.
+            deadline_s: seconds after which the request ends with FinishReason.DEADLINE, wherever it is.
+            idempotency_key: a later call with the same key and body joins this request; the client makes one of its own
+                otherwise.
+            on_disconnect: "cancel" or "continue" when nobody reads any more.
+            priority: 0 is served first.
+            client_request_id: the caller's own id, kept as metadata.
+            sampling: see SamplingOptions.
+
+        Raises:
+            InvalidRequest: an argument can't be sent. All else is raised by the stream.
+        """
+        request = generate_request(
+            model,
+            Input(prompt, prompt_token_ids, messages, continue_final_message),
+            sampling,
+            idempotency_key=idempotency_key,
+            on_disconnect=on_disconnect,
+            priority=priority,
+            client_request_id=client_request_id,
+        )
+        return self._stream(request, deadline_s)
+
+    def resume(self, request_id: str, next_index: int = 0, digest: str = "") -> Stream:
+        """A request's stream from a place on, also after its end until its retention time has passed.
+
+        Args:
+            request_id: as `Stream.accepted` or a chunk told it.
+            next_index: the last chunk's; 0 is from the start.
+            digest: the last chunk's: a log that differs raises DataLoss. Empty is not compared.
+        """
+        return self._stream(Position(request_id, next_index, digest), None)
+
+    def cancel(self, request_id: str) -> FinishReason:
+        """Ends a request in whatever state it is; returns how it ended, now or before. RequestNotFound."""
+        answer = self._ask("Cancel", api.CancelRequest(request_id=request_id))
+        return reason_of(answer.finish_reason) or FinishReason.CANCELLED
+
+    def get_request(self, request_id: str) -> RequestInfo:
+        """Where a request stands. RequestNotFound."""
+        return request_info_of(self._ask("GetRequest", api.GetRequestRequest(request_id=request_id)))
+
+    def list_models(self) -> list[ModelInfo]:
+        """The models by name, also those that no engine runs now."""
+        return [model_info_of(model) for model in (self._ask("ListModels", api.ListModelsRequest())).models]
+
+    def _ask(self, method: str, request: Any) -> Any:
+        """One call, on as many gateways as it takes: all of these may be repeated."""
+        core, patience = self._core, self._core.patience()
+        while True:
+            target = core.endpoints.current
+            call = getattr(self._stub(target), method)
+            try:
+                answer = call(request, timeout=core.transport.answer_timeout_s, metadata=core.metadata)
+            except grpc.RpcError as error:
+                delay_s = patience.after(failure_of(error), target)
+            else:
+                patience.worked(target)
+                return answer
+            time.sleep(delay_s)
+
+    def _stream(self, start: api.GenerateRequest | Position, deadline_s: float | None) -> Stream:
+        stream = Stream(self._core, self._core.pursuit(start, deadline_s=deadline_s), self._stub)
+        with self._lock:
+            self._streams.add(stream)
+        return stream
+
+    def _stub(self, target: str) -> Any:
+        with self._lock:
+            if self._closed:
+                raise StreamClosed("the client is closed")
+            if target not in self._stubs:
+                options, credentials = self._core.transport.options(), self._core.credentials
+                if credentials is None:
+                    channel = grpc.insecure_channel(target, options=options)
+                else:
+                    channel = grpc.secure_channel(target, credentials, options=options)
+                self._channels[target] = channel
+                self._stubs[target] = InferenceStub(channel)  # type: ignore[no-untyped-call]
+            return self._stubs[target]

@@ -1,0 +1,142 @@
+"""What can go wrong for a caller, as one tree. gRPC's own errors never pass it: they are chained to these.
+
+PagestreamError
+|- InvalidRequest         a field of the request is wrong
+|- Unauthenticated        no API key, or an unknown one
+|- ModelNotFound          no engine has ever published this model
+|- RequestNotFound        never accepted, another tenant's, or past its retention
+|- IdempotencyConflict    the key was used before with another body
+|- OffsetOutOfRange       the offset is past the end of a finished log
+|- DataLoss               the log differs from what was seen before
+|- QueueFull              the deployment takes no more requests now
+|- DeadlineExceeded       the deadline passed, and no gateway told how the request ended
+|- Unavailable            no gateway answered for as long as the client tries
+|- GenerationFailed       the request was accepted and ended with an error
+|  `- Quarantined         engines died of it
+|- StreamClosed           the client was closed under an open stream
+`- ServerError            a gateway failed on this request; its log tells why
+"""
+
+# ruff: noqa: N818 -- these names are said by users: "the queue is full", not "queue full error"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a stream stands: what `resume` takes, on any gateway, in any process."""
+
+    request_id: str
+    next_index: int = 0
+    """Log entries that were read: one for each token, for the finish of each choice, and for the end."""
+    digest: str = ""
+    """Of the log up to there."""
+
+
+class PagestreamError(Exception):
+    """The root of this package's errors.
+
+    Attributes:
+        position: where the stream stood, for errors of streams that were accepted; else None.
+    """
+
+    position: Position | None = None
+
+
+class InvalidRequest(PagestreamError):
+    """A field of the request is wrong.
+
+    Attributes:
+        field: its path in the message, such as "sampling.temperature"; None for the request as a whole.
+    """
+
+    def __init__(self, field: str | None, message: str) -> None:
+        super().__init__(field, message)
+        self.field = field
+        self.message = message
+
+    def __str__(self) -> str:
+        if self.field is None or self.message.startswith(f"{self.field}:"):
+            return self.message
+        return f"{self.field}: {self.message}"
+
+
+class Unauthenticated(PagestreamError):
+    """The call carries no API key, or one that the gateways do not know."""
+
+
+class ModelNotFound(PagestreamError):
+    """No engine has ever published this model."""
+
+
+class RequestNotFound(PagestreamError):
+    """There is no such request: never accepted, of another tenant, malformed, or past its retention."""
+
+
+class IdempotencyConflict(PagestreamError):
+    """The idempotency key was used before with another body."""
+
+
+class OffsetOutOfRange(PagestreamError):
+    """The offset is past the end of a finished log."""
+
+
+class DataLoss(PagestreamError):
+    """The log differs from what was read before. Going on would mix two generations; ask anew."""
+
+
+class QueueFull(PagestreamError):
+    """The deployment takes no more requests now, and asks to wait longer than the client's limit.
+
+    Attributes:
+        retry_after_s: seconds after which a retry may do.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(PagestreamError):
+    """The deadline passed, and no gateway told how the request ended.
+
+    A request that its deadline ended is no error: its last chunks say `FinishReason.DEADLINE`.
+    """
+
+
+class Unavailable(PagestreamError):
+    """No gateway answered for as long as the client tries. What was accepted goes on; resume it from `position`."""
+
+
+class GenerationFailed(PagestreamError):
+    """The request was accepted and ended with an error.
+
+    Attributes:
+        code: a stable word, such as "engine_error".
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message or "the generation failed")
+        self.code = code
+
+
+class Quarantined(GenerationFailed):
+    """Engines died while they computed this request, again and again at the same place; it is not tried any more."""
+
+
+class StreamClosed(PagestreamError):
+    """The client was closed under a stream that had not ended."""
+
+
+class ServerError(PagestreamError):
+    """A gateway failed on this request; its log tells why.
+
+    Attributes:
+        status: name of the gRPC status.
+    """
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message or status)
+        self.status = status

@@ -1,0 +1,159 @@
+"""A stream for programs that block."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from pagestream.v1 import inference_pb2 as api
+
+from pagestream_client.chunks import Chunk
+from pagestream_client.core import ClientCore
+from pagestream_client.errors import Position, StreamClosed
+from pagestream_client.generations import Generation, put_together
+from pagestream_client.pursuit import Pursuit
+from pagestream_client.status import failure_of
+
+_STATUS_LIMIT_S = 1.0  # after the last chunk: whole calls end with a status, and count as such
+
+
+class Stream:
+    """The chunks of one request, each once and in order, over as many connections as it takes.
+
+    Iterate over it; `with`, or `close`, ends it early. One thread reads it; any may close it.
+    """
+
+    def __init__(self, core: ClientCore, pursuit: Pursuit, stub_of: Callable[[str], Any]) -> None:
+        """For Client."""
+        self._core = core
+        self._pursuit = pursuit
+        self._stub_of = stub_of
+        self._call: Any = None
+        self._target = ""
+        self._ahead: Chunk | None = None
+        self._closing = threading.Event()
+        self._abandoned = False
+
+    @property
+    def request_id(self) -> str:
+        """Empty until a gateway has accepted the request; see `accepted`."""
+        return self._pursuit.position.request_id
+
+    @property
+    def position(self) -> Position:
+        """Where the stream stands after the last chunk that was taken: what `Client.resume` takes."""
+        return self._pursuit.position
+
+    def accepted(self) -> str:
+        """Waits until a gateway has durably accepted the request; returns its id. Raises as iterating does."""
+        while not self._pursuit.is_accepted:
+            self._ahead = self._advance()
+        return self.request_id
+
+    def collect(self) -> Generation:
+        """The whole answer, from here on. Raises as iterating does."""
+        return put_together(self)
+
+    def __iter__(self) -> Self:
+        """The stream is its own iterator."""
+        return self
+
+    def __next__(self) -> Chunk:
+        """The next chunk. Raises the errors of `pagestream_client.errors`."""
+        chunk, self._ahead = self._ahead, None
+        while chunk is None:
+            if self._closing.is_set() and not self._abandoned:
+                raise StopIteration
+            if self._pursuit.is_over:
+                self._finish()
+                raise StopIteration
+            chunk = self._advance()
+        return chunk
+
+    def __enter__(self) -> Self:
+        """It is open already."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends the reading at once; a request that runs meets its `on_disconnect`. Closing again changes nothing."""
+        self._closing.set()
+        self._hang_up()
+
+    def abandon(self) -> None:
+        """The client closes: whoever reads hears StreamClosed."""
+        self._abandoned = not (self._closing.is_set() or self._pursuit.is_over)
+        self._closing.set()
+        self._hang_up()
+
+    def _advance(self) -> Chunk | None:
+        """One message, or one failed call and the pause after it."""
+        if self._closing.is_set():
+            raise StreamClosed("the stream was closed before it had ended")
+        try:
+            response = self._read()
+        except grpc.RpcError as error:
+            self._hang_up()
+            if self._closing.is_set():
+                return None  # it was our own hanging up
+            delay_s = self._pursuit.failed(failure_of(error), self._target)
+        except BaseException:  # KeyboardInterrupt, in whatever the main thread waits
+            self._hang_up()
+            raise
+        else:
+            if response is not None:
+                return self._taken(response)
+            self._hang_up()
+            delay_s = self._pursuit.ended(self._target)
+        if not self._pursuit.is_over:
+            self._closing.wait(delay_s)
+        return None
+
+    def _taken(self, response: Any) -> Chunk | None:
+        try:
+            return self._pursuit.take(response, self._target)
+        except BaseException:
+            self._hang_up()
+            raise
+
+    def _read(self) -> Any:
+        """The next message; None at the call's end."""
+        call = self._call
+        if call is None:
+            call = self._call = self._called()
+            if self._closing.is_set():  # by another thread, which did not see this call
+                call.cancel()
+        return next(call, None)
+
+    def _called(self) -> Any:
+        call, self._target = self._pursuit.next_call(), self._core.endpoints.current
+        stub = self._stub_of(self._target)
+        method = stub.Generate if isinstance(call.request, api.GenerateRequest) else stub.Resume
+        try:
+            return method(call.request, timeout=call.timeout_s, metadata=self._core.metadata)
+        except ValueError as error:  # another thread has just closed the channel
+            raise StreamClosed("the client was closed before the stream had ended") from error
+
+    def _finish(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            try:
+                with suppress(grpc.FutureTimeoutError, grpc.FutureCancelledError):
+                    call.exception(_STATUS_LIMIT_S)  # the log has ended; how this connection ends changes nothing
+            finally:
+                call.cancel()
+        self._pursuit.raise_failure()
+
+    def _hang_up(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()

@@ -1,0 +1,233 @@
+"""One stream over any number of calls, without a network: what is called next, and what is believed."""
+
+import random
+from collections.abc import Sequence
+
+import grpc
+import pytest
+from pagestream.v1 import inference_pb2 as api
+from pagestream_client import (
+    Chunk,
+    DataLoss,
+    DeadlineExceeded,
+    FinishReason,
+    GenerationFailed,
+    OffsetOutOfRange,
+    Position,
+    Quarantined,
+    Reconnection,
+    RequestNotFound,
+    Unavailable,
+)
+from pagestream_client.endpoints import Endpoints
+from pagestream_client.patience import Patience
+from pagestream_client.pursuit import Pursuit
+from pagestream_client.status import Failure
+
+ID = "2a97516c-0000-0123456789abcdef0123456789abcdef"
+AWAY = Failure(grpc.StatusCode.UNAVAILABLE, "away")
+LATE = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "late")
+TARGET = "a:1"
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def pursuit(
+    start: api.GenerateRequest | Position | None = None, *, deadline_s: float | None = None
+) -> tuple[Pursuit, Clock]:
+    clock, rng = Clock(), random.Random(0)
+    patience = Patience(Endpoints([TARGET], rng), Reconnection(limit_s=20.0), clock=clock, rng=rng)
+    start = start or api.GenerateRequest(model="demo", prompt="x", idempotency_key="key")
+    return Pursuit(start, patience, deadline_s=deadline_s, settle_s=5.0, clock=clock), clock
+
+
+def opening(seed: int = 42) -> api.GenerateResponse:
+    return api.GenerateResponse(chunk=api.TokenChunk(request_id=ID), seed=seed)
+
+
+def tokens(next_index: int, ids: Sequence[int], **fields: object) -> api.GenerateResponse:
+    chunk = api.TokenChunk(request_id=ID, next_index=next_index, digest=f"d{next_index}", token_ids=ids, text="t")
+    chunk.MergeFrom(api.TokenChunk(**fields))  # type: ignore[arg-type]
+    return api.GenerateResponse(chunk=chunk)
+
+
+def end(next_index: int, **fields: object) -> api.GenerateResponse:
+    return tokens(next_index, [], usage=api.Usage(prompt_tokens=1, completion_tokens=2), **fields)
+
+
+def fail_for_ever(chased: Pursuit, clock: Clock) -> None:
+    for _ in range(1_000):
+        chased.next_call()
+        clock.now += chased.failed(AWAY, TARGET)
+
+
+def test_generate_until_the_id_is_known_then_resume_with_all_that_was_asked() -> None:
+    chased, _ = pursuit()
+    first = chased.next_call().request
+    assert isinstance(first, api.GenerateRequest)
+    chased.failed(AWAY, TARGET)
+    assert chased.next_call().request == first, "the retry must join the first try"
+    assert chased.take(opening(), TARGET) is None
+    assert (chased.is_accepted, chased.position) == (True, Position(ID))
+    chunk = chased.take(tokens(2, [5, 6]), TARGET)
+    assert isinstance(chunk, Chunk)
+    assert (chunk.token_ids, chunk.position) == ((5, 6), Position(ID, 2, "d2"))
+    chased.failed(AWAY, TARGET)
+    again = chased.next_call().request
+    assert isinstance(again, api.ResumeRequest)
+    assert (again.request_id, again.next_index, again.digest) == (ID, 2, "d2")
+    expected = api.GenerateRequest()
+    expected.CopyFrom(first)
+    expected.sampling.seed = 42
+    assert again.request == expected
+    assert not first.sampling.HasField("seed"), "the caller's message was changed"
+
+
+def test_a_caller_who_resumes_has_nothing_to_ask_again() -> None:
+    chased, _ = pursuit(Position(ID, 3, "d3"))
+    request = chased.next_call().request
+    assert isinstance(request, api.ResumeRequest)
+    assert (request.next_index, request.digest, request.HasField("request")) == (3, "d3", False)
+
+
+def test_the_end_ends_it() -> None:
+    chased, _ = pursuit()
+    for message in (opening(), tokens(2, [5, 6]), tokens(3, [], finish_reason=api.FINISH_REASON_LENGTH)):
+        chased.take(message, TARGET)
+        assert not chased.is_over
+    last = chased.take(end(4), TARGET)
+    assert chased.is_over
+    assert last is not None
+    assert last.usage is not None
+    chased.raise_failure()  # nothing failed
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        tokens(2, [5, 6]),  # again
+        tokens(1, [5]),  # of before
+        tokens(4, [7]),  # one is missing
+        tokens(6, [7, 8], finish_reason=api.FINISH_REASON_STOP, choice=1),
+        end(5),
+        end(2),
+    ],
+    ids=["repeated", "older", "gap", "gap before a finish", "gap before the end", "end again"],
+)
+def test_what_does_not_follow_is_not_believed(message: api.GenerateResponse) -> None:
+    chased, _ = pursuit()
+    for before in (opening(), tokens(2, [5, 6])):
+        chased.take(before, TARGET)
+    with pytest.raises(DataLoss) as caught:
+        chased.take(message, TARGET)
+    assert caught.value.position == Position(ID, 2, "d2")
+
+
+def test_another_requests_tokens_are_not_believed() -> None:
+    chased, _ = pursuit()
+    chased.take(opening(), TARGET)
+    with pytest.raises(DataLoss, match="went on with other"):
+        chased.take(tokens(1, [5], request_id="other"), TARGET)
+
+
+def test_a_call_that_ends_too_early_is_taken_up_again() -> None:
+    chased, _ = pursuit()
+    chased.take(opening(), TARGET)
+    chased.next_call()
+    chased.ended(TARGET)
+    assert not chased.is_over
+
+
+def test_a_caller_at_the_end_of_a_log_hears_nothing_more() -> None:
+    chased, _ = pursuit(Position(ID, 4, "d4"))
+    chased.next_call()
+    chased.ended(TARGET)
+    assert chased.is_over
+
+
+def test_errors_tell_where_the_stream_stood() -> None:
+    chased, clock = pursuit()
+    chased.take(opening(), TARGET)
+    chased.take(tokens(2, [5, 6]), TARGET)
+    with pytest.raises(Unavailable) as caught:
+        fail_for_ever(chased, clock)
+    assert caught.value.position == Position(ID, 2, "d2")
+    assert clock.now <= 120.0
+
+
+def test_an_error_before_anything_was_accepted_has_no_position() -> None:
+    chased, _ = pursuit()
+    with pytest.raises(RequestNotFound) as caught:
+        chased.failed(Failure(grpc.StatusCode.NOT_FOUND, "none", "REQUEST_NOT_FOUND"), TARGET)
+    assert caught.value.position is None
+
+
+def test_a_log_that_is_shorter_than_what_was_read_of_it_has_lost_data() -> None:
+    out = Failure(grpc.StatusCode.OUT_OF_RANGE, "past the end", "OFFSET_OUT_OF_RANGE")
+    chased, _ = pursuit()
+    chased.take(opening(), TARGET)
+    chased.take(tokens(2, [5, 6]), TARGET)
+    with pytest.raises(DataLoss, match="past the end"):
+        chased.failed(out, TARGET)
+    asked, _ = pursuit(Position(ID, 9))
+    with pytest.raises(OffsetOutOfRange):
+        asked.failed(out, TARGET)
+
+
+@pytest.mark.parametrize(("code", "kind"), [("engine_error", GenerationFailed), ("quarantined", Quarantined)])
+def test_a_request_that_failed_shows_its_last_chunk_and_then_raises(code: str, kind: type[GenerationFailed]) -> None:
+    chased, _ = pursuit()
+    chased.take(opening(), TARGET)
+    error = api.RequestError(code=code, message="the reason")
+    chunk = chased.take(end(1, finish_reason=api.FINISH_REASON_ERROR, error=error), TARGET)
+    assert chunk is not None
+    assert chunk.finish_reason is FinishReason.ERROR
+    assert chunk.error is not None
+    with pytest.raises(kind, match="the reason") as caught:
+        chased.raise_failure()
+    assert (type(caught.value), caught.value.code, caught.value.position) == (kind, code, Position(ID, 1, "d1"))
+
+
+def test_each_call_carries_what_is_left_of_the_deadline() -> None:
+    chased, clock = pursuit(deadline_s=10.0)
+    assert chased.next_call().timeout_s == 10.0
+    clock.now += 4.0
+    chased.failed(AWAY, TARGET)
+    assert chased.next_call().timeout_s == 6.0
+
+
+def test_after_the_deadline_the_end_is_asked_for() -> None:
+    chased, clock = pursuit(deadline_s=10.0)
+    chased.take(opening(), TARGET)
+    chased.take(tokens(2, [5, 6]), TARGET)
+    clock.now += 10.5
+    assert chased.failed(LATE, TARGET) == 0.0
+    call = chased.next_call()
+    assert isinstance(call.request, api.ResumeRequest)
+    assert call.timeout_s == 4.5
+    chased.take(tokens(3, [], finish_reason=api.FINISH_REASON_DEADLINE), TARGET)
+    chased.take(end(4), TARGET)
+    assert chased.is_over
+
+
+def test_a_deadline_of_which_nobody_tells_the_end_is_an_error() -> None:
+    chased, clock = pursuit(deadline_s=10.0)
+    chased.take(opening(), TARGET)
+    clock.now += 10.5
+    chased.failed(LATE, TARGET)
+    clock.now += 4.6
+    with pytest.raises(DeadlineExceeded) as caught:
+        chased.failed(LATE, TARGET)
+    assert caught.value.position == Position(ID)
+
+
+def test_a_deadline_before_anything_was_accepted_is_an_error_at_once() -> None:
+    chased, clock = pursuit(deadline_s=10.0)
+    clock.now += 10.0
+    with pytest.raises(DeadlineExceeded):
+        chased.failed(LATE, TARGET)
