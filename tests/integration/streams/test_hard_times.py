@@ -7,7 +7,7 @@ import pytest
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
 from pagestream_streams import Append, Broker, EngineSession, GatewaySession
 from pagestream_streams.keys import Partition
-from token_streams import FAST, MODEL, TENANT, card, ending, eventually, spec, worker
+from token_streams import FAST, MODEL, TENANT, card, ending, eventually, read_all, spec, worker
 
 HERE = Partition(MODEL, 0)
 
@@ -133,3 +133,48 @@ async def test_a_claim_knows_what_earlier_ones_had_from_a_cache(broker: Broker) 
         await engine.session.hand_back([claim.request_id])
         [again] = await engine.claim()
         assert again.cached_tokens == 32
+
+
+async def test_a_record_that_cannot_be_read_fails_alone(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        good, bad = spec(), spec()
+        for request in (bad, good):
+            await gateway.accept(request)
+        await broker.connection.execute("HSET", f"{HERE.prefix}req:{bad.request_id}", "spec", b"\xff\xff")
+        [claim] = await engine.claim()
+        assert claim.request_id == good.request_id
+        [end] = [entry for entry in await read_all(gateway, bad.request_id) if entry.HasField("end")]
+        assert end.end.error.code == "corrupt_record"
+
+
+async def test_a_log_that_cannot_be_read_fails_alone(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        request = spec()
+        await gateway.accept(request)
+        [claim] = await engine.claim()
+        await engine.generate(claim, 2)
+        await engine.session.hand_back([request.request_id])
+        log = HERE.log(request.request_id)
+        await broker.connection.execute("XADD", log, "3-0", "c", "0", "t", "no number", "x", "", "d", "d")
+        key = f"{HERE.prefix}req:{request.request_id}"
+        await broker.connection.execute("HSET", key, "next", 3, "digest", "d")
+        other = spec()
+        await gateway.accept(other)
+        [claim] = await engine.claim()
+        assert claim.request_id == other.request_id
+        assert await broker.connection.execute("HGET", key, "reason") == b"error"
+
+
+async def test_an_engine_that_ends_hands_back_a_claim_that_it_never_heard_of(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway:
+        request = spec()
+        async with worker(broker, "first") as engine:
+            await gateway.accept(request)
+            # The script runs, and whoever asked for it is gone.
+            await engine.session._claim_from(HERE, 1, 1000)
+            assert request.request_id not in engine.session._holdings
+        async with worker(broker, "second") as engine:
+            [claim] = await engine.claim()
+            assert (claim.request_id, claim.attempts) == (request.request_id, 2)
+        view = await broker.view(request.request_id, TENANT)
+        assert view.attempts == 2

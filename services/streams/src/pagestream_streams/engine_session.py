@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from google.protobuf.message import DecodeError
 from pagestream.v1.records_pb2 import LogSlice, ModelCard, RequestSpec
 
 from pagestream_streams import fault_points, ids, keys, placement, wakeups
@@ -112,9 +113,9 @@ class EngineSession:
         await self._heartbeat.stop()
         await self._subscription.stop()
         self._doorbell.close()
-        with suppress(Unavailable):
-            await self.hand_back(list(self._holdings))
+        with suppress(Unavailable, ModelNotFound):
             partitions = await self._broker.directory.all_partitions(self._model)
+            await self.hand_back({*self._holdings, *await self._owned(partitions)})
             await self._broker.connection.run_many([Call(LEAVE, where.prefix, (self._id,)) for where in partitions])
             await self._broker.connection.execute("ZREM", keys.engines(self._model), self._id)
             await self._broker.connection.execute("DEL", keys.engine(self._id))
@@ -255,7 +256,19 @@ class EngineSession:
         now, is_blocked, *rows = reply
         if where.number in self._own:
             self._blocked = where.number if is_blocked else None
-        return [await self._opened(where, nonce, now, row) for row in rows]
+        claims = [await self._opened_or_ended(where, nonce, now, row) for row in rows]
+        return [claim for claim in claims if claim is not None]
+
+    async def _opened_or_ended(self, where: Partition, nonce: str, now: int, row: Sequence[Any]) -> Claim | None:
+        """A record or a log that can't be read would end one engine after another; its request fails alone."""
+        try:
+            return await self._opened(where, nonce, now, row)
+        except (DecodeError, KeyError, ValueError) as error:
+            request_id = row[0].decode()
+            _log.exception("%s: its record or its log can't be read", request_id)
+            message = f"the request's record or log can't be read: {type(error).__name__}: {error}"
+            await self._broker.end(where, request_id, "error", error=f"corrupt_record\0{message}")
+            return None
 
     async def _opened(self, where: Partition, nonce: str, now: int, row: Sequence[Any]) -> Claim:
         request_id, spec, epoch, next_index, digest, attempts, deadline, alone, cached = row
@@ -349,6 +362,11 @@ class EngineSession:
         await self._reconcile(held, {request_id.decode() for ids, _ in beats for request_id in ids})
         if self._on_wanted is not None and any(wanted for _, wanted in beats):
             self._on_wanted()
+
+    async def _owned(self, partitions: Sequence[Partition]) -> set[str]:
+        """What Redis shows as this engine's, a claim included whose answer nobody waited for."""
+        calls = [Call(HEARTBEAT, where.prefix, self._heartbeat_arguments()) for where in partitions]
+        return {request_id.decode() for ids, _ in await self._broker.connection.run_many(calls) for request_id in ids}
 
     async def _all_partitions(self) -> Sequence[Partition]:
         try:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
-from pagestream.v1.records_pb2 import LogEntry, WakeUp
+from pagestream.v1.records_pb2 import LogEntry, RequestSpec, WakeUp
 
 from pagestream_streams.broker import Broker
 from pagestream_streams.connection import Call
@@ -31,9 +31,12 @@ _LONGEST_WAIT_S = 5.0  # polls wake a reader; this is for the case that they don
 class Readers:
     """Owned by a GatewaySession."""
 
-    def __init__(self, broker: Broker, gateway_id: str) -> None:
-        """Starts nothing yet."""
+    def __init__(
+        self, broker: Broker, gateway_id: str, accept_again: Callable[[RequestSpec, bool], Awaitable[None]]
+    ) -> None:
+        """Starts nothing yet. `accept_again` accepts a lost request; its second argument: whether bounds count."""
         self._broker = broker
+        self._accept_again = accept_again
         self._settings = broker.settings
         self._gateway_id = gateway_id
         self._followers: defaultdict[str, list[Follower]] = defaultdict(list)
@@ -86,7 +89,7 @@ class Readers:
         return list({(each.request_id, each.tenant) for each in self._all() if each.where == where and not each.ended})
 
     async def read(
-        self, request_id: str, *, tenant: str, from_index: int, digest: str
+        self, request_id: str, *, tenant: str, from_index: int, digest: str, spec: RequestSpec | None
     ) -> AsyncGenerator[list[LogEntry], None]:
         """See GatewaySession.read."""
         where = await self._patiently(lambda: self._broker.directory.locate(request_id))
@@ -97,6 +100,7 @@ class Readers:
             from_index=from_index,
             digest=digest,
             buffer_entries=self._settings.buffer_entries,
+            spec=spec,
         )
         self._join(follower)
         try:
@@ -113,6 +117,8 @@ class Readers:
         while True:
             if follower.failure is not None:
                 raise follower.failure
+            if follower.take_loss():
+                await self._patiently(lambda: self._register(follower))
             entries = follower.take_buffered()
             if entries or follower.ended:
                 return entries
@@ -147,12 +153,29 @@ class Readers:
                 self._keeper.nudge()
 
     async def _register(self, follower: Follower) -> None:
-        [reply] = await self._register_all(follower.where, [(follower.request_id, follower.tenant)])
+        who = [(follower.request_id, follower.tenant)]
+        [reply] = await self._register_all(follower.where, who)
+        if reply is None and follower.spec is not None:
+            await self._recover(follower, follower.spec)
+            [reply] = await self._register_all(follower.where, who)
         if reply is None:
             raise RequestNotFound(follower.request_id)
+        follower.is_registered = True
         next_index, finished = reply
         if finished:
             self._check_end(follower, next_index)
+
+    async def _recover(self, follower: Follower, spec: RequestSpec) -> None:
+        """Redis has lost the request: it is accepted again, and what it generates is compared with what was read."""
+        _log.warning("%s: Redis has lost it; it is accepted again", follower.request_id)
+        follower.is_recovered = True
+        try:
+            # What was accepted once is exempt from bounds. That it was, a read that has just begun can't know.
+            await self._accept_again(spec, not follower.is_registered)
+        except RequestNotFound as error:
+            if not follower.is_registered:
+                raise
+            raise Unavailable("Redis has lost the model; its engines publish it again") from error
 
     async def register_again(self, where: Partition) -> None:
         """After the registrations were lost. Unavailable."""
@@ -216,7 +239,9 @@ class Readers:
                 self._compare(follower, next_index, finished=bool(finished))
 
     def _compare(self, follower: Follower, next_index: int, *, finished: bool) -> None:
-        if next_index < 0:
+        if next_index < 0 and follower.spec is not None:
+            follower.lose()
+        elif next_index < 0:
             follower.fail(RequestNotFound(follower.request_id))
         elif next_index > follower.next_index:
             follower.look()
@@ -228,9 +253,8 @@ class Readers:
 
     def _check_end(self, follower: Follower, next_index: int) -> None:
         if follower.next_index > next_index:
-            if (
-                follower.next_index > follower.from_index
-            ):  # it has read there: the log lost entries, and ended otherwise
+            if follower.is_recovered or follower.next_index > follower.from_index:
+                # It was read that far: the log lost entries, and ended otherwise.
                 raise DigestMismatch(follower.request_id, follower.next_index)
             raise OffsetOutOfRange(follower.request_id, follower.next_index, next_index)
         follower.end_at(next_index)
