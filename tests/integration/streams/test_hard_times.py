@@ -1,12 +1,14 @@
 """Clocks that go back, servers that are full, keys that got lost, heads that are too large: time and claims go on."""
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 
 import pytest
-from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
+from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, REQUEST_STATE_FINISHED
 from pagestream_streams import Append, Broker, EngineSession, GatewaySession
 from pagestream_streams.keys import Partition
+from pagestream_streams.scripts import REGISTER
 from token_streams import FAST, MODEL, TENANT, card, ending, eventually, read_all, spec, worker
 
 HERE = Partition(MODEL, 0)
@@ -178,3 +180,38 @@ async def test_an_engine_that_ends_hands_back_a_claim_that_it_never_heard_of(bro
             assert (claim.request_id, claim.attempts) == (request.request_id, 2)
         view = await broker.view(request.request_id, TENANT)
         assert view.attempts == 2
+
+
+async def test_a_registration_that_came_too_late_is_taken_back_and_the_grace_starts(broker: Broker) -> None:
+    async with GatewaySession(broker) as other, GatewaySession(broker) as gateway:
+        request = spec(grace_ms=100)
+        await other.accept(request)
+        # As an accept leaves it whose caller had given up before its script ran.
+        await broker.connection.run(
+            REGISTER, HERE.prefix, request.request_id, TENANT, gateway.gateway_id, FAST.lease_ms
+        )
+
+        async def is_abandoned() -> bool:
+            return (await broker.view(request.request_id, TENANT)).finish_reason == FINISH_REASON_CANCELLED
+
+        await eventually(is_abandoned)
+
+
+async def test_a_lost_registration_is_made_again_although_another_one_hides_it(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        request, stranger = spec(), spec()
+        await gateway.accept(request)
+        reading = asyncio.create_task(read_all(gateway, request.request_id))
+        key = HERE.reads(gateway.gateway_id)
+
+        async def is_registered() -> bool:
+            return bool(await broker.connection.execute("SISMEMBER", key, request.request_id))
+
+        await eventually(is_registered)
+        [claim] = await engine.claim()
+        await broker.connection.execute("SREM", key, request.request_id)
+        await broker.connection.execute("HSET", f"{HERE.prefix}req:{request.request_id}", "readers", "")
+        await broker.connection.execute("SADD", key, stranger.request_id)
+        await eventually(is_registered)
+        await engine.generate(claim, 2, finish=True)
+        await reading

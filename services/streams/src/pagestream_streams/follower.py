@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from pagestream.v1.records_pb2 import LogEntry, LogSlice
+from pagestream.v1.records_pb2 import LogEntry, LogSlice, RequestSpec
 
 from pagestream_streams.digests import chain
 from pagestream_streams.errors import DigestMismatch, StreamsError
@@ -18,10 +18,22 @@ class Follower:
     """Entries leave it in order, each once, and only if they chain on to what left before."""
 
     def __init__(
-        self, where: Partition, request_id: str, *, tenant: str, from_index: int, digest: str, buffer_entries: int
+        self,
+        where: Partition,
+        request_id: str,
+        *,
+        tenant: str,
+        from_index: int,
+        digest: str,
+        buffer_entries: int,
+        spec: RequestSpec | None = None,
     ) -> None:
-        """`digest` is that of the log before `from_index`; "" is not known."""
+        """`digest` is that of the log before `from_index`; "" is not known. `spec` is what to accept again."""
         self.where = where
+        self.spec = spec
+        self.is_registered = False  # whether Redis has ever known the request while this read ran
+        self.is_recovered = False  # whether it was accepted again
+        self._is_lost = False
         self.request_id = request_id
         self.tenant = tenant
         self.from_index = self.next_index = from_index
@@ -64,10 +76,25 @@ class Follower:
         self._look = True
         self._wake()
 
+    def lose(self) -> None:
+        """Redis has lost the request."""
+        self._is_lost = True
+        self._wake()
+
+    def take_loss(self) -> bool:
+        """Whether Redis has lost the request; asking answers it."""
+        is_lost, self._is_lost = self._is_lost, False
+        return is_lost
+
     def fail(self, failure: StreamsError) -> None:
         """Ends the read with an error."""
         self.failure = failure
         self._wake()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its log has not finished, as far as is known: finished ones have no readers."""
+        return not self.ended and self._length is None
 
     def end_at(self, next_index: int) -> None:
         """The log has finished with so many entries. Where none are left to take, the digest is still compared, also

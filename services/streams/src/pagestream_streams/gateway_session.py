@@ -37,7 +37,7 @@ class GatewaySession:
         self._id = f"{name}:{secrets.token_hex(8)}"
         self._broker = broker
         self._settings = broker.settings
-        self._readers = Readers(broker, self._id)
+        self._readers = Readers(broker, self._id, self._accept)
         self._queued: dict[Partition, int] = {}
         self._subscription = Subscription(
             broker.connection, [keys.wake_ups(self._id)], self._readers.wake, self._readers.missed
@@ -84,9 +84,9 @@ class GatewaySession:
         QueueFull, Unavailable, RequestNotFound for an id of an unknown model or another tenant. After Unavailable the
         request may have been accepted all the same.
         """
-        await self._accept(spec, bounded=True)
+        await self._accept(spec, True)
 
-    async def _accept(self, spec: RequestSpec, *, bounded: bool) -> None:
+    async def _accept(self, spec: RequestSpec, bounded: bool) -> None:
         where = await self._broker.directory.locate(spec.request_id)
         self._readers.expect(where, spec.request_id)
         settings = self._settings
@@ -137,7 +137,13 @@ class GatewaySession:
         return request_id
 
     def read(
-        self, request_id: str, *, tenant: str, from_index: int = 0, digest: str = ""
+        self,
+        request_id: str,
+        *,
+        tenant: str,
+        from_index: int = 0,
+        digest: str = "",
+        spec: RequestSpec | None = None,
     ) -> AsyncGenerator[list[LogEntry], None]:
         """Batches of consecutive entries from `from_index`, first what the log holds, then live; ends after the end
         entry.
@@ -145,10 +151,17 @@ class GatewaySession:
         While it runs, this gateway counts as a reader; after `aclose()` the disconnect grace starts where nobody else
         reads. An offset past the end of an unfinished log waits. Redis may go away and come back.
 
+        `spec` is the request as it was accepted. With it, a request that Redis has lost (its disk or a replica was
+        behind when it died) is accepted again under its id, also in the middle of the read; entries that were seen
+        before, here or by who brought `digest`, are not repeated, but compared with what is generated.
+
         RequestNotFound; OffsetOutOfRange past a finished log; DigestMismatch where the log isn't what `digest` or
-        earlier entries say; Unavailable where Redis stays away for settings.outage_limit_s.
+        earlier entries say; Unavailable where Redis stays away for settings.outage_limit_s; QueueFull where a read
+        begins with a lost request and there is no room. ValueError where `spec` is another request's.
         """
-        return self._readers.read(request_id, tenant=tenant, from_index=from_index, digest=digest)
+        if spec is not None and (spec.request_id, spec.tenant) != (request_id, tenant):
+            raise ValueError(f"the spec is {spec.request_id!r} of {spec.tenant!r}, not {request_id!r} of {tenant!r}")
+        return self._readers.read(request_id, tenant=tenant, from_index=from_index, digest=digest, spec=spec)
 
     async def _reserve(self, reservation: str, request_id: str, body_digest: str, key: str) -> str:
         for _ in range(_RESERVE_TRIES):
@@ -160,6 +173,7 @@ class GatewaySession:
                 return request_id
             found = await self._broker.connection.execute("GET", reservation)
             if found is not None:
+                await self._broker.connection.execute("EXPIRE", reservation, self._settings.retention_s)
                 stored: bytes = found
                 earlier, _, digest = stored.decode().partition(" ")
                 if digest != body_digest:
@@ -197,6 +211,4 @@ class GatewaySession:
         calls = [Call(GATEWAY_HEARTBEAT, where.prefix, (self._id, lease)) for where in partitions]
         for where, (registered, queued) in zip(partitions, await self._broker.connection.run_many(calls), strict=True):
             self._queued[where] = queued
-            # Fewer than we read: somebody took us for dead meanwhile.
-            if registered < len(self._readers.registered(where)):
-                await self._readers.register_again(where)
+            await self._readers.compare(where, registered)

@@ -21,6 +21,10 @@ class Partition(NamedTuple):
         """What all its keys begin with."""
         return f"ps:{{{self.model}/{self.number}}}:"
 
+    def reads(self, gateway_id: str) -> str:
+        """The set of requests that a gateway is registered as a reader of."""
+        return f"{self.prefix}reads:{gateway_id}"
+
     def log(self, request_id: str) -> str:
         """The stream of a request's log."""
         return f"{self.prefix}log:{request_id}"

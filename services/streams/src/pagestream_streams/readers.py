@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _RETRY_PAUSE_S = 0.1
+_LOOK_EVERY = 20  # heartbeats between two looks at the registrations themselves
 _LONGEST_WAIT_S = 5.0  # polls wake a reader; this is for the case that they don't run
 
 
@@ -42,6 +43,8 @@ class Readers:
         self._followers: defaultdict[str, list[Follower]] = defaultdict(list)
         self._leaving: dict[str, Partition] = {}
         self._expected: dict[str, tuple[Partition, float]] = {}  # accepted, not read yet; until when
+        self._beats: defaultdict[Partition, int] = defaultdict(int)
+        self._strangers: defaultdict[Partition, set[str]] = defaultdict(set)  # registered at the last look, not read
         self._away_since: float | None = None
         self._closed = False
         self._keeper = Periodic("readers", self._settings.poll_ms / 4000, self._keep)
@@ -84,9 +87,30 @@ class Readers:
                 follower.waiting_since = float("-inf")
         self._keeper.nudge()
 
-    def registered(self, where: Partition) -> list[tuple[str, str]]:
-        """Request id and tenant of what is read in a partition."""
-        return list({(each.request_id, each.tenant) for each in self._all() if each.where == where and not each.ended})
+    def registered(self, where: Partition) -> dict[str, str]:
+        """What should be registered in a partition: request id -> tenant of what is read and has not finished."""
+        return {each.request_id: each.tenant for each in self._all() if each.where == where and each.is_open}
+
+    async def compare(self, where: Partition, count: int) -> None:
+        """Makes Redis' registrations in a partition equal to what is read here; called with each heartbeat.
+
+        Some are missing when somebody took us for dead meanwhile. Some are too many when a script arrived after its
+        caller had given up: such a request would never count as abandoned. `count` is what the heartbeat counted; the
+        registrations themselves are looked at when it is wrong, and now and then. Unavailable.
+        """
+        self._beats[where] += 1
+        if count == len(self.registered(where)) and self._beats[where] % _LOOK_EVERY:
+            return
+        key = where.reads(self._gateway_id)
+        found = {each.decode() for each in await self._broker.connection.execute("SMEMBERS", key)}
+        wanted = self.registered(where)
+        missing = [(request_id, tenant) for request_id, tenant in wanted.items() if request_id not in found]
+        await self._register_all(where, missing)
+        strangers = found - wanted.keys() - self._expected.keys() - self._followers.keys()
+        for request_id in strangers & self._strangers[where]:
+            _log.warning("%s: nobody reads it here, but it is registered as read; that is taken back", request_id)
+            self._leaving[request_id] = where
+        self._strangers[where] = strangers
 
     async def read(
         self, request_id: str, *, tenant: str, from_index: int, digest: str, spec: RequestSpec | None
@@ -176,10 +200,6 @@ class Readers:
             if not follower.is_registered:
                 raise
             raise Unavailable("Redis has lost the model; its engines publish it again") from error
-
-    async def register_again(self, where: Partition) -> None:
-        """After the registrations were lost. Unavailable."""
-        await self._register_all(where, self.registered(where))
 
     async def _register_all(self, where: Partition, reads: Iterable[tuple[str, str]]) -> list[list[int] | None]:
         lease = self._settings.lease_ms
