@@ -1,0 +1,332 @@
+"""Redis loses its last moment while everybody else keeps theirs: what was lost is accepted or sent again, what was seen
+is compared, and two histories are never mixed.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
+
+import pytest
+from lost_writes import DiskState, die_behind, disk_state
+from pagestream.v1.inference_pb2 import REQUEST_STATE_RUNNING
+from pagestream.v1.records_pb2 import LogEntry, RequestSpec
+from pagestream_streams import (
+    AppendKind,
+    Broker,
+    Claim,
+    DigestMismatch,
+    EmbeddedRedis,
+    GatewaySession,
+    QueueFull,
+    RequestNotFound,
+    Unavailable,
+    ids,
+)
+from redis_servers import newest_server, oldest_server, running_server
+from token_streams import FAST, LIMIT_S, MODEL, TENANT, Worker, card, ending, eventually, numbers, spec, tokens, worker
+
+
+@pytest.fixture(params=[oldest_server, newest_server], ids=["oldest", "newest"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with running_server(tmp_path_factory.mktemp("redis"), request.param()) as server:
+        yield server
+
+
+@pytest.fixture
+async def broker(server: EmbeddedRedis) -> AsyncIterator[Broker]:
+    async with await Broker.connect(server.url, FAST) as broker:
+        await broker.publish_model(card(), partitions=2)
+        yield broker
+
+
+@pytest.fixture
+async def gateway(broker: Broker) -> AsyncIterator[GatewaySession]:
+    async with GatewaySession(broker) as gateway:
+        yield gateway
+
+
+class Reader:
+    """A client's stream with what it has seen."""
+
+    def __init__(self, gateway: GatewaySession, request: RequestSpec, *, keeps_spec: bool = True) -> None:
+        self.seen: list[LogEntry] = []
+        self._gateway, self._request, self._spec = gateway, request, request if keeps_spec else None
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        stream = self._gateway.read(self._request.request_id, tenant=TENANT, spec=self._spec)
+        async with asyncio.timeout(LIMIT_S), aclosing(stream) as batches:
+            async for batch in batches:
+                self.seen += batch
+
+    async def has_seen(self, count: int) -> None:
+        await eventually(lambda: len(self.seen) >= count)
+
+
+async def stubbornly(step: Callable[[], Awaitable[AppendKind]]) -> AppendKind:
+    """Until Redis is there."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                return await step()
+            except Unavailable:
+                await asyncio.sleep(0.02)
+
+
+async def appended(engine: Worker, claim: Claim, first: int, entries: Sequence[LogEntry]) -> AppendKind:
+    async def step() -> AppendKind:
+        return (await engine.append(claim, first, entries)).kind
+
+    return await stubbornly(step)
+
+
+async def claimed(engine: Worker) -> Claim:
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                [claim] = await engine.claim()
+            except Unavailable:
+                await asyncio.sleep(0.02)
+            else:
+                return claim
+
+
+class TestTheRecordIsLost:
+    async def begin(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession, engine: Worker, *, keeps_spec: bool = True
+    ) -> tuple[Reader, Claim]:
+        """Three tokens are seen; then Redis knows nothing of the request."""
+        before, request = await disk_state(server, broker), spec()
+        await gateway.accept(request)
+        reader = Reader(gateway, request, keeps_spec=keeps_spec)
+        [claim] = await engine.claim()
+        await engine.generate(claim, 3)
+        await reader.has_seen(3)
+        await die_behind(server, before)
+        return reader, claim
+
+    async def test_it_is_accepted_again_and_goes_on(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        async with worker(broker, "a") as engine, worker(broker, "b") as other:
+            reader, old = await self.begin(server, broker, gateway, engine)
+            new = await claimed(other)
+            assert (new.request_id, new.spec, new.next_index) == (old.request_id, old.spec, 0)
+            kind = await appended(engine, old, 3, tokens([9], reader.seen[-1].digest))
+            assert kind in (AppendKind.MISSING, AppendKind.FENCED)
+            await other.generate(new, 6, finish=True)
+            await reader.task
+            assert numbers(reader.seen) == list(range(100, 106))
+            await eventually(lambda: engine.lost == [old.request_id] or old.request_id not in engine.session._holdings)
+
+    async def test_other_tokens_are_data_loss(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        async with worker(broker, "a") as engine, worker(broker, "b") as other:
+            reader, _ = await self.begin(server, broker, gateway, engine)
+            new = await claimed(other)
+            await appended(other, new, 0, tokens([100, 101, 7, 103]))
+            with pytest.raises(DigestMismatch):
+                await reader.task
+            assert numbers(reader.seen) == [100, 101, 102]
+
+    async def test_an_earlier_end_is_data_loss(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        async with worker(broker, "a") as engine, worker(broker, "b") as other:
+            reader, _ = await self.begin(server, broker, gateway, engine)
+            new = await claimed(other)
+            await appended(other, new, 0, ending("", count=0))
+            with pytest.raises(DigestMismatch):
+                await reader.task
+            assert numbers(reader.seen) == [100, 101, 102]
+
+    async def test_without_its_spec_it_is_not_found(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        async with worker(broker, "a") as engine:
+            reader, _ = await self.begin(server, broker, gateway, engine, keeps_spec=False)
+            with pytest.raises(RequestNotFound):
+                await reader.task
+
+    async def test_a_client_brings_it_to_another_gateway(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        async with worker(broker, "a") as engine, worker(broker, "b") as other:
+            reader, old = await self.begin(server, broker, gateway, engine, keeps_spec=False)
+            await asyncio.wait([reader.task])
+            assert isinstance(reader.task.exception(), RequestNotFound)
+            async with GatewaySession(broker) as second:
+                rest: list[LogEntry] = []
+
+                async def resume() -> None:
+                    stream = second.read(
+                        old.request_id, tenant=TENANT, from_index=3, digest=reader.seen[-1].digest, spec=old.spec
+                    )
+                    async with aclosing(stream) as batches:
+                        async for batch in batches:
+                            rest.extend(batch)
+
+                resuming = asyncio.create_task(resume())
+                await other.generate(await claimed(other), 5, finish=True)
+                await asyncio.wait_for(resuming, LIMIT_S)
+            assert numbers(rest) == [103, 104]
+
+    async def test_a_stream_goes_past_the_bounds_a_newcomer_does_not(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        """What was accepted once must not be refused for want of room; whoever only says so is."""
+        full = dataclasses.replace(FAST, max_queued_requests=1)
+        async with await Broker.connect(server.url, full) as narrow, GatewaySession(narrow) as small:
+            before, lost = await disk_state(server, broker), spec()
+            await small.accept(lost)
+            reader = Reader(small, lost)
+            await eventually(lambda: any(each.is_registered for each in small._readers._all()))
+            await die_behind(server, before)
+            await stubbornly_accept(gateway, spec())
+            await eventually(lambda: is_known(broker, lost))
+            newcomer = spec()
+            stream = small.read(newcomer.request_id, tenant=TENANT, spec=newcomer)
+            with pytest.raises(QueueFull):
+                await anext(stream)
+            async with worker(broker, "a") as engine:
+                claim = await claimed(engine)
+                assert claim.request_id == lost.request_id, "it is served first"
+                await engine.generate(claim, 2, finish=True)
+                await reader.task
+
+    async def test_another_s_spec_is_refused(self, gateway: GatewaySession) -> None:
+        for wrong in (spec(), spec("", tenant="tenant-b")):
+            with pytest.raises(ValueError, match="the spec is"):
+                gateway.read(ids.new(MODEL, 0), tenant=TENANT, spec=wrong)
+
+
+async def stubbornly_accept(gateway: GatewaySession, request: RequestSpec) -> None:
+    async def step() -> AppendKind:
+        await gateway.accept(request)
+        return AppendKind.OK
+
+    await stubbornly(step)
+
+
+async def is_known(broker: Broker, request: RequestSpec) -> bool:
+    try:
+        await broker.view(request.request_id, TENANT)
+    except (RequestNotFound, Unavailable):
+        return False
+    return True
+
+
+class TestTokensAreLost:
+    async def test_the_engine_sends_them_again(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        async with worker(broker) as engine:
+            request = spec()
+            await gateway.accept(request)
+            reader = Reader(gateway, request)
+            [claim] = await engine.claim()
+            entries = tokens(range(100, 106))
+            await engine.append(claim, 0, entries[:2])
+            before = await disk_state(server, broker)
+            await engine.append(claim, 2, entries[2:4])
+            await reader.has_seen(4)
+            await die_behind(server, before)
+
+            async def step() -> AppendKind:
+                outcome = await engine.append(claim, 4, entries[4:])
+                assert (outcome.kind, outcome.next_index) == (AppendKind.GAP, 2)
+                return outcome.kind
+
+            await stubbornly(step)
+            assert await appended(engine, claim, 2, entries[2:]) is AppendKind.OK
+            assert await appended(engine, claim, 6, ending(entries[-1].digest, count=6)) is AppendKind.OK
+            await reader.task
+            assert numbers(reader.seen) == list(range(100, 106))
+            assert engine.lost == []
+
+    async def test_the_end_is_lost_and_somebody_ends_it_again(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        """The engine holds it no longer, and Redis shows it as its own: it is handed back, and goes on elsewhere."""
+        async with worker(broker, "a") as engine, worker(broker, "b") as other:
+            request = spec()
+            await gateway.accept(request)
+            [claim] = await engine.claim()
+            digest = await engine.generate(claim, 2)
+            before = await disk_state(server, broker)
+            await engine.generate(dataclasses.replace(claim, next_index=2, digest=digest), 4, finish=True)
+            reader = Reader(gateway, request)
+            await reader.task
+            await die_behind(server, before)
+            again = await claimed(other)
+            assert (again.request_id, again.next_index, numbers(again.entries)) == (request.request_id, 2, [100, 101])
+            await other.generate(again, 4, finish=True)
+            repeated = Reader(gateway, request)
+            await repeated.task
+            assert repeated.seen == reader.seen
+
+
+class TestTheClaimIsLost:
+    async def lose_claim(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession, engine: Worker
+    ) -> tuple[Claim, Reader]:
+        request = spec()
+        await gateway.accept(request)
+        reader = Reader(gateway, request)
+        before = await disk_state(server, broker)
+        [claim] = await engine.claim()
+        await engine.generate(claim, 3)
+        await reader.has_seen(3)
+        await die_behind(server, before)
+        return claim, reader
+
+    async def test_an_epoch_that_is_issued_twice_splices_nothing(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        async with worker(broker, "a") as a, worker(broker, "b") as b:
+            old, reader = await self.lose_claim(server, broker, gateway, a)
+            new = await claimed(b)
+            assert (new.epoch, new.next_index) == (old.epoch, 0)
+            assert new.nonce != old.nonce
+            digest = reader.seen[-1].digest
+            assert await appended(a, old, 3, tokens([7], digest)) is AppendKind.FENCED
+            assert await appended(a, old, 0, tokens([7])) is AppendKind.FENCED
+            await b.generate(new, 5, finish=True)
+            await reader.task
+            assert numbers(reader.seen) == list(range(100, 105))
+            await eventually(lambda: old.request_id not in a.session._holdings)
+
+    async def test_its_former_owner_drops_it_before_anybody_has_it(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession
+    ) -> None:
+        async with worker(broker, "a") as a:
+            old, _ = await self.lose_claim(server, broker, gateway, a)
+            await eventually(lambda: a.lost == [old.request_id])
+
+
+async def test_a_hand_back_that_is_lost_is_done_again(
+    server: EmbeddedRedis, broker: Broker, gateway: GatewaySession
+) -> None:
+    """Redis shows the first engine as the owner, the second works on it: neither can splice, and one goes on."""
+    async with worker(broker, "a") as a, worker(broker, "b") as b:
+        request = spec()
+        await gateway.accept(request)
+        reader = Reader(gateway, request)
+        [first] = await a.claim()
+        digest = await a.generate(first, 2)
+        before: DiskState = await disk_state(server, broker)
+        await a.session.hand_back([request.request_id])
+        [second] = await b.claim()
+        entries = tokens([102, 103], digest)
+        await b.append(second, 2, entries)
+        await reader.has_seen(4)
+        await die_behind(server, before)
+        assert await appended(b, second, 4, tokens([104], entries[-1].digest)) is AppendKind.FENCED
+        third = await claimed(b)
+        assert (third.next_index, third.digest) == (2, digest)
+        await b.generate(third, 6, finish=True)
+        await reader.task
+        assert numbers(reader.seen) == list(range(100, 106))
+        assert (await broker.view(request.request_id, TENANT)).state != REQUEST_STATE_RUNNING
