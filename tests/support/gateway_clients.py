@@ -13,6 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream_gateway import Settings, running_gateway
 from pagestream_gateway.settings import AuthSettings, ListenSettings, RedisSettings, ShutdownSettings, StreamSettings
+from redis.asyncio import Redis
 
 
 @dataclass(frozen=True)
@@ -161,3 +162,11 @@ class _BearerUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-a
 def _with_key(details: Any, key: str) -> Any:
     metadata = [*(details.metadata or ()), ("authorization", f"Bearer {key}")]
     return details._replace(metadata=grpc.aio.Metadata(*metadata))
+
+
+async def lose(redis_url: str, request_id: str) -> None:
+    """What is left of a request when Redis lost its last second."""
+    async with Redis.from_url(redis_url) as redis:
+        keys = [key async for key in redis.scan_iter(f"*{request_id}*")]
+        assert keys
+        await redis.delete(*keys)

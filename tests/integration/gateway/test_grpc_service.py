@@ -6,12 +6,11 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import grpc
 import pytest
-from gateway_clients import Address, grpc_stub, refusal
+from gateway_clients import Address, grpc_stub, lose, refusal
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pagestream.v1 import inference_pb2 as api
 from pagestream_gateway import Settings
-from redis.asyncio import Redis
 from synthetic_engine import MODEL, SyntheticEngine
 
 Another = Callable[[Settings], AbstractAsyncContextManager[Address]]
@@ -133,14 +132,6 @@ async def test_only_an_id_of_the_model_is_accepted_again(gateway: Address, wrong
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Resume(api.ResumeRequest(request_id=wrong, request=request())).read()
     assert refusal(caught.value).code == grpc.StatusCode.NOT_FOUND
-
-
-async def lose(redis_url: str, request_id: str) -> None:
-    """What is left of a request when Redis lost its last second."""
-    async with Redis.from_url(redis_url) as redis:
-        keys = [key async for key in redis.scan_iter(f"*{request_id}*")]
-        assert keys
-        await redis.delete(*keys)
 
 
 async def test_get_request_and_cancel(gateway: Address, engine: SyntheticEngine) -> None:

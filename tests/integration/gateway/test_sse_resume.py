@@ -6,10 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_clients import Address, chat_text, get_events, post_events, sse_events
+from gateway_clients import Address, chat_text, get_events, lose, post_events, sse_events
 from pagestream_gateway import Settings
 from pagestream_gateway.settings import StreamSettings
 from synthetic_engine import MODEL, SyntheticEngine
+from token_streams import eventually
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20, "seed": 0}
 TEXT = "abcdefghijklmnopqrst"
@@ -159,3 +160,28 @@ async def test_a_stopping_gateway_tells_its_streams_to_go_on_elsewhere(
     engine.go_on()
     request_id = response.headers["X-Request-Id"]
     assert chat_text(seen) + chat_text(await get_events(http, request_id, after=rest[-1].id)) == TEXT
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_redis_loses_while_it_is_read_goes_on(
+    http: httpx.AsyncClient, engine: SyntheticEngine, redis_url: str, stream: bool
+) -> None:
+    engine.hold_at = 10
+    asking = asyncio.create_task(http.post("/v1/chat/completions", json={**CHAT, "stream": stream}))
+    await eventually(lambda: bool(engine.claimed))
+    request_id = engine.claimed[0].request_id
+
+    async def has_come_so_far() -> bool:
+        return (await http.get(f"/v1/requests/{request_id}")).json()["next_index"] == 10
+
+    await eventually(has_come_so_far)
+    await lose(redis_url, request_id)
+    engine.go_on()
+    async with asyncio.timeout(20):
+        answer = await asking
+    assert answer.headers["X-Request-Id"] == request_id
+    if stream:
+        assert chat_text([event async for event in sse_events(answer)]) == TEXT
+    else:
+        assert answer.json()["choices"][0]["message"]["content"] == TEXT
+    assert [spec.request_id for spec in engine.claimed] == [request_id, request_id]

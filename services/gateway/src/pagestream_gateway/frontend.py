@@ -99,10 +99,13 @@ class Frontend:
         return spec if running == spec.request_id else await self.spec(running, tenant)
 
     def follow(
-        self, request_id: str, tenant: str, *, from_index: int = 0, digest: str = ""
+        self, spec: RequestSpec, *, from_index: int = 0, digest: str = ""
     ) -> AsyncGenerator[list[LogEntry], None]:
-        """Batches of log entries from `from_index` to the end. Close it: that is how the request loses its reader."""
-        return self.session.read(request_id, tenant=tenant, from_index=from_index, digest=digest)
+        """Batches of log entries from `from_index` to the end. Close it: that is how the request loses its reader.
+
+        A request that Redis loses meanwhile is accepted again and goes on under the same id.
+        """
+        return self.session.read(spec.request_id, tenant=spec.tenant, from_index=from_index, digest=digest, spec=spec)
 
     async def reenter(self, request_id: str, tenant: str, *, from_index: int, digest: str) -> tuple[RequestView, bool]:
         """Looks up a request that a reader wants to go on with; the flag tells that the log has nothing more for it.
@@ -116,11 +119,11 @@ class Frontend:
         if from_index == view.next_index and digest and digest != view.digest:
             raise DigestMismatch(request_id, from_index)
         if 0 < from_index < view.next_index and digest:
-            await self._check_digest(request_id, tenant, from_index, digest)
+            await self._check_digest(view.spec, from_index, digest)
         return view, from_index == view.next_index and view.state == REQUEST_STATE_FINISHED
 
-    async def _check_digest(self, request_id: str, tenant: str, from_index: int, digest: str) -> None:
-        async with aclosing(self.follow(request_id, tenant, from_index=from_index, digest=digest)) as batches:
+    async def _check_digest(self, spec: RequestSpec, from_index: int, digest: str) -> None:
+        async with aclosing(self.follow(spec, from_index=from_index, digest=digest)) as batches:
             await self._within_limit(anext(batches))
 
     async def view(self, request_id: str, tenant: str) -> RequestView:

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 from pagestream.v1 import inference_pb2 as api
+from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams.errors import RequestNotFound, StreamsError
 
 from pagestream_gateway.auth import KeyRing
@@ -64,7 +65,7 @@ class InferenceService:
             raise name_as_in_message(error) from error.__cause__
         first = api.GenerateResponse(chunk=api.TokenChunk(request_id=spec.request_id), seed=spec.sampling.seed)
         await context.write(first)  # type: ignore[arg-type]
-        await self._stream(context, spec.request_id, tenant, message=api.GenerateResponse)
+        await self._stream(context, spec, message=api.GenerateResponse)
 
     async def resume(self, data: bytes, context: Context, tenant: str) -> None:
         """Streams a log from an offset."""
@@ -73,26 +74,20 @@ class InferenceService:
         if index >= _MAX_INDEX:
             raise InvalidRequest("next_index", f"{index} is no index of a log")
         try:
-            _, is_complete = await self._frontend.reenter(request_id, tenant, from_index=index, digest=digest)
+            view, is_complete = await self._frontend.reenter(request_id, tenant, from_index=index, digest=digest)
         except RequestNotFound:
             if not request.HasField("request"):
                 raise
-            await self._accept_again(request, context, tenant)
-            is_complete = False
+            spec, is_complete = await self._accept_again(request, context, tenant), False
+        else:
+            spec = view.spec
         if not is_complete:
-            await self._stream(
-                context,
-                request_id,
-                tenant,
-                next_index=index,
-                digest=digest,
-                message=api.ResumeResponse,
-            )
+            await self._stream(context, spec, next_index=index, digest=digest, message=api.ResumeResponse)
 
-    async def _accept_again(self, request: api.ResumeRequest, context: Context, tenant: str) -> None:
+    async def _accept_again(self, request: api.ResumeRequest, context: Context, tenant: str) -> RequestSpec:
         try:
             draft = generate_draft(request.request, deadline_ms=_deadline_ms(context))
-            await self._frontend.submit_again(draft, tenant, request.request_id)
+            return await self._frontend.submit_again(draft, tenant, request.request_id)
         except InvalidRequest as error:
             named = name_as_in_message(error)
             named.field = f"request.{named.field}"
@@ -129,8 +124,7 @@ class InferenceService:
     async def _stream(
         self,
         context: Context,
-        request_id: str,
-        tenant: str,
+        spec: RequestSpec,
         *,
         next_index: int = 0,
         digest: str = "",
@@ -138,13 +132,11 @@ class InferenceService:
     ) -> None:
         metrics = self._frontend.metrics
         with self._frontend.streams.entered():
-            async with aclosing(
-                self._frontend.follow(request_id, tenant, from_index=next_index, digest=digest)
-            ) as batches:
+            async with aclosing(self._frontend.follow(spec, from_index=next_index, digest=digest)) as batches:
                 async for batch in batches:
                     for run in split_runs(next_index, batch):
                         response: Any = message()
-                        fill_chunk(response.chunk, request_id, run)
+                        fill_chunk(response.chunk, spec.request_id, run)
                         await context.write(response)
                         next_index = run.next_index
                         metrics.tokens_out += len(run.token_ids)

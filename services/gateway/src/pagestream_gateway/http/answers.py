@@ -80,9 +80,7 @@ class LogAnswer(Response):
     def follow(self) -> AsyncGenerator[list[LogEntry], None]:
         """The log from the start position."""
         position = self._position
-        return self._frontend.follow(
-            self._request_id, self._reading.tenant, from_index=position.next_index, digest=position.digest
-        )
+        return self._frontend.follow(self._reading.spec, from_index=position.next_index, digest=position.digest)
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome = "disconnected"
@@ -168,7 +166,7 @@ class EventStream(LogAnswer):
     async def _read_history(self) -> None:
         """Reads what stands before the start position; waits for it where the log has not come so far."""
         seen, limit = 0, self._position.next_index
-        async with aclosing(self._frontend.follow(self._request_id, self._reading.tenant)) as batches:
+        async with aclosing(self._frontend.follow(self._reading.spec)) as batches:
             async for batch in batches:
                 for run in split_runs(seen, batch[: limit - seen]):
                     self._bodies.skip(run)
