@@ -30,6 +30,7 @@ EXPECTED = [
     "expire_engine",
     "find_server",
     "server_command",
+    "settings_from_environment",
 ]
 
 

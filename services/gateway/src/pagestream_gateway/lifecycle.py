@@ -74,7 +74,7 @@ async def serve(settings: Settings) -> None:
 @contextlib.asynccontextmanager
 async def _frontend(settings: Settings) -> AsyncIterator[Frontend]:
     try:
-        broker = await Broker.connect(settings.redis.url)
+        broker = await Broker.connect(settings.redis.url, settings.broker)
     except Unavailable as error:
         raise StartupError(
             f"Redis does not answer at {_without_password(settings.redis.url)} (--redis): {error}"

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pagestream_streams import StreamsSettings, settings_from_environment
+
 from pagestream_gateway.errors import SettingsError
 
 ENV_PREFIX = "PAGESTREAM_"
@@ -132,12 +134,15 @@ class Settings:
     stream: StreamSettings = field(default_factory=StreamSettings)
     shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
     log: LogSettings = field(default_factory=LogSettings)
+    broker: StreamsSettings = field(default_factory=StreamsSettings)
+    """Of the durable streams: queue bounds, leases, retention; equal in all processes of a deployment."""
 
 
 def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
     """Settings from flags and environment. Raises SettingsError that names the flag or variable."""
     flags = {name: value for name, value in vars(_parser().parse_args(argv)).items() if value is not None}
-    settings = _from_environment(os.environ if environ is None else environ)
+    environ = os.environ if environ is None else environ
+    settings = _from_environment(environ)
     groups: dict[str, dict[str, Any]] = {}
     for name, value in flags.items():
         group, _, field_name = name.partition(".")
@@ -182,7 +187,7 @@ def _from_environment(environ: Mapping[str, str]) -> Settings:
     processes.
     """
     hints = typing.get_type_hints(Settings)
-    groups = {name.upper(): kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    groups = {name.upper(): kind for name, kind in hints.items() if kind is not StreamsSettings}
     given: dict[str, dict[str, Any]] = {}
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX) or "__" not in variable:
@@ -197,7 +202,11 @@ def _from_environment(environ: Mapping[str, str]) -> Settings:
             expected = ", ".join(f"{ENV_PREFIX}{group}__{known.upper()}" for known in fields)
             raise SettingsError(f"{variable}: unknown setting; known in this group: {expected}")
         given.setdefault(group.lower(), {})[name.lower()] = _parse(variable, text, fields[name.lower()])
-    return Settings(**{group: hints[group](**values) for group, values in given.items()})
+    try:
+        broker = settings_from_environment(environ)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    return Settings(**{group: hints[group](**values) for group, values in given.items()}, broker=broker)
 
 
 def _refuse_misspelt(variable: str, group: str, groups: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from pagestream_streams.broker import Broker, expire_engine
 from pagestream_streams.embedded import EmbeddedRedis, ServerBinary, find_server, server_command
 from pagestream_streams.engine_session import EngineSession
+from pagestream_streams.environment import settings_from_environment
 from pagestream_streams.errors import (
     DigestMismatch,
     IdempotencyConflict,
@@ -48,4 +49,5 @@ __all__ = [
     "expire_engine",
     "find_server",
     "server_command",
+    "settings_from_environment",
 ]

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import TypeVar
 
 import uvloop
-from pagestream_streams import Broker, EngineSession
+from pagestream_streams import Broker, EngineSession, StreamsSettings, settings_from_environment
 from pagestream_streams.errors import StreamsError, Unavailable
 from setproctitle import setproctitle
 
@@ -72,11 +72,11 @@ async def _unless_stopped(action: Awaitable[T], stop: asyncio.Event) -> T:
         await asyncio.gather(task, stopping, return_exceptions=True)
 
 
-async def serve(settings: WorkerSettings, config: EngineConfig, stop: asyncio.Event) -> None:
+async def serve(settings: WorkerSettings, config: EngineConfig, streams: StreamsSettings, stop: asyncio.Event) -> None:
     """Load the model, publish its card, and serve until `stop` is set. Raises Stopped if it was set before."""
     thread = EngineThread(lambda: _load(settings.model, config))
     thread.start()
-    connecting = _when_redis_is_there(lambda: Broker.connect(settings.redis_url))
+    connecting = _when_redis_is_there(lambda: Broker.connect(settings.redis_url, streams))
     # The model loads while Redis may still be starting.
     loading = asyncio.gather(asyncio.wrap_future(thread.loaded), connecting)
     engine, broker = await _unless_stopped(loading, stop)
@@ -113,13 +113,13 @@ def _limit_exit(seconds: float) -> None:
     timer.start()
 
 
-async def _run(settings: WorkerSettings, config: EngineConfig) -> None:
+async def _run(settings: WorkerSettings, config: EngineConfig, streams: StreamsSettings) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     with suppress(Stopped):
-        await serve(settings, config, stop)
+        await serve(settings, config, streams, stop)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,13 +127,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         settings, config = worker_settings(options), engine_config(options)
-    except EngineError as error:
+        streams = settings_from_environment(os.environ)
+    except (EngineError, ValueError) as error:
         print(f"pagestream-engine: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_BAD_OPTIONS
     setproctitle("pagestream-engine")
     configure_logs()
     try:
-        uvloop.run(_run(settings, config))
+        uvloop.run(_run(settings, config, streams))
     except (EngineError, ModelFolderError) as error:
         print(f"pagestream-engine: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_BAD_OPTIONS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -53,9 +54,9 @@ class QueueLink:
             )
 
     async def _connected(self) -> Broker:
-        from pagestream_streams import Broker
+        from pagestream_streams import Broker, settings_from_environment
 
         async with self._connecting:
             if self._broker is None:
-                self._broker = await Broker.connect(self._url)
+                self._broker = await Broker.connect(self._url, settings_from_environment(os.environ))
             return self._broker
