@@ -6,37 +6,37 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from arithmetic_model import (
-    ArithmeticFacts,
     ArithmeticRunner,
     SeededRunner,
-    byte_level_tokenizer,
-    make_folder,
     undisturbed,
 )
 from pagestream.v1.inference_pb2 import FinishReason, TokenIds
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
-from pagestream.v1.records_pb2 import LogEntry, RequestSpec
-from pagestream_engine import Engine, EngineConfig, SamplingParams
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_engine import SamplingParams
 from pagestream_engine.outputs import StepOutput
 from pagestream_engine.sampling_params import child_seed
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
-from pagestream_engine.worker.card import build_card
-from pagestream_engine.worker.engine_thread import EngineThread
 from pagestream_engine.worker.request import RunningRequest
-from pagestream_engine.worker.settings import WorkerSettings
-from pagestream_engine.worker.worker import EXIT_STALLED, EngineFailed, Worker
-from pagestream_streams import Broker, EngineSession, GatewaySession
-
-MODEL = "arithmetic"
-TENANT = "tenant"
-FACTS = ArithmeticFacts()
-LIMIT_S = 20.0
+from pagestream_engine.worker.worker import EXIT_STALLED, EngineFailed
+from pagestream_streams import Broker, GatewaySession
+from served_workers import (
+    FACTS,
+    LIMIT_S,
+    MODEL,
+    TENANT,
+    SlowRunner,
+    accepted,
+    expected,
+    read,
+    running_worker,
+    tokens,
+    until,
+)
 
 
 class BrokenRunner(ArithmeticRunner):
@@ -48,93 +48,12 @@ class BrokenRunner(ArithmeticRunner):
         return super().execute(step)
 
 
-class SlowRunner(ArithmeticRunner):
-    """Takes as long for a step as a model might."""
-
-    def execute(self, step: ScheduledStep) -> SampledTokens:
-        time.sleep(0.005)
-        return super().execute(step)
-
-
 class SlowSeededRunner(SeededRunner):
     """As slow, and choices differ by their seeds."""
 
     def execute(self, step: ScheduledStep) -> SampledTokens:
         time.sleep(0.005)
         return super().execute(step)
-
-
-class Running:
-    """A worker with its session, and the event that ends it."""
-
-    def __init__(self, worker: Worker, task: asyncio.Task[None], stop: asyncio.Event) -> None:
-        self.worker = worker
-        self.task = task
-        self.stop = stop
-
-    async def end(self) -> None:
-        self.stop.set()
-        async with asyncio.timeout(LIMIT_S):
-            await self.task
-
-
-@asynccontextmanager
-async def running_worker(
-    broker: Broker, folder: Path, runner: type[ArithmeticRunner] = ArithmeticRunner, **options: int
-) -> AsyncIterator[Running]:
-    make_folder(folder, byte_level_tokenizer())
-    config = EngineConfig.from_options(options)
-    thread = EngineThread(lambda: Engine(folder, config, make_runner=lambda _, config: runner(config, FACTS)))
-    thread.start()
-    engine = await asyncio.wrap_future(thread.loaded)
-    await broker.publish_model(build_card(folder, MODEL, engine))
-    worker = Worker(thread, WorkerSettings(str(folder), "", MODEL, "worker"))
-    stop = asyncio.Event()
-    async with EngineSession(
-        broker, model=MODEL, engine_id="worker", on_lost=worker.drop, load=worker.load, on_wanted=worker.want
-    ) as session:
-        task = asyncio.create_task(worker.run(session, stop))
-        running = Running(worker, task, stop)
-        try:
-            yield running
-        finally:
-            stop.set()
-            await asyncio.wait([task], timeout=LIMIT_S)
-
-
-async def accepted(gateway: GatewaySession, prompt: list[int], **sampling: object) -> RequestSpec:
-    spec = RequestSpec(
-        request_id=await gateway.place(MODEL, prompt),
-        model=MODEL,
-        tenant=TENANT,
-        prompts=[TokenIds(ids=prompt)],
-        sampling=SamplingMessage(**{"seed": 1, "ignore_eos": True, "max_tokens": 30, **sampling}),  # type: ignore[arg-type]
-        disconnect_grace_ms=60_000,
-    )
-    await gateway.accept(spec)
-    return spec
-
-
-async def read(gateway: GatewaySession, spec: RequestSpec) -> list[LogEntry]:
-    entries: list[LogEntry] = []
-    async with asyncio.timeout(LIMIT_S):
-        async for batch in gateway.read(spec.request_id, tenant=TENANT):
-            entries += batch
-    return entries
-
-
-def tokens(entries: list[LogEntry], choice: int = 0) -> list[int]:
-    return [e.token_id for e in entries if e.WhichOneof("body") == "token_id" and e.choice == choice]
-
-
-def expected(prompt: list[int], max_tokens: int = 30) -> list[int]:
-    return undisturbed(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), FACTS, 1000)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110 - the condition is another thread's
-            await asyncio.sleep(0.01)
 
 
 async def test_requests_are_served_in_full(redis_url: str, tmp_path: Path) -> None:
@@ -294,8 +213,8 @@ async def test_a_request_whose_choices_fail_together_leaves_room_for_any_size(re
 STALLING = """
     import asyncio, sys, time
     from pathlib import Path
-    sys.path[:0] = [{support!r}, {here!r}]
-    import test_worker as w
+    sys.path.insert(0, {support!r})
+    import served_workers as w
 
     class StalledRunner(w.ArithmeticRunner):
         def execute(self, step):
@@ -314,11 +233,8 @@ STALLING = """
 
 
 def test_the_watchdog_ends_a_process_whose_step_never_ends(redis_url: str, tmp_path: Path) -> None:
-    here = Path(__file__).parent
-    support = here.parents[1] / "support"
-    program = textwrap.dedent(STALLING).format(
-        support=str(support), here=str(here), url=redis_url, folder=str(tmp_path)
-    )
+    support = Path(__file__).parents[2] / "support"
+    program = textwrap.dedent(STALLING).format(support=str(support), url=redis_url, folder=str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=LIMIT_S + 10, check=False)
     assert ended.returncode == EXIT_STALLED, ended.stderr.decode()
     assert b"exiting" in ended.stderr

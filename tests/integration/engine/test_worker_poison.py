@@ -3,6 +3,7 @@ neighbours lose nothing but time.
 """
 
 import asyncio
+import dataclasses
 import signal
 import sys
 import textwrap
@@ -27,20 +28,20 @@ QUICK = StreamsSettings(
 ENGINE = """
     import asyncio, os, signal, sys, time
     from pathlib import Path
-    sys.path[:0] = [{support!r}, {here!r}]
-    import test_worker as w
-    import test_worker_poison as p
+    sys.path.insert(0, {support!r})
+    import served_workers as w
+    from pagestream_streams import StreamsSettings
 
     class PoisonedRunner(w.ArithmeticRunner):
         def execute(self, step):
             time.sleep(0.005)
             for entry in (*step.prefills, *step.decodes):
-                if p.POISON in entry.seq.token_ids[:1]:
+                if {poison} in entry.seq.token_ids[:1]:
                     {death}
             return super().execute(step)
 
     async def main():
-        async with await w.Broker.connect({url!r}, p.QUICK) as broker:
+        async with await w.Broker.connect({url!r}, StreamsSettings(**{settings!r})) as broker:
             async with w.running_worker(broker, Path({folder!r}), PoisonedRunner) as running:
                 print("ready", flush=True)
                 await running.task
@@ -90,9 +91,13 @@ async def supervise(broker: Broker, program: str, exits: list[int]) -> None:
 async def test_poison_is_quarantined_and_its_neighbours_go_on(
     redis_url: str, tmp_path: Path, death: str, code: int
 ) -> None:
-    here = Path(__file__).parent
     program = textwrap.dedent(ENGINE).format(
-        support=str(here.parents[1] / "support"), here=str(here), url=redis_url, folder=str(tmp_path), death=death
+        support=str(Path(__file__).parents[2] / "support"),
+        url=redis_url,
+        folder=str(tmp_path),
+        death=death,
+        poison=POISON,
+        settings=dataclasses.asdict(QUICK),
     )
     facts, exits = ArithmeticFacts(), list[int]()
     async with await Broker.connect(redis_url, QUICK) as broker, asyncio.timeout(150):
@@ -111,7 +116,8 @@ async def test_poison_is_quarantined_and_its_neighbours_go_on(
     end = logs[0][-1].end
     assert (end.reason, end.error.code) == (FINISH_REASON_ERROR, "quarantined")
     assert (dead.request_id, dead.next_index, len(dead.engines)) == (poison.request_id, 0, 4)
-    assert exits == [code] * 4
+    # The first engine may die before it could say that the prompt is in its step.
+    assert exits in ([code] * 4, [code] * 5)
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
     for log, spec in zip(logs[1:], neighbours, strict=True):
         tokens = [entry.token_id for entry in log if entry.WhichOneof("body") == "token_id"]

@@ -21,9 +21,13 @@ async def gateway(broker: Broker) -> AsyncIterator[GatewaySession]:
 @asynccontextmanager
 async def mortal(broker: Broker, name: str) -> AsyncIterator[Worker]:
     """An engine whose tasks end without a word to Redis: the block's end is its death."""
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(worker(broker, name))
+    lost: list[str] = []
+    session = EngineSession(broker, model=MODEL, engine_id=name, on_lost=lost.extend)
+    await session.__aenter__()
+    engine = Worker(session, lost)
+    try:
         yield engine
+    finally:
         await silence(engine)
 
 

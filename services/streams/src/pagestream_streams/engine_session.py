@@ -34,6 +34,9 @@ _log = logging.getLogger(__name__)
 Load = Callable[[], Mapping[str, str | int | float]]
 
 
+CHOSEN = 2  # heartbeat.lua's word for the engine that is to hand everything back
+
+
 @dataclass
 class Alone:
     """The request that this engine runs with nothing beside it, until its log is longer than `index`."""
@@ -82,6 +85,7 @@ class EngineSession:
         self._on_wanted = on_wanted
         self._card = card
         self._alone: Alone | None = None
+        self._with_suspects: set[int] = set()  # partitions where one waited for an idle engine at the last beat
         self._holdings = Holdings()
         self._own: list[int] = []
         self._blocked: int | None = None  # the own partition whose head waits for room that nobody else may take
@@ -224,12 +228,14 @@ class EngineSession:
         )
 
     def _to_look_at(self) -> list[int]:
+        loud = self._doorbell.loud(self._partition_count)
         if self._blocked is not None and self._blocked in self._own:
             return [self._blocked]
         self._blocked = None
-        loud = self._doorbell.loud(self._partition_count)
+        # An engine that holds nothing is what suspects wait for: before it takes anything else.
+        first = set() if len(self._holdings) else self._with_suspects
         own = set(self._own)
-        return [number for number in loud if number in own] + [number for number in loud if number not in own]
+        return sorted({*loud, *first}, key=lambda number: (number not in first, number not in own, number))
 
     async def _claim_from(
         self, where: Partition, max_requests: int, max_tokens: int, *, idle: bool = False
@@ -360,7 +366,8 @@ class EngineSession:
         self._own = placement.owned(self._id, len(partitions), {each.decode() for each in living})
         await self._tell_load(lease)
         await self._reconcile(held, {request_id.decode() for ids, _ in beats for request_id in ids})
-        if self._on_wanted is not None and any(wanted for _, wanted in beats):
+        self._with_suspects = {where.number for where, (_, wanted) in zip(partitions, beats, strict=True) if wanted}
+        if self._on_wanted is not None and any(wanted == CHOSEN for _, wanted in beats):
             self._on_wanted()
 
     async def _owned(self, partitions: Sequence[Partition]) -> set[str]:

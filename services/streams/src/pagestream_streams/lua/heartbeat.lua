@@ -2,7 +2,7 @@
 -- Retry: harmless.
 -- ARGV: engine id, lease in ms, whether it can hand everything back to run a suspect alone (0 | 1), how long a suspect waits for an idle engine
 --       in ms, control time in ms
--- Returns {the ids that it owns, 1: a suspect waits for this engine, 0: none does}.
+-- Returns {the ids that it owns, 0: no suspect waits here, 1: one waits for an idle engine, 2: and this one was chosen to become that}.
 local engine, lease, patience, control, now = ARGV[1], ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5]), now_ms()
 although_full()
 call('ZADD', prefix .. 'leases', now + lease, engine)
@@ -43,17 +43,21 @@ if call('ZREM', prefix .. 'deaths', '!' .. engine) > 0 then
   call('HDEL', prefix .. 'meta', 'alone_died')
 end
 
-local function is_wanted()
-  if ARGV[3] ~= '1' or call('ZCARD', prefix .. 'suspects') == 0 or not control_is_over(now, control) then
+local function wanted()
+  if call('ZCARD', prefix .. 'suspects') == 0 or not control_is_over(now, control) then
     return 0
   end
-  local first = call('ZRANGEBYSCORE', prefix .. 'suspects', '-inf', now - patience, 'LIMIT', 0, 1)[1]
-  local chosen = call('GET', prefix .. 'vacating')
-  if not first or chosen and chosen ~= engine then
+  local first = call('ZRANGE', prefix .. 'suspects', 0, 0, 'WITHSCORES')
+  local waited = now - first[2]
+  if waited < 0 then
     return 0
+  end
+  local chosen = call('GET', prefix .. 'vacating')
+  if ARGV[3] ~= '1' or waited < patience or chosen and chosen ~= engine then
+    return 1
   end
   call('SET', prefix .. 'vacating', engine, 'PX', lease)
-  return 1
+  return 2
 end
 
-return {call('SMEMBERS', prefix .. 'owned:' .. engine), is_wanted()}
+return {call('SMEMBERS', prefix .. 'owned:' .. engine), wanted()}

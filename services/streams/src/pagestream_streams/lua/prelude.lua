@@ -89,7 +89,7 @@ local function words(text)
 end
 
 -- Poison, see docs/decisions/0024. Of a request: died_at is the index at which engines died with it in the running step, died_on their ids,
--- died_alone those that ran nothing else, died_first when the first one died.
+-- died_alone those that ran nothing else, died_first when the first one died; died_near are engines that died with it outside the step.
 local SUSPECT, CONDEMNED, MOST_NAMED = 2, 2, 16
 
 -- Puts a running request back, before all that were never claimed; a suspect to those that are run alone. The empty nonce fences its former
@@ -117,23 +117,29 @@ local function control_time(deaths, control)
   return control * 2 ^ math.min(math.max(deaths - 3, 0), 4)
 end
 
+local function named(engines, engine)
+  if words(engines) >= MOST_NAMED then
+    engines = string.gsub(engines, '^%S+ ', '')
+  end
+  return engines .. engine .. ' '
+end
+
 -- Puts back a request whose engine has died. The death counts where the request was in the running step: its engine said so, or had appended
 -- to it and not said otherwise. Returns whether it counted.
 local function requeue_after_death(id, engine, now, control)
   local req = prefix .. 'req:' .. id
-  local found = call('HMGET', req, 'next', 'from', 'step', 'alone', 'died_at', 'died_on', 'died_alone')
+  local found = call('HMGET', req, 'next', 'from', 'step', 'alone', 'died_at', 'died_on', 'died_alone', 'died_near')
   local same = found[1] == found[5]
   local on, alone = same and found[6] or '', same and found[7] or ''
   if found[3] ~= '1' and (found[3] == '0' or tonumber(found[1]) <= tonumber(found[2] or found[1])) then
+    call('HSET', req, 'died_near', named(found[8] or '', engine))
     requeue(id, engine)
     return false
   end
   if on == '' then
     call('HSET', req, 'died_first', now)
-  elseif words(on) >= MOST_NAMED then
-    on = string.gsub(on, '^%S+ ', '')
   end
-  on = on .. engine .. ' '
+  on = named(on, engine)
   if found[4] == '1' and found[1] == found[2] then
     alone = alone .. engine .. ' '
   end
@@ -172,10 +178,10 @@ local function drop_lease(engine, now)
   end
 end
 
--- Whether engines died that did not run a request, since its own first one did or in the window before now, whichever is longer.
-local function storms(died_on, died_first, now, window)
+-- Whether engines died that did not have a request, since its own first one did or in the window before now, whichever is longer.
+local function storms(had_it, died_first, now, window)
   for _, engine in ipairs(call('ZRANGEBYSCORE', prefix .. 'deaths', math.min(died_first, now - window), '+inf')) do
-    if string.sub(engine, 1, 1) ~= '!' and not string.find(' ' .. died_on, ' ' .. engine .. ' ', 1, true) then
+    if string.sub(engine, 1, 1) ~= '!' and not string.find(' ' .. had_it, ' ' .. engine .. ' ', 1, true) then
       return true
     end
   end

@@ -91,8 +91,8 @@ local poison = {}
 if call('ZCARD', prefix .. 'verdicts') > 0 and control_is_over(now, control) then
   for _, id in ipairs(due('verdicts')) do
     local req = prefix .. 'req:' .. id
-    local found = call('HMGET', req, 'died_on', 'died_first', 'next')
-    if found[1] and storms(found[1], found[2], now, window) then
+    local found = call('HMGET', req, 'died_on', 'died_first', 'next', 'died_near')
+    if found[1] and storms(found[1] .. (found[4] or ''), found[2], now, window) then
       call('HSET', req, 'died_alone', '')
       call('ZREM', prefix .. 'verdicts', id)
       call('ZADD', prefix .. 'suspects', now + control_time(words(found[1]), control), id)
