@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine.attention import AttentionBackend, AttentionBatch, CacheShape, select_backend
+from pagestream_engine.attention.exact_torch_backend import ExactTorchBackend
 from pagestream_engine.attention.native.library import find_compiler, load_library
 from pagestream_engine.attention.native_backend import NativeBackend
 from pagestream_engine.attention.torch_backend import TorchBackend
+from pagestream_engine.errors import ConfigError
 from torch import Tensor
 
 _POSITIONS = 512
@@ -36,6 +38,7 @@ def _native(head_dim: int) -> ctypes.CDLL:
 
 MAKERS: dict[str, Make] = {
     "torch": lambda shape: TorchBackend(shape, _cos_sin(shape.head_dim)),
+    "exact torch": lambda shape: ExactTorchBackend(shape, _cos_sin(shape.head_dim)),
     "native": lambda shape: NativeBackend(shape, _cos_sin(shape.head_dim), _native(shape.head_dim)),
 }
 
@@ -118,6 +121,32 @@ def test_prefill_then_decode(name: str, dtype: torch.dtype, sizes: tuple[int, in
     _check(case, case.run(backend, prefill, 4), prefill)
     decode = [(1, 16, 17), (2, 39, 40), (3, 129, 130)]
     _check(case, case.run(backend, decode, 0), decode)
+
+
+@pytest.mark.parametrize("name", ["exact torch", "native"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sizes",
+    [(16, 4, 4, 8), (64, 12, 4, 16), (80, 8, 1, 16), (96, 5, 1, 4), (128, 4, 2, 32), (256, 2, 1, 64), (48, 7, 7, 1)],
+)
+def test_an_exact_backends_bits_depend_on_the_sequence_alone(
+    name: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]
+) -> None:
+    head_dim, num_heads, kv_heads, block_size = sizes
+    lengths = [90, 33, 5]
+    case = Case(CacheShape(1, kv_heads, head_dim, block_size, dtype), num_heads, lengths)
+    backend = MAKERS[name](case.shape)
+    assert backend.is_exact
+    backend.allocate(case.num_blocks)
+    expected = [case.run(backend, [(seq, 0, length)], 1)[0] for seq, length in enumerate(lengths)]
+    backend.allocate(case.num_blocks)
+    for begin, end in pairwise([0, 7, 8, 25, 41, 42, 43, 80, 90]):
+        # All that go on, the single tokens as decodes; the sequences' ends leave neighbours of every kind.
+        spans = [(seq, begin, min(end, length)) for seq, length in enumerate(lengths) if begin < length]
+        spans.sort(key=lambda span: span[2] - span[1] == 1)
+        prefills = sum(last - first > 1 for _, first, last in spans)
+        for (seq, first, last), output in zip(spans, case.run(backend, spans, prefills), strict=True):
+            assert torch.equal(output, expected[seq][first:last]), f"sequence {seq} from {first} to {last}"
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -246,3 +275,13 @@ def test_auto_on_a_cpu() -> None:
     assert type(select_backend("torch", CacheShape(1, 1, 64, 16, torch.bfloat16), _cos_sin(64))) is TorchBackend
     assert type(select_backend("auto", CacheShape(1, 1, 64, 16, torch.float16), _cos_sin(64))) is TorchBackend
     assert type(select_backend("auto", CacheShape(1, 1, 24, 16, torch.float32), _cos_sin(24))) is TorchBackend
+
+
+def test_exact_on_a_cpu() -> None:
+    expected = NativeBackend if find_compiler() else ExactTorchBackend
+    shape, other = CacheShape(1, 1, 64, 16, torch.bfloat16), CacheShape(1, 1, 64, 16, torch.float16)
+    assert type(select_backend("auto", shape, _cos_sin(64), exact=True)) is expected
+    assert type(select_backend("torch", shape, _cos_sin(64), exact=True)) is ExactTorchBackend
+    assert type(select_backend("auto", other, _cos_sin(64), exact=True)) is ExactTorchBackend
+    with pytest.raises(ConfigError, match="decode kernel is split"):
+        select_backend("triton", shape, _cos_sin(64), exact=True)

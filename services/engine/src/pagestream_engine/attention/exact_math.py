@@ -19,7 +19,7 @@ _EXPONENT_BIAS, _MANTISSA_BITS = 127, 23
 
 
 def exponential(x: Tensor) -> Tensor:
-    """exp(x) of float32, relative error about 1e-7 + |x| / 2^23; 0 below -87. As the C++ kernels': 2^n times a polynomial."""
+    """exp(x) of float32, relative error about 1e-7 + |x| / 2^23; 0 below -87. As in C++: 2^n times a polynomial."""
     scaled = x.clamp(_LOWEST, _HIGHEST).mul_(_LOG2_E)
     whole = scaled.round()
     fraction = scaled.sub_(whole)

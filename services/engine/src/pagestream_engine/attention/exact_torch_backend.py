@@ -12,8 +12,8 @@ from pagestream_engine.attention.exact_math import exponential, tree_sum
 
 _SLICE_TOKENS = 64
 """Query tokens at a time: bounds the copies of keys and values that they read."""
-_FEWEST_PRODUCTS = 2
-"""A batched product of one matrix alone may be cut among threads; from two on each matrix is one thread's."""
+_PRODUCTS = 256
+"""Matrices in every batched product: torch and the libraries below it choose their kernels by this number too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +102,31 @@ class ExactTorchBackend(AttentionBackend[ExactPlan]):
         keys = self.key_cache[layer].index_select(0, part.blocks).view(-1, size, dim)
         values = self.value_cache[layer].index_select(0, part.blocks).view(-1, size, dim)
         queries = query.reshape(tokens, -1).index_select(0, owners).view(-1, group, dim)
-        scores = _products(queries, keys.transpose(1, 2)).view(used, num_kv_heads, group, size)
+        scores = _products(queries, keys, transpose=True).view(used, num_kv_heads, group, size)
         scores = scores.float().mul_(self.scale).add_(part.bias)
         largest = scores.new_full((tokens, num_kv_heads, group), -torch.inf)
         largest.scatter_reduce_(0, owners[:, None, None].expand(used, num_kv_heads, group), scores.amax(-1), "amax")
         weights = exponential(scores.sub_(largest.index_select(0, owners).unsqueeze(-1)))
         sums = _added(tree_sum(weights), owners, tokens)
-        parts = _products(weights.to(values.dtype).view(-1, group, size), values)
+        parts = _products(weights.to(values.dtype).view(-1, group, size), values, transpose=False)
         output = _added(parts.view(used, num_kv_heads, group, dim).float(), owners, tokens)
         return (output / sums.unsqueeze(-1)).to(query.dtype).view(tokens, -1, dim)
 
 
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """Batched matrix products, each with the bits that it has in any batch."""
-    count = len(a)
-    if count < _FEWEST_PRODUCTS:
-        a, b = (x.expand(_FEWEST_PRODUCTS, *x.shape[1:]) for x in (a, b))
-    return torch.bmm(a, b)[:count]
+def _products(a: Tensor, b: Tensor, *, transpose: bool) -> Tensor:
+    """Products of matrices of a with those of b, or with those of b transposed, each by a kernel for one and the same
+    shape.
+    """
+    parts = []
+    for begin in range(0, len(a), _PRODUCTS):
+        left, right = (_filled(x[begin : begin + _PRODUCTS]) for x in (a, b))
+        parts.append(torch.bmm(left, right.transpose(1, 2) if transpose else right))
+    return torch.cat(parts)[: len(a)]
+
+
+def _filled(matrices: Tensor) -> Tensor:
+    missing = _PRODUCTS - len(matrices)
+    return torch.cat((matrices, matrices.new_zeros(missing, *matrices.shape[1:]))) if missing else matrices
 
 
 def _added(rows: Tensor, owners: Tensor, tokens: int) -> Tensor:

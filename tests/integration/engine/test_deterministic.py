@@ -1,0 +1,260 @@
+"""Deterministic mode: the logits of a sequence have the same bits alone and among neighbours, in any chunks, after
+preemption and on a cached prefix; and its keys and values have, whether prefill or decode computed them.
+
+The same comparison is made of what promises nothing, to show that it can see a difference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pagestream_engine.attention.native.library import find_compiler
+from pagestream_engine.config import EngineConfig
+from pagestream_engine.engine import Engine
+from pagestream_engine.errors import ConfigError
+from pagestream_engine.runner import ModelRunner
+from pagestream_engine.sampling_params import SamplingParams
+from pagestream_engine.scheduler.base import SampledTokens, ScheduledSequence, ScheduledStep
+from pagestream_engine.sequence import Sequence
+from tiny_models import make_model, random_prompts
+from torch import Tensor
+
+CPU = torch.device("cpu")
+DEMO = Path(__file__).parents[3] / "deploy" / "demo-model" / "model"
+NUM_TOKENS = 16
+BLOCK_SIZE = 8
+ROOMY_BLOCKS = 512
+MODELS = ["demo", "llama", "qwen3"]
+DTYPES = ["float32", "bfloat16"]
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+BACKENDS = [pytest.param("auto", marks=needs_compiler, id="native"), "torch"]
+_MANY_STEPS = ("test_logits", "test_the_comparison")
+Logits = dict[tuple[str, int], Tensor]
+"""By request and index of the output token."""
+
+
+class RecordingRunner(ModelRunner):
+    """Keeps the logits that every token was chosen from."""
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        super().__init__(folder, config, CPU)
+        self.recorded: Logits = {}
+
+    def execute(self, step: ScheduledStep) -> SampledTokens:
+        rows: list[Tensor] = []
+        compute = self._model.logits
+
+        def recording(*arguments: Any) -> Tensor:
+            logits = compute(*arguments)
+            rows.extend(logits.clone())
+            return logits
+
+        self._model.logits = recording  # type: ignore[method-assign]
+        try:
+            sampled = super().execute(step)
+        finally:
+            self._model.logits = compute  # type: ignore[method-assign]
+        for seq, row in zip(step.sampled(), rows, strict=True):
+            self.recorded[seq.seq_id, seq.num_output_tokens] = row
+        return sampled
+
+
+@dataclass
+class Run:
+    """An engine, and what it has computed."""
+
+    folder: Path
+    options: dict[str, Any]
+    runner: RecordingRunner = field(init=False)
+    engine: Engine = field(init=False)
+
+    def __post_init__(self) -> None:
+        def make(folder: Path, config: EngineConfig) -> RecordingRunner:
+            self.runner = RecordingRunner(folder, config)
+            return self.runner
+
+        options = {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": ROOMY_BLOCKS, **self.options}
+        self.engine = Engine(self.folder, EngineConfig.from_options(options), make_runner=make)
+
+    def generate(self, prompts: dict[str, list[int]]) -> Logits:
+        """Runs prompts together to the end, some greedy and some sampled."""
+        self.runner.recorded = {}
+        for index, (name, prompt) in enumerate(prompts.items()):
+            self.engine.add_request(name, prompt, _params(index))
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        self.engine.check_invariants()
+        return self.runner.recorded
+
+    def alone(self, prompts: dict[str, list[int]]) -> Logits:
+        """Runs each prompt by itself."""
+        logits: Logits = {}
+        for index, (name, prompt) in enumerate(prompts.items()):
+            self.runner.recorded = {}
+            self.engine.add_request(name, prompt, _params(index))
+            while self.engine.has_unfinished_requests():
+                self.engine.step()
+            logits |= self.runner.recorded
+        return logits
+
+
+def _params(index: int) -> SamplingParams:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"min_p": 0.05, "top_k": 9},
+    ]
+    return SamplingParams(**kinds[index % 3], seed=index, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Two, since what threads share out is where a batch's size first shows; one where many small operations of torch
+    would wait for each other most of the time.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if request.node.name.startswith(_MANY_STEPS) and "torch" in request.node.name else 2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    base = tmp_path_factory.mktemp("models")
+    return lambda name: DEMO if name == "demo" else make_model(base / name, name)
+
+
+def _prompts() -> dict[str, list[int]]:
+    """Of lengths about the borders of blocks and vectors, two of them with a beginning in common."""
+    prompts = random_prompts([1, 5, 16, 17, 41, 70])
+    prefix, *tails = random_prompts([40, 3, 21], seed=1)
+    return {f"request {index}": prompt for index, prompt in enumerate([*prompts, *(prefix + tail for tail in tails)])}
+
+
+def _differences(got: Logits, expected: Logits) -> list[tuple[str, int]]:
+    assert got.keys() == expected.keys()
+    return [key for key, logits in expected.items() if not torch.equal(got[key], logits)]
+
+
+def _disturbances(folder: Path, options: dict[str, Any]) -> dict[str, Logits]:
+    """The same requests under all that may happen to a batch."""
+    prompts = _prompts()
+    longest = max(map(len, prompts.values())) + NUM_TOKENS
+    plain = {**options, "enable_prefix_caching": False}
+    neighbours = {f"neighbour {index}": prompt for index, prompt in enumerate(random_prompts([3, 30, 9, 55], seed=2))}
+    crowd = Run(folder, plain).generate({**prompts, **neighbours})
+    chunked = Run(folder, {**plain, "max_num_batched_tokens": 13, "max_num_seqs": 6})
+    tight = Run(folder, {**plain, "num_gpu_blocks_override": -(-longest // BLOCK_SIZE) + 4, "max_model_len": longest})
+    caching = Run(folder, {**options, "enable_prefix_caching": True})
+    found = {
+        "neighbours": {key: logits for key, logits in crowd.items() if key[0] in prompts},
+        "chunks": chunked.generate(prompts),
+        "preemption": tight.generate(prompts),
+        "shared prefixes": caching.generate(prompts),
+        "cached prefixes": caching.generate(prompts),
+    }
+    assert tight.engine.stats().num_preemptions > 0
+    assert caching.engine.stats().prefix_hit_tokens > sum(len(prompt) // BLOCK_SIZE for prompt in prompts.values())
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_have_the_same_bits_whatever_happens(
+    name: str, backend: str, dtype: str, folder_of: Callable[[str], Path]
+) -> None:
+    options = {"deterministic": True, "attention_backend": backend, "dtype": dtype, "device": "cpu"}
+    alone = Run(folder_of(name), {**options, "enable_prefix_caching": False})
+    expected = alone.alone(_prompts())
+    assert len(expected) == NUM_TOKENS * len(_prompts())
+    assert alone.runner.numerics.deterministic
+    for what, got in _disturbances(folder_of(name), options).items():
+        assert _differences(got, expected) == [], what
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_comparison_sees_what_the_default_mode_may_change(
+    backend: str, dtype: str, folder_of: Callable[[str], Path]
+) -> None:
+    """Torch's own attention differs between prefill and decode on every machine; the C++ kernels on linears alone."""
+    options = {"deterministic": False, "attention_backend": backend, "dtype": dtype, "device": "cpu"}
+    expected = Run(folder_of("llama"), {**options, "enable_prefix_caching": False}).alone(_prompts())
+    counts = {}
+    for what, got in _disturbances(folder_of("llama"), options).items():
+        common = [key for key in expected if key in got]
+        counts[what] = len([key for key in common if not torch.equal(got[key], expected[key])])
+    print(f"default mode, {backend}, {dtype}: of {len(expected)} logits differ {counts}")
+    if backend == "torch":
+        assert all(counts[what] for what in ("chunks", "preemption", "cached prefixes"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_keys_and_values_of_prefill_and_decode_have_the_same_bits(
+    name: str, backend: str, dtype: str, folder_of: Callable[[str], Path]
+) -> None:
+    (prompt,) = random_prompts([75])
+    caches = []
+    for cuts in ([75], [1] * 75, [40, *[1] * 35], [7, 30, 1, 1, 33, 3]):
+        options = {"deterministic": True, "attention_backend": backend, "dtype": dtype, "block_size": 16}
+        runner = ModelRunner(folder_of(name), EngineConfig.from_options(options), CPU)
+        runner.allocate_kv_cache(8)
+        seq = Sequence("one", prompt, SamplingParams(temperature=0), seed=0, arrival=0, max_total_tokens=100)
+        seq.block_table = [6, 0, 3, 7, 1]
+        for cut in cuts:
+            items = [ScheduledSequence(seq, cut, True)]
+            is_decode = cut == 1 and seq.num_computed_tokens > 0
+            runner.execute(ScheduledStep(decodes=items) if is_decode else ScheduledStep(prefills=items))
+            seq.num_computed_tokens += cut
+        backend_caches = (*runner._backend.key_cache, *runner._backend.value_cache)
+        caches.append(torch.stack([cache[seq.block_table] for cache in backend_caches]))
+    for other in caches[1:]:
+        assert torch.equal(other, caches[0])
+
+
+def test_auto_is_on_where_the_linears_let_it_be_free(folder_of: Callable[[str], Path]) -> None:
+    auto, told = (
+        Run(folder_of("demo"), {"device": "cpu", "deterministic": deterministic}).runner
+        for deterministic in (None, True)
+    )
+    assert told.numerics.deterministic
+    is_free = all(row_counts.is_free for row_counts in told._model.probe_row_counts())
+    assert auto.numerics.deterministic is (is_free and auto._backend.is_exact)
+    assert not Run(folder_of("demo"), {"device": "cpu", "deterministic": False}).runner.numerics.deterministic
+
+
+def test_the_fingerprint_is_of_what_the_bits_depend_on(folder_of: Callable[[str], Path]) -> None:
+    def fingerprint(name: str = "llama", **options: Any) -> str:
+        return Run(folder_of(name), {"device": "cpu", "deterministic": True, **options}).engine.fingerprint
+
+    first = fingerprint()
+    assert len(first) == 16
+    assert int(first, 16) >= 0
+    assert fingerprint(max_num_seqs=7, seed=3, enable_prefix_caching=False) == first
+    others = [
+        fingerprint("qwen3"),
+        fingerprint(dtype="bfloat16"),
+        fingerprint(deterministic=False),
+        fingerprint(attention_backend="torch"),
+        fingerprint(max_model_len=100),
+    ]
+    assert len({first, *others}) == len(others) + 1
+
+
+def test_triton_refuses(folder_of: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="decode kernel is split") as caught:
+        Run(folder_of("llama"), {"device": "cpu", "deterministic": True, "attention_backend": "triton"})
+    assert caught.value.field == "deterministic"
+
+
+def test_the_demo_model_is_written_in_a_dtype_that_is_tested() -> None:
+    assert json.loads((DEMO / "config.json").read_text())["dtype"] in DTYPES
