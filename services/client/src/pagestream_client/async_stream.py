@@ -84,6 +84,11 @@ class AsyncStream:
         """Closes it."""
         await self.aclose()
 
+    def __del__(self) -> None:
+        """A loop that is left by `break` ends the call, as closing does."""
+        with suppress(RuntimeError):  # the event loop may be closed by now
+            self._hang_up()
+
     async def aclose(self) -> None:
         """Ends the reading at once; a request that runs meets its `on_disconnect`. Closing again changes nothing."""
         self._closing.set()

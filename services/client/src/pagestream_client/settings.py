@@ -44,6 +44,8 @@ class Transport:
         return [
             ("grpc.keepalive_time_ms", _ms(self.keepalive_s)),
             ("grpc.keepalive_timeout_ms", _ms(self.keepalive_timeout_s)),
+            # A probe of gRPC's own, for its flow control, holds the others back while it is not answered; it has 60 s.
+            ("grpc.http2.ping_timeout_ms", _ms(self.keepalive_timeout_s)),
             ("grpc.http2.max_pings_without_data", 0),
             # This is the connection timeout; the name tells another part of it.
             ("grpc.min_reconnect_backoff_ms", _ms(self.connect_timeout_s)),

@@ -84,6 +84,10 @@ class Stream:
         """Closes it."""
         self.close()
 
+    def __del__(self) -> None:
+        """A loop that is left by `break` ends the call, as closing does."""
+        self._hang_up()
+
     def close(self) -> None:
         """Ends the reading at once; a request that runs meets its `on_disconnect`. Closing again changes nothing."""
         self._closing.set()

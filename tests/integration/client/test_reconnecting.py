@@ -1,0 +1,165 @@
+"""Connections that die, gateways that end, Redis that forgets: the reader sees one stream."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from flaky_network import FlakyNetwork
+from gateway_clients import Address, gateway_settings, running_address
+from pagestream_client import (
+    AsyncClient,
+    Chunk,
+    Reconnection,
+    RequestNotFound,
+    Unauthenticated,
+    Unavailable,
+)
+from redis.asyncio import Redis
+from synthetic_engine import MODEL, SyntheticEngine
+
+ALPHABET = "abcdefghijklmnopqrst"
+LIMIT_S = 60.0
+QUICK = Reconnection(limit_s=10.0)
+
+
+@asynccontextmanager
+async def flaky(*addresses: Address) -> AsyncIterator[list[FlakyNetwork]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(FlakyNetwork(address.grpc_port)) for address in addresses]
+
+
+def targets(networks: list[FlakyNetwork]) -> list[str]:
+    return [network.target for network in networks]
+
+
+def in_use(networks: list[FlakyNetwork], client: AsyncClient) -> FlakyNetwork:
+    return next(network for network in networks if network.target == client._core.endpoints.current)
+
+
+def text_of(chunks: list[Chunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+@pytest.mark.parametrize("place", [0, 1, 7, 20, 21])
+async def test_a_connection_that_is_cut_at_any_place(
+    engine: SyntheticEngine, gateway: Address, other_gateway: Address, place: int
+) -> None:
+    engine.hold_at = place
+    async with flaky(gateway, other_gateway) as networks:
+        async with asyncio.timeout(LIMIT_S), AsyncClient(targets(networks), reconnection=QUICK) as client:
+            stream = client.generate(MODEL, "hello", max_tokens=20, seed=0)
+            await stream.accepted()
+            chunks: list[Chunk] = []
+            if place == 0:
+                in_use(networks, client).reset()
+                engine.go_on()
+            async for chunk in stream:
+                chunks.append(chunk)
+                if place and chunk.next_index == place:
+                    in_use(networks, client).reset()
+                    engine.go_on()
+    assert text_of(chunks) == ALPHABET
+    assert [token for chunk in chunks for token in chunk.token_ids] == list(range(10, 30))
+    assert chunks[-1].next_index == 22
+    assert all(network.num_connections == 1 for network in networks)
+    assert len(engine.claimed) == 1
+
+
+async def test_a_lost_reply_of_generate_joins_the_request_that_was_made(
+    engine: SyntheticEngine, gateway: Address, other_gateway: Address
+) -> None:
+    async with flaky(gateway, other_gateway) as networks:
+        async with asyncio.timeout(LIMIT_S), AsyncClient(targets(networks), reconnection=QUICK) as client:
+            await client.list_models()  # the connection stands
+            network = in_use(networks, client)
+            network.lose_answers()
+            reading = asyncio.create_task(client.generate(MODEL, "hello", max_tokens=20, seed=0).collect())
+            while not engine.claimed:  # noqa: ASYNC110  the engine rings no event
+                await asyncio.sleep(0.01)
+            network.reset()
+            answer = await reading
+    assert answer.text == ALPHABET
+    assert [spec.request_id for spec in engine.claimed] == [answer.request_id]
+
+
+async def test_a_single_gateway_that_comes_back_is_found(engine: SyntheticEngine, gateway: Address) -> None:
+    engine.hold_at = 5
+    async with flaky(gateway) as [network]:
+        async with asyncio.timeout(LIMIT_S), AsyncClient(network.target, reconnection=QUICK) as client:
+            chunks = []
+            async for chunk in client.generate(MODEL, "hello", max_tokens=20, seed=0):
+                chunks.append(chunk)
+                if chunk.next_index == 5:
+                    network.reset()
+                    asyncio.get_running_loop().call_later(1.5, network.mend)
+                    engine.go_on()
+    assert text_of(chunks) == ALPHABET
+
+
+async def test_a_gateway_that_is_told_to_end_hands_its_streams_to_the_other(
+    engine: SyntheticEngine, redis_url: str
+) -> None:
+    engine.hold_at = 5
+    async with AsyncExitStack() as stack:
+        gateways = {}
+        for _ in range(2):
+            one = await stack.enter_async_context(AsyncExitStack())
+            address = await one.enter_async_context(running_address(gateway_settings(redis_url)))
+            gateways[address.target] = one
+        async with asyncio.timeout(LIMIT_S), AsyncClient(list(gateways), reconnection=QUICK) as client:
+            chunks = []
+            async for chunk in client.generate(MODEL, "hello", max_tokens=20, seed=0):
+                chunks.append(chunk)
+                if chunk.next_index == 5:
+                    await gateways[client._core.endpoints.current].aclose()
+                    engine.go_on()
+    assert text_of(chunks) == ALPHABET
+
+
+async def test_what_redis_lost_is_accepted_again_and_goes_on(
+    engine: SyntheticEngine, gateway: Address, other_gateway: Address, redis_url: str
+) -> None:
+    engine.hold_at = 5
+    async with flaky(gateway, other_gateway) as networks:
+        async with asyncio.timeout(LIMIT_S), AsyncClient(targets(networks), reconnection=QUICK) as client:
+            chunks = []
+            async for chunk in client.generate(MODEL, "hello", max_tokens=20):
+                chunks.append(chunk)
+                if chunk.next_index == 5:
+                    in_use(networks, client).reset()
+                    async with Redis.from_url(redis_url) as redis:
+                        await redis.delete(*[key async for key in redis.scan_iter(f"*{chunk.request_id}*")])
+                    engine.go_on()
+    assert [token for chunk in chunks for token in chunk.token_ids] == list(range(10, 30))
+    assert len({chunk.request_id for chunk in chunks}) == 1
+    first, again = engine.claimed
+    assert again.sampling.seed == first.sampling.seed
+
+
+async def test_where_nobody_answers_the_limit_holds() -> None:
+    policy = Reconnection(limit_s=1.0)
+    async with AsyncClient(["127.0.0.1:1", "127.0.0.1:2"], reconnection=policy) as client:
+        async with asyncio.timeout(LIMIT_S):
+            with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1, 127\.0\.0\.1:2 for 1 s"):
+                await client.list_models()
+            with pytest.raises(Unavailable):
+                await client.generate(MODEL, "hello").accepted()
+
+
+async def test_keys_are_shown_on_every_call(engine: SyntheticEngine, redis_url: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    lines = (f"{hashlib.sha256(f'key-{name}'.encode()).hexdigest()} -> {name}" for name in "ab")
+    keys.write_text("\n".join(lines))
+    async with running_address(gateway_settings(redis_url, keys=keys)) as address:
+        async with AsyncClient(address.target) as nobody:
+            with pytest.raises(Unauthenticated):
+                await nobody.generate(MODEL, "hello").collect()
+        async with AsyncClient(address.target, api_key="key-a") as owner:
+            answer = await owner.generate(MODEL, "hello", max_tokens=4, seed=0).collect()
+            assert (await owner.resume(answer.request_id).collect()).text == answer.text == "abcd"
+        async with AsyncClient(address.target, api_key="key-b") as stranger:
+            with pytest.raises(RequestNotFound):
+                await stranger.resume(answer.request_id).collect()

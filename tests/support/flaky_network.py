@@ -1,0 +1,86 @@
+"""A network that resets connections, loses answers or falls silent where a test wants it to: a TCP proxy for one port.
+
+Unlike `tcp_proxy`, it loses bytes: what is taken up afterwards is a new connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Self
+
+_CHUNK_BYTES = 1 << 16
+
+
+class FlakyNetwork:
+    """Used as `async with FlakyNetwork(port)`."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._pipes: set[asyncio.Task[None]] = set()
+        self._refuses = False
+        self._is_silent = False
+        self._loses_answers = False
+        self.target = ""
+        """Where it listens, as "host:port"."""
+        self.num_connections = 0
+        """Accepted so far."""
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.target = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.reset()
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+        await asyncio.gather(*self._pipes, return_exceptions=True)
+
+    def reset(self) -> None:
+        """Reset all connections, and new ones as well until `mend`."""
+        self._refuses = True
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def silence(self) -> None:
+        """Lose every byte in both directions from now on, and reset nothing: a pulled cable."""
+        self._is_silent = True
+
+    def lose_answers(self) -> None:
+        """Lose what the server says from now on; what the client says arrives."""
+        self._loses_answers = True
+
+    def mend(self) -> None:
+        """Let new connections live again; the open ones are reset, since they have lost bytes."""
+        self.reset()
+        self._refuses = self._is_silent = self._loses_answers = False
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        if self._refuses:
+            writer.transport.abort()
+            return
+        try:
+            answers, asks = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers |= {writer, asks}
+        for source, sink, is_answer in ((reader, asks, False), (answers, writer, True)):
+            task = asyncio.create_task(self._pipe(source, sink, is_answer))
+            self._pipes.add(task)
+            task.add_done_callback(self._pipes.discard)
+
+    async def _pipe(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, is_answer: bool) -> None:
+        with suppress(ConnectionError):
+            while data := await source.read(_CHUNK_BYTES):
+                if self._is_silent or (is_answer and self._loses_answers):
+                    continue
+                sink.write(data)
+                await sink.drain()
+        sink.transport.abort()
+        self._writers.discard(sink)
