@@ -1,0 +1,59 @@
+"""The kill matrix: `make faults`.
+
+{engine, gateway, Redis, two at once} x {SIGKILL, SIGSTOP past the lease, network cut} x {queued, claimed, prefill,
+first token, middle, last token, finish}; in each cell every feature over both APIs at once, compared with an
+undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
+from fault_cluster import running_cluster
+from fault_matrix import Cell, CellResult, all_cells, covering_cells, run_cell, table
+
+TOLD_FAILURES = 5
+
+
+async def run(cells: Sequence[Cell]) -> list[CellResult]:
+    """Run cells one after the other, and tell each when it is done."""
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        async with running_cluster(Path(folder)) as cluster:
+            for number, cell in enumerate(cells, start=1):
+                result = await run_cell(cluster, cell)
+                results.append(result)
+                outcome = "equal" if not result.failures else "; ".join(result.failures[:TOLD_FAILURES])
+                print(f"{number:3}/{len(cells)}  {cell!s:36} {result.took_s:5.1f} s  {outcome}", flush=True)
+    return results
+
+
+def main() -> int:
+    """Run the command; 1 where a cell failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cells", nargs="?", default="", metavar="PATTERN", help='such as "gateway, SIGSTOP"')
+    parser.add_argument("--cover", action="store_true", help="28 cells in which all pairs of values occur")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to it")
+    arguments = parser.parse_args()
+    chosen = covering_cells() if arguments.cover else all_cells()
+    cells = [cell for cell in chosen if re.search(arguments.cells, str(cell))]
+    if not cells:
+        parser.error(f"no cell matches {arguments.cells!r}")
+    results = asyncio.run(run(cells))
+    lines = "\n".join(table(results))
+    print(f"\n{lines}")
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(f"{lines}\n")
+    return int(any(result.failures for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

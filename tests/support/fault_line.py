@@ -1,0 +1,101 @@
+"""The harness' end of fault points: arms moments in processes, and hears when one stands still at its moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pagestream_streams.fault_points import FaultPoint
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A process that stands still."""
+
+    pid: int
+    point: FaultPoint
+
+
+class FaultLine:
+    """Listens on a Unix socket; used as `async with FaultLine(path) as line`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.stops: asyncio.Queue[Stop] = asyncio.Queue()
+        self._server: asyncio.Server | None = None
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._orders: dict[FaultPoint, int] = {}
+        self._armed: frozenset[int] | None = None  # only these processes; None: all
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_unix_server(self._serve, str(self.path))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._server is not None:
+            self._server.close()
+        for writer in self._writers.values():
+            writer.close()
+
+    def arm(self, orders: Mapping[FaultPoint, int], pids: Collection[int] | None = None) -> None:
+        """Have processes stand still at their n-th passage of a moment from now on; those that start later as well."""
+        self._orders = dict(orders)
+        self._armed = None if pids is None else frozenset(pids)
+        for pid in self._writers:
+            self._tell(pid, self._orders_for(pid))
+
+    def disarm(self) -> None:
+        """Nobody who is not standing already will. Forgets who stood."""
+        self._orders = {}
+        for pid in self._writers:
+            self._tell(pid, "disarm\n")
+
+    def go(self, pid: int) -> None:
+        """Let a process pass, if it is there."""
+        self._tell(pid, "go\n")
+
+    async def stop(self, limit_s: float) -> Stop:
+        """The next process that stands still. TimeoutError."""
+        async with asyncio.timeout(limit_s):
+            return await self.stops.get()
+
+    def waiting(self) -> list[Stop]:
+        """Processes that stand still and that nobody has asked for."""
+        found = []
+        with suppress(asyncio.QueueEmpty):
+            while True:
+                found.append(self.stops.get_nowait())
+        return found
+
+    def _orders_for(self, pid: int) -> str:
+        if self._armed is not None and pid not in self._armed:
+            return ""
+        return "".join(f"arm {point} {count}\n" for point, count in self._orders.items())
+
+    def _tell(self, pid: int, text: str) -> None:
+        writer = self._writers.get(pid)
+        if writer is not None and text:
+            writer.write(text.encode())
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        pid = 0
+        try:
+            while line := (await reader.readline()).decode().split():
+                if line[0] == "hello":
+                    pid = int(line[1])
+                    self._writers[pid] = writer
+                    self._tell(pid, f"{self._orders_for(pid)}ok\n")
+                elif line[0] == "at":
+                    self.stops.put_nowait(Stop(pid, FaultPoint(line[1])))
+        except ConnectionError:
+            pass  # the process was killed
+        finally:
+            self._writers.pop(pid, None)
+            writer.close()

@@ -1,0 +1,108 @@
+"""Every feature that a stream must carry through whatever happens to it: one row each.
+
+Whoever adds a feature adds its row here; the kill matrix and the campaign run all rows at once, over gRPC and as
+server-sent events, and compare each with its undisturbed run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagestream.v1 import inference_pb2 as pb
+
+NUM_TOKENS = 48
+EOS_TOKEN_ID = 1
+STORY = "Once upon a time there was a lighthouse. The keeper of the lighthouse had a cat, and the cat had a boat. "
+
+
+@dataclass(frozen=True)
+class FeatureRow:
+    """One request."""
+
+    name: str
+    prompt: str
+    sampling: Mapping[str, Any]
+    """vLLM's names, as in gRPC's SamplingParams and in the body of POST /v1/completions."""
+    finish: str = "length"
+    """How every choice ends; a row whose feature decides the end says so."""
+    seed_is_chosen: bool = field(default=False)
+    """The gateway chooses the seed: the undisturbed run is one under the seed that was chosen."""
+
+
+# The bytes of two letters and of an emoji, and a letter that is one token: characters of one to four tokens.
+BYTES_BIAS = dict.fromkeys((332, 133, 126, 178, 259, 242, 237), 100.0)
+
+FEATURE_ROWS = (
+    FeatureRow("greedy", "The keeper of the lighthouse", {"temperature": 0.0}),
+    FeatureRow("seeded", "Tell me a story about the harbour.", {"temperature": 0.9, "top_p": 0.95, "seed": 7}),
+    FeatureRow("unseeded", "Tell me a story about a cat.", {"temperature": 0.9, "top_k": 50}, seed_is_chosen=True),
+    FeatureRow(
+        "stop string",
+        "Once upon a time",
+        # The answer has "best friend is" twice: text is held back, let go, and held back again.
+        {"temperature": 0.0, "stop": ["best friend is Bruno", "a zebra"]},
+        finish="stop",
+    ),
+    FeatureRow("multi-byte", "Say it.", {"temperature": 2.0, "seed": 11, "logit_bias": BYTES_BIAS}),
+    FeatureRow("prefix cache", STORY * 6, {"temperature": 0.7, "seed": 13}),
+    FeatureRow(
+        "penalties",
+        "Tell me a story about the baker.",
+        {
+            "temperature": 0.8,
+            "seed": 17,
+            "presence_penalty": 0.6,
+            "frequency_penalty": 0.4,
+            "repetition_penalty": 1.2,
+        },
+    ),
+    FeatureRow("logprobs", "The sea was", {"temperature": 0.7, "seed": 19, "logprobs": 3}),
+    FeatureRow("n", "A long time ago,", {"temperature": 0.9, "seed": 23, "n": 3}),
+    FeatureRow(
+        "min_tokens",
+        "The cat and the boat",
+        # The model would end at once, and may not before 30 tokens.
+        {"temperature": 0.0, "min_tokens": 30, "logit_bias": {EOS_TOKEN_ID: 100.0}, "ignore_eos": False},
+        finish="stop",
+    ),
+    FeatureRow("logit_bias", "In the harbour", {"temperature": 0.8, "seed": 29, "logit_bias": {261: 3.0, 300: -100.0}}),
+    FeatureRow(
+        "all at once",
+        "The lighthouse keeper",
+        {
+            "temperature": 0.8,
+            "seed": 31,
+            "n": 2,
+            "logprobs": 2,
+            "frequency_penalty": 0.5,
+            "logit_bias": {261: 1.5},
+            "min_tokens": 20,
+            "stop": ["never said"],
+        },
+    ),
+)
+
+
+def sampling_of(row: FeatureRow, seed: int | None = None) -> dict[str, Any]:
+    """The row's parameters, whole; `seed` replaces its own."""
+    sampling: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **row.sampling}
+    if seed is not None:
+        sampling["seed"] = seed
+    return sampling
+
+
+def grpc_request(row: FeatureRow, *, model: str, key: str, seed: int | None = None) -> pb.GenerateRequest:
+    """The row for gRPC."""
+    sampling = pb.SamplingParams(**sampling_of(row, seed))
+    return pb.GenerateRequest(model=model, prompt=row.prompt, sampling=sampling, idempotency_key=key)
+
+
+def http_body(row: FeatureRow, *, model: str, seed: int | None = None) -> dict[str, Any]:
+    """The row for POST /v1/completions."""
+    sampling = sampling_of(row, seed)
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = {str(token): bias for token, bias in sampling["logit_bias"].items()}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    return {"model": model, "prompt": row.prompt, **sampling, **options}
