@@ -273,7 +273,7 @@ def test_protocol_is_its_model(redis_server: EmbeddedRedis) -> None:
         ("if known < 0 then", "if false then"),
         ("if known > 0 and not repeats() then", "if false then"),
         ("count > 0 and known == count and repeats() and OK or ENDED", "OK"),
-        ("retire(id, state[8], state[6], ARGV[last + 2], retention)", ""),
+        ("retire(id, call('HGET', req, 'owner'), state[5], values[last + 2], retention)", ""),
     ],
 )
 def test_the_model_catches_a_broken_append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import time
@@ -9,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,7 +21,7 @@ from pagestream_streams import fault_points, ids, keys, placement, wakeups
 from pagestream_streams.broker import Broker
 from pagestream_streams.connection import Call
 from pagestream_streams.doorbell import Doorbell
-from pagestream_streams.entries import Argument, from_fields, to_arguments
+from pagestream_streams.entries import Argument, from_fields, to_values
 from pagestream_streams.errors import ModelNotFound, RequestNotFound, Unavailable
 from pagestream_streams.holdings import Holdings
 from pagestream_streams.keys import Partition
@@ -33,8 +35,16 @@ _log = logging.getLogger(__name__)
 
 Load = Callable[[], Mapping[str, str | int | float]]
 
-
 CHOSEN = 2  # heartbeat.lua's word for the engine that is to hand everything back
+_TO_JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
+
+
+@lru_cache(maxsize=8192)
+def _partition_number(request_id: str) -> int:
+    name = ids.parse(request_id)
+    if name is None:
+        raise RequestNotFound(request_id)
+    return name.partition
 
 
 @dataclass
@@ -339,10 +349,7 @@ class EngineSession:
 
     def _where(self, request_id: str) -> Partition:
         """A claimed request's partition, which its id names; Redis may have lost the model meanwhile."""
-        name = ids.parse(request_id)
-        if name is None:
-            raise RequestNotFound(request_id)
-        return Partition(self._model, name.partition)
+        return Partition(self._model, _partition_number(request_id))
 
     def _ring(self, message: bytes) -> None:
         number = int(message)
@@ -411,12 +418,19 @@ class EngineSession:
 
 
 def _arguments(retention_ms: int, appends: Sequence[Append]) -> list[Argument]:
-    arguments: list[Argument] = [retention_ms]
+    values: list[str | int] = []
+    arguments: list[Argument] = [retention_ms, ""]
     for each in appends:
-        cached: Argument = "" if each.cached_tokens is None else each.cached_tokens
-        arguments += (each.request_id, each.epoch, each.nonce, each.first_index, cached, len(each.entries))
+        cached = "" if each.cached_tokens is None else each.cached_tokens
+        values += (each.request_id, str(each.epoch), each.nonce, each.first_index, cached, len(each.entries))
         for entry in each.entries:
-            arguments += to_arguments(entry)
+            for value in to_values(entry):
+                if isinstance(value, bytes):
+                    arguments.append(value)
+                    values.append(len(arguments))
+                else:
+                    values.append(value)
+    arguments[1] = _TO_JSON(values)
     return arguments
 
 

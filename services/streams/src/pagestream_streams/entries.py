@@ -1,4 +1,4 @@
-"""Log entries in their two other forms: arguments of append.lua, and fields of the Redis stream."""
+"""Log entries in their two other forms: values for append.lua, and fields of the Redis stream."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ Argument = bytes | str | int
 _ERROR_SEPARATOR = "\0"
 
 
-def to_arguments(entry: LogEntry) -> tuple[Argument, ...]:
+def to_values(entry: LogEntry) -> tuple[str | bytes, ...]:
     """The six values that append.lua takes for an entry. ValueError where it has no body."""
     if entry.HasField("token_id"):
-        extra = entry.logprobs.SerializeToString() if entry.HasField("logprobs") else b""
-        return "t", entry.choice, entry.token_id, entry.text, entry.digest, extra
+        extra = entry.logprobs.SerializeToString() if entry.HasField("logprobs") else ""
+        return "t", str(entry.choice), str(entry.token_id), entry.text, entry.digest, extra
     if entry.HasField("finish"):
-        return "f", entry.choice, reason_word(entry.finish.reason), entry.text, entry.digest, entry.finish.stop_reason
+        reason = reason_word(entry.finish.reason)
+        return "f", str(entry.choice), reason, entry.text, entry.digest, entry.finish.stop_reason
     if entry.HasField("end"):
         usage = entry.end.usage
         counts = f"{usage.prompt_tokens},{usage.completion_tokens},{usage.cached_tokens}"
-        return "e", 0, reason_word(entry.end.reason), counts, entry.digest, error_text(entry.end)
+        return "e", "", reason_word(entry.end.reason), counts, entry.digest, error_text(entry.end)
     raise ValueError("a log entry is a token, a finish or the end; this one has no body")
 
 

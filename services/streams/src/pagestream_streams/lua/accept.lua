@@ -38,7 +38,7 @@ if not known[1] then
   if bounded and mine[1] > 0 and (mine[1] + 1 > mine[3] or mine[2] + tokens > mine[4]) then
     return {0, mine[1], mine[2], drained, window, mine[3], mine[4], 1}
   end
-  call('HSET', req, 'spec', spec, 'tenant', tenant, 'class', class, 'ptok', tokens, 'choices', choices, 'ctok', 0, 'cached', 0,
+  call('HSET', req, 'spec', spec, 'tenant', tenant, 'class', class, 'ptok', tokens, 'choices', choices, 'others', 0, 'cached', 0,
     'state', 'queued', 'epoch', 0, 'nonce', '', 'owner', '', 'next', 0, 'digest', '', 'readers', '', 'attempts', 0,
     'accepted', now, 'deadline', deadline > 0 and now + deadline or 0, 'grace', grace, 'continue', continue)
   local classes = state[2] or ' '

@@ -1,12 +1,14 @@
 -- Appends to the logs of many requests of one partition, each fenced by (epoch, nonce) and contiguous. Retry: harmless, entries that the log
 -- has already are skipped where their digest is equal.
--- ARGV: retention in ms, then for each request: id, epoch, nonce, first index, cached prompt tokens ('': unchanged), number of entries, then for
---       each entry six values: kind, choice, value, text, digest, extra:
+-- ARGV: retention in ms; a JSON array, since one value of it costs less than one argument of a command: for each request: id, epoch (a string),
+--       nonce, first index, cached prompt tokens ('': unchanged), number of entries, then for each entry six values: kind, choice, value, text,
+--       digest, extra, numbers among them as strings:
 --         't': token id, text delta, logprobs; 'f': reason, held back text, stop reason; 'e': reason, usage, error
+--       logprobs are bytes, which JSON can't hold: '' for none, or their place in ARGV
 -- Returns for each request {outcome, next index, readers}; outcomes as in records.py. The readers are told with outcome OK only.
 local OK, FENCED, CONFLICT, GAP, ENDED, MISSING = 0, 1, 2, 3, 4, 5
 local HEAD, WIDTH = 6, 6
-local retention = ARGV[1]
+local retention, values, format = ARGV[1], cjson.decode(ARGV[2]), string.format
 
 local function digest_at(id, index)
   local entry = call('XRANGE', prefix .. 'log:' .. id, (index + 1) .. '-0', (index + 1) .. '-0')[1]
@@ -19,35 +21,38 @@ local function digest_at(id, index)
   end
 end
 
-local function write(id, req, index, at)
-  local log, position, kind = prefix .. 'log:' .. id, (index + 1) .. '-0', ARGV[at]
-  local choice, value, text, digest, extra = ARGV[at + 1], ARGV[at + 2], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5]
+local function write(id, req, position, at)
+  local log, kind = prefix .. 'log:' .. id, values[at]
+  local choice, value, text, digest, extra = values[at + 1], values[at + 2], values[at + 3], values[at + 4], values[at + 5]
   if kind == 't' then
     if extra == '' then
       call('XADD', log, position, 'c', choice, 't', value, 'x', text, 'd', digest)
     else
-      call('XADD', log, position, 'c', choice, 't', value, 'x', text, 'd', digest, 'l', extra)
+      call('XADD', log, position, 'c', choice, 't', value, 'x', text, 'd', digest, 'l', ARGV[extra])
     end
-  elseif kind == 'f' then
+    return kind
+  end
+  if kind == 'f' then
     call('XADD', log, position, 'c', choice, 'f', value, 's', extra, 'x', text, 'd', digest)
     call('HSET', req, 'f' .. choice, value)
   else
     call('XADD', log, position, 'end', value, 'u', text, 'm', extra, 'd', digest)
   end
+  call('HINCRBY', req, 'others', 1)
   return kind
 end
 
 local function append(id, epoch, nonce, first, cached, count, at)
   local req = prefix .. 'req:' .. id
-  local state = call('HMGET', req, 'state', 'epoch', 'nonce', 'next', 'digest', 'readers', 'ctok', 'owner')
+  local state = call('HMGET', req, 'state', 'epoch', 'nonce', 'next', 'readers')
   if not state[1] then
     return {MISSING, 0, ''}
   end
   local next_index = tonumber(state[4])
   local known = math.min(next_index - first, count)
   local function repeats()
-    local digest = first + known == next_index and state[5] or digest_at(id, first + known - 1)
-    return digest == ARGV[at + (known - 1) * WIDTH + 4]
+    local digest = first + known == next_index and call('HGET', req, 'digest') or digest_at(id, first + known - 1)
+    return digest == values[at + (known - 1) * WIDTH + 4]
   end
   if state[1] == 'finished' then
     return {count > 0 and known == count and repeats() and OK or ENDED, next_index, ''}
@@ -62,30 +67,29 @@ local function append(id, epoch, nonce, first, cached, count, at)
     return {CONFLICT, next_index, ''}
   end
   if known < count then
-    local tokens, kind = tonumber(state[7]), nil
+    local length, kind
     for j = known, count - 1 do
-      kind = write(id, req, first + j, at + j * WIDTH)
-      if kind == 't' then
-        tokens = tokens + 1
-      end
+      length = format('%d', first + j + 1)
+      kind = write(id, req, length .. '-0', at + j * WIDTH)
     end
     next_index = first + count
     local last = at + (count - 1) * WIDTH
-    call('HSET', req, 'next', next_index, 'digest', ARGV[last + 4], 'ctok', tokens)
+    -- Strings, since the server writes a number's digits out slowly.
+    call('HSET', req, 'next', length, 'digest', values[last + 4])
     if kind == 'e' then
-      retire(id, state[8], state[6], ARGV[last + 2], retention)
+      retire(id, call('HGET', req, 'owner'), state[5], values[last + 2], retention)
     end
   end
   if cached ~= '' then
     call('HSET', req, 'cached', cached)
   end
-  return {OK, next_index, state[6]}
+  return {OK, next_index, state[5]}
 end
 
-local out, i = {}, 2
-while ARGV[i] do
-  local count = tonumber(ARGV[i + 5])
-  out[#out + 1] = append(ARGV[i], ARGV[i + 1], ARGV[i + 2], tonumber(ARGV[i + 3]), ARGV[i + 4], count, i + HEAD)
+local out, i = {}, 1
+while values[i] do
+  local count = values[i + 5]
+  out[#out + 1] = append(values[i], values[i + 1], values[i + 2], values[i + 3], values[i + 4], count, i + HEAD)
   i = i + HEAD + count * WIDTH
 end
 return out

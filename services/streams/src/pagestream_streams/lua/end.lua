@@ -5,7 +5,7 @@
 -- Returns {1, reason, next index, readers} ended now, {2, reason, next index, ''} had ended before, {0} not found, {3} not due.
 local id, tenant, reason, retention, condition, message = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local req = prefix .. 'req:' .. id
-local found = call('HMGET', req, 'state', 'tenant', 'next', 'digest', 'choices', 'ptok', 'ctok', 'cached', 'owner', 'queue', 'entry', 'readers',
+local found = call('HMGET', req, 'state', 'tenant', 'next', 'digest', 'choices', 'ptok', 'others', 'cached', 'owner', 'queue', 'entry', 'readers',
   'reason', 'class', 'attempts', 'died_on')
 local state, next_index, digest = found[1], tonumber(found[3] or 0), found[4]
 if not state or tenant ~= '' and tenant ~= found[2] then
@@ -41,7 +41,7 @@ if found[10] then
     uncount(id, found[10], found[6])
   end
 end
-local log = prefix .. 'log:' .. id
+local log, tokens = prefix .. 'log:' .. id, next_index - found[7]
 for choice = 0, found[5] - 1 do
   if call('HSETNX', req, 'f' .. choice, reason) == 1 then
     digest = chain(digest, 'c:' .. choice .. ':f:' .. reason)
@@ -51,7 +51,7 @@ for choice = 0, found[5] - 1 do
 end
 digest = chain(digest, 'end:' .. reason)
 next_index = next_index + 1
-call('XADD', log, next_index .. '-0', 'end', reason, 'u', found[6] .. ',' .. found[7] .. ',' .. found[8], 'm', message, 'd', digest)
-call('HSET', req, 'next', next_index, 'digest', digest, 'nonce', '')
+call('XADD', log, next_index .. '-0', 'end', reason, 'u', found[6] .. ',' .. tokens .. ',' .. found[8], 'm', message, 'd', digest)
+call('HSET', req, 'next', next_index, 'digest', digest, 'others', next_index - tokens, 'nonce', '')
 retire(id, found[9], found[12], reason, retention)
 return {1, reason, next_index, found[12]}

@@ -83,6 +83,8 @@ local function resume_queue(fingerprint)
   return 'resume:' .. fingerprint
 end
 
+-- Of the entries in a log "others" are no tokens: finishes and the end. So its tokens are next - others.
+
 local function words(text)
   local _, count = string.gsub(text, '%S+', '')
   return count
@@ -96,13 +98,13 @@ local SUSPECT, CONDEMNED, MOST_NAMED = 2, 2, 16
 -- owner.
 local function requeue(id, engine, not_before)
   local req = prefix .. 'req:' .. id
-  local found = call('HMGET', req, 'ptok', 'ctok', 'next', 'print', 'died_at', 'died_on')
+  local found = call('HMGET', req, 'ptok', 'others', 'next', 'print', 'died_at', 'died_on')
   call('HSET', req, 'state', 'queued', 'owner', '', 'nonce', '')
   if found[5] == found[3] and words(found[6]) >= SUSPECT then
     call('ZADD', prefix .. 'suspects', not_before or now_ms(), id)
   else
     local began = tonumber(found[3]) > 0
-    enqueue(id, resume_queue(began and found[4] or ''), found[1] + found[2])
+    enqueue(id, resume_queue(began and found[4] or ''), found[1] + found[3] - found[2])
   end
   disown(id, engine)
 end

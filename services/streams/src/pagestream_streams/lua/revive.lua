@@ -33,7 +33,7 @@ if index > 0 then
     end
   end
 end
-call('HSET', req, 'next', index, 'digest', digest, 'ctok', tokens)
+call('HSET', req, 'next', index, 'digest', digest, 'others', index - tokens)
 if deadline > 0 then
   call('ZADD', prefix .. 'deadlines', now + deadline, new)
 end
