@@ -40,7 +40,7 @@ class FullServer:
 @asynccontextmanager
 async def serving(full: FullServer) -> AsyncIterator[str]:
     server = grpc.aio.server()
-    method = grpc.unary_stream_rpc_method_handler(full.generate)
+    method: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(full.generate)
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("pagestream.v1.Inference", {"Generate": method}),)
     )

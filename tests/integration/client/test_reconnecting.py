@@ -14,6 +14,7 @@ from pagestream_client import (
     Chunk,
     Reconnection,
     RequestNotFound,
+    Transport,
     Unauthenticated,
     Unavailable,
 )
@@ -83,6 +84,20 @@ async def test_a_lost_reply_of_generate_joins_the_request_that_was_made(
             answer = await reading
     assert answer.text == ALPHABET
     assert [spec.request_id for spec in engine.claimed] == [answer.request_id]
+
+
+async def test_a_silent_network_is_noticed(engine: SyntheticEngine, gateway: Address, other_gateway: Address) -> None:
+    engine.hold_at = 5
+    transport = Transport(keepalive_s=1.0, keepalive_timeout_s=2.0, connect_timeout_s=2.0)
+    async with flaky(gateway, other_gateway) as networks:
+        async with asyncio.timeout(LIMIT_S), AsyncClient(targets(networks), transport=transport) as client:
+            chunks = []
+            async for chunk in client.generate(MODEL, "hello", max_tokens=20, seed=0):
+                chunks.append(chunk)
+                if chunk.next_index == 5:
+                    in_use(networks, client).silence()
+                    engine.go_on()
+    assert text_of(chunks) == ALPHABET
 
 
 async def test_a_single_gateway_that_comes_back_is_found(engine: SyntheticEngine, gateway: Address) -> None:

@@ -1,0 +1,142 @@
+"""The Python client under load while its gateways are killed and its network is cut: its user sees nothing of it.
+
+Nobody here reconnects, retries or counts: each stream is one loop over `AsyncClient.generate`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from flaky_network import FlakyNetwork
+from pagestream_client import AsyncClient, Chunk, Generation, put_together
+from stack import Gateway, Stack, running_stack
+from workloads import QUESTIONS
+
+pytestmark = pytest.mark.timeout(180)
+
+NUM_STREAMS = 24
+NUM_TOKENS = 240
+LIMIT_S = 120.0
+
+
+@dataclass
+class Reader:
+    """One user's loop."""
+
+    number: int
+    chunks: list[Chunk] = field(default_factory=list)
+
+    async def read(self, client: AsyncClient) -> None:
+        """Ask once and read to the end."""
+        question = QUESTIONS[self.number % len(QUESTIONS)] + " " * (self.number // 4)
+        async for chunk in client.generate(
+            "demo",
+            messages=[{"role": "user", "content": question}],
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            temperature=0.8 if self.number % 2 else 0.0,
+            seed=self.number,
+            logprobs=1 if self.number % 3 == 0 else None,  # type: ignore[typeddict-item]
+            n=2 if self.number % 8 == 5 else 1,
+        ):
+            self.chunks.append(chunk)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    def content(self) -> tuple[object, ...]:
+        """Whatever must be equal in two runs: all but the request's id, and how it was cut into chunks."""
+        answer: Generation = put_together(self.chunks)
+        usage = answer.usage and (answer.usage.prompt_tokens, answer.usage.completion_tokens)  # caches grow warm
+        return answer.choices, usage, self.chunks[-1].next_index, self.chunks[-1].digest
+
+
+Disturbance = Callable[[Sequence[Reader]], Awaitable[object]]
+
+
+async def run_all(targets: Sequence[str], disturb: Disturbance | None = None) -> list[Reader]:
+    """All users at once; `disturb` runs beside them."""
+    readers = [Reader(number) for number in range(NUM_STREAMS)]
+    async with asyncio.timeout(LIMIT_S), AsyncClient(targets) as client, asyncio.TaskGroup() as tasks:
+        for reader in readers:
+            tasks.create_task(reader.read(client))
+        if disturb is not None:
+            await disturb(readers)
+    return readers
+
+
+async def until_tokens(readers: Sequence[Reader], count: int) -> None:
+    """Wait until every stream has so many tokens."""
+    while min(reader.num_tokens for reader in readers) < count:  # noqa: ASYNC110  readers ring no event
+        await asyncio.sleep(0.02)
+
+
+def check(undisturbed: Sequence[Reader], disturbed: Sequence[Reader]) -> None:
+    """Every stream is whole, in order, without repetition, and equal to the undisturbed one."""
+    for before, after in zip(undisturbed, disturbed, strict=True):
+        assert after.content() == before.content()
+        indices = [chunk.next_index for chunk in after.chunks]
+        assert indices == sorted(set(indices))
+        assert len({chunk.request_id for chunk in after.chunks}) == 1
+        assert all(len(choice.token_ids) == NUM_TOKENS for choice in put_together(after.chunks).choices)
+
+
+def test_gateways_that_are_killed_one_after_the_other(tmp_path: Path) -> None:
+    unfinished: list[int] = []
+
+    async def kill(gateway: Gateway, readers: Sequence[Reader]) -> None:
+        unfinished.append(sum(reader.chunks[-1].usage is None for reader in readers))
+        await asyncio.to_thread(gateway.kill)
+        gateway.start()  # as its supervisor does
+
+    async def scenario(stack: Stack) -> tuple[list[Reader], list[Reader]]:
+        targets = [gateway.grpc_target for gateway in stack.gateways]
+
+        async def kill_both(readers: Sequence[Reader]) -> None:
+            await until_tokens(readers, NUM_TOKENS // 6)
+            await kill(stack.gateways[0], readers)
+            await until_tokens(readers, NUM_TOKENS // 3)
+            while not await asyncio.to_thread(stack.gateways[0].is_ready):  # noqa: ASYNC110  nor do gateways
+                await asyncio.sleep(0.05)
+            await kill(stack.gateways[1], readers)
+
+        return await run_all(targets), await run_all(targets, kill_both)
+
+    with running_stack(tmp_path, gateways=2) as stack:
+        undisturbed, disturbed = asyncio.run(scenario(stack))
+    assert all(unfinished), "a gateway was killed after the streams had ended"
+    check(undisturbed, disturbed)
+
+
+def test_a_network_that_is_cut_again_and_again(tmp_path: Path) -> None:
+    @asynccontextmanager
+    async def networks_of(stack: Stack) -> AsyncIterator[list[FlakyNetwork]]:
+        async with AsyncExitStack() as opened:
+            yield [await opened.enter_async_context(FlakyNetwork(gateway.grpc_port)) for gateway in stack.gateways]
+
+    async def scenario(stack: Stack) -> tuple[list[Reader], list[Reader], int]:
+        async with networks_of(stack) as networks:
+            targets = [network.target for network in networks]
+
+            async def cut(readers: Sequence[Reader]) -> None:
+                for part in range(1, 6):
+                    await until_tokens(readers, NUM_TOKENS * part // 8)
+                    for network in networks:
+                        network.reset()
+                    await asyncio.sleep(0.1)
+                    for network in networks:
+                        network.mend()
+
+            undisturbed = await run_all(targets)
+            before = sum(network.num_connections for network in networks)
+            disturbed = await run_all(targets, cut)
+            return undisturbed, disturbed, sum(network.num_connections for network in networks) - before
+
+    with running_stack(tmp_path, gateways=2) as stack:
+        undisturbed, disturbed, connections = asyncio.run(scenario(stack))
+    assert connections >= 5, "the connections outlived the cuts"
+    check(undisturbed, disturbed)
