@@ -11,11 +11,13 @@ PYTEST := $(BIN)/python -m pytest
 # An index that offers PyTorch's CPU build, for machines without an NVIDIA GPU (see README, "Which torch").
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+SEED ?= 1
+KILLS ?= 1000
 
-.PHONY: help setup run test check bench proto demo-model kernels constraints clean
+.PHONY: help setup run test check bench faults faults-campaign proto demo-model kernels constraints clean
 
 help: ## List the verbs
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 setup: $(STAMP) ## Make .venv from constraints.txt
 
@@ -38,6 +40,12 @@ check: $(STAMP) ## Lint, format, types, layer order
 bench: $(STAMP) ## Print the benchmarks' ratios (minutes; a quiet machine is best)
 	$(BIN)/python tests/benchmarks/run.py $(ARGS)
 
+faults: $(STAMP) ## Kill, stop and cut off every part at every moment: 84 cells, and a table (15 minutes)
+	$(BIN)/python tests/campaigns/fault_matrix.py $(ARGS)
+
+faults-campaign: $(STAMP) ## Random kills under continuous load: SEED=1 KILLS=1000; goes on after an interruption
+	$(BIN)/python tests/campaigns/faults.py --seed $(SEED) --kills $(KILLS) $(ARGS)
+
 kernels: $(STAMP) ## Every kernel in every shape, interpreted and compiled ahead of time (long; cached by source)
 	$(BIN)/python tests/campaigns/kernels.py $(ARGS)
 
@@ -51,5 +59,5 @@ constraints: $(STAMP) ## Write the exact versions of .venv to constraints.txt
 	$(BIN)/python tools/write_constraints.py
 
 clean: ## Remove what the other verbs made
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .kernel-cache
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .kernel-cache .fault-campaign
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

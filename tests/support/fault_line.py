@@ -29,6 +29,7 @@ class FaultLine:
         self.stops: asyncio.Queue[Stop] = asyncio.Queue()
         self._server: asyncio.Server | None = None
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._orders: dict[FaultPoint, int] = {}
         self._armed: frozenset[int] | None = None  # only these processes; None: all
 
@@ -41,8 +42,9 @@ class FaultLine:
     ) -> None:
         if self._server is not None:
             self._server.close()
-        for writer in self._writers.values():
-            writer.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def arm(self, orders: Mapping[FaultPoint, int], pids: Collection[int] | None = None) -> None:
         """Have processes stand still at their n-th passage of a moment from now on; those that start later as well."""
@@ -85,7 +87,9 @@ class FaultLine:
             writer.write(text.encode())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        pid = 0
+        pid, task = 0, asyncio.current_task()
+        if task is not None:
+            self._tasks.add(task)
         try:
             while line := (await reader.readline()).decode().split():
                 if line[0] == "hello":
@@ -94,8 +98,10 @@ class FaultLine:
                     self._tell(pid, f"{self._orders_for(pid)}ok\n")
                 elif line[0] == "at":
                     self.stops.put_nowait(Stop(pid, FaultPoint(line[1])))
-        except ConnectionError:
-            pass  # the process was killed
+        except (ConnectionError, asyncio.CancelledError):
+            pass  # the process was killed, or the harness is closing
         finally:
             self._writers.pop(pid, None)
             writer.close()
+            if task is not None:
+                self._tasks.discard(task)

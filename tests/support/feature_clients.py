@@ -92,6 +92,7 @@ class FeatureClient(ABC):
         self.reconnects = 0
         self.is_done = False
         self.progress: list[float] = []
+        self.started_at = time.monotonic()
         self._places = places
         self._model = model
         self._key = key
