@@ -25,9 +25,11 @@ class Benchmark:
 
 BENCHMARKS = (
     Benchmark("scheduler_step", "what does the scheduler cost a step?", has_short_form=False),
+    Benchmark("sampler_step", "what do penalties, bias and log probabilities cost a step?", has_short_form=False),
     Benchmark("streams_append", "what does a fenced append cost against plain XADDs?", has_short_form=False),
     Benchmark("gateway_streams", "how many streams does one gateway carry?", has_short_form=False),
     Benchmark("full_path", "what do gateway, Redis and the worker cost against the engine alone?", has_short_form=True),
+    Benchmark("deterministic", "what do bit-identical logits cost?", has_short_form=True),
     Benchmark("engine_throughput", "how fast is LLM.generate against transformers?", has_short_form=True),
 )
 

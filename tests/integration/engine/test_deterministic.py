@@ -55,11 +55,11 @@ class RecordingRunner(ModelRunner):
             rows.extend(logits.clone())
             return logits
 
-        self._model.logits = recording  # type: ignore[method-assign]
+        self._model.logits = recording
         try:
             sampled = super().execute(step)
         finally:
-            self._model.logits = compute  # type: ignore[method-assign]
+            self._model.logits = compute
         for seq, row in zip(step.sampled(), rows, strict=True):
             self.recorded[seq.seq_id, seq.num_output_tokens] = row
         return sampled

@@ -20,7 +20,7 @@ class Linear:
     `row_counts`, once set, makes every row's bits independent of the batch.
     """
 
-    __slots__ = ("bias", "packed", "row_counts", "shape", "weight")
+    __slots__ = ("bias", "by_onednn", "packed", "row_counts", "shape", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """`weight` is (out features, in features), `bias` (out features,)."""
@@ -28,13 +28,21 @@ class Linear:
         self.bias = bias
         self.shape: tuple[int, int] = (weight.shape[0], weight.shape[1])
         self.packed = False
+        self.by_onednn = False
         self.row_counts: RowCounts | None = None
 
     def pack(self) -> None:
         """Lays the weight out for oneDNN, if this is a CPU on which it can compute in the weight's dtype."""
-        if not self.packed and _can_pack(self.weight.device.type, self.weight.dtype):
+        self.prefer_onednn()
+        if self.by_onednn and not self.packed:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_ROWS)
             self.packed = True
+
+    def prefer_onednn(self) -> None:
+        """Has oneDNN compute, with the weight as it lies: in float32, from two rows on, a head of 256 x 1,536 takes 0.6
+        of the time that it takes by torch's choice, one of 1,024 x 37,984 half of it.
+        """
+        self.by_onednn = _can_pack(self.weight.device.type, self.weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(rows, in features) -> (rows, out features)."""
@@ -44,7 +52,7 @@ class Linear:
 
     def product(self, x: Tensor) -> Tensor:
         """As a call, by whatever kernel the library holds best for this number of rows."""
-        if self.packed:
+        if self.by_onednn:
             result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return result
         return F.linear(x, self.weight, self.bias)

@@ -15,6 +15,8 @@ from pagestream_engine.model.llama import Layer, LlamaModel
 from pagestream_engine.model.safetensors_file import Entry, FileCache, open_files, read_folder
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # old checkpoints hold what is computed
+_COPIED_HEAD_BYTES = 16 << 20
+"""Largest tied head that is packed: a stream alone then needs no padding to be deterministic."""
 
 
 def load_model(folder: Path, info: ModelInfo, *, dtype: torch.dtype, device: torch.device) -> LlamaModel:
@@ -90,8 +92,7 @@ class _Builder:
         layers = [self._layer(f"model.layers.{index}.") for index in range(info.num_layers)]
         norm = self._norm("model.norm.weight", info.hidden_size)
         if info.tie_word_embeddings:
-            # Not packed: the embedding needs the plain layout, and a packed head would be a second copy.
-            return LlamaModel(info, embedding, layers, norm, Linear(embedding))
+            return LlamaModel(info, embedding, layers, norm, _tied_head(embedding))
         head = self._linear({"lm_head": info.vocab_size}, info.hidden_size, bias=False)
         return LlamaModel(info, embedding, layers, norm, head)
 
@@ -121,3 +122,13 @@ class _Builder:
         )
         linear.pack()
         return linear
+
+
+def _tied_head(embedding: Tensor) -> Linear:
+    """The embedding needs the plain layout, and a packed head is a second copy: made only of a small one."""
+    head = Linear(embedding)
+    if embedding.nbytes <= _COPIED_HEAD_BYTES:
+        head.pack()
+    else:
+        head.prefer_onednn()
+    return head
