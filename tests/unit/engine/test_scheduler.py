@@ -300,6 +300,16 @@ def test_a_group_is_admitted_whole_or_not_at_all() -> None:
     assert {seq.state for seq in second} == {SequenceState.RUNNING}
 
 
+def test_a_group_is_not_admitted_to_be_preempted_at_once() -> None:
+    """Each sibling of a prompt that fills its blocks needs one of its own for its first token."""
+    harness = Harness(num_blocks=6, budget=64)
+    harness.add(4)
+    siblings = harness.add_group(8, [0, 0, 0, 0], first=50)
+    harness.step()
+    assert {seq.state for seq in siblings} == {SequenceState.WAITING}
+    assert harness.scheduler.num_preemptions == 0
+
+
 def test_a_group_is_preempted_and_resumed_whole() -> None:
     harness = Harness(num_blocks=9, budget=64)
     old = harness.add(12)

@@ -92,8 +92,9 @@ class PrefillSet:
         self.sequences.append(seq)
 
     def _num_own_blocks(self, seq: Sequence) -> int:
-        """Blocks of a follower that it does not share with its leader."""
-        return self._cache.num_blocks_for(len(seq)) - seq.num_prompt_tokens // self._cache.block_size
+        """Blocks of a follower that it does not share with its leader; one without output needs the first at once."""
+        num_tokens = max(len(seq), seq.num_prompt_tokens + 1)
+        return self._cache.num_blocks_for(num_tokens) - seq.num_prompt_tokens // self._cache.block_size
 
     def next_chunk(self, seq: Sequence, budget: int) -> ScheduledSequence | None:
         """Takes blocks for as many of its next tokens as budget and pool allow; None if that is not one."""
