@@ -2,8 +2,10 @@
 
 import asyncio
 import dataclasses
+import time
 from contextlib import AsyncExitStack
 
+import pytest
 from pagestream.v1.inference_pb2 import (
     FINISH_REASON_CANCELLED,
     FINISH_REASON_DEADLINE,
@@ -11,9 +13,10 @@ from pagestream.v1.inference_pb2 import (
     REQUEST_STATE_QUEUED,
     REQUEST_STATE_RUNNING,
 )
-from pagestream_streams import AppendKind, Broker, GatewaySession
-from pagestream_streams.scripts import CLAIM
-from token_streams import FAST, MODEL, TENANT, Worker, eventually, numbers, read_all, spec, tokens, worker
+from pagestream_streams import AppendKind, Broker, Claim, GatewaySession
+from pagestream_streams.keys import Partition
+from pagestream_streams.scripts import CLAIM, SWEEP
+from token_streams import FAST, MODEL, STILL, TENANT, Worker, eventually, numbers, read_all, spec, tokens, worker
 
 
 async def silence(engine: Worker) -> None:
@@ -61,6 +64,70 @@ async def test_a_zombie_notices(broker: Broker) -> None:
         await b.claim()
         a.session._heartbeat.start()
         await eventually(lambda: a.lost == [claim.request_id])
+
+
+async def test_reclaim_needs_no_traffic(broker: Broker) -> None:
+    """No other engine lives, nobody accepts, reads or claims: a gateway's timer alone brings it about."""
+    async with GatewaySession(broker) as gateway, worker(broker, "a") as a:
+        request = spec()
+        await gateway.accept(request)
+        await a.claim()
+        await silence(a)
+
+        async def is_queued() -> bool:
+            return (await broker.view(request.request_id, TENANT)).state == REQUEST_STATE_QUEUED
+
+        await eventually(is_queued)
+
+
+@pytest.mark.parametrize("number", [5, 50])
+async def test_reclaim_costs_what_is_dead(redis_url: str, broker: Broker, number: int) -> None:
+    """Commands of the sweep that reclaims three requests, whatever the living own."""
+    async with (
+        await Broker.connect(redis_url, STILL) as still,
+        GatewaySession(still) as gateway,
+        worker(still, "living") as living,
+        worker(still, "dead") as dead,
+    ):
+        await living.session._sweeper.stop()
+        await dead.session._sweeper.stop()
+        await gateway._sweeper.stop()
+        where = Partition(MODEL, 0)
+        for engine, count in ((living, number), (dead, 3)):
+            for _ in range(count):
+                await gateway.accept(spec())
+            owned: list[Claim] = []
+            while len(owned) < count:
+                owned += await engine.session._claim_from(where, count - len(owned), 10**6)
+        execute = still.connection.execute
+        await execute("ZADD", where.prefix + "leases", 1, dead.session.engine_id)
+        before = await num_calls(still)
+        [reclaimed, *_] = await still.connection.run(SWEEP, where.prefix, 0, 10**9, 10**6, 10**6, 128, "bell", 0, 1, 1)
+        assert len(reclaimed) == 3
+        assert await num_calls(still) - before < 80
+
+
+async def num_calls(broker: Broker) -> int:
+    """Commands that the server has run, those of scripts included."""
+    stats = await broker.connection.execute("INFO", "commandstats")
+    return sum(int(each["calls"]) for name, each in stats.items() if name != "cmdstat_info")
+
+
+async def test_only_redis_time_counts(monkeypatch: pytest.MonkeyPatch, broker: Broker) -> None:
+    """Accepted and claimed on a machine whose clock is five hours ahead; swept by others."""
+    wrong = time.time
+    monkeypatch.setattr(time, "time", lambda: wrong() + 5 * 3600)
+    monkeypatch.setattr(time, "time_ns", lambda: int((wrong() + 5 * 3600) * 10**9))
+    async with GatewaySession(broker) as gateway, worker(broker, "a") as a:
+        request = spec(deadline_ms=60_000)
+        await gateway.accept(request)
+        [claim] = await a.claim()
+        monkeypatch.undo()
+        async with worker(broker, "b") as b:
+            await asyncio.sleep(2 * FAST.lease_ms / 1000)
+            assert (a.lost, b.lost) == ([], [])
+            await a.generate(claim, 2, finish=True)
+        assert (await broker.view(request.request_id, TENANT)).attempts == 1
 
 
 class TestHandBack:
