@@ -67,11 +67,9 @@ class Seen:
             for name in ("token_ids", "text", "logprobs", "finish_reason")
             if getattr(mine, name) != getattr(theirs, name)
         ]
-        # The digest also tells in which order the choices' tokens came, which nobody promises.
-        names = ("usage", "next_index") if len(self.choices) > 1 else ("usage", "next_index", "digest")
         found += [
             f"{name}: {getattr(self, name)!r} is not {getattr(other, name)!r}"
-            for name in names
+            for name in ("usage", "next_index", "digest")
             if getattr(self, name) != getattr(other, name)
         ]
         return found

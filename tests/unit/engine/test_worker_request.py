@@ -109,6 +109,14 @@ def test_a_successor_writes_what_was_missing(cut: int) -> None:
     assert without_cached(written + rest) == without_cached(expected)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_siblings_take_turns_whoever_was_first_after_a_resume(first: int) -> None:
+    whole = play(RunningRequest(claim(n=2)), SCRIPT)
+    successor = RunningRequest(claim(whole[:2], n=2, nonce="b"))
+    rest = sorted(SCRIPT[2:], key=lambda each: each[0] != first)
+    assert [entry.digest for entry in play(successor, rest)] == [entry.digest for entry in whole[2:]]
+
+
 def test_a_gap_is_sent_again_from_where_the_log_says() -> None:
     request = RunningRequest(claim(n=2))
     list(request.open_choices())

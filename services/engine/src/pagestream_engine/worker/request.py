@@ -4,6 +4,7 @@ The entries are kept until the log has its end. Whatever becomes of an append (l
 second), they can be sent again from any index that the log names.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -84,6 +85,7 @@ class RunningRequest:
         self._siblings = max(1, claim.spec.sampling.n)
         self._num_choices = self._siblings * len(claim.spec.prompts)
         self._outputs: dict[int, list[int]] = {choice: [] for choice in range(self._num_choices)}
+        self._held: defaultdict[int, deque[StepOutput]] = defaultdict(deque)  # made before their turn
         self._finishes: dict[int, int] = {}
         self._running: set[int] = set()
         self._cached_tokens = claim.cached_tokens
@@ -129,6 +131,25 @@ class RunningRequest:
         """Take one step's output of one choice; the last choice's finish also ends the log."""
         if choice in self._finishes:
             return
+        if self._siblings == 1 or output.error is not None:
+            self._add(choice, output)
+            return
+        self._held[choice].append(output)
+        first = choice - choice % self._siblings
+        self._add_in_turn(range(first, first + self._siblings))
+
+    def _add_in_turn(self, siblings: range) -> None:
+        """Let the choices of one prompt take turns, token by token, whoever was first after a resume.
+
+        So the order in the log, and with it the digest, is a function of the tokens alone.
+        """
+        while open_choices := [choice for choice in siblings if choice not in self._finishes]:
+            turn = min(open_choices, key=lambda choice: len(self._outputs[choice]))
+            if not self._held[turn]:
+                return
+            self._add(turn, self._held[turn].popleft())
+
+    def _add(self, choice: int, output: StepOutput) -> None:
         if output.token_id is not None:
             self._outputs[choice].append(output.token_id)
             held_back = output.finish_reason is not None
