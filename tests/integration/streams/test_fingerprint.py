@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from pagestream_streams import Broker, EngineSession, GatewaySession
-from token_streams import FAST, MODEL, Worker, eventually, numbers, read_all, spec
+from token_streams import FAST, MODEL, TENANT, Worker, eventually, numbers, read_all, spec
 
 OLD, NEW = "0123456789abcdef", "fedcba9876543210"
 
@@ -41,6 +41,7 @@ async def test_only_an_equal_one_goes_on_with_tokens(broker: Broker) -> None:
             [claim] = await old.claim()
             assert (claim.request_id, claim.next_index) == (request_id, 3)
             await old.generate(claim, 5, finish=True)
+        assert (await broker.view(request_id, TENANT)).fingerprint == OLD
         assert numbers(await read_all(gateway, request_id)) == list(range(100, 105))
 
 

@@ -99,7 +99,7 @@ class Broker:
         found = await self.connection.run(VIEW, where.prefix, request_id, tenant)
         if found is None:
             raise RequestNotFound(request_id)
-        spec, state, reason, next_index, digest, prompt, completion, cached, attempts, place = found
+        spec, state, reason, next_index, digest, prompt, completion, cached, attempts, place, print_ = found
         return RequestView(
             request_id=request_id,
             model=where.model,
@@ -112,6 +112,7 @@ class Broker:
             usage=Usage(prompt_tokens=int(prompt), completion_tokens=int(completion), cached_tokens=int(cached)),
             attempts=int(attempts),
             spec=RequestSpec.FromString(spec),
+            fingerprint=print_.decode(),
         )
 
     async def spec(self, request_id: str, tenant: str) -> RequestSpec:

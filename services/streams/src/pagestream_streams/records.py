@@ -36,6 +36,7 @@ class RequestView:
     usage: Usage  # so far
     attempts: int  # claims so far
     spec: RequestSpec
+    fingerprint: str = ""  # of the engine that claimed it last: how its tokens are computed
 
 
 @dataclass(frozen=True)
