@@ -158,7 +158,7 @@ class Broker:
         settings = self.settings
         retention_s = settings.dead_retention_s if condition == "verdicts" else settings.retention_s
         arguments = request_id, tenant, reason, retention_s * 1000, condition, error, settings.max_dead
-        reply = await self.connection.run(END, where.prefix, *arguments)
+        reply = await self.connection.run_acknowledged(END, where.prefix, *arguments)
         if reply[0] not in (1, 2):
             return None
         _, ended_by, next_index, readers = reply

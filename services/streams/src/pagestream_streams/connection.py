@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from redis import exceptions
-from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.client import PubSub
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
+from pagestream_streams.durability import Durability
 from pagestream_streams.entries import Argument
 from pagestream_streams.errors import Unavailable
+from pagestream_streams.links import open_link
 from pagestream_streams.scripts import Script
 from pagestream_streams.settings import StreamsSettings
 
@@ -34,25 +33,14 @@ class Call(NamedTuple):
 
 
 class Connection:
-    """A pool of connections. redis-py's own retries are off: what may be repeated is said by each script."""
+    """A process' way to Redis. redis-py's own retries are off: what may be repeated is said by each script."""
 
     def __init__(self, url: str, settings: StreamsSettings) -> None:
-        """Connects nothing yet. ValueError for a malformed URL."""
+        """Connects nothing yet. ValueError for a malformed URL; see links.open_link."""
         self.url = url
-        self._timeout = settings.command_timeout_s
         self._connect_timeout = settings.connect_timeout_s
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=settings.max_connections,
-            timeout=settings.command_timeout_s,
-            socket_timeout=settings.command_timeout_s,
-            socket_connect_timeout=settings.command_timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
-        self._redis = Redis(connection_pool=pool)
-        self._command: Callable[..., Awaitable[Any]] = self._redis.execute_command
-        self._pool = pool
+        self._durability = Durability.of(settings)
+        self._link = open_link(url, settings)
 
     async def open(self) -> None:
         """Waits for a server that answers. Unavailable after settings.connect_timeout_s."""
@@ -70,22 +58,23 @@ class Connection:
 
     async def close(self) -> None:
         """Closes every connection."""
-        await self._redis.aclose()
-        await self._pool.disconnect()
+        await self._link.close()
 
     async def execute(self, *command: Argument) -> Any:
         """Runs one command. Unavailable where Redis can't."""
         async with _translated():
-            return await self._command(*command)
+            return await self._link.execute(*command)
 
     async def pipeline(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
         """Runs commands in one round trip. Unavailable where Redis can't; a reply that is an error is raised."""
         if not commands:
             return []
-        async with _translated(), self._redis.pipeline(transaction=False) as pipe:
-            for command in commands:
-                pipe.execute_command(*command)
-            return list(await pipe.execute())
+        async with _translated():
+            replies = await self._link.pipeline(commands)
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise reply
+            return replies
 
     async def run(self, script: Script, key: str, *arguments: Argument) -> Any:
         """Runs a script. Unavailable where Redis can't; then it has run wholly, or not at all."""
@@ -100,10 +89,10 @@ class Connection:
         """Runs scripts in one round trip, each atomic by itself. Unavailable where one of them can't run."""
         if not calls:
             return []
-        async with _translated(), self._redis.pipeline(transaction=False) as pipe:
-            for call in calls:
-                pipe.execute_command("EVALSHA", call.script.sha, 1, call.key, *call.arguments)
-            replies = await pipe.execute(raise_on_error=False)
+        async with _translated():
+            replies = await self._link.pipeline(
+                [("EVALSHA", call.script.sha, 1, call.key, *call.arguments) for call in calls]
+            )
         for place, (call, reply) in enumerate(zip(calls, replies, strict=True)):
             if isinstance(reply, exceptions.NoScriptError):
                 replies[place] = await self.run(call.script, call.key, *call.arguments)
@@ -112,17 +101,61 @@ class Connection:
                     raise reply
         return list(replies)
 
+    async def run_acknowledged(self, script: Script, key: str, *arguments: Argument) -> Any:
+        """As `run`, and waits until the writes are as safe as the settings ask: on disk, on replicas.
+
+        Unavailable also where that isn't so in time; the script may have run then, and a retry waits anew.
+        """
+        if not self._durability.waits:
+            return await self.run(script, key, *arguments)
+        try:
+            return await self._evaluate_together(script, key, arguments)
+        except Unavailable as error:
+            if not script.repeat or not isinstance(error.__cause__, exceptions.ConnectionError):
+                raise
+        return await self._evaluate_together(script, key, arguments)
+
+    async def run_many_acknowledged(self, calls: Sequence[Call]) -> list[Any]:
+        """As `run_many`, each as `run_acknowledged`."""
+        if not self._durability.waits:
+            return await self.run_many(calls)
+        runs = (self.run_acknowledged(call.script, call.key, *call.arguments) for call in calls)
+        return list(await asyncio.gather(*runs))
+
+    async def read_acknowledged(self, key: str, *command: Argument) -> Any:
+        """Runs a command that reads; answers once all that it may show is as safe as the settings ask. `key` is the
+        partition's prefix. Unavailable.
+        """
+        if not self._durability.waits:
+            return await self.execute(*command)
+        return await self._together(key, command)
+
+    async def _evaluate_together(self, script: Script, key: str, arguments: Sequence[Argument]) -> Any:
+        try:
+            return await self._together(key, ("EVALSHA", script.sha, 1, key, *arguments))
+        except exceptions.NoScriptError:
+            return await self._together(key, ("EVAL", script.text, 1, key, *arguments))
+
+    async def _together(self, key: str, command: Sequence[Argument]) -> Any:
+        async with _translated():
+            reply, touched, reached = await self._link.together(key, [command, *self._durability.commands(key)])
+            for each in (reply, touched, reached):
+                if isinstance(each, Exception):
+                    raise each
+        self._durability.check(reached)
+        return reply
+
     async def _evaluate(self, script: Script, key: str, arguments: Sequence[Argument]) -> Any:
         async with _translated():
             try:
-                return await self._command("EVALSHA", script.sha, 1, key, *arguments)
+                return await self._link.execute("EVALSHA", script.sha, 1, key, *arguments)
             except exceptions.NoScriptError:
                 # EVAL caches the text as well. A restarted server has forgotten it.
-                return await self._command("EVAL", script.text, 1, key, *arguments)
+                return await self._link.execute("EVAL", script.text, 1, key, *arguments)
 
     def pubsub(self) -> PubSub:
         """A subscriber on a connection of its own."""
-        return self._redis.pubsub()
+        return self._link.pubsub()
 
 
 @asynccontextmanager
@@ -138,6 +171,8 @@ async def _translated() -> AsyncIterator[None]:
         raise Unavailable(f"Redis can't serve: {error}") from error
     except (OSError, TimeoutError) as error:
         raise Unavailable(f"Redis can't be reached: {error}") from error
+    except (exceptions.RedisClusterException, exceptions.MovedError, exceptions.AskError) as error:
+        raise Unavailable(f"the cluster is changing: {error}") from error
     except exceptions.ResponseError as error:
         if any(word in str(error) for word in _NOT_NOW):
             raise Unavailable(f"Redis can't serve now: {error}") from error

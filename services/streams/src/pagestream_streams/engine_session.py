@@ -190,7 +190,7 @@ class EngineSession:
             for where, mine in places.items()
         ]
         fault_points.before_append(appends)
-        replies = await self._broker.connection.run_many(calls)
+        replies = await self._broker.connection.run_many_acknowledged(calls)
         fault_points.after_append(appends)
         results: dict[int, Any] = {}
         for mine, reply in zip(places.values(), replies, strict=True):

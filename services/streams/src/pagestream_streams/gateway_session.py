@@ -91,7 +91,7 @@ class GatewaySession:
         self._readers.expect(where, spec.request_id)
         settings = self._settings
         tokens = sum(len(prompt.ids) for prompt in spec.prompts)
-        reply = await self._broker.connection.run(
+        reply = await self._broker.connection.run_acknowledged(
             ACCEPT,
             where.prefix,
             spec.request_id,

@@ -157,7 +157,9 @@ class Readers:
     async def _from_log(self, follower: Follower) -> list[LogEntry]:
         start, batch = follower.log_start, self._settings.read_batch
         log = follower.where.log(follower.request_id)
-        rows = await self._broker.connection.execute("XRANGE", log, f"{start + 1}-0", "+", "COUNT", batch)
+        rows = await self._broker.connection.read_acknowledged(
+            follower.where.prefix, "XRANGE", log, f"{start + 1}-0", "+", "COUNT", batch
+        )
         if len(rows) == batch:
             follower.look()
         return follower.take_logged(start, [from_fields(fields) for _, fields in rows])

@@ -1,0 +1,250 @@
+"""The ways to a Redis: one server, the master that Sentinels name, or a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from redis import exceptions
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.client import PubSub
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.connection import Connection as Socket
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+
+from pagestream_streams.entries import Argument
+from pagestream_streams.settings import StreamsSettings
+
+Command = Sequence[Argument]
+
+SCHEMES = (
+    "redis://",
+    "rediss://",
+    "unix://",
+    "redis+sentinel://",
+    "rediss+sentinel://",
+    "redis+cluster://",
+    "rediss+cluster://",
+)
+"""What an address may begin with; "rediss" is TLS."""
+
+_TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
+_SENTINEL_PORT, _REDIS_PORT = 26379, 6379
+
+
+class Link(Protocol):
+    """Commands to the server that has their key. Errors are redis-py's."""
+
+    async def execute(self, *command: Argument) -> Any:
+        """One command."""
+
+    async def pipeline(self, commands: Sequence[Command]) -> list[Any]:
+        """Commands in one round trip for each server; a reply may be an exception."""
+
+    async def together(self, key: str, commands: Sequence[Command]) -> list[Any]:
+        """Commands on one connection to the server that has `key`; a reply may be an exception."""
+
+    def pubsub(self) -> PubSub:
+        """A subscriber on a connection of its own."""
+
+    async def close(self) -> None:
+        """Closes every connection."""
+
+
+def open_link(url: str, settings: StreamsSettings) -> Link:
+    """The link that an address asks for; connects nothing yet. ValueError for a malformed address.
+
+    Forms: redis://[user:password@]host[:port][/db], unix://path, redis+sentinel://[user:password@]host[:port],.../
+    service[/db], redis+cluster://[user:password@]host[:port],... With rediss the connections are TLS; its options are
+    redis-py's, behind a question mark: ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_cert_reqs, ssl_check_hostname.
+    Sentinels are asked without a password unless sentinel_username and sentinel_password say one.
+    """
+    if not url.startswith(SCHEMES):
+        shown = url.partition("://")[0]
+        raise ValueError(f"expected an address that begins with {', '.join(SCHEMES)}; this one begins with {shown!r}")
+    kind = urlsplit(url).scheme.rpartition("+")[2]
+    if kind == "sentinel":
+        return _sentinel(url, settings)
+    if kind == "cluster":
+        return ClusterLink(url, settings)
+    pool = BlockingConnectionPool.from_url(
+        url, max_connections=settings.max_connections, timeout=settings.command_timeout_s, **_limits(settings)
+    )
+    return SingleLink(Redis(connection_pool=pool), settings.max_connections)
+
+
+class SingleLink:
+    """One server."""
+
+    def __init__(self, redis: Redis, most: int) -> None:
+        """`most` connections at once; more commands wait for their turn."""
+        self._redis = redis
+        self._command: Callable[..., Awaitable[Any]] = redis.execute_command
+        self._turns = asyncio.Semaphore(most)
+
+    async def execute(self, *command: Argument) -> Any:
+        async with self._turns:
+            return await self._command(*command)
+
+    async def pipeline(self, commands: Sequence[Command]) -> list[Any]:
+        async with self._turns, self._redis.pipeline(transaction=False) as pipe:
+            for command in commands:
+                pipe.execute_command(*command)
+            return list(await pipe.execute(raise_on_error=False))
+
+    async def together(self, key: str, commands: Sequence[Command]) -> list[Any]:
+        return await self.pipeline(commands)
+
+    def pubsub(self) -> PubSub:
+        return self._redis.pubsub()
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+        await self._redis.connection_pool.disconnect()
+
+
+class ClusterLink:
+    """A cluster. Each script's keys share a hash tag, so one node has them all."""
+
+    def __init__(self, url: str, settings: StreamsSettings) -> None:
+        """ValueError for a malformed address."""
+        address = _Address(url, _REDIS_PORT)
+        if address.path:
+            raise ValueError("a cluster has one database and no service; leave out what stands behind the hosts")
+        self._cluster = RedisCluster(
+            startup_nodes=[ClusterNode(host, port) for host, port in address.hosts],
+            # A node's pool raises where this one waits: no more commands are let through than it has connections.
+            max_connections=2 * settings.max_connections,
+            require_full_coverage=False,
+            ssl=address.tls,
+            **_limits(settings),
+            **address.credentials,
+            **address.options,
+        )
+        self._command: Callable[..., Awaitable[Any]] = self._cluster.execute_command
+        self._turns = asyncio.Semaphore(settings.max_connections)
+
+    async def execute(self, *command: Argument) -> Any:
+        async with self._turns:
+            if command[0] in ("PING", "TIME"):
+                # Without a key these go to many nodes, or to one that has gone.
+                return (await self.together("", [command]))[0]
+            return await self._command(*command)
+
+    async def pipeline(self, commands: Sequence[Command]) -> list[Any]:
+        async with self._turns:
+            pipe = self._cluster.pipeline()
+            for command in commands:
+                pipe.execute_command(*command)
+            return list(await pipe.execute(raise_on_error=False))
+
+    async def together(self, key: str, commands: Sequence[Command]) -> list[Any]:
+        await self._cluster.initialize()
+        node = self._cluster.get_node_from_key(key)
+        if node is None:
+            raise exceptions.ClusterDownError(f"no node has the slot of {key!r}")
+        socket = node.acquire_connection()
+        try:
+            return await _replies(socket, commands)
+        except (exceptions.ConnectionError, exceptions.TimeoutError, OSError):
+            await self._look_again()
+            raise
+        finally:
+            node.release(socket)
+
+    def pubsub(self) -> PubSub:
+        pubsub: PubSub = self._cluster.pubsub()
+        return pubsub
+
+    async def close(self) -> None:
+        await self._cluster.aclose()
+
+    async def _look_again(self) -> None:
+        """Has the next command ask which node has which slots."""
+        with suppress(exceptions.RedisError, OSError):
+            await self._cluster.aclose()
+
+
+async def _replies(socket: Socket, commands: Sequence[Command]) -> list[Any]:
+    try:
+        await socket.send_packed_command(socket.pack_commands(commands))
+        replies: list[Any] = []
+        for _ in commands:
+            try:
+                replies.append(await socket.read_response())
+            except exceptions.ResponseError as error:
+                replies.append(error)
+        return replies
+    except BaseException:
+        # Replies that nobody waits for must not answer the next command.
+        await socket.disconnect(nowait=True)
+        raise
+
+
+class _Address:
+    """A list of hosts with what stands before and behind it."""
+
+    def __init__(self, url: str, default_port: int) -> None:
+        parts = urlsplit(url)
+        login, _, hosts = parts.netloc.rpartition("@")
+        user, _, password = login.partition(":")
+        self.tls = parts.scheme.startswith("rediss")
+        self.path = parts.path.strip("/")
+        self.hosts = [_host(each, default_port) for each in hosts.split(",")]
+        self.credentials: dict[str, Any] = {
+            name: unquote(value) for name, value in (("username", user), ("password", password)) if value
+        }
+        self.options: dict[str, Any] = {}
+        self.sentinel_credentials: dict[str, Any] = {}
+        for name, value in parse_qsl(parts.query, keep_blank_values=True):
+            if name in ("sentinel_username", "sentinel_password"):
+                self.sentinel_credentials[name.removeprefix("sentinel_")] = value
+            elif name in _TLS_OPTIONS and self.tls:
+                self.options[name] = value.lower() in ("true", "1", "yes") if name == "ssl_check_hostname" else value
+            else:
+                raise ValueError(f"unknown option {name!r} behind the address; with rediss: {', '.join(_TLS_OPTIONS)}")
+
+
+def _host(text: str, default_port: int) -> tuple[str, int]:
+    host, _, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    if not host:
+        host, port = text, str(default_port)
+    if not host or not (port or str(default_port)).isdecimal():
+        raise ValueError(f"expected host or host:port, got {text!r}")
+    return host.strip("[]"), int(port or default_port)
+
+
+def _sentinel(url: str, settings: StreamsSettings) -> Link:
+    address = _Address(url, _SENTINEL_PORT)
+    service, _, db = address.path.partition("/")
+    if not service or (db and not db.isdecimal()):
+        raise ValueError("expected redis+sentinel://host:port,host:port/<service>[/<db>]")
+    tls = {"ssl": True, **address.options} if address.tls else {}
+    limits = _limits(settings)
+    sentinel = Sentinel(  # type: ignore[no-untyped-call]
+        address.hosts, sentinel_kwargs={**limits, **tls, **address.sentinel_credentials}
+    )
+    redis: Redis = sentinel.master_for(
+        service,
+        db=int(db or 0),
+        max_connections=4 * settings.max_connections,  # not reached: SingleLink lets fewer commands through
+        **limits,
+        **tls,
+        **address.credentials,
+    )
+    return SingleLink(redis, settings.max_connections)
+
+
+def _limits(settings: StreamsSettings) -> Mapping[str, Any]:
+    """For every connection. redis-py's own retries are off: what may be repeated is said by each script."""
+    return {
+        "socket_timeout": settings.command_timeout_s,
+        "socket_connect_timeout": settings.command_timeout_s,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+    }
