@@ -1,0 +1,36 @@
+import itertools
+
+from fault_campaign import PASSAGES as CAMPAIGN_PASSAGES
+from fault_campaign import Plan
+from fault_cluster import Fault
+from fault_matrix import FACTORS, PASSAGES, Moment, Target, all_cells, covering_cells
+from feature_rows import FEATURE_ROWS
+from pagestream_streams.fault_points import FaultPoint
+
+
+def test_has_every_combination_once() -> None:
+    assert len({str(cell) for cell in all_cells()}) == len(Target) * len(Fault) * len(Moment) == 84
+
+
+def test_the_cover_has_every_pair_of_values() -> None:
+    cells = covering_cells()
+    for first, second in itertools.combinations(FACTORS, 2):
+        seen = {(getattr(cell, first), getattr(cell, second)) for cell in cells}
+        assert seen == set(itertools.product(FACTORS[first], FACTORS[second]))
+
+
+def test_every_moment_has_a_fault_point_and_the_campaign_has_all() -> None:
+    assert set(PASSAGES) == set(Moment)
+    assert set(CAMPAIGN_PASSAGES) == set(FaultPoint)
+
+
+def test_a_hit_follows_from_the_seed_and_its_number_alone() -> None:
+    hits = [Plan.draw(7, number) for number in range(500)]
+    assert hits == [Plan.draw(7, number) for number in range(500)]
+    assert hits != [Plan.draw(8, number) for number in range(500)]
+    assert {hit.point for hit in hits} == set(FaultPoint)
+    assert {hit.fault for hit in hits} == set(Fault)
+
+
+def test_rows_have_distinct_names_and_prompts() -> None:
+    assert len({row.name for row in FEATURE_ROWS}) == len({row.prompt for row in FEATURE_ROWS}) == len(FEATURE_ROWS)
