@@ -188,7 +188,7 @@ class Campaign:
         else:
             tally.cuts += len(victims)
         await cluster.mend(plan.fault, victims, supervised=plan.supervised)
-        await cluster.wait_whole()
+        await cluster.wait_whole(engines=1)  # the next hit may find the other engine still loading
 
     async def _stop(self) -> Stop | None:
         try:

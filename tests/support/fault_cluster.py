@@ -169,17 +169,18 @@ class FaultCluster:
 
     # -- how it is --
 
-    async def wait_whole(self) -> None:
-        """Wait until every part serves. StackError where one has ended by itself."""
+    async def wait_whole(self, *, engines: int | None = None) -> None:
+        """Wait until every part serves; of the engines, so many. StackError where one has ended by itself."""
         end = time.monotonic() + READY_LIMIT_S
+        enough = len(self.engines) if engines is None else engines
         async with httpx.AsyncClient(timeout=2.0) as client:
-            while not await self._is_whole(client):
+            while not await self._is_whole(client, enough):
                 if time.monotonic() > end:
                     raise StackError(f"not everything served within {READY_LIMIT_S:.0f} s: {self._states()}")
                 await asyncio.sleep(POLL_S)
 
-    async def _is_whole(self, client: httpx.AsyncClient) -> bool:
-        if not all(member.part.has_said_ready() for member in self.engines):
+    async def _is_whole(self, client: httpx.AsyncClient, engines: int) -> bool:
+        if sum(member.part.has_said_ready() for member in self.engines) < engines:
             return False
         for gateway in self.gateways:
             if not gateway.part.is_alive():
