@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import tempfile
 import time
@@ -52,6 +53,9 @@ def main() -> int:
     parser.add_argument("--state", type=Path, help="default: .fault-campaign/SEED.json")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to it")
     arguments = parser.parse_args()
+    # Also where a shell has it ignored, and where a job's limit is over: the parts have to be ended in order.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     state = arguments.state or STATE / f"{arguments.seed}.json"
     tally = Tally.load(state, arguments.seed)
     try:
