@@ -39,7 +39,7 @@ class Reader:
             ignore_eos=True,
             temperature=0.8 if self.number % 2 else 0.0,
             seed=self.number,
-            logprobs=1 if self.number % 3 == 0 else None,  # type: ignore[typeddict-item]
+            logprobs=1 if self.number % 3 == 0 else None,
             n=2 if self.number % 8 == 5 else 1,
         ):
             self.chunks.append(chunk)

@@ -23,28 +23,29 @@ class OnDisconnect(enum.StrEnum):
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How tokens are chosen: vLLM's names and meanings. What is left out has the model's default, then vLLM's."""
+    """How tokens are chosen: vLLM's names and meanings. What is left out, or None, has the model's default,
+    then vLLM's."""
 
-    n: int
-    best_of: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: Mapping[int, float]
-    seed: int
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    min_tokens: int
-    max_tokens: int
-    ignore_eos: bool
-    logprobs: int
-    prompt_logprobs: int
-    include_stop_str_in_output: bool
-    skip_special_tokens: bool
+    n: int | None
+    best_of: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    min_tokens: int | None
+    max_tokens: int | None
+    ignore_eos: bool | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    include_stop_str_in_output: bool | None
+    skip_special_tokens: bool | None
 
 
 @dataclass(frozen=True)

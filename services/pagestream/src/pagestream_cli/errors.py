@@ -43,6 +43,14 @@ class ServerNotFoundError(CliError):
     """No server answers where one was expected."""
 
 
+class NotFoundError(CliError):
+    """There is no such request or model."""
+
+
+class ReplayFailedError(CliError):
+    """A request can't be generated again."""
+
+
 class RequestRejectedError(CliError):
     """The server answered with an error that a retry does not change."""
 

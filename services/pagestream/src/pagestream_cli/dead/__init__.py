@@ -1,0 +1,1 @@
+"""`pagestream dead`: requests that engines died of."""

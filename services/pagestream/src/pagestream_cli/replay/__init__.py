@@ -1,0 +1,1 @@
+"""`pagestream replay`: a past request, generated again."""

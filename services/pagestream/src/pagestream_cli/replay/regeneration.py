@@ -1,0 +1,112 @@
+"""Generates a recorded request again: by the running deployment, or in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from pagestream_cli.errors import CliError, ReplayFailedError
+from pagestream_cli.replay.answers import Answer, read_log
+
+if TYPE_CHECKING:
+    from pagestream.v1.records_pb2 import LogEntry, RequestSpec
+    from pagestream_engine import SamplingParams
+    from pagestream_streams import Broker, GatewaySession
+
+GRACE_MS = 10_000
+"""After which a copy that nobody waits for any more ends by itself."""
+
+
+def bounded(spec: RequestSpec, recorded: Sequence[Answer]) -> RequestSpec:
+    """A copy of the request that ends no later than what was recorded of it, where that was cut short."""
+    from pagestream.v1.records_pb2 import RequestSpec
+
+    copy = RequestSpec()
+    copy.CopyFrom(spec)
+    if any(answer.is_cut_short for answer in recorded):
+        copy.sampling.max_tokens = max(1, *(len(answer.token_ids) for answer in recorded), copy.sampling.min_tokens)
+    return copy
+
+
+async def by_deployment(broker: Broker, spec: RequestSpec, limit_s: float) -> list[Answer]:
+    """The answers of a copy with the same seed, under an id of its own.
+
+    Raises:
+        ReplayFailedError: no engine ended it within the limit.
+        StreamsError: Redis does not answer, or the queue is full.
+    """
+    from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL
+    from pagestream.v1.records_pb2 import RequestSpec
+    from pagestream_streams import GatewaySession
+
+    copy = RequestSpec()
+    copy.CopyFrom(spec)
+    copy.client_request_id = f"replay of {spec.request_id}"
+    copy.on_disconnect, copy.disconnect_grace_ms, copy.deadline_ms = ON_DISCONNECT_CANCEL, GRACE_MS, 0
+    copy.traceparent = copy.tracestate = ""
+    async with GatewaySession(broker, "replay") as session:
+        copy.request_id = await session.place(spec.model, spec.prompts[0].ids)
+        await session.accept(copy)
+        try:
+            async with asyncio.timeout(limit_s):
+                entries = await whole_log(session, copy.request_id, copy.tenant)
+        except TimeoutError as error:
+            raise ReplayFailedError(
+                f"the copy {copy.request_id} has not ended within {limit_s:g} s",
+                hint="does an engine run? give it more time with --limit, or generate here with --model FOLDER",
+            ) from error
+        finally:
+            await broker.cancel(copy.request_id, copy.tenant)  # changes nothing where it has ended
+    if entries[-1].end.HasField("error"):
+        error_of = entries[-1].end.error
+        raise ReplayFailedError(f"the copy {copy.request_id} failed: {error_of.code}: {error_of.message}")
+    return read_log(copy, entries)
+
+
+async def whole_log(session: GatewaySession, request_id: str, tenant: str) -> list[LogEntry]:
+    """All entries, up to the end."""
+    entries: list[LogEntry] = []
+    async with aclosing(session.read(request_id, tenant=tenant)) as batches:
+        async for batch in batches:
+            entries += batch
+    return entries
+
+
+def offline(spec: RequestSpec, folder: str, *, dtype: str, deterministic: bool) -> list[Answer]:
+    """The answers that a model folder gives in this process.
+
+    Raises:
+        UsageError: `folder` is no model folder.
+        CliError: the engine refuses the request or an option.
+        ReplayFailedError: a choice failed.
+    """
+    from pagestream_cli.serve.model import choose_model
+
+    source = choose_model(folder, None).source
+    from pagestream_engine import LLM
+
+    siblings = max(1, spec.sampling.n)
+    prompts = [list(prompt.ids) for prompt in spec.prompts for _ in range(siblings)]
+    try:
+        llm = LLM(source, dtype=dtype, deterministic=deterministic or None)
+        outputs = llm.generate(prompts, _params(spec, siblings) * len(spec.prompts))
+    except ValueError as error:
+        raise CliError(str(error)) from error
+    answers = []
+    for output in outputs:
+        [choice] = output.outputs
+        if choice.error is not None:
+            raise ReplayFailedError(f"the engine failed: {choice.error}")
+        stop = "" if choice.stop_reason is None else str(choice.stop_reason)
+        chosen = zip(choice.logprobs or [], choice.token_ids, strict=False)
+        logprobs = [candidates[token].logprob for candidates, token in chosen]
+        answers.append(Answer(choice.token_ids, choice.text, choice.finish_reason or "", stop, logprobs))
+    return answers
+
+
+def _params(spec: RequestSpec, siblings: int) -> list[SamplingParams]:
+    from pagestream_engine.worker.request import sampling_from_message
+
+    return [sampling_from_message(spec.sampling, sibling=sibling) for sibling in range(siblings)]

@@ -1,0 +1,70 @@
+"""The Redis of a deployment, for commands that look into it themselves."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from pagestream_cli.datadir import DataDir
+from pagestream_cli.errors import CliError, NotFoundError, ServerNotFoundError, UsageError
+from pagestream_cli.servefile import read_record
+
+if TYPE_CHECKING:
+    from pagestream_streams import Broker
+
+CONNECT_LIMIT_S = 5.0
+"""A person waits; a server that is still starting is asked again by hand."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which Redis."""
+    parser.add_argument("--redis", metavar="URL", help="default: that of the serve that runs in the data folder")
+    parser.add_argument("--data-dir", metavar="DIR", help="the data folder of that serve")
+
+
+def redis_url(arguments: argparse.Namespace) -> str:
+    """The URL that was given, else that of the serve that runs in the data folder.
+
+    Raises:
+        ServerNotFoundError: no serve runs there.
+    """
+    if arguments.redis is not None:
+        return str(arguments.redis)
+    data_dir = DataDir.at(arguments.data_dir)
+    record = read_record(data_dir.serve_file)
+    if record is None:
+        raise ServerNotFoundError(
+            f"no pagestream serve runs in {data_dir.path}", hint="name the deployment's Redis with --redis URL"
+        )
+    return record.redis_url
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[Broker]:
+    """The deployment's records; what goes wrong with them inside the block is told in the command's words.
+
+    Raises:
+        CliError: Redis does not answer, or has no such request or model.
+        UsageError: `url` is malformed.
+    """
+    from dataclasses import replace
+
+    from pagestream_streams import Broker, ModelNotFound, RequestNotFound, StreamsError, settings_from_environment
+
+    settings = replace(settings_from_environment(os.environ), connect_timeout_s=CONNECT_LIMIT_S)
+    try:
+        connected = await Broker.connect(url, settings)
+    except ValueError as error:
+        raise UsageError(f"--redis {url} is not the URL of a Redis: {error}") from error
+    except StreamsError as error:
+        raise ServerNotFoundError(f"Redis does not answer at {url}: {error}", hint="check --redis URL") from error
+    async with connected as broker:
+        try:
+            yield broker
+        except (RequestNotFound, ModelNotFound) as error:
+            raise NotFoundError(str(error)) from error
+        except StreamsError as error:
+            raise CliError(str(error)) from error

@@ -1,0 +1,80 @@
+"""`pagestream dead` over a request that engines really died of."""
+
+import asyncio
+import json
+import subprocess
+import sys
+
+from pagestream_cli.errors import NotFoundError
+from pagestream_streams import Broker, GatewaySession
+from token_streams import FAST, MODEL, TENANT, card, eventually, spec, worker
+
+
+async def dead(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pagestream_cli", "dead", *arguments]
+    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
+
+
+async def quarantined(broker: Broker) -> str:
+    """A request that broke every engine which computed it."""
+    async with GatewaySession(broker) as gateway:
+        request = spec()
+        await gateway.accept(request)
+        for name in "abcd":
+            async with worker(broker, name) as engine:
+                [claim] = await engine.claim()
+                await engine.session.mark(running=[claim.request_id])
+                await engine.session.hand_back([claim.request_id], failed=True)
+
+        async def is_dead() -> bool:
+            return bool(await broker.dead(MODEL))
+
+        async with worker(broker, "spare"):
+            await eventually(is_dead)
+    return request.request_id
+
+
+async def test_list_show_and_requeue(redis_url: str) -> None:
+    async with await Broker.connect(redis_url, FAST) as broker:
+        await broker.publish_model(card(), partitions=1)
+        nothing = await dead("list", "--redis", redis_url)
+        assert (nothing.returncode, nothing.stdout, nothing.stderr) == (0, "", "no request is quarantined\n")
+        request_id = await quarantined(broker)
+
+        listed = await dead("list", "--redis", redis_url)
+        assert listed.returncode == 0
+        assert listed.stdout.startswith(f"{request_id}  ")
+        assert TENANT in listed.stdout
+        [row] = json.loads((await dead("list", "--json", "--model", MODEL, "--redis", redis_url)).stdout)
+        assert row["request_id"] == request_id
+
+        shown = await dead("show", request_id, "--redis", redis_url)
+        assert "engines that died:  a:" in shown.stdout
+        whole = json.loads((await dead("show", "--json", request_id, "--redis", redis_url)).stdout)
+        assert whole["spec"]["tenant"] == TENANT
+
+        requeued = await dead("requeue", request_id, "--redis", redis_url)
+        new_id = requeued.stdout.strip()
+        assert (requeued.returncode, (await broker.dead_request(request_id)).requeued_as) == (0, new_id)
+        assert (await dead("requeue", request_id, "--redis", redis_url)).stdout.strip() == new_id
+        async with worker(broker, "fixed") as engine:
+            [claim] = await engine.claim()
+            assert claim.request_id == new_id
+
+
+async def test_what_is_not_there_is_told(redis_url: str) -> None:
+    async with await Broker.connect(redis_url, FAST) as broker:
+        await broker.publish_model(card(), partitions=1)
+    for arguments in (["show", "nonsense"], ["requeue", "nonsense"], ["list", "--model", "nobody"]):
+        done = await dead(*arguments, "--redis", redis_url)
+        assert done.returncode == NotFoundError.exit_code
+        assert done.stderr.startswith("error: there is no ")
+
+
+async def test_a_redis_that_is_away_or_malformed_is_told() -> None:
+    away = await dead("list", "--redis", "redis://127.0.0.1:1/0")
+    assert away.returncode == 1
+    assert away.stderr.startswith("error: Redis does not answer at redis://127.0.0.1:1/0")
+    malformed = await dead("list", "--redis", "nonsense")
+    assert malformed.returncode == 2
+    assert "--redis nonsense" in malformed.stderr
