@@ -206,6 +206,30 @@ def test_the_same_schedule_can_be_made_again_after_a_failed_step() -> None:
     assert harness.step() == first
 
 
+def test_a_prompt_that_another_is_computing_waits_to_share_it() -> None:
+    harness = Harness(budget=32, caching=True)
+    first, same, other = harness.add(10), harness.add(10), harness.add(10, first=50)
+    assert harness.step() == [("0", 10)]
+    assert harness.step() == [("1", 2), ("2", 10), ("0", 1)]
+    assert same.block_table[:2] == first.block_table[:2]
+    assert same.num_cached_tokens == 8
+    assert other.num_cached_tokens == 0
+
+
+def test_a_prompt_in_chunks_is_waited_for_to_its_end() -> None:
+    harness = Harness(budget=8, max_num_seqs=4, caching=True)
+    harness.add(18)
+    harness.add(18)
+    assert [harness.step() for _ in range(3)] == [[("0", 8)], [("0", 8)], [("0", 2), ("1", 2)]]
+
+
+def test_without_a_cache_nobody_waits_for_equal_prompts() -> None:
+    harness = Harness(budget=32, caching=False)
+    harness.add(10)
+    harness.add(10)
+    assert harness.step() == [("0", 10), ("1", 10)]
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
 def test_an_aborted_sequence_leaves_nothing_behind(num_steps: int) -> None:
     harness = Harness(budget=8, max_num_seqs=1)

@@ -53,6 +53,12 @@ class CacheManager:
             blocks.append(block)
         return blocks
 
+    def next_block(self, seq: Sequence, num_blocks: int) -> bytes | None:
+        """The name of the content that would continue a cached prefix of so many blocks; None where none can."""
+        if not self.enable_prefix_caching or num_blocks >= (len(seq.token_ids) - 1) // self.block_size:
+            return None
+        return self._hash(seq, num_blocks)
+
     def adopt_prefix(self, seq: Sequence, blocks: list[int]) -> None:
         """References what `find_prefix` found as the beginning of an empty table."""
         for block in blocks:

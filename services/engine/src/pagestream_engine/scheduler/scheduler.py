@@ -159,15 +159,20 @@ class Scheduler:
 
     def _admit(self, chunks: list[ScheduledSequence], budget: int) -> None:
         """Admits waiting groups in order, until one does not fit: nothing is admitted that could not be computed to its
-        end, with some room left for the others to grow."""
-        prefill = self._prefill
+        end, with some room left for the others to grow. One whose next block another is computing waits for it: they
+        share it a step later."""
+        prefill, next_block = self._prefill, self._cache.next_block
         promised = prefill.num_promised_blocks()
+        coming = {next_block(seq, seq.num_published_blocks) for seq in prefill.sequences}
         while budget > 0 and self.num_running < self._config.max_num_seqs:
             group = self._waiting.peek()
             if group is None:
                 return
             leader = group.choose_leader()
             prefix = self._cache.find_prefix(leader)
+            missing = next_block(leader, len(prefix))
+            if missing is not None and missing in coming:
+                return
             wanted = promised + prefill.num_wanted_blocks(group, leader, prefix)
             if not self._has_room(group, wanted):
                 if self.num_running or len(group.members) == 1:
@@ -181,6 +186,7 @@ class Scheduler:
             if chunk is None:
                 raise InvariantViolation(f"{leader!r} was admitted without room for a token")
             chunks.append(chunk)
+            coming.add(missing)
             budget -= chunk.num_new_tokens
             promised = wanted - (num_free - self._cache.pool.num_free)
 
