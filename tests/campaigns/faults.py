@@ -24,7 +24,7 @@ STATE = ROOT / ".fault-campaign"
 REPORT_EVERY_KILLS = 10
 
 
-async def run(tally: Tally, state: Path, *, kills: int, minutes: float, streams: int) -> None:
+async def run(tally: Tally, state: Path, *, kills: int, minutes: float, streams: int, storm: bool) -> None:
     """Go on until the tally has so many kills, or the time is over."""
     told = tally.kills
 
@@ -40,7 +40,8 @@ async def run(tally: Tally, state: Path, *, kills: int, minutes: float, streams:
 
     with tempfile.TemporaryDirectory() as folder:
         async with running_cluster(Path(folder)) as cluster:
-            await Campaign(cluster, tally, streams=streams, save=save).run(kills, time.monotonic() + 60 * minutes)
+            campaign = Campaign(cluster, tally, streams=streams, storm=storm, save=save)
+            await campaign.run(kills, time.monotonic() + 60 * minutes)
 
 
 def main() -> int:
@@ -50,6 +51,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=1000, help="in all, with those of earlier legs")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end this leg after so long")
     parser.add_argument("--streams", type=int, default=16, help="requests that run at any time")
+    parser.add_argument("--storm", action="store_true", help="hit again while a killed engine still loads")
     parser.add_argument("--state", type=Path, help="default: .fault-campaign/SEED.json")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to it")
     arguments = parser.parse_args()
@@ -59,7 +61,8 @@ def main() -> int:
     state = arguments.state or STATE / f"{arguments.seed}.json"
     tally = Tally.load(state, arguments.seed)
     try:
-        asyncio.run(run(tally, state, kills=arguments.kills, minutes=arguments.minutes, streams=arguments.streams))
+        options = {name: getattr(arguments, name) for name in ("kills", "minutes", "streams", "storm")}
+        asyncio.run(run(tally, state, **options))
     finally:
         tally.save(state)
         lines = "\n".join(tally.table())

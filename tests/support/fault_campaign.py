@@ -56,8 +56,11 @@ class Plan:
         chance = random.Random(f"{seed} {number}")
         point = chance.choice(list(FaultPoint))
         targets = chance.choices(
-            [("standing",), ("gateway",), ("redis",), ("standing", "gateway"), ("standing", "redis"), ("engines",)],
-            weights=[50, 15, 8, 10, 7, 10],
+            [
+                *(("standing",), ("gateway",), ("redis",), ("engines",)),
+                *(("standing", "gateway"), ("standing", "redis"), ("gateway", "redis")),
+            ],
+            weights=[40, 15, 12, 3, 14, 8, 8],
         )[0]
         return cls(
             fault=chance.choices(list(FAULTS), weights=list(FAULTS.values()))[0],
@@ -72,11 +75,14 @@ class Plan:
 class Campaign:
     """Runs legs of a campaign on a cluster, and counts."""
 
-    def __init__(self, cluster: FaultCluster, tally: Tally, *, streams: int, save: Callable[[], None]) -> None:
-        """`streams` requests run at any time."""
+    def __init__(
+        self, cluster: FaultCluster, tally: Tally, *, streams: int, storm: bool, save: Callable[[], None]
+    ) -> None:
+        """`streams` requests run at any time. In a storm the next hit comes while a killed engine still loads."""
         self._cluster = cluster
         self._tally = tally
         self._streams = streams
+        self._is_storm = storm
         self._save = save
         self._is_loading = False
         self._open: set[FeatureClient] = set()
@@ -188,7 +194,7 @@ class Campaign:
         else:
             tally.cuts += len(victims)
         await cluster.mend(plan.fault, victims, supervised=plan.supervised)
-        await cluster.wait_whole(engines=1)  # the next hit may find the other engine still loading
+        await cluster.wait_whole(engines=1 if self._is_storm else None)
 
     async def _stop(self) -> Stop | None:
         try:
