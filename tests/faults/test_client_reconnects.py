@@ -4,21 +4,27 @@ Nobody here reconnects, retries or counts: each stream is one loop over `AsyncCl
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import pytest
 from flaky_network import FlakyNetwork
+from pagestream_cli.servefile import ProcessRecord, read_record
 from pagestream_client import AsyncClient, Chunk, Generation, put_together
-from stack import Gateway, Stack, running_stack
+from stack import START_LIMIT_S, Stack, StackError, running_stack, wait_until
 from workloads import QUESTIONS
 
 pytestmark = pytest.mark.timeout(180)
 
 NUM_STREAMS = 24
-NUM_TOKENS = 240
+NUM_TOKENS = 480
 LIMIT_S = 120.0
 
 
@@ -85,29 +91,74 @@ def check(undisturbed: Sequence[Reader], disturbed: Sequence[Reader]) -> None:
         assert all(len(choice.token_ids) == NUM_TOKENS for choice in put_together(after.chunks).choices)
 
 
+@contextmanager
+def served(folder: Path) -> Iterator[Path]:
+    """`pagestream serve` with two gateways that its supervisor keeps; yields its serve.json."""
+    command = [sys.executable, "-m", "pagestream_cli", "serve", "--gateways", "2", "--data-dir", str(folder / "data")]
+    command += ["--http-port", "0", "--grpc-port", "0", "--dtype", "float32"]
+    serve_file = folder / "data" / "serve.json"
+    with (folder / "serve.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+
+        def is_ready() -> bool:
+            if process.poll() is not None:
+                raise StackError((folder / "serve.log").read_text())
+            record = read_record(serve_file)
+            return record is not None and record.ready
+
+        try:
+            wait_until(is_ready, limit_s=START_LIMIT_S, what="serve")
+            yield serve_file
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def gateway_record(serve_file: Path, name: str) -> ProcessRecord:
+    """What serve says of one gateway."""
+    record = read_record(serve_file)
+    if record is None:
+        raise StackError("serve has ended")
+    return next(process for process in record.processes if process.name == name)
+
+
+def kill_gateway(serve_file: Path, name: str) -> None:
+    """kill -9 of one gateway; returns when another process serves in its place."""
+    before = gateway_record(serve_file, name)
+    if before.pid is None:
+        raise StackError(f"{name} does not run")
+    os.kill(before.pid, signal.SIGKILL)
+
+    def is_back() -> bool:
+        now = gateway_record(serve_file, name)
+        try:
+            answer = httpx.get(f"http://127.0.0.1:{now.ports['http']}/readyz", timeout=2.0)
+        except httpx.HTTPError:
+            return False
+        return now.pid not in (before.pid, None) and answer.status_code == httpx.codes.OK
+
+    wait_until(is_back, limit_s=START_LIMIT_S, what=f"{name} to be started again")
+
+
 def test_gateways_that_are_killed_one_after_the_other(tmp_path: Path) -> None:
     unfinished: list[int] = []
 
-    async def kill(gateway: Gateway, readers: Sequence[Reader]) -> None:
-        unfinished.append(sum(reader.chunks[-1].usage is None for reader in readers))
-        await asyncio.to_thread(gateway.kill)
-        gateway.start()  # as its supervisor does
-
-    async def scenario(stack: Stack) -> tuple[list[Reader], list[Reader]]:
-        targets = [gateway.grpc_target for gateway in stack.gateways]
+    async def scenario(serve_file: Path) -> tuple[list[Reader], list[Reader]]:
+        record = read_record(serve_file)
+        assert record is not None
+        targets = record.grpc_targets()
+        assert len(targets) == 2
 
         async def kill_both(readers: Sequence[Reader]) -> None:
-            await until_tokens(readers, NUM_TOKENS // 6)
-            await kill(stack.gateways[0], readers)
-            await until_tokens(readers, NUM_TOKENS // 3)
-            while not await asyncio.to_thread(stack.gateways[0].is_ready):  # noqa: ASYNC110  nor do gateways
-                await asyncio.sleep(0.05)
-            await kill(stack.gateways[1], readers)
+            await until_tokens(readers, NUM_TOKENS // 8)
+            for number in range(2):
+                unfinished.append(sum(reader.chunks[-1].usage is None for reader in readers))
+                await asyncio.to_thread(kill_gateway, serve_file, f"gateway-{number}")
 
         return await run_all(targets), await run_all(targets, kill_both)
 
-    with running_stack(tmp_path, gateways=2) as stack:
-        undisturbed, disturbed = asyncio.run(scenario(stack))
+    with served(tmp_path) as serve_file:
+        undisturbed, disturbed = asyncio.run(scenario(serve_file))
+    assert len(unfinished) == 2
     assert all(unfinished), "a gateway was killed after the streams had ended"
     check(undisturbed, disturbed)
 

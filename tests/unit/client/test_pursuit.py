@@ -12,6 +12,7 @@ from pagestream_client import (
     DeadlineExceeded,
     FinishReason,
     GenerationFailed,
+    ModelNotFound,
     OffsetOutOfRange,
     Position,
     Quarantined,
@@ -60,10 +61,10 @@ def end(next_index: int, **fields: object) -> api.GenerateResponse:
     return tokens(next_index, [], usage=api.Usage(prompt_tokens=1, completion_tokens=2), **fields)
 
 
-def fail_for_ever(chased: Pursuit, clock: Clock) -> None:
+def fail_for_ever(chased: Pursuit, clock: Clock, failure: Failure = AWAY) -> None:
     for _ in range(1_000):
         chased.next_call()
-        clock.now += chased.failed(AWAY, TARGET)
+        clock.now += chased.failed(failure, TARGET)
 
 
 def test_generate_until_the_id_is_known_then_resume_with_all_that_was_asked() -> None:
@@ -165,6 +166,21 @@ def test_an_error_before_anything_was_accepted_has_no_position() -> None:
     with pytest.raises(RequestNotFound) as caught:
         chased.failed(Failure(grpc.StatusCode.NOT_FOUND, "none", "REQUEST_NOT_FOUND"), TARGET)
     assert caught.value.position is None
+
+
+def test_a_model_that_was_there_when_the_request_was_accepted_comes_back() -> None:
+    unknown = Failure(grpc.StatusCode.NOT_FOUND, "no such model", "MODEL_NOT_FOUND")
+    chased, clock = pursuit()
+    with pytest.raises(ModelNotFound):
+        chased.failed(unknown, TARGET)
+    chased.take(opening(), TARGET)
+    chased.next_call()
+    chased.failed(unknown, TARGET)
+    with pytest.raises(Unavailable, match="no such model"):
+        fail_for_ever(chased, clock, unknown)
+    asked, _ = pursuit(Position(ID))
+    with pytest.raises(ModelNotFound):
+        asked.failed(unknown, TARGET)
 
 
 def test_a_log_that_is_shorter_than_what_was_read_of_it_has_lost_data() -> None:

@@ -26,6 +26,7 @@ from pagestream_client.status import Failure
 
 Response = api.GenerateResponse | api.ResumeResponse
 _QUARANTINED = "quarantined"
+_MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,9 @@ class Pursuit:
 
     def failed(self, failure: Failure, target: str) -> float:
         """The call has failed. Returns seconds until the next one; raises the typed error where there is none."""
+        if self._own and self.is_accepted and failure.reason == _MODEL_NOT_FOUND:
+            # It was there when the request was accepted: Redis has lost it, and the engines publish it again.
+            failure = Failure(grpc.StatusCode.UNAVAILABLE, failure.message, failure.reason)
         if self._deadline is not None and self._clock() >= self._deadline:
             return self._after_deadline(failure, target)
         try:
