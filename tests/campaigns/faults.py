@@ -63,6 +63,8 @@ def main() -> int:
     try:
         options = {name: getattr(arguments, name) for name in ("kills", "minutes", "streams", "storm")}
         asyncio.run(run(tally, state, **options))
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here")
     finally:
         tally.save(state)
         lines = "\n".join(tally.table())
