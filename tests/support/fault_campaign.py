@@ -16,21 +16,21 @@ from feature_rows import FEATURE_ROWS
 from pagestream_streams.fault_points import FaultPoint
 from stream_clients import StreamBrokenError
 
-MOMENT_LIMIT_S = 2.0
+MOMENT_LIMIT_S = 1.0
 HITS_BETWEEN_CHECKS = 20
 QUIET_LIMIT_S = 120.0
 FAULTS = {Fault.KILL: 94, Fault.STOP: 3, Fault.CUT: 3}  # stops and cuts take longer than a lease each
 GATEWAY_POINTS = frozenset({FaultPoint.ACCEPTED, FaultPoint.FORWARDING})
-# How many passages of a moment there are while one set of requests runs: the one that is taken is among them.
+# The passage that is taken is among so many, few enough that it is reached within the limit.
 PASSAGES = {
     FaultPoint.ACCEPTED: 4,
     FaultPoint.QUEUED: 4,
     FaultPoint.CLAIMED: 3,
     FaultPoint.PREFILL: 4,
     FaultPoint.FIRST_TOKEN: 3,
-    FaultPoint.MIDDLE: 40,
-    FaultPoint.APPENDED: 40,
-    FaultPoint.FORWARDING: 200,
+    FaultPoint.MIDDLE: 16,
+    FaultPoint.APPENDED: 16,
+    FaultPoint.FORWARDING: 32,
     FaultPoint.LAST_TOKEN: 4,
     FaultPoint.FINISH: 4,
     FaultPoint.FINISHED: 4,
