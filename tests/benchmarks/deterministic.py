@@ -1,8 +1,9 @@
 """What bit-identical logits cost: `LLM(deterministic=True)` against `deterministic=False`, in turn, in one process.
 
 Four workloads, greedy, end-of-sequence ignored: the reference workload (see `engine_throughput`) and one of its streams
-alone; 32 streams of the demo model's questions, and one alone. Each round runs every side once, and a side's best run
-counts: what else this machine does can only slow a run down. The cost is how much longer the deterministic side takes.
+alone; 32 streams of the demo model's questions, and one alone. Each round runs every side once, in the same steps. A
+side's time is the sum over the steps of the shortest that each one took: what else the machine does can only slow a
+step down. The cost is how much longer the deterministic side takes.
 
     python tests/benchmarks/deterministic.py [--short] [--json FILE] [--repeats 5] [--dtype bfloat16]
 """
@@ -14,19 +15,21 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
 import torch
-from engine_throughput import DTYPES, make_model, make_prompts, timed
-from pagestream_engine import LLM, SamplingParams
+from engine_throughput import DTYPES, make_model, make_prompts
+from pagestream_engine import Engine, EngineConfig, SamplingParams
+from pagestream_engine.config import EngineOptions
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo-model" / "model"
 SIDES = {"default": False, "deterministic": True}
 GOAL_PERCENT = 10.0
-Run = Callable[[], int]
+Run = Callable[[], list[float]]
 
 
 @dataclass(frozen=True)
@@ -69,20 +72,27 @@ def workloads(reference: Path, *, short: bool) -> list[Workload]:
     many, one = make_prompts(64 // share), make_prompts(1)
     return [
         Workload("reference", reference, many, 64 // share, 1),
-        Workload("reference, one stream", reference, one, 64 // share, 8),
-        Workload("demo, 32 streams", DEMO, demo_prompts(32), 96 // share, 8),
-        Workload("demo, one stream", DEMO, demo_prompts(1), 96 // share, 16),
+        Workload("reference, one stream", reference, one, 64 // share, 4),
+        Workload("demo, 32 streams", DEMO, demo_prompts(32), 64 // share, 4),
+        Workload("demo, one stream", DEMO, demo_prompts(1), 64 // share, 8),
     ]
 
 
 def make_run(workload: Workload, *, deterministic: bool) -> Run:
-    """`LLM.generate` over all requests at once, from an empty prefix cache."""
-    llm = LLM(workload.folder, device="cpu", max_num_seqs=64, enable_prefix_caching=False, deterministic=deterministic)
+    """All requests at once, from an empty prefix cache; gives the seconds of each step."""
+    options = EngineOptions(device="cpu", max_num_seqs=64, enable_prefix_caching=False, deterministic=deterministic)
+    engine = Engine(workload.folder, EngineConfig.from_options(options))
     params = SamplingParams(temperature=0.0, max_tokens=workload.output_tokens, ignore_eos=True)
 
-    def run() -> int:
-        outputs = llm.generate(workload.prompts, params, use_tqdm=False)
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
+    def run() -> list[float]:
+        for index, prompt in enumerate(workload.prompts):
+            engine.add_request(str(index), prompt, params)
+        seconds = []
+        while engine.has_unfinished_requests():
+            start = time.perf_counter()
+            engine.step()
+            seconds.append(time.perf_counter() - start)
+        return seconds
 
     return run
 
@@ -92,16 +102,19 @@ def measure(workload: Workload, repeats: int) -> Result:
     runs = {side: make_run(workload, deterministic=deterministic) for side, deterministic in SIDES.items()}
     for run in runs.values():
         run()
-    best = dict.fromkeys(runs, 0.0)
+    shortest: dict[str, list[float]] = {}
     for index in range(repeats * workload.rounds):
         order = list(runs) if index % 2 else list(reversed(runs))
         for side in order:
-            best[side] = max(best[side], timed(runs[side]))
+            steps = runs[side]()
+            shortest[side] = list(map(min, shortest.get(side, steps), steps))
+    seconds = {side: sum(steps) for side, steps in shortest.items()}
+    tokens = len(workload.prompts) * workload.output_tokens
     return Result(
         workload=workload.name,
-        default_tokens_per_s=round(best["default"], 1),
-        deterministic_tokens_per_s=round(best["deterministic"], 1),
-        cost_percent=round(100 * (best["default"] / best["deterministic"] - 1), 1),
+        default_tokens_per_s=round(tokens / seconds["default"], 1),
+        deterministic_tokens_per_s=round(tokens / seconds["deterministic"], 1),
+        cost_percent=round(100 * (seconds["deterministic"] / seconds["default"] - 1), 1),
         num_requests=len(workload.prompts),
         output_tokens=workload.output_tokens,
     )
