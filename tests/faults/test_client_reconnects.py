@@ -17,14 +17,16 @@ import httpx
 import pytest
 from flaky_network import FlakyNetwork
 from pagestream_cli.servefile import ProcessRecord, read_record
-from pagestream_client import AsyncClient, Chunk, Generation, put_together
+from pagestream_client import AsyncClient, Chunk, Generation, Transport, put_together
 from stack import START_LIMIT_S, Stack, StackError, running_stack, wait_until
 from workloads import QUESTIONS
 
 pytestmark = pytest.mark.timeout(180)
 
 NUM_STREAMS = 24
-NUM_TOKENS = 480
+NUM_TOKENS = 240
+LONG = 480  # long enough for a gateway's restart
+WATCHFUL = Transport(keepalive_s=6.0, keepalive_timeout_s=2.0)
 LIMIT_S = 120.0
 
 
@@ -33,6 +35,7 @@ class Reader:
     """One user's loop."""
 
     number: int
+    max_tokens: int
     chunks: list[Chunk] = field(default_factory=list)
 
     async def read(self, client: AsyncClient) -> None:
@@ -41,7 +44,7 @@ class Reader:
         async for chunk in client.generate(
             "demo",
             messages=[{"role": "user", "content": question}],
-            max_tokens=NUM_TOKENS,
+            max_tokens=self.max_tokens,
             ignore_eos=True,
             temperature=0.8 if self.number % 2 else 0.0,
             seed=self.number,
@@ -64,10 +67,16 @@ class Reader:
 Disturbance = Callable[[Sequence[Reader]], Awaitable[object]]
 
 
-async def run_all(targets: Sequence[str], disturb: Disturbance | None = None) -> list[Reader]:
+async def run_all(
+    targets: Sequence[str], disturb: Disturbance | None = None, *, max_tokens: int = NUM_TOKENS
+) -> list[Reader]:
     """All users at once; `disturb` runs beside them."""
-    readers = [Reader(number) for number in range(NUM_STREAMS)]
-    async with asyncio.timeout(LIMIT_S), AsyncClient(targets) as client, asyncio.TaskGroup() as tasks:
+    readers = [Reader(number, max_tokens) for number in range(NUM_STREAMS)]
+    async with (
+        asyncio.timeout(LIMIT_S),
+        AsyncClient(targets, transport=WATCHFUL) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
         for reader in readers:
             tasks.create_task(reader.read(client))
         if disturb is not None:
@@ -88,7 +97,7 @@ def check(undisturbed: Sequence[Reader], disturbed: Sequence[Reader]) -> None:
         indices = [chunk.next_index for chunk in after.chunks]
         assert indices == sorted(set(indices))
         assert len({chunk.request_id for chunk in after.chunks}) == 1
-        assert all(len(choice.token_ids) == NUM_TOKENS for choice in put_together(after.chunks).choices)
+        assert all(len(choice.token_ids) == after.max_tokens for choice in put_together(after.chunks).choices)
 
 
 @contextmanager
@@ -149,12 +158,12 @@ def test_gateways_that_are_killed_one_after_the_other(tmp_path: Path) -> None:
         assert len(targets) == 2
 
         async def kill_both(readers: Sequence[Reader]) -> None:
-            await until_tokens(readers, NUM_TOKENS // 8)
+            await until_tokens(readers, LONG // 8)
             for number in range(2):
                 unfinished.append(sum(reader.chunks[-1].usage is None for reader in readers))
                 await asyncio.to_thread(kill_gateway, serve_file, f"gateway-{number}")
 
-        return await run_all(targets), await run_all(targets, kill_both)
+        return await run_all(targets, max_tokens=LONG), await run_all(targets, kill_both, max_tokens=LONG)
 
     with served(tmp_path) as serve_file:
         undisturbed, disturbed = asyncio.run(scenario(serve_file))
@@ -190,4 +199,29 @@ def test_a_network_that_is_cut_again_and_again(tmp_path: Path) -> None:
     with running_stack(tmp_path, gateways=2) as stack:
         undisturbed, disturbed, connections = asyncio.run(scenario(stack))
     assert connections >= 5, "the connections outlived the cuts"
+    check(undisturbed, disturbed)
+
+
+def test_gateways_that_are_stopped_and_go_on(tmp_path: Path) -> None:
+    """They reset nothing and say nothing; all that a client has is their silence."""
+    unfinished: list[int] = []
+
+    async def scenario(stack: Stack) -> tuple[list[Reader], list[Reader]]:
+        targets = [gateway.grpc_target for gateway in stack.gateways]
+
+        async def stop_both(readers: Sequence[Reader]) -> None:
+            await until_tokens(readers, NUM_TOKENS // 8)
+            for gateway, share in zip(stack.gateways, (2, 1), strict=True):
+                unfinished.append(sum(reader.chunks[-1].usage is None for reader in readers))
+                gateway.signal(signal.SIGSTOP)
+                await until_tokens(readers, NUM_TOKENS // share)
+                gateway.signal(signal.SIGCONT)
+                await asyncio.to_thread(wait_until, gateway.is_ready, limit_s=START_LIMIT_S, what=gateway.name)
+
+        return await run_all(targets), await run_all(targets, stop_both)
+
+    with running_stack(tmp_path, gateways=2) as stack:
+        undisturbed, disturbed = asyncio.run(scenario(stack))
+    # The streams are all on one of them: where it was the second one that they met, they had half of their tokens.
+    assert unfinished[0] > 0
     check(undisturbed, disturbed)
