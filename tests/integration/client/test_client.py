@@ -7,9 +7,10 @@ from typing import TypeVar
 
 import pytest
 from flaky_network import FlakyNetwork
-from gateway_clients import Address
+from gateway_clients import Address, gateway_settings, running_address
 from pagestream_client import Client, FinishReason, Generation, InvalidRequest, RequestNotFound, StreamClosed
 from synthetic_engine import MODEL, SyntheticEngine
+from token_streams import eventually
 
 LIMIT_S = 30.0
 T = TypeVar("T")
@@ -115,3 +116,27 @@ async def test_closing_the_client_ends_its_streams_and_threads(gateway: Address,
             await asyncio.sleep(0.02)
     with pytest.raises(StreamClosed):
         client.list_models()
+
+
+async def test_a_loop_that_is_left_ends_its_call(engine: SyntheticEngine, redis_url: str) -> None:
+    engine.hold_at = 2
+
+    def leave(client: Client) -> str:
+        for chunk in client.generate(MODEL, "hello", max_tokens=6, seed=0):
+            if chunk.next_index == 2:
+                break
+        return chunk.request_id
+
+    async with running_address(gateway_settings(redis_url, grace_s=0.2)) as address:
+        client = Client(address.target)
+        try:
+            request_id = await in_thread(lambda: leave(client))
+
+            async def has_ended() -> bool:
+                return (await in_thread(lambda: client.get_request(request_id))).finish_reason is not None
+
+            await eventually(has_ended)
+            ended = await in_thread(lambda: client.resume(request_id).collect())
+            assert (ended.text, ended.choices[0].finish_reason) == ("ab", FinishReason.CANCELLED)
+        finally:
+            await in_thread(client.close)

@@ -1,75 +1,50 @@
-"""A full queue, in the words of a gateway."""
+"""A queue over its bounds, as the client's user meets it: a wait, or an error that says how long to wait."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import replace
 
-import grpc
 import pytest
-from pagestream.v1 import inference_pb2 as api
-from pagestream_client import AsyncClient, QueueFull, Reconnection
-from pagestream_gateway.grpc.status import abort
-from pagestream_gateway.problems import problem_of
-from pagestream_streams import QueueFull as QueueIsFull
+from gateway_clients import gateway_settings, running_address
+from pagestream_client import AsyncClient, AsyncStream, QueueFull, Reconnection
+from pagestream_streams import Broker, StreamsSettings
+from synthetic_engine import MODEL, running_engine, synthetic_card
 
-ID = "2a97516c-0000-0123456789abcdef0123456789abcdef"
 LIMIT_S = 30.0
 
 
-class FullServer:
-    """Says that the queue is full so many times, as a gateway does, and then answers."""
-
-    def __init__(self, times: int, retry_after_s: float) -> None:
-        self.times = times
-        self.retry_after_s = retry_after_s
-        self.requests: list[api.GenerateRequest] = []
-        self.arrivals: list[float] = []
-
-    async def generate(self, data: bytes, context: Any) -> AsyncIterator[bytes]:
-        self.requests.append(api.GenerateRequest.FromString(data))
-        self.arrivals.append(asyncio.get_running_loop().time())
-        if len(self.requests) <= self.times:
-            full = QueueIsFull(limit="requests", bound=1, queued=1, retry_after_s=self.retry_after_s)
-            await abort(context, problem_of(full))
-        yield api.GenerateResponse(chunk=api.TokenChunk(request_id=ID), seed=1).SerializeToString()
-        chunk = api.TokenChunk(request_id=ID, next_index=1, usage=api.Usage())
-        yield api.GenerateResponse(chunk=chunk).SerializeToString()
-
-
 @asynccontextmanager
-async def serving(full: FullServer) -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    method: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(full.generate)
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("pagestream.v1.Inference", {"Generate": method}),)
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
+async def full_client(redis_url: str, *, retry_after_s: float, limit_s: float) -> AsyncIterator[AsyncClient]:
+    """A client of a gateway whose queue has its one request, and that no engine empties."""
+    async with await Broker.connect(redis_url) as broker:
+        await broker.publish_model(synthetic_card(), partitions=1)
+    bounds = StreamsSettings(max_queued_requests=1, retry_after_max_s=retry_after_s)
+    settings = replace(gateway_settings(redis_url), broker=bounds)
+    async with running_address(settings) as address, asyncio.timeout(LIMIT_S):
+        async with AsyncClient(address.target, reconnection=Reconnection(limit_s=limit_s)) as client:
+            async with asked(client, on_disconnect="continue") as first:
+                await first.accepted()
+                yield client
 
 
-async def test_it_is_waited_for_as_long_as_the_gateway_asks() -> None:
-    full = FullServer(times=2, retry_after_s=0.3)
-    async with serving(full) as target, asyncio.timeout(LIMIT_S), AsyncClient(target) as client:
-        answer = await client.generate("demo", "hello").collect()
-    assert answer.request_id == ID
-    gaps = [later - earlier for earlier, later in zip(full.arrivals, full.arrivals[1:], strict=False)]
-    assert len(gaps) == 2
-    assert all(gap >= 0.3 for gap in gaps)
-    assert full.requests[0] == full.requests[1] == full.requests[2]
+def asked(client: AsyncClient, on_disconnect: str = "cancel") -> AsyncStream:
+    return client.generate(MODEL, "hello", max_tokens=4, seed=0, on_disconnect=on_disconnect)
 
 
-async def test_a_longer_wait_than_the_limit_is_told() -> None:
-    full = FullServer(times=1, retry_after_s=90.0)
-    async with serving(full) as target, asyncio.timeout(LIMIT_S), AsyncClient(target) as client:
+async def test_it_is_waited_for_until_there_is_room(redis_url: str) -> None:
+    async with full_client(redis_url, retry_after_s=0.2, limit_s=20.0) as client:
+        waiting = asyncio.create_task(asked(client).collect())
+        done, _ = await asyncio.wait([waiting], timeout=0.5)  # more than one refusal
+        assert not done
+        async with running_engine(redis_url) as engine:
+            assert (await waiting).text == "abcd"
+            assert len(engine.claimed) == 2
+
+
+async def test_a_longer_wait_than_the_limit_is_told_at_once(redis_url: str) -> None:
+    async with full_client(redis_url, retry_after_s=30.0, limit_s=5.0) as client:
         with pytest.raises(QueueFull, match="1 of at most 1 requests") as caught:
-            await client.generate("demo", "hello").collect()
-    assert caught.value.retry_after_s == 90.0
-    async with serving(full) as target, asyncio.timeout(LIMIT_S):
-        patient = AsyncClient(target, reconnection=Reconnection(limit_s=1.0))
-        async with patient:
-            assert (await patient.generate("demo", "hello").collect()).request_id == ID
+            await asked(client).accepted()
+    assert caught.value.retry_after_s == 30.0
+    assert caught.value.position is None
