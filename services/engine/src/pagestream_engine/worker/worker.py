@@ -192,7 +192,12 @@ class Worker:
         self._pending.set()
         logger.info(
             "claimed",
-            extra={"request_id": request.request_id, "attempt": claim.attempts, "next_index": claim.next_index},
+            extra={
+                "request_id": request.request_id,
+                "attempt": claim.attempts,
+                "next_index": claim.next_index,
+                "alone": claim.alone,
+            },
         )
 
     def _submit(self, choices: Sequence[Choice]) -> None:
