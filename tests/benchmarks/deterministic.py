@@ -3,7 +3,9 @@
 Four workloads, greedy, end-of-sequence ignored: the reference workload (see `engine_throughput`) and one of its streams
 alone; 32 streams of the demo model's questions, and one alone. Each round runs every side once, in the same steps. A
 side's time is the sum over the steps of the shortest that each one took: what else the machine does can only slow a
-step down. The cost is how much longer the deterministic side takes.
+step down. Both sides use one engine, whose linears mind their row counts or don't, which is all that the modes differ
+in: two engines differ by up to a quarter by where their weights happen to lie. The cost is how much longer the
+deterministic side takes.
 
     python tests/benchmarks/deterministic.py [--short] [--json FILE] [--repeats 5] [--dtype bfloat16]
 """
@@ -18,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -25,6 +28,7 @@ import torch
 from engine_throughput import DTYPES, make_model, make_prompts
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.config import EngineOptions
+from pagestream_engine.runner import ModelRunner
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo-model" / "model"
 SIDES = {"default": False, "deterministic": True}
@@ -78,13 +82,22 @@ def workloads(reference: Path, *, short: bool) -> list[Workload]:
     ]
 
 
-def make_run(workload: Workload, *, deterministic: bool) -> Run:
-    """All requests at once, from an empty prefix cache; gives the seconds of each step."""
-    options = EngineOptions(device="cpu", max_num_seqs=64, enable_prefix_caching=False, deterministic=deterministic)
-    engine = Engine(workload.folder, EngineConfig.from_options(options))
-    params = SamplingParams(temperature=0.0, max_tokens=workload.output_tokens, ignore_eos=True)
+def make_runs(workload: Workload) -> dict[str, Run]:
+    """By side: all requests at once, from an empty prefix cache; gives the seconds of each step."""
+    options = EngineOptions(device="cpu", max_num_seqs=64, enable_prefix_caching=False, deterministic=True)
+    runners: list[ModelRunner] = []
 
-    def run() -> list[float]:
+    def make_runner(folder: Path, config: EngineConfig) -> ModelRunner:
+        runners.append(ModelRunner(folder, config, torch.device("cpu")))
+        return runners[0]
+
+    engine = Engine(workload.folder, EngineConfig.from_options(options), make_runner=make_runner)
+    params = SamplingParams(temperature=0.0, max_tokens=workload.output_tokens, ignore_eos=True)
+    linears = [(linear, linear.row_counts) for linear in runners[0]._model.linears()]
+
+    def run(deterministic: bool) -> list[float]:
+        for linear, row_counts in linears:
+            linear.row_counts = row_counts if deterministic else None
         for index, prompt in enumerate(workload.prompts):
             engine.add_request(str(index), prompt, params)
         seconds = []
@@ -94,12 +107,12 @@ def make_run(workload: Workload, *, deterministic: bool) -> Run:
             seconds.append(time.perf_counter() - start)
         return seconds
 
-    return run
+    return {side: partial(run, deterministic) for side, deterministic in SIDES.items()}
 
 
 def measure(workload: Workload, repeats: int) -> Result:
     """Runs both sides in turn, after one run each that does not count: it tries the row counts that occur."""
-    runs = {side: make_run(workload, deterministic=deterministic) for side, deterministic in SIDES.items()}
+    runs = make_runs(workload)
     for run in runs.values():
         run()
     shortest: dict[str, list[float]] = {}

@@ -34,9 +34,9 @@ def select_backend(name: str, shape: CacheShape, cos_sin: Tensor, *, exact: bool
         ConfigError: Triton can't run this on this device, or not exactly.
     """
     on_cpu = cos_sin.device.type == "cpu"
+    if exact and (name == "triton" or not on_cpu):
+        raise ConfigError("deterministic", True, "False or None on a GPU", _NOT_ON_A_GPU)
     if name == "triton" or (name == "auto" and not on_cpu):
-        if exact:
-            raise ConfigError("deterministic", True, "False or None on a GPU", _NOT_ON_A_GPU)
         # Importing the kernels imports Triton: half a second that a CPU's start is spared.
         from pagestream_engine.attention.triton_backend import TritonBackend
 

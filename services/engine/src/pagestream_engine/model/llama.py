@@ -77,7 +77,7 @@ class LlamaModel:
     def probe_row_counts(self) -> list[RowCounts]:
         """Tries, for each shape of linear, which row counts agree bit for bit; see `use_row_counts`."""
         found: dict[tuple[object, ...], RowCounts] = {}
-        for linear in self._linears():
+        for linear in self.linears():
             key = _kernel_key(linear)
             if key not in found:
                 found[key] = RowCounts(linear.product, linear.shape[1], self.embedding.dtype)
@@ -86,10 +86,11 @@ class LlamaModel:
 
     def use_row_counts(self) -> None:
         """Makes every linear give a row the same bits in any batch, after `probe_row_counts`."""
-        for linear in self._linears():
+        for linear in self.linears():
             linear.row_counts = self._row_counts[_kernel_key(linear)]
 
-    def _linears(self) -> Iterator[Linear]:
+    def linears(self) -> Iterator[Linear]:
+        """All of them, the head last."""
         for layer in self.layers:
             yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
         yield self.head
