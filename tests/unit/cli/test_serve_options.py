@@ -52,6 +52,19 @@ def test_engine_options_are_handed_on_as_typed() -> None:
     )
 
 
+@pytest.mark.parametrize("flag", ["--deterministic", "--no-deterministic"])
+def test_the_engine_reads_the_deterministic_flag_that_is_handed_on(flag: str) -> None:
+    from pagestream_engine.worker.settings import build_parser as engine_parser
+    from pagestream_engine.worker.settings import engine_config
+
+    arguments = options("model", flag).engine_arguments
+    assert arguments == (flag,)
+    parsed = engine_parser().parse_args(["model", "--redis", "redis://127.0.0.1", *arguments])
+    assert engine_config(parsed).model.deterministic is (flag == "--deterministic")
+    unsaid = engine_parser().parse_args(["model", "--redis", "redis://127.0.0.1"])
+    assert engine_config(unsaid).model.deterministic is None
+
+
 def test_the_engine_knows_every_option_that_is_handed_to_it() -> None:
     from pagestream_engine.worker.settings import build_parser as engine_parser
 
