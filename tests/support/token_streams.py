@@ -106,11 +106,13 @@ async def eventually(condition: Callable[[], Awaitable[bool]] | Callable[[], boo
             await asyncio.sleep(0.01)
 
 
-async def read_all(gateway: GatewaySession, request_id: str, from_index: int = 0, digest: str = "") -> list[LogEntry]:
+async def read_all(
+    gateway: GatewaySession, request_id: str, from_index: int = 0, digest: str = "", *, limit_s: float = LIMIT_S
+) -> list[LogEntry]:
     """Everything up to the end."""
     result: list[LogEntry] = []
     async with (
-        asyncio.timeout(LIMIT_S),
+        asyncio.timeout(limit_s),
         aclosing(gateway.read(request_id, tenant=TENANT, from_index=from_index, digest=digest)) as batches,
     ):
         async for batch in batches:

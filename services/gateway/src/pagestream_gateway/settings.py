@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestream_streams import StreamsSettings, settings_from_environment
+from pagestream_streams.links import SCHEMES
 
 from pagestream_gateway.errors import SettingsError
 
@@ -45,7 +46,7 @@ class RedisSettings:
     """Where requests and token logs live."""
 
     url: str = "redis://127.0.0.1:6379"
-    """redis://, rediss:// or unix:// address."""
+    """Address: redis://, rediss:// (TLS), unix://, redis+sentinel:// or redis+cluster://; see docs/durability.md."""
     answer_limit_s: float = 8.0
     """Seconds that a call may wait for Redis before the client hears UNAVAILABLE: a client can retry, a hanging call
     can't. Above the 5 s after which a single command counts as lost: a burst of calls waits for connections as well.
@@ -234,10 +235,9 @@ def _check(settings: Settings) -> None:
     ):
         if port is not None and not 0 <= port <= 65535:
             raise SettingsError(f"listen.{name} (--{name.replace('_', '-')}): {port} is not a TCP port (0 to 65535)")
-    if not settings.redis.url.startswith(("redis://", "rediss://", "unix://")):
-        raise SettingsError(
-            f"redis.url (--redis): {settings.redis.url!r} is not a redis://, rediss:// or unix:// address"
-        )
+    scheme, separator, _ = settings.redis.url.partition("://")
+    if f"{scheme}{separator}" not in SCHEMES:
+        raise SettingsError(f"redis.url (--redis): expected {', '.join(SCHEMES)}..., got {scheme[:40]!r}")
     if settings.log.level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise SettingsError(f"log.level (--log-level): {settings.log.level!r} is not DEBUG, INFO, WARNING or ERROR")
     for group_name in ("redis", "limits", "stream", "shutdown"):

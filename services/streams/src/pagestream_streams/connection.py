@@ -139,10 +139,10 @@ class Connection:
     async def _together(self, key: str, command: Sequence[Argument]) -> Any:
         async with _translated():
             reply, touched, reached = await self._link.together(key, [command, *self._durability.commands(key)])
-            for each in (reply, touched, reached):
+            for each in (reply, touched):
                 if isinstance(each, Exception):
                     raise each
-        self._durability.check(reached)
+            self._durability.check(reached)
         return reply
 
     async def _evaluate(self, script: Script, key: str, arguments: Sequence[Argument]) -> Any:

