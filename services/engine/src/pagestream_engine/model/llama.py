@@ -107,4 +107,4 @@ class LlamaModel:
 
 def _kernel_key(linear: Linear) -> tuple[object, ...]:
     """What a library chooses its kernel by, apart from the number of rows."""
-    return linear.shape, linear.packed, linear.bias is not None
+    return linear.shape, linear.packed, linear.by_onednn, linear.bias is not None
