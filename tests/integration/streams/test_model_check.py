@@ -1,0 +1,69 @@
+"""The real scripts under lost replies, late scripts, lost writes, dead and paused engines and clock steps."""
+
+from collections.abc import Iterator
+
+import pytest
+from pagestream_streams.embedded import EmbeddedRedis
+from protocol_mutants import MUTANTS, Mutant
+from protocol_world import Op, ViolationError, explore, run, shortest, walk
+from redis import Redis
+from redis.exceptions import ResponseError
+from redis_servers import emptied
+from virtual_streams import SCRIPTS
+
+WALKS = 140
+CATCHES = 480  # walks within which each broken script must be caught
+
+MENU: tuple[Op, ...] = (
+    ("claim", "a", 4, False),
+    ("claim", "b", 4, True),
+    ("append", "a", "p", "1", "lost"),
+    ("append", "a", "p", "end", ""),
+    ("stale_append", 0, "1"),
+    ("hand_back", "a", "p", ""),
+    ("crash", "a", True),
+    ("cancel", "p"),
+    ("unregister", "g", "p"),
+    ("lose", 2),
+)
+
+
+@pytest.fixture
+def client(redis_server: EmbeddedRedis) -> Iterator[Redis]:
+    emptied(redis_server)
+    with Redis(port=redis_server.port) as client:
+        yield client
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_walk_breaks_a_rule(client: Redis, part: int) -> None:
+    for seed in range(part, WALKS, 4):
+        twice = seed % 2 == 0
+        try:
+            run(client, walk(seed), twice=twice)
+        except (ViolationError, ResponseError) as error:
+            error.add_note(f"walk {seed}, as short as it gets: {shortest(client, walk(seed), twice=twice)}")
+            raise
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: f"{each.script}-{MUTANTS.index(each)}")
+def test_a_broken_script_is_caught(client: Redis, mutant: Mutant) -> None:
+    assert any(is_caught(client, mutant, seed) for seed in range(CATCHES))
+
+
+def is_caught(client: Redis, mutant: Mutant, seed: int) -> bool:
+    try:
+        run(client, walk(seed), mutant.texts(), twice=seed % 2 == 0)
+    except (ViolationError, ResponseError, LookupError):
+        return True
+    return False
+
+
+def test_every_script_has_a_broken_variant() -> None:
+    assert {mutant.script for mutant in MUTANTS} == set(SCRIPTS)
+
+
+def test_every_order_of_three_steps_of_one_request(client: Redis) -> None:
+    states, steps = explore(client, [("accept", "g", "p", 1)], MENU, 3)
+    assert states > len(MENU)
+    assert steps >= len(MENU)
