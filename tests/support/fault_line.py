@@ -96,7 +96,9 @@ class FaultLine:
                     pid = int(line[1])
                     self._writers[pid] = writer
                     self._tell(pid, f"{self._orders_for(pid)}ok\n")
-                elif line[0] == "at":
+                elif not self._orders:  # it stopped before it heard that nobody wants it to
+                    self.go(pid)
+                else:
                     self.stops.put_nowait(Stop(pid, FaultPoint(line[1])))
         except (ConnectionError, asyncio.CancelledError):
             pass  # the process was killed, or the harness is closing
