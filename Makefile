@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 SEED ?= 1
 KILLS ?= 1000
 
-.PHONY: help setup run test check bench faults faults-campaign proto demo-model kernels constraints clean
+.PHONY: help setup run test check bench faults faults-campaign model-check proto demo-model kernels constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -42,6 +42,9 @@ bench: $(STAMP) ## Print the benchmarks' ratios (minutes; a quiet machine is bes
 
 faults: $(STAMP) ## Kill, stop and cut off every part at every moment: 84 cells, and a table (15 minutes)
 	$(BIN)/python tests/campaigns/fault_matrix.py $(ARGS)
+
+model-check: $(STAMP) ## The protocol's scripts on virtual time, and every broken variant of them (minutes)
+	$(PYTEST) -m "slow or not slow" tests/integration/streams/test_model_check.py tests/integration/streams/test_model_mutants.py
 
 faults-campaign: $(STAMP) ## Random kills under continuous load: SEED=1 KILLS=1000; goes on after an interruption
 	$(BIN)/python tests/campaigns/faults.py --seed $(SEED) --kills $(KILLS) $(ARGS)

@@ -96,7 +96,7 @@ class Protocol:
         self.keeps = True  # dumps for machine losses
 
     def do(self, op: Op) -> None:
-        """ViolationError where the step or what it leaves breaks a rule. An operation that isn't possible does nothing."""
+        """ViolationError where the step or what it leaves breaks a rule. What isn't possible does nothing."""
         if self.keeps:
             self.saved = [*self.saved[-5:], self.redis.dump()]
         getattr(self, f"_{op[0]}")(*op[1:])

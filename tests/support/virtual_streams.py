@@ -7,7 +7,7 @@ else runs as it is shipped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from pagestream_streams import scripts
 from pagestream_streams.scripts import Script
@@ -121,7 +121,7 @@ class VirtualStreams:
 
     def expire(self, now: int) -> None:
         """What Redis itself forgets when its time has come."""
-        for key in self._client.zrangebyscore("expiries", "-inf", now):
+        for key in cast(list[bytes], self._client.zrangebyscore("expiries", "-inf", now)):
             self._client.delete(key)
             self._client.zrem("expiries", key)
 
