@@ -29,5 +29,7 @@ def test_disk_and_replicas() -> None:
 def test_a_server_without_the_verb_is_named() -> None:
     with pytest.raises(Unavailable, match=r"from 7\.2 on"):
         Durability(0, True, 50).check(exceptions.ResponseError("unknown command 'WAITAOF'"))
-    with pytest.raises(exceptions.ResponseError, match="other"):
-        Durability(0, True, 50).check(exceptions.ResponseError("other"))
+    with pytest.raises(Unavailable, match="appendonly"):
+        Durability(0, True, 50).check(exceptions.ResponseError("appendonly is disabled"))
+    with pytest.raises(exceptions.ConnectionError):
+        Durability(0, True, 50).check(exceptions.ConnectionError("gone"))

@@ -46,6 +46,8 @@ class Durability:
         """Unavailable where the wait ended without what was asked for."""
         if isinstance(reached, exceptions.ResponseError) and "unknown command" in str(reached):
             raise Unavailable("wait_fsync needs WAITAOF, which Redis and Valkey have from 7.2 on; unset it, or update")
+        if isinstance(reached, exceptions.ResponseError):
+            raise Unavailable(f"Redis can't wait for what wait_fsync and wait_replicas ask: {reached}")
         if isinstance(reached, Exception):
             raise reached
         disks, replicas = reached if self.on_disk else (1, reached)

@@ -152,7 +152,10 @@ class ClusterLink:
             raise exceptions.ClusterDownError(f"no node has the slot of {key!r}")
         socket = node.acquire_connection()
         try:
-            return await _replies(node, socket, commands)
+            replies = await _replies(node, socket, commands)
+            if any(isinstance(reply, exceptions.AskError | exceptions.ClusterDownError) for reply in replies):
+                await self._look_again()  # the slot has moved, or is about to; the caller tries again
+            return replies
         except (exceptions.ConnectionError, exceptions.TimeoutError, OSError):
             await self._look_again()
             raise
