@@ -6,7 +6,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 PACKAGES := proto kernels services/streams services/gateway services/engine services/client services/pagestream
-SOURCES := $(addsuffix /src,$(PACKAGES)) tests deploy tools
 PYTEST := $(BIN)/python -m pytest
 # An index that offers PyTorch's CPU build, for machines without an NVIDIA GPU (see README, "Which torch").
 TORCH_INDEX ?=

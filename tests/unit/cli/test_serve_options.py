@@ -163,9 +163,10 @@ def test_engines_of_a_killed_serve_are_known_by_its_file(tmp_path: Path) -> None
 
 def test_several_engines_share_the_cores() -> None:
     cores = os.cpu_count() or 1
-    assert engine_environment(1, {}) == {}
-    assert engine_environment(2, {}) == {"OMP_NUM_THREADS": str(max(cores // 2, 1))}
-    assert engine_environment(2, {"OMP_NUM_THREADS": "7"}) == {}
+    assert engine_environment(1, {}, None) == engine_environment(1, {}, 1 << 30) == {}
+    assert engine_environment(1, {}, 1 << 20) == {"OMP_NUM_THREADS": "1"}
+    assert engine_environment(2, {}, None) == {"OMP_NUM_THREADS": str(max(cores // 2, 1))}
+    assert engine_environment(2, {"OMP_NUM_THREADS": "7"}, 1 << 20) == {}
 
 
 def test_an_engine_that_claims_says_so_in_its_log() -> None:

@@ -82,6 +82,8 @@ def read_record(path: Path) -> ServeRecord | None:
         text = path.read_text()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ServeFileInvalidError(f"{path} cannot be read: {error}", hint="choose another --data-dir") from error
     try:
         return _parse(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import uvloop
 from pagestream_streams import Broker, EngineSession, StreamsSettings, settings_from_environment
 from pagestream_streams.errors import StreamsError, Unavailable
+from pagestream_streams.links import open_link
 from setproctitle import setproctitle
 
 from pagestream_engine.config import EngineConfig
@@ -122,12 +123,21 @@ async def _run(settings: WorkerSettings, config: EngineConfig, streams: StreamsS
         await serve(settings, config, streams, stop)
 
 
+def check_address(url: str) -> None:
+    """Raises ValueError that names the option."""
+    try:
+        open_link(url, StreamsSettings())
+    except ValueError as error:
+        raise ValueError(f"--redis: {error}") from error
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = build_parser().parse_args(arguments)
     try:
         settings, config = worker_settings(options), engine_config(options)
         streams = settings_from_environment(os.environ)
+        check_address(settings.redis_url)
     except (EngineError, ValueError) as error:
         print(f"pagestream-engine: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_BAD_OPTIONS

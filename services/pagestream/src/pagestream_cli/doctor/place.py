@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +24,7 @@ LITTLE_DISK_BYTES = 2 * GIB
 def check_data_dir(data_dir: DataDir) -> Iterator[Finding]:
     """The data folder, and whether a serve uses it."""
     existing = next(folder for folder in (data_dir.path, *data_dir.path.parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    if not _can_write(existing):
         yield problem("data folder", f"{data_dir.path} cannot be written", "choose another with --data-dir DIR")
         return
     yield ok("data folder", str(data_dir.path))
@@ -38,6 +38,15 @@ def check_data_dir(data_dir: DataDir) -> Iterator[Finding]:
         )
     else:
         yield ok("disk", text)
+
+
+def _can_write(folder: Path) -> bool:
+    """Tried, not asked: access bits say yes to root where the filesystem says no."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def check_serve(data_dir: DataDir) -> Iterator[Finding]:
