@@ -5,7 +5,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
-PACKAGES := proto kernels services/streams services/gateway services/engine services/client services/pagestream
+PACKAGES := proto kernels services/streams services/gateway services/engine services/client services/telemetry services/pagestream operator
 PYTEST := $(BIN)/python -m pytest
 # An index that offers PyTorch's CPU build, for machines without an NVIDIA GPU (see README, "Which torch").
 TORCH_INDEX ?=
