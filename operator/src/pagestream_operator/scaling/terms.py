@@ -1,0 +1,183 @@
+"""The law's terms: each says how many pods are needed, and how many can't be given up. Derived in docs/autoscaling.md.
+
+`need` is what is certainly needed by what is known; `floor` is what may be needed, with the worst in place of what is
+missing. Both count pods that serve; 0 <= need <= floor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pagestream_operator.scaling.decision import Limit
+from pagestream_operator.scaling.observation import LatencyWindow
+from pagestream_operator.scaling.policy import BacklogPolicy, ScalingPolicy, TtftPolicy
+from pagestream_operator.scaling.samples import Believed
+from pagestream_operator.scaling.supply import Supply
+from pagestream_operator.scaling.workload import Workload
+
+_ROUNDING = 1e-9  # 0.8 * 3 / 0.8 is a little more than 3
+_MOST = 1_000_000  # pods; keeps a need finite
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that a term may look at."""
+
+    policy: ScalingPolicy
+    replicas: int
+    believed: Believed
+    supply: Supply
+    workload: Workload
+    ready_low: int  # fewest ready pods of the TTFT window
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """What one term asks for."""
+
+    limit: Limit
+    need: int
+    floor: int
+    sentence: str
+    inputs: dict[str, float] = field(default_factory=dict)
+
+
+def pods_for(amount: float) -> int:
+    """The whole pods that hold `amount` of pods."""
+    return min(_MOST, max(0, math.ceil(min(amount, float(_MOST)) - _ROUNDING)))
+
+
+def kv_term(now: Situation) -> Term:
+    """(a) KV utilization against its target; down only below `low`, to what would stay under the target."""
+    policy, ready = now.policy.kv_utilization, now.supply.ready
+    known = [now.believed.samples[pod.name].kv_utilization for pod in ready if pod.name in now.believed.samples]
+    total = sum(known)
+    silent = len(ready) - len(known) + now.supply.lost
+    worst = total + silent  # a pod that doesn't say counts as full where fewer pods are asked about
+    need = pods_for(total / policy.target)
+    mean_worst = worst / (len(known) + silent) if known or silent else 0.0
+    floor = pods_for(worst / policy.target) if mean_worst < policy.low else now.replicas
+    mean = total / len(known) if known else 0.0
+    sentence = (
+        f"KV utilization is {mean:.2f} over {len(known)} of {len(ready)} ready pods, target {policy.target:.2f}: "
+        f"{need} needed"
+    )
+    inputs = {"kv_utilization": mean, "kv_utilization_sum": total}
+    return Term(Limit.KV_UTILIZATION, need, max(need, floor), sentence, inputs)
+
+
+def backlog_term(now: Situation) -> Term:
+    """(b) What arrives, and what will be left of the backlog when a pod ordered now is ready, by a pod's capacity."""
+    policy, work, queue = now.policy.backlog, now.workload, now.believed.queue
+    tokens = queue.tokens if queue is not None else 0.0
+    left = _left_at_horizon(tokens, now.supply, work)
+    need = pods_for((work.arrivals_high / policy.busy + left / policy.drain_s) / work.capacity)
+    wait_s = tokens / (work.capacity * len(now.supply.ready)) if now.supply.ready else 0.0
+    keeps_up = queue is not None and (tokens <= 0 or (wait_s <= policy.oldest_age_s and len(now.supply.ready) > 0))
+    floor = need if keeps_up else now.replicas
+    believed = "measured" if work.measured else "believed"
+    sentence = (
+        f"{work.arrivals_high:.0f} prompt tokens/s arrive and {tokens:.0f} wait, "
+        f"a pod does {work.capacity:.0f}/s ({believed}): {need} needed"
+    )
+    inputs = {
+        "arrivals": work.arrivals,
+        "arrivals_high": work.arrivals_high,
+        "backlog_tokens": tokens,
+        "backlog_left": left,
+        "capacity": work.capacity,
+        "predicted_wait_s": wait_s,
+        "startup_s": now.supply.startup_s,
+    }
+    return Term(Limit.BACKLOG, need, max(need, floor), sentence, inputs)
+
+
+def _left_at_horizon(tokens: float, supply: Supply, work: Workload) -> float:
+    """The backlog when a pod ordered now will be ready; pods on their way work from when they are."""
+    pod_seconds = len(supply.ready) * supply.startup_s + sum(supply.startup_s - s for s in supply.arriving_s)
+    return max(0.0, tokens + work.arrivals * supply.startup_s - pod_seconds * work.capacity)
+
+
+def age_term(now: Situation) -> Term:
+    """(b) The oldest entry's age, which needs no belief about capacity; once per start-up, it can't fall sooner."""
+    policy, queue, ready = now.policy.backlog, now.believed.queue, len(now.supply.ready)
+    age_s = queue.age_s if queue is not None and queue.depth > 0 else 0.0
+    late = age_s > policy.oldest_age_s
+    factor = min(policy.age_factor_max, age_s / policy.oldest_age_s)
+    need = _needed_for_age(policy, ready, now.supply, factor) if late else 0
+    sentence = f"the oldest request has waited {age_s:.1f} s, at most {policy.oldest_age_s:g} s wanted: {need} needed"
+    return Term(Limit.AGE, need, max(need, now.replicas) if late else 0, sentence, {"queue_age_s": age_s})
+
+
+def _needed_for_age(policy: BacklogPolicy, ready: int, supply: Supply, factor: float) -> int:
+    if supply.arriving_s:
+        return supply.expected
+    return max(1, pods_for(ready * factor))
+
+
+def ttft_term(now: Situation) -> Term:
+    """(c) Measured attainment of the objective; asks only where waiting, and not the model alone, can be the cause."""
+    policy, window = now.policy.ttft, now.believed.ttft
+    total, misses = (0.0, 0.0) if window is None else (sum(window.counts), missed(window, policy.objective_s))
+    inputs = {"ttft_requests": total, "ttft_missed": misses}
+    share = misses / total if total > 0 else 0.0
+    allowed = 1 - policy.attainment
+    told = total >= policy.min_requests and misses >= policy.min_misses and share > allowed
+    if window is None or not told:
+        return Term(Limit.TTFT, 0, 0, "the TTFT objective is met, or too few requests tell", inputs)
+    if not _congested(now):
+        return Term(Limit.TTFT, 0, 0, "TTFT is missed with room in the pods: more of them would not help", inputs)
+    need = now.ready_low + _pods_for_tail(policy, share / allowed, total / window.span_s, now.ready_low)
+    sentence = (
+        f"{100 * (1 - share):.1f} % of {total:.0f} requests met the TTFT of {policy.objective_s:g} s: {need} needed"
+    )
+    return Term(Limit.TTFT, need, max(need, now.replicas), sentence, inputs)
+
+
+def missed(window: LatencyWindow, objective_s: float) -> float:
+    """How many were later than `objective_s`; within a bucket in proportion, beyond the last bound all."""
+    late, below = 0.0, 0.0
+    for low, high, count in zip((0.0, *window.bounds_s), (*window.bounds_s, math.inf), window.counts, strict=True):
+        if low >= objective_s or math.isinf(high):
+            late += count
+        elif high > objective_s:
+            late += count * (high - objective_s) / (high - low)
+        else:
+            below += count
+    return late
+
+
+def _congested(now: Situation) -> bool:
+    queue, samples = now.believed.queue, now.believed.samples
+    waits = queue is not None and queue.depth > 0 and queue.age_s > now.policy.backlog.saturated_age_s
+    known = [samples[pod.name] for pod in now.supply.ready if pod.name in samples]
+    full = bool(known) and sum(s.kv_utilization for s in known) / len(known) >= now.policy.kv_utilization.low
+    return waits or full or any(sample.waiting > 0 for sample in known)
+
+
+def _pods_for_tail(policy: TtftPolicy, excess: float, requests_per_s: float, ready: int) -> int:
+    """Waits have a tail of exp(-spare rate * t): to thin it by `excess` takes ln(excess) / t more requests/s."""
+    each = requests_per_s / max(1, ready)
+    most = max(1, pods_for(policy.step_max * ready))
+    if policy.step_max == 0:
+        return 0
+    return min(most, max(1, pods_for(math.log(excess) / policy.objective_s / each)))
+
+
+def work_term(now: Situation) -> Term:
+    """One pod at least where there is work: at once from zero, and never to zero before it is done."""
+    queue = now.believed.queue
+    queued = queue is not None and (queue.depth > 0 or queue.tokens > 0)
+    running = (queue is not None and queue.running > 0) or any(
+        sample.running + sample.waiting > 0 for sample in now.believed.samples.values()
+    )
+    need = 1 if queued or running else 0
+    depth = queue.depth if queue is not None else 0.0
+    owned = queue.running if queue is not None else 0.0
+    sentence = f"{depth:.0f} requests wait and {owned:.0f} run: {need} needed"
+    return Term(Limit.WORK, need, need, sentence, {"queue_depth": depth, "queue_running": owned})
+
+
+TERMS: tuple[Callable[[Situation], Term], ...] = (kv_term, backlog_term, age_term, ttft_term, work_term)

@@ -1,0 +1,140 @@
+"""What arrives and what a pod gets done, learnt from the samples. Work is counted in prompt tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from pagestream_operator.scaling.memory import ScalingMemory
+from pagestream_operator.scaling.observation import QueueSample
+from pagestream_operator.scaling.policy import BacklogPolicy
+from pagestream_operator.scaling.samples import Believed
+from pagestream_operator.scaling.supply import Supply
+
+_ARRIVALS_KEPT = 512  # entries, whatever the window: an exporter that reports ten times a second fills no memory
+_CAPACITY_MIN = (
+    1.0  # prompt tokens per second; a pod that does less is stuck, and a division by it would order the cluster
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What the backlog term is computed from; rates in prompt tokens per second."""
+
+    arrivals: float  # what arrives now: the mean of the short window, or of the whole one if that is higher
+    arrivals_high: float  # what capacity is held for
+    capacity: float  # of one pod
+    measured: bool  # whether the capacity was measured rather than believed
+
+
+def throughput(believed: Believed, supply: Supply) -> float | None:
+    """Prompt tokens per second that leave the queue; by the pods' own count where the queue has none."""
+    if believed.queue is not None and believed.queue.drain_tokens_per_s is not None:
+        return believed.queue.drain_tokens_per_s
+    rates = [believed.samples[pod.name].prompt_tokens_per_s for pod in supply.ready if pod.name in believed.samples]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known else None
+
+
+def mean_utilization(believed: Believed, supply: Supply) -> float | None:
+    """Mean KV utilization of the ready pods whose samples are believed."""
+    known = [believed.samples[pod.name].kv_utilization for pod in supply.ready if pod.name in believed.samples]
+    return sum(known) / len(known) if known else None
+
+
+def with_arrivals(memory: ScalingMemory, believed: Believed, supply: Supply, policy: BacklogPolicy) -> ScalingMemory:
+    """Remember the rate at which work arrived since the last queue sample: what left, plus what the backlog grew by."""
+    queue = believed.queue
+    if queue is None or (memory.queue_time_s is not None and queue.time_s <= memory.queue_time_s):
+        return memory
+    arrivals = memory.arrivals
+    left = throughput(believed, supply) or 0.0
+    if memory.queue_time_s is not None:
+        grown = (queue.tokens - memory.queue_tokens) / (queue.time_s - memory.queue_time_s)
+        arrivals = (*arrivals, (queue.time_s, max(0.0, left + grown)))
+    elif left > 0:
+        arrivals = ((queue.time_s, left),)  # the first sample: no growth is known yet
+    recent = [entry for entry in arrivals if queue.time_s - entry[0] <= policy.arrival_window_s]
+    return replace(
+        memory,
+        arrivals=tuple(recent[-_ARRIVALS_KEPT:]),
+        queue_time_s=queue.time_s,
+        queue_tokens=queue.tokens,
+    )
+
+
+def with_capacity(
+    memory: ScalingMemory, before: ScalingMemory, believed: Believed, supply: Supply, policy: BacklogPolicy
+) -> ScalingMemory:
+    """Remember what a ready pod does, from a queue sample that is newer than the last one in `before`."""
+    queue, rate = believed.queue, throughput(believed, supply)
+    if queue is None or rate is None or not supply.ready or memory.queue_time_s == before.queue_time_s:
+        return memory
+    elapsed = math.inf if before.queue_time_s is None else queue.time_s - before.queue_time_s
+    weight = 1 - math.exp(-elapsed / policy.settle_s)
+    each = rate / len(supply.ready)
+    rate_mean = _mixed(memory.rate_mean, each, weight)
+    utilization = mean_utilization(believed, supply)
+    utilization_mean = (
+        memory.utilization_mean if utilization is None else _mixed(memory.utilization_mean, utilization, weight)
+    )
+    memory = replace(memory, rate_mean=rate_mean, utilization_mean=utilization_mean)
+    if _is_saturated(queue, policy) and each > 0:
+        return replace(memory, capacity=_mixed(memory.capacity, each, weight))
+    bound = _capacity_by_load(memory, policy)
+    if bound is None:
+        return memory
+    return replace(memory, capacity=_mixed(memory.capacity, bound, 1 - math.exp(-elapsed / policy.forget_s)))
+
+
+def _mixed(old: float | None, new: float, weight: float) -> float:
+    return new if old is None else old + weight * (new - old)
+
+
+def _is_saturated(queue: QueueSample, policy: BacklogPolicy) -> bool:
+    return queue.tokens > 0 and queue.age_s > policy.saturated_age_s
+
+
+def workload(memory: ScalingMemory, supply: Supply, policy: BacklogPolicy) -> Workload:
+    """What `memory` says of work and capacity."""
+    level, high = _levels(memory, supply.startup_s, policy)
+    return Workload(level, high, max(_CAPACITY_MIN, _capacity(memory, policy)), memory.capacity is not None)
+
+
+def _levels(memory: ScalingMemory, startup_s: float, policy: BacklogPolicy) -> tuple[float, float]:
+    if not memory.arrivals:
+        return 0.0, 0.0
+    newest = memory.arrivals[-1][0]
+    rates = [rate for _, rate in memory.arrivals]
+    short = [rate for time_s, rate in memory.arrivals if newest - time_s <= policy.short_window_s]
+    mean, mean_short = sum(rates) / len(rates), sum(short) / len(short)
+    apart_s = max(policy.short_window_s, (policy.arrival_window_s - policy.short_window_s) / 2)
+    rise = max(0.0, mean_short - mean) / apart_s * startup_s * policy.trend
+    level = max(mean, mean_short) + rise
+    return level, max(level, _quantile(rates, policy.arrival_quantile))
+
+
+def _quantile(values: list[float], part: float) -> float:
+    """Interpolated between the nearest ranks: rises with each of the values, which mean + k deviations would not."""
+    ordered = sorted(values)
+    position = part * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+
+
+def _capacity(memory: ScalingMemory, policy: BacklogPolicy) -> float:
+    """Prompt tokens per second of one pod; see docs/autoscaling.md, "What a pod can do"."""
+    rate = memory.rate_mean or 0.0
+    bound = _capacity_by_load(memory, policy)
+    if memory.capacity is None:
+        return bound if bound is not None else max(policy.prior_tokens_per_s, rate / policy.evidence_utilization)
+    return max(rate, memory.capacity if bound is None else min(memory.capacity, bound))
+
+
+def _capacity_by_load(memory: ScalingMemory, policy: BacklogPolicy) -> float | None:
+    """What a pod would do with its KV pool full, in proportion; None where it is too empty to tell."""
+    rate, utilization = memory.rate_mean, memory.utilization_mean
+    if rate is None or utilization is None or rate <= 0 or utilization < policy.evidence_utilization:
+        return None
+    return rate / utilization
