@@ -12,7 +12,7 @@ import httpx
 from google.rpc import error_details_pb2, status_pb2
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream_gateway import Settings, running_gateway
-from pagestream_gateway.settings import AuthSettings, ListenSettings, RedisSettings, ShutdownSettings, StreamSettings
+from pagestream_gateway.settings import GatewaySettings, ShutdownSettings, StreamSettings
 from redis.asyncio import Redis
 
 
@@ -64,9 +64,7 @@ def gateway_settings(
 ) -> Settings:
     """Free ports, and no patience at the end."""
     return Settings(
-        listen=ListenSettings(http_port=0, grpc_port=0),
-        redis=RedisSettings(url=redis_url),
-        auth=AuthSettings(api_keys=keys),
+        gateway=GatewaySettings(redis=redis_url, http_port=0, grpc_port=0, api_keys=keys),
         stream=StreamSettings(keep_alive_s=keep_alive_s, disconnect_grace_s=grace_s),
         shutdown=ShutdownSettings(drain_s=0.05, close_limit_s=5.0),
     )

@@ -11,26 +11,35 @@ def test_defaults() -> None:
 
 def test_flags_win_over_the_environment() -> None:
     environ = {
-        "PAGESTREAM_LISTEN__HTTP_PORT": "1",
-        "PAGESTREAM_LISTEN__METRICS_PORT": "2",
+        "PAGESTREAM_GATEWAY__HTTP_PORT": "1",
+        "PAGESTREAM_GATEWAY__METRICS_PORT": "2",
         "PAGESTREAM_STREAM__KEEP_ALIVE_S": "0.5",
-        "PAGESTREAM_AUTH__API_KEYS": "/keys",
+        "PAGESTREAM_GATEWAY__API_KEYS": "/keys",
+        "PAGESTREAM_GATEWAY__REDIS": "redis://there",
         "PAGESTREAM_GATEWAY__ID": "g",
+        "PAGESTREAM_BROKER__RETENTION_S": "60",
+        "PAGESTREAM_TELEMETRY__OTLP_ENDPOINT": "http://here:4317",
     }
     settings = load_settings(["--http-port", "3", "--gateway-id", "h"], environ)
-    assert (settings.listen.http_port, settings.listen.metrics_port, settings.listen.grpc_port) == (3, 2, 50051)
+    gateway = settings.gateway
+    assert (gateway.http_port, gateway.metrics_port, gateway.grpc_port) == (3, 2, 50051)
+    assert (gateway.id, gateway.redis, gateway.api_keys) == ("h", "redis://there", Path("/keys"))
     assert settings.stream.keep_alive_s == 0.5
-    assert settings.auth.api_keys == Path("/keys")
-    assert settings.gateway.id == "h"
+    assert settings.broker.retention_s == 60
+    assert settings.telemetry.otlp_endpoint == "http://here:4317"
 
 
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("PAGESTREAM_LISTEN__HTTP_PORT", "tcp://10.0.0.1:80"),
-        ("PAGESTREAM_LISTEN__PORT", "80"),
+        ("PAGESTREAM_GATEWAY__HTTP_PORT", "tcp://10.0.0.1:80"),
+        ("PAGESTREAM_GATEWAY__PORT", "80"),
         ("PAGESTREAM_STREAM__KEEP_ALIVE_S", "soon"),
+        ("PAGESTREAM_STREAM__KEEP_ALIVE_S", "nan"),
         ("PAGESTREAM_LIMIT__MAX_N", "5"),
+        ("PAGESTREAM_TELEMETRY__NOTHING", "5"),
+        ("PAGESTREAM_BROKER__NOTHING", "5"),
+        ("PAGESTREAM_TELEMETRY__LOG_LEVEL", "LOUD"),
     ],
 )
 def test_unknown_and_malformed_variables_are_named(variable: str, value: str) -> None:
@@ -41,12 +50,11 @@ def test_unknown_and_malformed_variables_are_named(variable: str, value: str) ->
 @pytest.mark.parametrize(
     ("variable", "value", "field"),
     [
-        ("PAGESTREAM_LISTEN__GRPC_PORT", "70000", "grpc_port"),
-        ("PAGESTREAM_STREAM__KEEP_ALIVE_S", "nan", "keep_alive_s"),
+        ("PAGESTREAM_GATEWAY__GRPC_PORT", "70000", "grpc_port"),
+        ("PAGESTREAM_GATEWAY__ANSWER_LIMIT_S", "0", "answer_limit_s"),
         ("PAGESTREAM_SHUTDOWN__DRAIN_S", "-1", "drain_s"),
         ("PAGESTREAM_LIMITS__MAX_N", "0", "max_n"),
-        ("PAGESTREAM_REDIS__URL", "localhost:6379", "redis.url"),
-        ("PAGESTREAM_LOG__LEVEL", "LOUD", "log.level"),
+        ("PAGESTREAM_GATEWAY__REDIS", "localhost:6379", "gateway.redis"),
     ],
 )
 def test_values_out_of_range_are_named(variable: str, value: str, field: str) -> None:
@@ -55,4 +63,4 @@ def test_values_out_of_range_are_named(variable: str, value: str, field: str) ->
 
 
 def test_other_processes_variables_are_theirs() -> None:
-    assert load_settings([], {"PAGESTREAM_SCHEDULER__MAX_NUM_SEQS": "x", "PAGESTREAM_REQUIRE": "gpu"}) == Settings()
+    assert load_settings([], {"PAGESTREAM_ENGINE__MAX_NUM_SEQS": "x", "PAGESTREAM_REQUIRE": "gpu"}) == Settings()

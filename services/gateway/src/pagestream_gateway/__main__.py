@@ -20,7 +20,7 @@ def main() -> None:
     setproctitle.setproctitle("pagestream-gateway")
     try:
         settings = load_settings()
-        configure_logs(settings.log.level)
+        configure_logs(settings.telemetry.log_level)
         _calm_collector()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))

@@ -170,10 +170,10 @@ class Frontend:
     async def _within_limit(self, answer: Awaitable[T]) -> T:
         """Waits for Redis as long as a caller should."""
         try:
-            async with asyncio.timeout(self.settings.redis.answer_limit_s):
+            async with asyncio.timeout(self.settings.gateway.answer_limit_s):
                 return await answer
         except TimeoutError as error:
-            logger.warning("Redis took longer to answer than %g s", self.settings.redis.answer_limit_s)
+            logger.warning("Redis took longer to answer than %g s", self.settings.gateway.answer_limit_s)
             raise Unavailable("Redis took too long to answer") from error
 
 

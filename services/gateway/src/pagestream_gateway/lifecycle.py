@@ -42,7 +42,7 @@ async def running_gateway(settings: Settings) -> AsyncIterator[Ports]:
 
     Raises SettingsError for a key file that is wrong, StartupError when Redis does not answer or a port is taken.
     """
-    keys = KeyRing(None) if settings.auth.api_keys is None else read_key_file(settings.auth.api_keys)
+    keys = KeyRing(None) if settings.gateway.api_keys is None else read_key_file(settings.gateway.api_keys)
     async with _frontend(settings) as frontend, _servers(frontend, keys) as ports:
         try:
             yield ports
@@ -60,7 +60,7 @@ async def serve(settings: Settings) -> None:
         logger.info(
             "serving",
             extra={
-                "host": settings.listen.host,
+                "host": settings.gateway.host,
                 "http_port": ports.http,
                 "grpc_port": ports.grpc,
                 "metrics_port": ports.metrics,
@@ -74,10 +74,10 @@ async def serve(settings: Settings) -> None:
 @contextlib.asynccontextmanager
 async def _frontend(settings: Settings) -> AsyncIterator[Frontend]:
     try:
-        broker = await Broker.connect(settings.redis.url, settings.broker)
+        broker = await Broker.connect(settings.gateway.redis, settings.broker)
     except Unavailable as error:
         raise StartupError(
-            f"Redis does not answer at {_without_password(settings.redis.url)} (--redis): {error}"
+            f"Redis does not answer at {_without_password(settings.gateway.redis)} (--redis): {error}"
         ) from error
     except ValueError as error:
         raise StartupError(f"--redis: {error}") from error
@@ -92,7 +92,7 @@ async def _frontend(settings: Settings) -> AsyncIterator[Frontend]:
 
 @contextlib.asynccontextmanager
 async def _servers(frontend: Frontend, keys: KeyRing) -> AsyncIterator[Ports]:
-    listen, limit_s = frontend.settings.listen, frontend.settings.shutdown.close_limit_s
+    listen, limit_s = frontend.settings.gateway, frontend.settings.shutdown.close_limit_s
     async with contextlib.AsyncExitStack() as stack:
         http = HttpServer(build_app(frontend, keys), close_limit_s=limit_s)
         http_port = await http.start(listen.host, listen.http_port)

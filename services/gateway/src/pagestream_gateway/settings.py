@@ -2,10 +2,7 @@
 
 import argparse
 import dataclasses
-import difflib
 import os
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,24 +10,24 @@ from typing import Any
 
 from pagestream_streams import StreamsSettings, settings_from_environment
 from pagestream_streams.links import SCHEMES
+from pagestream_telemetry.environment import fields_of, read_environment
+from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 
 from pagestream_gateway.errors import SettingsError
-
-ENV_PREFIX = "PAGESTREAM_"
 
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """Who this process is."""
+    """What this process is, where clients reach it, and where its Redis is."""
 
     id: str | None = None
-    """Name under which engines wake this process up; a random one unless given."""
-
-
-@dataclass(frozen=True)
-class ListenSettings:
-    """Where clients reach this process."""
-
+    """Name under which engines wake this process up, and that its metrics carry; a random one unless given."""
+    redis: str = "redis://127.0.0.1:6379"
+    """Address: redis://, rediss:// (TLS), unix://, redis+sentinel:// or redis+cluster://; see docs/durability.md."""
+    answer_limit_s: float = 8.0
+    """Seconds that a call may wait for Redis before the client hears UNAVAILABLE: a client can retry, a hanging call
+    can't. Above the 5 s after which a single command counts as lost: a burst of calls waits for connections as well.
+    """
     host: str = "127.0.0.1"
     """Address to bind. Loopback unless told otherwise, since API keys are optional."""
     http_port: int = 8000
@@ -39,24 +36,6 @@ class ListenSettings:
     """TCP port of the gRPC API; 0 takes a free one."""
     metrics_port: int | None = None
     """A second TCP port that serves only /metrics, /healthz and /readyz. They are on the HTTP port in any case."""
-
-
-@dataclass(frozen=True)
-class RedisSettings:
-    """Where requests and token logs live."""
-
-    url: str = "redis://127.0.0.1:6379"
-    """Address: redis://, rediss:// (TLS), unix://, redis+sentinel:// or redis+cluster://; see docs/durability.md."""
-    answer_limit_s: float = 8.0
-    """Seconds that a call may wait for Redis before the client hears UNAVAILABLE: a client can retry, a hanging call
-    can't. Above the 5 s after which a single command counts as lost: a burst of calls waits for connections as well.
-    """
-
-
-@dataclass(frozen=True)
-class AuthSettings:
-    """Who may call."""
-
     api_keys: Path | None = None
     """File of `sha256 of the key -> tenant`. None: everybody is the tenant "default"."""
 
@@ -116,42 +95,43 @@ class ShutdownSettings:
 
 
 @dataclass(frozen=True)
-class LogSettings:
-    """What is written to stderr."""
-
-    level: str = "INFO"
-    """Lowest level that is written: DEBUG, INFO, WARNING or ERROR."""
-
-
-@dataclass(frozen=True)
 class Settings:
     """All settings of a gateway process, in groups."""
 
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
-    listen: ListenSettings = field(default_factory=ListenSettings)
-    redis: RedisSettings = field(default_factory=RedisSettings)
-    auth: AuthSettings = field(default_factory=AuthSettings)
     limits: LimitSettings = field(default_factory=LimitSettings)
     stream: StreamSettings = field(default_factory=StreamSettings)
     shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
-    log: LogSettings = field(default_factory=LogSettings)
+    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     broker: StreamsSettings = field(default_factory=StreamsSettings)
     """Of the durable streams: queue bounds, leases, retention; equal in all processes of a deployment."""
 
 
+_OWN_GROUPS = {
+    "gateway": GatewaySettings,
+    "limits": LimitSettings,
+    "stream": StreamSettings,
+    "shutdown": ShutdownSettings,
+}
+
+
 def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
     """Settings from flags and environment. Raises SettingsError that names the flag or variable."""
-    flags = {name: value for name, value in vars(_parser().parse_args(argv)).items() if value is not None}
-    environ = os.environ if environ is None else environ
-    settings = _from_environment(environ)
-    groups: dict[str, dict[str, Any]] = {}
-    for name, value in flags.items():
+    flags: dict[str, dict[str, Any]] = {"gateway": {}, "telemetry": {}}
+    for name, value in vars(_parser().parse_args(argv)).items():
         group, _, field_name = name.partition(".")
-        groups.setdefault(group, {})[field_name] = value
-    changes: dict[str, Any] = {
-        group: dataclasses.replace(getattr(settings, group), **values) for group, values in groups.items()
-    }
-    settings = dataclasses.replace(settings, **changes)
+        if value is not None:
+            flags[group][field_name] = value
+    environ = os.environ if environ is None else environ
+    try:
+        given = read_environment(environ, {group.upper(): fields_of(kind) for group, kind in _OWN_GROUPS.items()})
+        groups: dict[str, Any] = {
+            group: kind(**given[group.upper()] | flags.get(group, {})) for group, kind in _OWN_GROUPS.items()
+        }
+        telemetry = telemetry_settings(environ, flags["telemetry"])
+        settings = Settings(**groups, telemetry=telemetry, broker=settings_from_environment(environ))
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
     _check(settings)
     return settings
 
@@ -167,80 +147,34 @@ def _parser() -> argparse.ArgumentParser:
             name, dest=dest, type=kind, default=None, metavar=name[2:].upper().replace("-", "_"), help=text
         )
 
-    flag("--redis", "redis.url", str, f"Redis address (default {defaults.redis.url})")
-    flag("--host", "listen.host", str, f"address to bind (default {defaults.listen.host})")
+    flag("--redis", "gateway.redis", str, f"Redis address (default {defaults.gateway.redis})")
+    flag("--host", "gateway.host", str, f"address to bind (default {defaults.gateway.host})")
     flag(
         "--http-port",
-        "listen.http_port",
+        "gateway.http_port",
         int,
-        f"OpenAI HTTP port (default {defaults.listen.http_port}; 0 = a free one)",
+        f"OpenAI HTTP port (default {defaults.gateway.http_port}; 0 = a free one)",
     )
-    flag("--grpc-port", "listen.grpc_port", int, f"gRPC port (default {defaults.listen.grpc_port}; 0 = a free one)")
-    flag("--metrics-port", "listen.metrics_port", int, "second port with /metrics, /healthz and /readyz alone")
-    flag("--api-keys", "auth.api_keys", Path, "file of sha256(key) -> tenant; without it no key is asked for")
+    flag("--grpc-port", "gateway.grpc_port", int, f"gRPC port (default {defaults.gateway.grpc_port}; 0 = a free one)")
+    flag("--metrics-port", "gateway.metrics_port", int, "second port with /metrics, /healthz and /readyz alone")
+    flag("--api-keys", "gateway.api_keys", Path, "file of sha256(key) -> tenant; without it no key is asked for")
     flag("--gateway-id", "gateway.id", str, "name of this process in Redis (default: random)")
-    flag("--log-level", "log.level", str, f"lowest level written (default {defaults.log.level})")
+    flag("--otlp-endpoint", "telemetry.otlp_endpoint", str, "send metrics and spans there, by OTLP/gRPC")
+    flag("--log-level", "telemetry.log_level", str, f"lowest level written (default {defaults.telemetry.log_level})")
     return parser
 
 
-def _from_environment(environ: Mapping[str, str]) -> Settings:
-    """Reads PAGESTREAM_<GROUP>__<FIELD> for this process' groups; variables of other groups belong to other
-    processes.
-    """
-    hints = typing.get_type_hints(Settings)
-    groups = {name.upper(): kind for name, kind in hints.items() if kind is not StreamsSettings}
-    given: dict[str, dict[str, Any]] = {}
-    for variable, text in environ.items():
-        if not variable.startswith(ENV_PREFIX) or "__" not in variable:
-            continue
-        group, _, name = variable.removeprefix(ENV_PREFIX).partition("__")
-        kind = groups.get(group)
-        if kind is None:
-            _refuse_misspelt(variable, group, groups)
-            continue
-        fields = typing.get_type_hints(kind)
-        if name.lower() not in fields:
-            expected = ", ".join(f"{ENV_PREFIX}{group}__{known.upper()}" for known in fields)
-            raise SettingsError(f"{variable}: unknown setting; known in this group: {expected}")
-        given.setdefault(group.lower(), {})[name.lower()] = _parse(variable, text, fields[name.lower()])
-    try:
-        broker = settings_from_environment(environ)
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-    return Settings(**{group: hints[group](**values) for group, values in given.items()}, broker=broker)
-
-
-def _refuse_misspelt(variable: str, group: str, groups: Mapping[str, Any]) -> None:
-    """A group that is not ours is another process' own, unless it is nearly one of ours."""
-    close = difflib.get_close_matches(group, groups, n=1, cutoff=0.8)
-    if close:
-        raise SettingsError(f"{variable}: unknown group {group}; did you mean {ENV_PREFIX}{close[0]}__...?")
-
-
-def _parse(variable: str, text: str, kind: Any) -> Any:
-    if isinstance(kind, types.UnionType):
-        kind = next(option for option in typing.get_args(kind) if option is not types.NoneType)
-    try:
-        return kind(text)
-    except ValueError as error:
-        raise SettingsError(f"{variable}: {text!r} is not a valid {kind.__name__}") from error
-
-
 def _check(settings: Settings) -> None:
-    listen = settings.listen
-    for name, port in (
-        ("http_port", listen.http_port),
-        ("grpc_port", listen.grpc_port),
-        ("metrics_port", listen.metrics_port),
-    ):
-        if port is not None and not 0 <= port <= 65535:
-            raise SettingsError(f"listen.{name} (--{name.replace('_', '-')}): {port} is not a TCP port (0 to 65535)")
-    scheme, separator, _ = settings.redis.url.partition("://")
+    for name, value in dataclasses.asdict(settings.gateway).items():
+        if name.endswith("_port") and value is not None and not 0 <= value <= 65535:
+            flag = name.replace("_", "-")
+            raise SettingsError(f"gateway.{name} (--{flag}): {value} is not a TCP port (0 to 65535)")
+    scheme, separator, _ = settings.gateway.redis.partition("://")
     if f"{scheme}{separator}" not in SCHEMES:
-        raise SettingsError(f"redis.url (--redis): expected {', '.join(SCHEMES)}..., got {scheme[:40]!r}")
-    if settings.log.level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise SettingsError(f"log.level (--log-level): {settings.log.level!r} is not DEBUG, INFO, WARNING or ERROR")
-    for group_name in ("redis", "limits", "stream", "shutdown"):
-        for name, value in dataclasses.asdict(getattr(settings, group_name)).items():
-            if isinstance(value, int | float) and not 0 < value < float("inf"):
-                raise SettingsError(f"{group_name}.{name}: {value} must be above 0 and finite")
+        raise SettingsError(f"gateway.redis (--redis): expected {', '.join(SCHEMES)}..., got {scheme[:40]!r}")
+    if not settings.gateway.answer_limit_s > 0:
+        raise SettingsError(f"gateway.answer_limit_s: {settings.gateway.answer_limit_s} must be above 0")
+    for group in ("limits", "stream", "shutdown"):
+        for name, value in dataclasses.asdict(getattr(settings, group)).items():
+            if not value > 0:
+                raise SettingsError(f"{group}.{name}: {value} must be above 0")

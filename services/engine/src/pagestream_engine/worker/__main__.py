@@ -8,13 +8,15 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import TypeVar
 
 import uvloop
-from pagestream_streams import Broker, EngineSession, StreamsSettings, settings_from_environment
+from pagestream_streams import Broker, EngineSession, StreamsSettings
 from pagestream_streams.errors import StreamsError, Unavailable
 from pagestream_streams.links import open_link
+from pagestream_telemetry.endpoint import Endpoint, Probes
+from pagestream_telemetry.errors import EndpointError
 from setproctitle import setproctitle
 
 from pagestream_engine.config import EngineConfig
@@ -23,9 +25,10 @@ from pagestream_engine.errors import EngineError
 from pagestream_engine.folder import resolve_model
 from pagestream_engine.worker.card import ModelFolderError, build_card
 from pagestream_engine.worker.engine_thread import EngineThread
+from pagestream_engine.worker.health import Health
 from pagestream_engine.worker.logs import configure_logs
-from pagestream_engine.worker.metrics import metrics_endpoint
-from pagestream_engine.worker.settings import WorkerSettings, build_parser, engine_config, worker_settings
+from pagestream_engine.worker.metrics import EngineMetrics
+from pagestream_engine.worker.settings import ProcessSettings, load_settings
 from pagestream_engine.worker.worker import EngineFailed, Worker
 
 logger = logging.getLogger("pagestream_engine")
@@ -73,9 +76,20 @@ async def _unless_stopped(action: Awaitable[T], stop: asyncio.Event) -> T:
         await asyncio.gather(task, stopping, return_exceptions=True)
 
 
-async def serve(settings: WorkerSettings, config: EngineConfig, streams: StreamsSettings, stop: asyncio.Event) -> None:
+async def serve(process: ProcessSettings, stop: asyncio.Event) -> None:
     """Load the model, publish its card, and serve until `stop` is set. Raises Stopped if it was set before."""
-    thread = EngineThread(lambda: _load(settings.model, config))
+    settings = process.worker
+    health, metrics = Health(settings.stall_timeout_s), EngineMetrics()
+    with ExitStack() as stack:
+        if settings.metrics_port is not None:
+            probes = Probes(health.problem, health.unreadiness, metrics.render)
+            stack.enter_context(Endpoint(probes, settings.metrics_host, settings.metrics_port))
+        await _serve(process, stop, health, metrics)
+
+
+async def _serve(process: ProcessSettings, stop: asyncio.Event, health: Health, metrics: EngineMetrics) -> None:
+    settings, streams = process.worker, process.streams
+    thread = EngineThread(lambda: _load(settings.model, process.engine))
     thread.start()
     connecting = _when_redis_is_there(lambda: Broker.connect(settings.redis_url, streams))
     # The model loads while Redis may still be starting.
@@ -86,9 +100,8 @@ async def serve(settings: WorkerSettings, config: EngineConfig, streams: Streams
         card = build_card(resolve_model(settings.model), settings.served_model_name, engine)
         publishing = _when_redis_is_there(lambda: broker.publish_model(card, partitions=settings.partitions))
         await _unless_stopped(publishing, stop)
-        worker = Worker(thread, settings)
-        if settings.metrics_port is not None:
-            stack.enter_context(metrics_endpoint(worker.stats, settings.metrics_port))
+        worker = Worker(thread, settings, health)
+        metrics.watch(worker.stats)
         session = EngineSession(
             broker,
             model=settings.served_model_name,
@@ -114,13 +127,13 @@ def _limit_exit(seconds: float) -> None:
     timer.start()
 
 
-async def _run(settings: WorkerSettings, config: EngineConfig, streams: StreamsSettings) -> None:
+async def _run(process: ProcessSettings) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     with suppress(Stopped):
-        await serve(settings, config, streams, stop)
+        await serve(process, stop)
 
 
 def check_address(url: str) -> None:
@@ -133,19 +146,17 @@ def check_address(url: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    options = build_parser().parse_args(arguments)
     try:
-        settings, config = worker_settings(options), engine_config(options)
-        streams = settings_from_environment(os.environ)
-        check_address(settings.redis_url)
+        process = load_settings(arguments, os.environ)
+        check_address(process.worker.redis_url)
     except (EngineError, ValueError) as error:
         print(f"pagestream-engine: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_BAD_OPTIONS
     setproctitle("pagestream-engine")
-    configure_logs()
+    configure_logs(process.telemetry.log_level)
     try:
-        uvloop.run(_run(settings, config, streams))
-    except (EngineError, ModelFolderError) as error:
+        uvloop.run(_run(process))
+    except (EngineError, ModelFolderError, EndpointError) as error:
         print(f"pagestream-engine: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_BAD_OPTIONS
     except (EngineFailed, StreamsError) as error:

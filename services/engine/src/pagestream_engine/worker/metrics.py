@@ -1,16 +1,13 @@
 """The engine's load as Prometheus metrics."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pagestream_engine.outputs import EngineStats
-
-STOP_LIMIT_S = 2.0
 
 
 class Family(NamedTuple):
@@ -54,15 +51,16 @@ class EngineCollector(Collector):
             yield CounterMetricFamily(family.name, family.text, value=family.value(stats))
 
 
-@contextmanager
-def metrics_endpoint(stats: Callable[[], EngineStats], port: int) -> Iterator[None]:
-    """Serve `/metrics` on all interfaces for the length of a block. OSError where the port is taken."""
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(stats))
-    server, thread = start_http_server(port, registry=registry)
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(STOP_LIMIT_S)
+class EngineMetrics:
+    """What `/metrics` shows; nothing before there is an engine."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+
+    def watch(self, stats: Callable[[], EngineStats]) -> None:
+        """From now on there is an engine."""
+        self._registry.register(EngineCollector(stats))
+
+    def render(self) -> bytes:
+        """Return the exposition in Prometheus' text form."""
+        return generate_latest(self._registry)

@@ -1,13 +1,24 @@
-"""Settings of a worker process, read from its command line."""
+"""Settings of a worker process: flags, then `PAGESTREAM_<GROUP>__<FIELD>`, then the defaults."""
 
 import argparse
+import dataclasses
+import math
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import getpid
 from pathlib import Path
 from typing import Any
 
-from pagestream_engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, EngineConfig
+from pagestream_streams import StreamsSettings, settings_from_environment
+from pagestream_telemetry.environment import fields_of, read_environment, variable_of
+from pagestream_telemetry.errors import VariableError
+from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
+
+from pagestream_engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, EngineConfig, EngineOptions
+from pagestream_engine.errors import ConfigError
+
+WORKER, ENGINE = "WORKER", "ENGINE"
 
 
 @dataclass(frozen=True)
@@ -22,7 +33,14 @@ class WorkerSettings:
     partitions: int = 4
     """Partitions of a model that nobody has published before; a published number stays."""
     metrics_port: int | None = None
-    """TCP port of the Prometheus endpoint; None: no endpoint."""
+    """TCP port of /healthz, /readyz and /metrics; None: no endpoint."""
+    metrics_host: str = "0.0.0.0"  # noqa: S104
+    """Address of that port. All interfaces: probes and scrapers come from other machines."""
+    profile_dir: Path | None = None
+    """Folder into which a torch profiler's trace is written on SIGUSR2 or POST /debug/profile; None: neither does
+    anything."""
+    profile_steps: int = 10
+    """Steps of a profile that a signal asks for."""
     idle_poll_s: float = 0.1
     """Seconds between looks at the queue when no doorbell rings: bounds what a lost doorbell costs."""
     drain_timeout_s: float = 8.0
@@ -78,10 +96,21 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--scheduling-policy", metavar="NAME")
 
 
-def engine_config(options: argparse.Namespace) -> EngineConfig:
-    """Build the engine's settings from parsed options. Raises ConfigError that names the option."""
-    given: dict[str, Any] = {name: getattr(options, name) for name in _ENGINE_OPTIONS if hasattr(options, name)}
-    return EngineConfig.from_options(given)
+def engine_config(options: argparse.Namespace, environ: Mapping[str, str] | None = None) -> EngineConfig:
+    """Build the engine's settings from parsed options, then variables of the group ENGINE.
+
+    Raises:
+        ConfigError: an option is malformed; names it, and the variable it came from.
+        VariableError: a variable is.
+    """
+    given = read_environment(environ or {}, {ENGINE: fields_of(EngineOptions)})[ENGINE]
+    flags: dict[str, Any] = {name: getattr(options, name) for name in _ENGINE_OPTIONS if hasattr(options, name)}
+    try:
+        return EngineConfig.from_options(given | flags)
+    except ConfigError as error:
+        if error.field in given and error.field not in flags:
+            raise VariableError(variable_of(ENGINE, error.field), str(error)) from error
+        raise
 
 
 def _engine_name(text: str) -> str:
@@ -97,25 +126,91 @@ def _count(text: str) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of `pagestream-engine`."""
-    parser = argparse.ArgumentParser(prog="pagestream-engine", description="Runs a model on requests from Redis.")
-    parser.add_argument("model", metavar="MODEL", help="folder with config.json, safetensors, tokenizer.json")
-    parser.add_argument("--redis", required=True, metavar="URL", help="such as redis://127.0.0.1:6379/0")
+    """Return the parser of `pagestream-engine`. An option that is not given may come from the environment."""
+    parser = argparse.ArgumentParser(
+        prog="pagestream-engine",
+        description="Runs a model on requests from Redis. Every option is a variable as well: "
+        "PAGESTREAM_WORKER__<OPTION>, and PAGESTREAM_ENGINE__<OPTION> for the engine's.",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="folder with config.json, safetensors, tokenizer.json"
+    )
+    parser.add_argument("--redis", metavar="URL", help="such as redis://127.0.0.1:6379/0")
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients ask for (default: the folder's name)")
     parser.add_argument("--engine-id", type=_engine_name, metavar="ID", help="default: host name and process id")
-    parser.add_argument("--partitions", type=_count, default=4, metavar="N", help="of a model new to this Redis")
-    parser.add_argument("--metrics-port", type=_count, metavar="PORT", help="serve Prometheus metrics at /metrics")
+    parser.add_argument("--partitions", type=_count, metavar="N", help="of a model new to this Redis (default 4)")
+    parser.add_argument("--metrics-port", type=_count, metavar="PORT", help="serve /healthz, /readyz and /metrics")
+    parser.add_argument("--profile-dir", type=Path, metavar="DIR", help="for profiles on demand (default: none)")
+    parser.add_argument("--otlp-endpoint", metavar="URL", help="send metrics and spans there, by OTLP/gRPC")
+    parser.add_argument("--log-level", metavar="LEVEL", help="lowest level written (default INFO)")
     add_engine_options(parser)
     return parser
 
 
-def worker_settings(options: argparse.Namespace) -> WorkerSettings:
-    """Build the worker's settings from parsed options."""
-    return WorkerSettings(
-        model=options.model,
-        redis_url=options.redis,
-        served_model_name=options.served_model_name or Path(options.model).resolve().name,
-        engine_id=options.engine_id or f"{socket.gethostname()}-{getpid()}",
-        partitions=options.partitions,
-        metrics_port=options.metrics_port,
-    )
+_RENAMED = {"redis_url": "redis"}
+"""Fields that have another name as an option and as a variable."""
+
+
+def _worker_fields() -> dict[str, Any]:
+    """The group WORKER. Its model and its names have no default in the dataclass, but have one here."""
+    return {_RENAMED.get(name, name): kind for name, kind in fields_of(WorkerSettings).items()}
+
+
+def worker_settings(options: argparse.Namespace, environ: Mapping[str, str] | None = None) -> WorkerSettings:
+    """Build the worker's settings from parsed options, then variables of the group WORKER.
+
+    Raises:
+        VariableError: a variable is unknown, malformed or out of range.
+        ValueError: the model or the Redis address is given nowhere.
+    """
+    fields = _worker_fields()
+    given = read_environment(environ or {}, {WORKER: fields})[WORKER]
+    _check(given)
+    flags = {name: getattr(options, name) for name in fields if getattr(options, name, None) is not None}
+    values = given | flags
+    for name, option in (("model", "MODEL"), ("redis", "--redis")):
+        if not values.get(name):
+            raise ValueError(f"{option} is needed; give it, or set {variable_of(WORKER, name)}")
+    values["served_model_name"] = values.get("served_model_name") or Path(values["model"]).resolve().name
+    values["engine_id"] = values.get("engine_id") or f"{socket.gethostname()}-{getpid()}"
+    return WorkerSettings(redis_url=values.pop("redis"), **values)
+
+
+_CHECKED_TEXTS = {"engine_id": _engine_name}
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """What argparse checks of options, and that every number is above 0."""
+    for name, value in given.items():
+        if isinstance(value, int | float) and not 0 < value < math.inf:
+            raise VariableError(variable_of(WORKER, name), f"{value} was given, a number above 0 is expected")
+        if name in _CHECKED_TEXTS and value:
+            try:
+                _CHECKED_TEXTS[name](value)
+            except argparse.ArgumentTypeError as error:
+                raise VariableError(variable_of(WORKER, name), str(error)) from error
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """All settings of a worker process."""
+
+    worker: WorkerSettings
+    engine: EngineConfig
+    streams: StreamsSettings
+    telemetry: TelemetrySettings
+
+
+def load_settings(arguments: Sequence[str] | None, environ: Mapping[str, str]) -> ProcessSettings:
+    """Read command line and environment.
+
+    Raises:
+        EngineError: an engine option is wrong.
+        ValueError: another option or a variable is; the message names it.
+    """
+    options = build_parser().parse_args(arguments)
+    flags = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(TelemetrySettings)}
+    # What is misspelt comes before what is missing: the one is often the reason of the other.
+    telemetry, streams = telemetry_settings(environ, flags), settings_from_environment(environ)
+    engine = engine_config(options, environ)
+    return ProcessSettings(worker_settings(options, environ), engine, streams, telemetry)

@@ -19,6 +19,7 @@ from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.outputs import EngineStats, StepOutput
 from pagestream_engine.sibling import Sibling
 from pagestream_engine.worker.engine_thread import AbortSequences, AddGroup, EngineThread, Stop
+from pagestream_engine.worker.health import Health
 from pagestream_engine.worker.request import Choice, RunningRequest
 from pagestream_engine.worker.settings import WorkerSettings
 from pagestream_engine.worker.step_set import StepChange
@@ -43,11 +44,13 @@ class Worker:
     Args:
         thread: has loaded its engine; the worker ends it.
         settings: names and limits.
+        health: is told of progress and of the end.
     """
 
-    def __init__(self, thread: EngineThread, settings: WorkerSettings) -> None:
+    def __init__(self, thread: EngineThread, settings: WorkerSettings, health: Health | None = None) -> None:
         engine = thread.loaded.result(timeout=0)
         self._settings = settings
+        self._health = health or Health(settings.stall_timeout_s)
         self._block_size = engine.block_size
         self._max_num_seqs = engine.config.scheduler.max_num_seqs
         self._requests: dict[str, RunningRequest] = {}
@@ -75,10 +78,12 @@ class Worker:
             asyncio.create_task(self._watch_engine(), name="watchdog"),
         ]
         stopping = asyncio.create_task(stop.wait(), name="stop")
+        self._health.watch(self._thread.step_age_s)
         try:
             ends: list[asyncio.Future[Any]] = [stopping, self._thread_ended, *tasks]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._health.end()
             stopping.cancel()
             results = await self._end(tasks)
             await self._drain(session)
@@ -117,6 +122,7 @@ class Worker:
     async def _watch_engine(self) -> None:
         while True:
             await asyncio.sleep(self._settings.stall_timeout_s / 10)
+            self._health.beat()
             age = self._thread.step_age_s()
             if age > self._settings.stall_timeout_s:
                 logger.critical(

@@ -1,0 +1,75 @@
+"""What a process measures, traces and logs, and where it goes: the group TELEMETRY of each process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagestream_telemetry.environment import fields_of, read_environment, variable_of
+from pagestream_telemetry.errors import VariableError
+
+GROUP = "TELEMETRY"
+LOG_FORMATS = ("json", "text")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+STANDARD_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+STANDARD_SWITCH = "OTEL_SDK_DISABLED"
+
+
+@dataclass(frozen=True)
+class TelemetrySettings:
+    """Values are checked when it is made. VariableError names the variable of a wrong one."""
+
+    otlp_endpoint: str = ""
+    """Where metrics and spans go by OTLP/gRPC, such as http://collector:4317 (https:// is TLS); "" exports nothing."""
+    export_interval_s: float = 2.0
+    """Seconds between two exports of the metrics: what an autoscaler sees is at most so old, and the way to it."""
+    traces: bool = True
+    """Whether spans are made, where there is an endpoint."""
+    trace_sample_ratio: float = 1.0
+    """Share of the traces that begin here which are kept; a caller's own decision is kept as it is."""
+    log_format: str = "json"
+    """json: one object a line; text: for people."""
+    log_level: str = "INFO"
+    """Lowest level that is written: DEBUG, INFO, WARNING or ERROR."""
+
+    def __post_init__(self) -> None:
+        """Checks."""
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            _refuse("otlp_endpoint", self.otlp_endpoint, "an address such as http://collector:4317")
+        if not 0.1 <= self.export_interval_s <= 3600:
+            _refuse("export_interval_s", self.export_interval_s, "0.1 to 3600 seconds")
+        if not 0 <= self.trace_sample_ratio <= 1:
+            _refuse("trace_sample_ratio", self.trace_sample_ratio, "a number from 0 to 1")
+        if self.log_format not in LOG_FORMATS:
+            _refuse("log_format", self.log_format, " or ".join(LOG_FORMATS))
+        if self.log_level not in LOG_LEVELS:
+            _refuse("log_level", self.log_level, ", ".join(LOG_LEVELS))
+
+    @property
+    def exports(self) -> bool:
+        """Whether something leaves this process by itself."""
+        return bool(self.otlp_endpoint)
+
+
+def telemetry_settings(environ: Mapping[str, str], flags: Mapping[str, Any] | None = None) -> TelemetrySettings:
+    """Settings from flags (those that are not None), then the environment, then the defaults.
+
+    OpenTelemetry's own OTEL_EXPORTER_OTLP_ENDPOINT holds where ours says nothing, and OTEL_SDK_DISABLED=true turns
+    exporting off.
+
+    Raises:
+        VariableError: a field is unknown, or a value malformed or out of range.
+    """
+    given = read_environment(environ, {GROUP: fields_of(TelemetrySettings)})[GROUP]
+    given |= {name: value for name, value in (flags or {}).items() if value is not None}
+    given.setdefault("otlp_endpoint", environ.get(STANDARD_ENDPOINT, ""))
+    settings = TelemetrySettings(**given)
+    if environ.get(STANDARD_SWITCH, "").lower() == "true":
+        return dataclasses.replace(settings, otlp_endpoint="")
+    return settings
+
+
+def _refuse(field: str, given: object, expected: str) -> None:
+    raise VariableError(variable_of(GROUP, field), f"{given!r} was given, {expected} is expected")

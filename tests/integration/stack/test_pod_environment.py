@@ -1,0 +1,110 @@
+"""Engine and gateway as pods start them: one argument, everything else from the environment, probes over HTTP."""
+
+import hashlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from pagestream_streams.embedded import find_server, server_command
+from stack import DEMO_MODEL, START_LIMIT_S, Part, free_port, wait_until
+
+KEY = "a-key-of-the-test"
+
+
+class Pods:
+    """The three processes of a small deployment."""
+
+    def __init__(self, folder: Path) -> None:
+        redis_port, self.engine_port, self.gateway_port = free_port(), free_port(), free_port()
+        self.http_port = free_port()
+        data = folder / "redis"
+        data.mkdir()
+        keys = folder / "keys"
+        keys.write_text(f"{hashlib.sha256(KEY.encode()).hexdigest()} tenant\n")
+        redis_url = f"redis://127.0.0.1:{redis_port}/0"
+        self.redis = Part("redis", server_command(find_server(), data, redis_port), folder / "redis.log")
+        self.engine = Part(
+            "engine",
+            [sys.executable, "-m", "pagestream_engine.worker", str(DEMO_MODEL)],
+            folder / "engine.log",
+            {
+                "PAGESTREAM_WORKER__REDIS": redis_url,
+                "PAGESTREAM_WORKER__SERVED_MODEL_NAME": "demo",
+                "PAGESTREAM_WORKER__METRICS_PORT": str(self.engine_port),
+                "PAGESTREAM_WORKER__ENGINE_ID": "demo-engine-abc",
+                "PAGESTREAM_ENGINE__MAX_NUM_SEQS": "4",
+                "PAGESTREAM_ENGINE__DTYPE": "float32",
+                "PAGESTREAM_BROKER__RETENTION_S": "60",
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        self.gateway = Part(
+            "gateway",
+            [sys.executable, "-m", "pagestream_gateway"],
+            folder / "gateway.log",
+            {
+                "PAGESTREAM_GATEWAY__REDIS": redis_url,
+                "PAGESTREAM_GATEWAY__HOST": "127.0.0.1",
+                "PAGESTREAM_GATEWAY__HTTP_PORT": str(self.http_port),
+                "PAGESTREAM_GATEWAY__GRPC_PORT": "0",
+                "PAGESTREAM_GATEWAY__METRICS_PORT": str(self.gateway_port),
+                "PAGESTREAM_GATEWAY__API_KEYS": str(keys),
+                "PAGESTREAM_BROKER__RETENTION_S": "60",
+            },
+        )
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.gateway, self.engine, self.redis
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[Pods]:
+    made = Pods(tmp_path)
+    try:
+        yield made
+    finally:
+        for part in made.parts:
+            part.stop()
+
+
+def status(port: int, page: str) -> int:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/{page}", timeout=5.0).status_code
+    except httpx.TransportError:
+        return 0
+
+
+def test_pods_serve_and_tell_probes_how_they_are(pods: Pods) -> None:
+    pods.engine.start()
+    wait_until(lambda: status(pods.engine_port, "healthz") == 200, limit_s=START_LIMIT_S, what="liveness")
+    assert status(pods.engine_port, "readyz") == 503  # there is no Redis yet
+    pods.redis.start()
+    pods.gateway.start()
+    wait_until(lambda: status(pods.engine_port, "readyz") == 200, limit_s=START_LIMIT_S, what="the engine")
+    wait_until(lambda: status(pods.gateway_port, "readyz") == 200, limit_s=START_LIMIT_S, what="the gateway")
+    assert {status(port, "healthz") for port in (pods.engine_port, pods.gateway_port)} == {200}
+    assert {status(port, "metrics") for port in (pods.engine_port, pods.gateway_port)} == {200}
+
+    body = {"model": "demo", "prompt": "Once", "max_tokens": 4}
+    url = f"http://127.0.0.1:{pods.http_port}/v1/completions"
+    assert httpx.post(url, json=body).status_code == 401
+    answer = httpx.post(url, json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=30.0)
+    assert answer.json()["usage"]["completion_tokens"] == 4
+
+    pods.engine.signal(signal.SIGTERM)
+    assert pods.engine.wait() == 0
+
+
+@pytest.mark.parametrize("module", ["pagestream_engine.worker", "pagestream_gateway"])
+@pytest.mark.parametrize("variable", ["PAGESTREAM_WORKR__REDIS", "PAGESTREAM_TELEMETRY__INTERVAL"])
+def test_an_unknown_variable_ends_the_process_with_its_name(module: str, variable: str) -> None:
+    command = [sys.executable, "-m", module]
+    done = subprocess.run(command, env={variable: "1"}, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert f"{variable}: unknown" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,67 @@
+from pathlib import Path
+
+import pytest
+from pagestream_telemetry.environment import GROUPS, read_environment
+from pagestream_telemetry.errors import TelemetryError, VariableError
+
+FIELDS = {"name": str, "count": int, "share": float, "on": bool, "place": Path | None, "port": int | None}
+
+
+def read(**variables: str) -> dict[str, dict[str, object]]:
+    return read_environment(variables, {"WORKER": FIELDS})
+
+
+def test_each_type_is_read() -> None:
+    given = read(
+        PAGESTREAM_WORKER__NAME="",
+        PAGESTREAM_WORKER__COUNT="-3",
+        PAGESTREAM_WORKER__SHARE="0.5",
+        PAGESTREAM_WORKER__ON="False",
+        PAGESTREAM_WORKER__PLACE="/place",
+        PAGESTREAM_WORKER__PORT="",
+    )["WORKER"]
+    assert given == {"name": "", "count": -3, "share": 0.5, "on": False, "place": Path("/place"), "port": None}
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "PAGESTREAM_REQUIRE",
+        "PAGESTREAM_IMAGE_LOADER",
+        "PAGESTREAM_FAULT_POINTS",
+        "PAGESTREAM_GATEWAY_PORT_8000_TCP_ADDR",
+        "PAGESTREAM_OPERATOR__NAMESPACES",
+        "PAGESTREAM_CLIENT__API_KEY",
+        "OTHER__FIELD",
+    ],
+)
+def test_what_is_no_setting_of_this_process_is_left_alone(variable: str) -> None:
+    assert read(**{variable: "tcp://10.0.0.1:80"}) == {"WORKER": {}}
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "told"),
+    [
+        ("PAGESTREAM_WORKER__COUNTS", "1", "did you mean PAGESTREAM_WORKER__COUNT?"),
+        ("PAGESTREAM_WORKER__ELSE", "1", "known in this group: PAGESTREAM_WORKER__NAME"),
+        ("PAGESTREAM_WORKER__count", "1", "unknown setting"),
+        ("PAGESTREAM_WORKR__COUNT", "1", "did you mean PAGESTREAM_WORKER__...?"),
+        ("PAGESTREAM_XYZ__COUNT", "1", "known groups: PAGESTREAM_WORKER__"),
+        ("PAGESTREAM_WORKER__COUNT", "1.5", "a whole number is expected"),
+        ("PAGESTREAM_WORKER__PORT", "tcp://10.0.0.1:80", "a whole number is expected"),
+        ("PAGESTREAM_WORKER__SHARE", "nan", "a finite number is expected"),
+        ("PAGESTREAM_WORKER__ON", "yes", "true or false is expected"),
+        ("PAGESTREAM_WORKER__COUNT", "", "a whole number is expected"),
+    ],
+)
+def test_what_is_wrong_is_named(variable: str, text: str, told: str) -> None:
+    with pytest.raises(VariableError) as caught:
+        read(**{variable: text})
+    assert str(caught.value).startswith(f"{variable}: ")
+    assert told in str(caught.value)
+    assert caught.value.variable == variable
+    assert isinstance(caught.value, TelemetryError)
+
+
+def test_the_groups_of_all_processes_are_known() -> None:
+    assert set(GROUPS) >= {"WORKER", "ENGINE", "BROKER", "GATEWAY", "TELEMETRY", "OPERATOR"}
