@@ -1,0 +1,217 @@
+{{/* Before all names; short enough for the longest suffix and a StatefulSet's revision label. */}}
+{{- define "pagestream.fullname" -}}
+{{- .Values.fullnameOverride | default .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* A component's selector: (dict "root" $ "component" "gateway"). */}}
+{{- define "pagestream.selector" -}}
+app.kubernetes.io/name: pagestream-{{ .component }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+{{- end -}}
+
+{{/* The labels of a component's objects. */}}
+{{- define "pagestream.labels" -}}
+{{ include "pagestream.selector" . }}
+app.kubernetes.io/component: {{ .component }}
+app.kubernetes.io/part-of: pagestream
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* The labels of a component's pods: (dict "root" $ "component" "gateway" "extra" podLabels). No version: an upgrade of the chart alone restarts nothing. */}}
+{{- define "pagestream.podLabels" -}}
+{{ include "pagestream.selector" . }}
+app.kubernetes.io/component: {{ .component }}
+app.kubernetes.io/part-of: pagestream
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- with .extra }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* An image of our own: (dict "root" $ "image" .Values.gateway.image). */}}
+{{- define "pagestream.image" -}}
+{{- $name := list .root.Values.image.registry .image.repository | compact | join "/" -}}
+{{- if .image.digest -}}
+{{ $name }}@{{ .image.digest }}
+{{- else -}}
+{{ $name }}:{{ coalesce .image.tag .root.Values.image.tag .root.Chart.AppVersion }}
+{{- end -}}
+{{- end -}}
+
+{{/* An image of others: its registry, repository, tag or digest. */}}
+{{- define "pagestream.otherImage" -}}
+{{- $name := list .registry .repository | compact | join "/" -}}
+{{- if .digest -}}{{ $name }}@{{ .digest }}{{- else -}}{{ $name }}:{{ .tag }}{{- end -}}
+{{- end -}}
+
+{{- define "pagestream.pullSecrets" -}}
+{{- with .Values.image.pullSecrets -}}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end -}}
+{{- end -}}
+
+{{/* What Pod Security "restricted" asks of a pod, and of its containers. The user is the images' own. */}}
+{{- define "pagestream.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "pagestream.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* Where pods may run: (dict "root" $ "component" "gateway" "values" .Values.gateway "spread" true). */}}
+{{- define "pagestream.placement" -}}
+{{- with .values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .spread }}
+topologySpreadConstraints:
+  {{- if .values.topologySpreadConstraints }}
+  {{- toYaml .values.topologySpreadConstraints | nindent 2 }}
+  {{- else }}
+  {{- range $key := list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+  - maxSkew: 1
+    topologyKey: {{ $key }}
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "pagestream.selector" $ | nindent 8 }}
+  {{- end }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The Secret that holds Redis' address under `url`. */}}
+{{- define "pagestream.redisSecret" -}}
+{{- .Values.redis.external.existingSecret | default (printf "%s-redis" (include "pagestream.fullname" .)) -}}
+{{- end -}}
+
+{{/* The Secret that holds the hashes of API keys under `keys`. */}}
+{{- define "pagestream.keysSecret" -}}
+{{- .Values.apiKeys.existingSecret | default (printf "%s-api-key-hashes" (include "pagestream.fullname" .)) -}}
+{{- end -}}
+
+{{/* The Secret that holds a key for callers under `key`; empty where there is none. */}}
+{{- define "pagestream.callerKeySecret" -}}
+{{- if .Values.apiKeys.enabled -}}
+{{- if .Values.apiKeys.existingSecret -}}
+{{- .Values.smoke.existingSecret -}}
+{{- else -}}
+{{- include "pagestream.fullname" . }}-api-key
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The Secret with the gateway's certificate. */}}
+{{- define "pagestream.tlsSecret" -}}
+{{- .Values.gateway.tls.existingSecret | default (printf "%s-gateway-tls" (include "pagestream.fullname" .)) -}}
+{{- end -}}
+
+{{/* Where processes export OpenTelemetry. */}}
+{{- define "pagestream.otlpEndpoint" -}}
+{{- if .Values.telemetry.endpoint -}}
+{{- .Values.telemetry.endpoint -}}
+{{- else if .Values.collector.enabled -}}
+http://{{ include "pagestream.fullname" . }}-collector.{{ .Release.Namespace }}.svc:4317
+{{- else -}}
+http://{{ include "pagestream.fullname" . }}-operator-sink.{{ .Release.Namespace }}.svc:4317
+{{- end -}}
+{{- end -}}
+
+{{/* The namespaces that the operator serves, as a YAML list. */}}
+{{- define "pagestream.operatorNamespaces" -}}
+{{- .Values.operator.namespaces | default (list .Release.Namespace) | toYaml -}}
+{{- end -}}
+
+{{/* The environment that all of our processes share beside the ConfigMap `<release>-settings`. */}}
+{{- define "pagestream.podIdentity" -}}
+- name: POD_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.name
+- name: POD_UID
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.uid
+- name: OTEL_RESOURCE_ATTRIBUTES
+  value: k8s.namespace.name={{ .Release.Namespace }},k8s.pod.name=$(POD_NAME),k8s.pod.uid=$(POD_UID)
+{{- end -}}
+
+{{/* A model that the notes can name. */}}
+{{- define "pagestream.exampleModel" -}}
+{{- $model := "" -}}
+{{- range $name, $spec := .Values.pools -}}
+{{- $model = $model | default (dig "model" "servedName" "" $spec) -}}
+{{- end -}}
+{{- $model | default "MODEL" -}}
+{{- end -}}
+
+{{/* Values that contradict each other: said before anything is rendered. */}}
+{{- define "pagestream.check" -}}
+{{- $external := or .Values.redis.external.url .Values.redis.external.existingSecret -}}
+{{- if and .Values.redis.bundled.enabled $external -}}
+{{- fail "redis: both redis.bundled.enabled and redis.external are set; set redis.bundled.enabled=false to use the external one" -}}
+{{- end -}}
+{{- if and (not .Values.redis.bundled.enabled) (not $external) -}}
+{{- fail "redis: redis.bundled.enabled is false; say where Redis is: redis.external.url or redis.external.existingSecret" -}}
+{{- end -}}
+{{- if and .Values.redis.external.url .Values.redis.external.existingSecret -}}
+{{- fail "redis.external: give either url or existingSecret" -}}
+{{- end -}}
+{{- if and .Values.apiKeys.existingSecret .Values.apiKeys.hashes -}}
+{{- fail "apiKeys: with existingSecret, all hashes lie in that Secret; apiKeys.hashes must be empty" -}}
+{{- end -}}
+{{- if and (not .Values.collector.enabled) (not .Values.telemetry.endpoint) (gt (int .Values.operator.replicas) 1) -}}
+{{- fail "telemetry: without a collector, processes reach only one operator; set operator.replicas=1, collector.enabled=true, or telemetry.endpoint to a collector of your own that exports to each operator" -}}
+{{- end -}}
+{{- if and .Values.gateway.tls.enabled (not .Values.gateway.tls.existingSecret) (not .Values.gateway.tls.certificate.enabled) -}}
+{{- fail "gateway.tls: name a Secret (gateway.tls.existingSecret) or let cert-manager make one (gateway.tls.certificate.enabled)" -}}
+{{- end -}}
+{{- if and .Values.gateway.tls.certificate.enabled (not .Values.gateway.tls.certificate.issuerRef.name) -}}
+{{- fail "gateway.tls.certificate: issuerRef.name is empty; name the cert-manager issuer" -}}
+{{- end -}}
+{{- if gt (int .Values.gateway.autoscaling.minReplicas) (int .Values.gateway.autoscaling.maxReplicas) -}}
+{{- fail (printf "gateway.autoscaling: minReplicas (%d) is above maxReplicas (%d)" (int .Values.gateway.autoscaling.minReplicas) (int .Values.gateway.autoscaling.maxReplicas)) -}}
+{{- end -}}
+{{- range $route, $values := dict "httpRoute" .Values.gateway.httpRoute "grpcRoute" .Values.gateway.grpcRoute -}}
+{{- if and $values.enabled (not $values.parentRefs) -}}
+{{- fail (printf "gateway.%s.parentRefs is empty; name the Gateway to attach to" $route) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name := concat .Values.collector.metrics.exporters .Values.collector.traces.exporters -}}
+{{- if not (hasKey $.Values.collector.exporters $name) -}}
+{{- fail (printf "collector: %q is in metrics.exporters or traces.exporters, and not described in collector.exporters" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,83 @@
+{{/* Annotations of a hook's objects: (dict "events" "pre-upgrade" "weight" "-20"). */}}
+{{- define "pagestream.hook" -}}
+helm.sh/hook: {{ .events }}
+helm.sh/hook-weight: {{ .weight | quote }}
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+{{- end -}}
+
+{{/* A Job that runs a command of the operator's image: (dict "root" $ "component" "crd-hook" "name" NAME "events" EVENTS "limit" SECONDS "args" LIST). */}}
+{{- define "pagestream.hookJob" -}}
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {{ .name }}
+  labels:
+    {{- include "pagestream.labels" . | nindent 4 }}
+  annotations:
+    {{- include "pagestream.hook" (dict "events" .events "weight" "-10") | nindent 4 }}
+spec:
+  backoffLimit: 3
+  activeDeadlineSeconds: {{ .limit }}
+  template:
+    metadata:
+      labels:
+        {{- include "pagestream.podLabels" . | nindent 8 }}
+    spec:
+      restartPolicy: Never
+      serviceAccountName: {{ .name }}
+      automountServiceAccountToken: true
+      enableServiceLinks: false
+      terminationGracePeriodSeconds: 5
+      {{- with include "pagestream.pullSecrets" .root }}
+      {{- . | nindent 6 }}
+      {{- end }}
+      securityContext:
+        {{- include "pagestream.podSecurityContext" .root | nindent 8 }}
+      containers:
+        - name: hook
+          image: {{ include "pagestream.image" (dict "root" .root "image" .root.Values.operator.image) }}
+          imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+          command: [pagestream-operator]
+          args:
+            {{- toYaml .args | nindent 12 }}
+          env:
+            - name: HOME
+              value: /tmp
+          resources:
+            requests:
+              cpu: 10m
+              memory: 64Mi
+            limits:
+              memory: 256Mi
+          securityContext:
+            {{- include "pagestream.containerSecurityContext" .root | nindent 12 }}
+          volumeMounts:
+            - name: tmp
+              mountPath: /tmp
+      volumes:
+        - name: tmp
+          emptyDir: {}
+      {{- with include "pagestream.placement" (dict "root" .root "component" .component "values" (pick .root.Values.operator "nodeSelector" "tolerations" "priorityClassName") "spread" false) | trim }}
+      {{- . | nindent 6 }}
+      {{- end }}
+{{- end -}}
+
+{{/* What a hook's pod may do in the network: ask the API server. */}}
+{{- define "pagestream.hookNetworkPolicy" -}}
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {{ .name }}
+  labels:
+    {{- include "pagestream.labels" . | nindent 4 }}
+  annotations:
+    {{- include "pagestream.hook" (dict "events" .events "weight" "-20") | nindent 4 }}
+spec:
+  podSelector:
+    matchLabels:
+      {{- include "pagestream.selector" . | nindent 6 }}
+  policyTypes: [Ingress, Egress]
+  egress:
+    {{- include "pagestream.egressDNS" .root | nindent 4 }}
+    {{- include "pagestream.egressAPIServer" .root | nindent 4 }}
+{{- end -}}
