@@ -14,6 +14,7 @@ from pagestream_streams.durability import Durability
 from pagestream_streams.entries import Argument
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.links import open_link
+from pagestream_streams.lost_transports import lost_transports_are_told
 from pagestream_streams.scripts import Script
 from pagestream_streams.settings import StreamsSettings
 
@@ -161,7 +162,8 @@ class Connection:
 @asynccontextmanager
 async def _translated() -> AsyncIterator[None]:
     try:
-        yield
+        with lost_transports_are_told():
+            yield
     except (
         exceptions.ConnectionError,
         exceptions.TimeoutError,

@@ -11,6 +11,7 @@ from redis import exceptions
 from redis.asyncio.client import PubSub
 
 from pagestream_streams.connection import Connection
+from pagestream_streams.lost_transports import lost_transports_are_told
 from pagestream_streams.tasks import cancel, wait_for_event
 
 _log = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ class Subscription:
         while True:
             pubsub = self._connection.pubsub()
             try:
-                await self._follow(pubsub)
+                with lost_transports_are_told():
+                    await self._follow(pubsub)
             except (exceptions.RedisError, OSError, TimeoutError) as error:
                 _log.info("%s: %s", self._channels, error)
             finally:
@@ -96,5 +98,5 @@ class Subscription:
 
 async def _close(pubsub: PubSub) -> None:
     close: Callable[[], Awaitable[None]] = pubsub.aclose
-    with suppress(exceptions.RedisError, OSError, TimeoutError):
+    with suppress(exceptions.RedisError, OSError, TimeoutError), lost_transports_are_told():
         await close()
