@@ -5,24 +5,31 @@ and through gateway, Redis and an engine process of the same options. The load g
 machine it takes processor time from what it measures, so its own processor seconds, divided by the number of cores, are
 taken off the wall time of the full path. Both figures are printed, the uncorrected one too.
 
-    PYTHONPATH=tests/support python tests/benchmarks/full_path.py [--short] [--repeats 3] [--json FILE]
+    PYTHONPATH=tests/support python tests/benchmarks/full_path.py [--short] [--repeats 3] [--step-ms MS] [--json FILE]
+
+With `--step-ms` the model is one that takes so long a step and no processor, on both sides: the case of a GPU, where
+the path does not compete with the model for the cores. With `--rate` requests come one by one: what is added to the
+first token is then the path's own delay, and not the time to accept all of them.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import random
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 
 import grpc.aio
 import torch
 from engine_throughput import SHAPE, make_model, make_prompts
+from paced_worker import PACE, paced_engine
 from pagestream.v1 import inference_pb2 as pb
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream_engine import Engine, EngineConfig, SamplingParams
@@ -51,38 +58,51 @@ def add_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def summarise(arrivals: Sequence[Sequence[float]], *, wall_s: float, load_s: float) -> Run:
-    """Turn the arrival times of tokens (seconds from the start) of each request into figures."""
+def summarise(arrivals: Sequence[Sequence[float]], due: Sequence[float], *, wall_s: float, load_s: float) -> Run:
+    """Turn the times at which tokens came and requests were due (seconds from the start) into figures."""
     count = sum(len(times) for times in arrivals)
     gaps = [later - earlier for times in arrivals for earlier, later in pairwise(times)]
     return Run(
         tokens_per_s=round(count / (wall_s - load_s), 1),
         uncorrected_tokens_per_s=round(count / wall_s, 1),
-        ttft_p50_ms=round(median(times[0] for times in arrivals) * 1000, 2),
+        ttft_p50_ms=round(median(times[0] - at for times, at in zip(arrivals, due, strict=True)) * 1000, 2),
         itl_p50_ms=round(median(gaps) * 1000, 2),
     )
 
 
-def run_engine(engine: Engine, prompts: Sequence[Sequence[int]], output_tokens: int) -> Run:
+def due_times(count: int, rate: float | None) -> list[float]:
+    """When each request is due: all at the start, or at random so many a second (a Poisson process, seed 0)."""
+    if rate is None:
+        return [0.0] * count
+    draw = random.Random(0)
+    return list(accumulate(draw.expovariate(rate) for _ in range(count)))
+
+
+def run_engine(engine: Engine, prompts: Sequence[Sequence[int]], output_tokens: int, due: Sequence[float]) -> Run:
     """Run the requests through the engine alone."""
     params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
     arrivals: dict[str, list[float]] = {str(number): [] for number in range(len(prompts))}
+    coming = deque(enumerate(prompts))
     started = time.perf_counter()
-    for number, prompt in enumerate(prompts):
-        engine.add_request(str(number), prompt, params)
-    while engine.has_unfinished_requests():
+    while coming or engine.has_unfinished_requests():
+        if coming and not engine.has_unfinished_requests():
+            time.sleep(max(0.0, due[coming[0][0]] - (time.perf_counter() - started)))
+        while coming and due[coming[0][0]] <= time.perf_counter() - started:
+            number, prompt = coming.popleft()
+            engine.add_request(str(number), prompt, params)
         outputs = engine.step()
         now = time.perf_counter() - started
         for output in outputs:
             arrivals[output.request_id].append(now)
-    return summarise(list(arrivals.values()), wall_s=time.perf_counter() - started, load_s=0.0)
+    return summarise(list(arrivals.values()), due, wall_s=time.perf_counter() - started, load_s=0.0)
 
 
-async def run_full_path(target: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> Run:
-    """Run the requests through the gateway, all at once, each a stream."""
+async def run_full_path(target: str, prompts: Sequence[Sequence[int]], output_tokens: int, due: Sequence[float]) -> Run:
+    """Run the requests through the gateway, each a stream."""
     sampling = pb.SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
 
-    async def read(stub: InferenceStub, prompt: Sequence[int], times: list[float]) -> None:
+    async def read(stub: InferenceStub, prompt: Sequence[int], at: float, times: list[float]) -> None:
+        await asyncio.sleep(started + at - time.perf_counter())
         request = pb.GenerateRequest(model="demo", prompt_token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
         async for response in stub.Generate(request):
             now = time.perf_counter() - started
@@ -94,12 +114,13 @@ async def run_full_path(target: str, prompts: Sequence[Sequence[int]], output_to
         stub = InferenceStub(channel)
         cpu = time.process_time()
         started = time.perf_counter()
-        await asyncio.gather(*(read(stub, prompt, times) for prompt, times in zip(prompts, arrivals, strict=True)))
+        calls = zip(prompts, due, arrivals, strict=True)
+        await asyncio.gather(*(read(stub, prompt, at, times) for prompt, at, times in calls))
         wall_s = time.perf_counter() - started
         load_s = (time.process_time() - cpu) / (os.cpu_count() or 1)
     if any(len(times) != output_tokens for times in arrivals):
         raise RuntimeError("a stream lost or repeated tokens")
-    return summarise(arrivals, wall_s=wall_s, load_s=load_s)
+    return summarise(arrivals, due, wall_s=wall_s, load_s=load_s)
 
 
 def best(runs: Sequence[Run]) -> Run:
@@ -111,22 +132,32 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[Run, Run]:
     """Run both sides in turn; returns the best of the engine alone and of the full path."""
     num_requests, output_tokens = (16, 16) if options.short else (64, 64)
     prompts = make_prompts(num_requests)
+    due = due_times(num_requests, options.rate)
     model = make_model(folder / "model", "bfloat16")
     add_tokenizer(model)
-    engine = Engine(model, EngineConfig.from_options(ENGINE_OPTIONS))
+    config = EngineConfig.from_options(ENGINE_OPTIONS)
+    if options.step_ms is None:
+        engine, module = Engine(model, config), "pagestream_engine.worker"
+    else:
+        engine, module = paced_engine(model, config, step_s=options.step_ms / 1000), "paced_worker"
+        os.environ[PACE] = str(options.step_ms / 1000)
     alone: list[Run] = []
     full: list[Run] = []
 
     def rounds(stack: Stack) -> None:
         target = stack.gateways[0].grpc_target
-        run_engine(engine, prompts, output_tokens)
-        asyncio.run(run_full_path(target, prompts, output_tokens))
+        run_engine(engine, prompts, output_tokens, due)
+        asyncio.run(run_full_path(target, prompts, output_tokens, due))
         for _ in range(options.repeats):
-            alone.append(run_engine(engine, prompts, output_tokens))
-            full.append(asyncio.run(run_full_path(target, prompts, output_tokens)))
+            alone.append(run_engine(engine, prompts, output_tokens, due))
+            full.append(asyncio.run(run_full_path(target, prompts, output_tokens, due)))
 
     with running_stack(
-        folder, model=model, engine_options=ENGINE_FLAGS, engine_threads=torch.get_num_threads()
+        folder,
+        model=model,
+        engine_options=ENGINE_FLAGS,
+        engine_threads=torch.get_num_threads(),
+        engine_module=module,
     ) as stack:
         rounds(stack)
     return best(alone), best(full)
@@ -137,6 +168,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Full path against the engine alone.")
     parser.add_argument("--short", action="store_true", help="a quarter of the requests and tokens")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--step-ms", type=float, metavar="MS", help="a model that takes so long, and no processor")
+    parser.add_argument("--rate", type=float, metavar="R", help="requests a second, at random (default: all at once)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -144,12 +144,14 @@ class Stack:
         model: Path,
         engine_options: Sequence[str],
         engine_threads: int = 1,
+        engine_module: str = "pagestream_engine.worker",
         served_model_name: str = "demo",
     ) -> None:
         self.folder = folder
         self.served_model_name = served_model_name
         self._model = model
         self._engine_options = engine_options
+        self._engine_module = engine_module
         self._engine_environment = {"OMP_NUM_THREADS": str(engine_threads)}
         redis_port = free_port()
         data = folder / "redis"
@@ -162,7 +164,7 @@ class Stack:
     def add_engine(self) -> Part:
         """Start one more engine."""
         name = f"engine-{len(self.engines)}"
-        command = [sys.executable, "-m", "pagestream_engine.worker", str(self._model), "--redis", self.redis_url]
+        command = [sys.executable, "-m", self._engine_module, str(self._model), "--redis", self.redis_url]
         command += ["--served-model-name", self.served_model_name, "--engine-id", name, *self._engine_options]
         part = Part(name, command, self.folder / f"{name}.log", self._engine_environment)
         part.start()
@@ -211,9 +213,12 @@ def running_stack(
     gateways: int = 1,
     engine_options: Sequence[str] = ("--dtype", "float32"),
     engine_threads: int = 1,
+    engine_module: str = "pagestream_engine.worker",
 ) -> Iterator[Stack]:
     """Run a stack for the length of a block; on an error the ends of all logs are added to it."""
-    stack = Stack(folder, model=model, engine_options=engine_options, engine_threads=engine_threads)
+    stack = Stack(
+        folder, model=model, engine_options=engine_options, engine_threads=engine_threads, engine_module=engine_module
+    )
     try:
         stack.redis.start()
         for _ in range(engines):
