@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 SEED ?= 1
 KILLS ?= 1000
 
-.PHONY: help setup run test check bench faults faults-campaign model-check proto demo-model kernels constraints clean
+.PHONY: help setup run test check bench faults faults-campaign topologies model-check proto demo-model kernels constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -44,6 +44,9 @@ faults: $(STAMP) ## Kill, stop and cut off every part at every moment: 84 cells,
 
 model-check: $(STAMP) ## The protocol's scripts on virtual time, and every broken variant of them (minutes)
 	$(PYTEST) -m "slow or not slow" tests/integration/streams/test_model_check.py tests/integration/streams/test_model_mutants.py
+
+topologies: $(STAMP) ## The streams' tests on the oldest and newest server, a cluster, behind Sentinels (minutes)
+	$(PYTEST) -m "slow or not slow" tests/integration/redis tests/integration/streams --ignore-glob='*/test_model_*' $(PYTEST_ARGS)
 
 faults-campaign: $(STAMP) ## Random kills under continuous load: SEED=1 KILLS=1000; goes on after an interruption
 	$(BIN)/python tests/campaigns/faults.py --seed $(SEED) --kills $(KILLS) $(ARGS)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from pagestream_streams.embedded import ServerBinary, free_port
+from pagestream_streams.embedded import EmbeddedRedis, ServerBinary, free_port
 from redis import Redis, exceptions
+from redis_servers import emptied
 
 HOST = "127.0.0.1"
 LIMIT_S = 40.0
@@ -90,9 +92,31 @@ class Topology:
                 continue
         return self.url
 
-    def master(self) -> Server:
-        """The server that writes, of those that are watched by Sentinels."""
-        return next(each for each in self.servers if each.process and role(each) == "master")
+    def masters(self) -> list[Server]:
+        """The servers that write."""
+        return [each for each in self.servers if each.process is not None and role(each) == "master"]
+
+
+Place = EmbeddedRedis | Topology
+"""One server or many, as tests get them."""
+
+
+def fresh(place: Place) -> str:
+    """The address of one server or many, without keys and scripts."""
+    return place.empty() if isinstance(place, Topology) else emptied(place)
+
+
+def ask_all(place: Place, *command: str | int) -> list[Any]:
+    """Each master's answer: commands without a key, which no link spreads."""
+    if isinstance(place, Topology):
+        return [each.ask(*command) for each in place.masters()]
+    with Redis(port=place.port) as client:
+        return [client.execute_command(*command)]
+
+
+def find_keys(place: Place, pattern: str) -> list[bytes]:
+    """Of all servers."""
+    return [key for found in ask_all(place, "KEYS", pattern) for key in found]
 
 
 def role(each: Server) -> str:
@@ -117,7 +141,7 @@ def running(topology: Topology) -> Iterator[Topology]:
 def running_cluster(folder: Path, binary: ServerBinary, *, masters: int = 3, replicas: int = 1) -> Iterator[Topology]:
     """Masters with their replicas, each with its share of the slots."""
     count = masters * (1 + replicas)
-    options = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(NODE_TIMEOUT_MS))
+    options: tuple[str, ...] = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(NODE_TIMEOUT_MS))
     options += ("--cluster-require-full-coverage", "no", "--repl-diskless-sync-delay", "0")
     servers = [
         server(binary, folder / str(number), *options, "--cluster-config-file", "nodes.conf", port=_port_with_bus())

@@ -1,30 +1,58 @@
-"""The tests of the durable streams, to be run again on other servers: a test module takes over their functions."""
+"""On which servers the tests of the durable streams run: all of them everywhere in `make topologies`, a cover of that
+in `make test`; and which tests stay away from which servers, and why.
+"""
 
-import importlib.util
-import inspect
-from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-FOLDER = Path(__file__).resolve().parents[1] / "integration" / "streams"
-MODULES = ("test_accept", "test_append", "test_claim", "test_reading", "test_abandonment", "test_models")
+OLDEST, NEWEST, CLUSTER, SENTINELS = "oldest", "newest", "cluster", "sentinels"
+PLACES = (OLDEST, NEWEST, CLUSTER, SENTINELS)
+"""The floor, the newest server of this machine, three masters with replicas, a master that Sentinels name."""
+
+CROWDS = (CLUSTER, SENTINELS)
+"""Servers that know each other."""
+
+COVER: Mapping[str, tuple[str, ...]] = {
+    "test_accept": (OLDEST, NEWEST, CLUSTER),
+    "test_append": (OLDEST, NEWEST, CLUSTER),
+    "test_claim": (OLDEST, NEWEST, CLUSTER),
+    "test_reading": (OLDEST, CLUSTER, SENTINELS),
+    "test_scripts": (OLDEST, NEWEST, CLUSTER, SENTINELS),
+    "test_models": (OLDEST, CLUSTER, SENTINELS),
+    "test_memory": (OLDEST, NEWEST),
+    "test_shares": (OLDEST, CLUSTER),
+    "test_model_check": (OLDEST, NEWEST),
+}
+"""Where a module's tests run in `make test`: on the floor unless something else is said here. On the newest: what runs
+each script and each kind of reply once; on a cluster: what takes keys of several partitions; behind Sentinels:
+connections, readers, scripts, since a master that is there is a server like any other.
+"""
 
 
-def load(name: str) -> ModuleType:
-    """A test module, imported once more under a name of its own."""
-    spec = importlib.util.spec_from_file_location(f"again_{name}", FOLDER / f"{name}.py")
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{FOLDER / name}.py is not there")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@dataclass(frozen=True)
+class Omission:
+    """Tests that stay away from some servers."""
+
+    places: tuple[str, ...]
+    why: str
 
 
-def streams_tests(modules: Sequence[str] = MODULES, *, without: Sequence[str] = ()) -> dict[str, object]:
-    """Test functions and classes of these modules by name, but for those that are named in `without`."""
-    found: dict[str, object] = {}
-    for name in modules:
-        for member, value in inspect.getmembers(load(name)):
-            if member.startswith(("test_", "Test")) and member not in without:
-                found[f"{member}__{name}" if member in found else member] = value
-    return found
+OMITTED: Mapping[str, Omission] = {
+    "test_model_check": Omission(CROWDS, "drives scripts on one connection and in virtual time, past every link"),
+    "test_model_mutants": Omission(PLACES, "starts a server of its own: broken scripts are caught once"),
+    "test_machine_loss": Omission(PLACES, "starts servers of its own: it cuts their append-only files by hand"),
+    "test_outage": Omission(PLACES, "starts a server of its own: it kills and starts it by hand"),
+    "test_embedded": Omission(PLACES, "starts servers of its own: it is about starting one"),
+}
+"""By module, or by module and test as pytest names them."""
+
+
+def places(module: str, test: str) -> tuple[str, ...]:
+    """Where a test runs in `make topologies`. `test` is its name, with its class before it where it has one."""
+    omitted = {place for name in (module, f"{module}::{test}") if name in OMITTED for place in OMITTED[name].places}
+    return tuple(place for place in PLACES if place not in omitted)
+
+
+def is_in_cover(module: str, place: str) -> bool:
+    """Whether `make test` runs the module's tests there."""
+    return place in COVER.get(module, (OLDEST,))

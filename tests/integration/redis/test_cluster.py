@@ -1,24 +1,10 @@
-"""The streams' own tests on a Redis Cluster of three masters with replicas, and a master's death."""
+"""What only a cluster has: partitions on different masters, and slots that move from one to the other."""
 
 import asyncio
 
-import pytest
 from pagestream_streams import Broker, GatewaySession, Unavailable
-from redis_topologies import Topology, role
-from streams_suite import streams_tests
+from redis_topologies import Topology, fresh
 from token_streams import FAST, MODEL, card, numbers, read_all, spec, worker
-
-# Random examples on an empty server, and a setting of one server, are not for a cluster.
-globals().update(
-    streams_tests(without=("TestAnyGatewayAtAnyOffset", "test_a_full_redis_is_unavailable_with_its_reason"))
-)
-
-COUNT = 40
-
-
-@pytest.fixture(scope="module")
-def topology(cluster: Topology) -> Topology:
-    return cluster
 
 
 async def patiently_accept(gateway: GatewaySession, partition: int) -> str:
@@ -34,8 +20,8 @@ async def patiently_accept(gateway: GatewaySession, partition: int) -> str:
                 return request.request_id
 
 
-async def test_partitions_lie_on_different_masters_and_all_work(redis_url: str, topology: Topology) -> None:
-    async with await Broker.connect(redis_url, FAST) as broker:
+async def test_partitions_lie_on_different_masters_and_all_work(cluster: Topology) -> None:
+    async with await Broker.connect(fresh(cluster), FAST) as broker:
         await broker.publish_model(card(MODEL), partitions=8)
         async with GatewaySession(broker) as gateway, worker(broker) as engine:
             ids = [await patiently_accept(gateway, partition) for partition in range(8)]
@@ -44,5 +30,4 @@ async def test_partitions_lie_on_different_masters_and_all_work(redis_url: str, 
                 await engine.generate(claim, 3, finish=True)
             for log in await asyncio.gather(*reading):
                 assert numbers(log) == [100, 101, 102]
-        masters = [each for each in topology.servers if role(each) == "master"]
-        assert sum(int(str(each.ask("DBSIZE"))) > 0 for each in masters) >= 2
+        assert sum(int(str(each.ask("DBSIZE"))) > 0 for each in cluster.masters()) >= 2

@@ -8,7 +8,7 @@ import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream_streams import Append, Broker, Claim, GatewaySession, Unavailable
 from pagestream_streams.embedded import ServerBinary
-from redis_topologies import NODE_TIMEOUT_MS, Server, Topology, role, running_cluster, running_sentinels
+from redis_topologies import NODE_TIMEOUT_MS, Topology, role, running_cluster, running_sentinels
 from token_streams import FAST, Worker, card, ending, eventually, numbers, read_all, spec, tokens, worker
 
 COUNT = 40
@@ -23,10 +23,6 @@ def topology(
     start = running_sentinels if request.param == "sentinels" else running_cluster
     with start(tmp_path_factory.mktemp(request.param), seven) as running:
         yield running
-
-
-def masters(topology: Topology) -> list[Server]:
-    return [each for each in topology.servers if each.process is not None and role(each) == "master"]
 
 
 async def generate_stubbornly(engine: Worker, claim: Claim, half_way: asyncio.Event, go_on: asyncio.Event) -> None:
@@ -71,11 +67,11 @@ async def test_streams_go_on_when_a_master_dies(topology: Topology) -> None:
             ]
             for half in half_way:
                 await half.wait()
-            before = len(masters(topology))
-            dying = masters(topology)[0]
+            before = len(topology.masters())
+            dying = topology.masters()[0]
             dying.kill()
             go_on.set()
-            await eventually(lambda: len(masters(topology)) == before, LIMIT_S)
+            await eventually(lambda: len(topology.masters()) == before, LIMIT_S)
             dying.start()  # it comes back as a replica: without one, nothing more would be acknowledged
             async with asyncio.timeout(LIMIT_S):
                 await asyncio.gather(*generating)

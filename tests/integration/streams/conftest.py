@@ -1,18 +1,43 @@
-"""The protocol's tests run on the oldest server that is supported and on the newest that is here."""
+"""The protocol's tests run on every kind of server: streams_suite says on which in `make test`."""
 
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from pagestream_streams import Broker
-from pagestream_streams.embedded import EmbeddedRedis
 from redis_servers import newest_server, oldest_server, running_server
+from redis_topologies import Place, fresh
+from streams_suite import CLUSTER, OLDEST, SENTINELS, is_in_cover, places
 from token_streams import FAST, MODEL, card
 
 
-@pytest.fixture(scope="module", params=[oldest_server, newest_server], ids=["oldest", "newest"])
-def redis_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    with running_server(tmp_path_factory.mktemp("redis"), request.param()) as server:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Takes a test to its servers; those outside of `make test` are slow."""
+    if "redis_server" not in metafunc.fixturenames:
+        return
+    module = metafunc.module.__name__.rpartition(".")[2]
+    test = metafunc.function.__qualname__.replace(".", "::")
+    chosen = [
+        pytest.param(place, id=place, marks=[] if is_in_cover(module, place) else [pytest.mark.slow])
+        for place in places(module, test)
+    ]
+    metafunc.parametrize("redis_server", chosen, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def redis_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Where the test runs. Cluster and Sentinels are of the whole session."""
+    if request.param in (CLUSTER, SENTINELS):
+        yield request.getfixturevalue(request.param)
+        return
+    binary = oldest_server() if request.param == OLDEST else newest_server()
+    with running_server(tmp_path_factory.mktemp("redis"), binary) as server:
         yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: Place) -> str:
+    """The address of servers without any keys."""
+    return fresh(redis_server)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pagestream_streams import (
     Unavailable,
     ids,
 )
+from redis_topologies import Place, ask_all
 from token_streams import FAST, MODEL, TENANT, numbers, read_all, spec, worker
 
 
@@ -201,13 +202,13 @@ class TestPlacement:
                 await gateway.place("nothing", [1])
 
 
-async def test_a_full_redis_is_unavailable_with_its_reason(broker: Broker) -> None:
+async def test_a_full_redis_is_unavailable_with_its_reason(broker: Broker, redis_server: Place) -> None:
     async with GatewaySession(broker) as gateway:
-        await broker.connection.execute("CONFIG", "SET", "maxmemory", "1mb")
+        ask_all(redis_server, "CONFIG", "SET", "maxmemory", "1mb")
         request = spec()
         with pytest.raises(Unavailable, match="maxmemory"):
             await gateway.accept(request)
-        await broker.connection.execute("CONFIG", "SET", "maxmemory", "0")
+        ask_all(redis_server, "CONFIG", "SET", "maxmemory", "0")
         with pytest.raises(RequestNotFound):
             await broker.view(request.request_id, TENANT)
         await gateway.accept(request)

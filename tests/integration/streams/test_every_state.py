@@ -9,6 +9,7 @@ import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_DEADLINE, REQUEST_STATE_FINISHED
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import AppendKind, Broker, Claim, EngineSession, GatewaySession, expire_engine
+from redis_topologies import Place, find_keys
 from token_streams import MODEL, TENANT, Worker, eventually, numbers, read_all, spec, tokens, worker
 
 GRACE_MS = 150
@@ -119,7 +120,9 @@ async def is_finished(broker: Broker, request: RequestSpec) -> bool:
 
 @pytest.mark.parametrize("how", ["cancel", "deadline", "abandonment"])
 @pytest.mark.parametrize("state", STATES)
-async def test_it_ends_once_and_leaves_nothing(broker: Broker, gateway: GatewaySession, state: str, how: str) -> None:
+async def test_it_ends_once_and_leaves_nothing(
+    broker: Broker, gateway: GatewaySession, redis_server: Place, state: str, how: str
+) -> None:
     request = spec(deadline_ms=0 if how != "deadline" else 3_600_000, grace_ms=3_600_000)
     await gateway.accept(request)
     async with AsyncExitStack() as stack:
@@ -151,7 +154,7 @@ async def test_it_ends_once_and_leaves_nothing(broker: Broker, gateway: GatewayS
             assert late.kind is AppendKind.ENDED
         for key in LEFTOVERS:
             assert not await broker.connection.execute("EXISTS", PREFIX + key), key
-        left = await broker.connection.execute("KEYS", PREFIX + "queue:*")
+        left = find_keys(redis_server, PREFIX + "queue:*")
         assert [await broker.connection.execute("XLEN", key) for key in left] == [0] * len(left)
         again = await broker.cancel(request.request_id, TENANT)
         assert again == expected, "whoever comes later changes nothing"

@@ -2,25 +2,24 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, REQUEST_STATE_FINISHED
 from pagestream_streams import Append, Broker, EngineSession, GatewaySession
 from pagestream_streams.keys import Partition
 from pagestream_streams.scripts import REGISTER
+from redis_topologies import Place, ask_all
 from token_streams import FAST, MODEL, TENANT, card, ending, eventually, read_all, spec, worker
 
 HERE = Partition(MODEL, 0)
 
 
 @pytest.fixture
-async def full(broker: Broker) -> AsyncIterator[None]:
-    """Redis refuses all that needs memory."""
-    await broker.connection.execute("SET", "ballast", "x" * 100_000)
-    await broker.connection.execute("CONFIG", "SET", "maxmemory", "1")
-    yield
-    await broker.connection.execute("CONFIG", "SET", "maxmemory", "0")
+async def memory(redis_server: Place) -> AsyncIterator[Callable[[int], object]]:
+    """Sets how many bytes Redis may use: with one it refuses all that needs memory, with 0 nothing."""
+    yield lambda amount: ask_all(redis_server, "CONFIG", "SET", "maxmemory", amount)
+    ask_all(redis_server, "CONFIG", "SET", "maxmemory", 0)
 
 
 async def test_requests_are_claimed_although_redis_clock_has_gone_back(broker: Broker) -> None:
@@ -36,12 +35,13 @@ async def test_requests_are_claimed_although_redis_clock_has_gone_back(broker: B
         assert claim.request_id == request.request_id
 
 
-async def test_a_full_redis_still_ends_requests_whose_deadline_passes(broker: Broker, full: None) -> None:
-    await broker.connection.execute("CONFIG", "SET", "maxmemory", "0")
+async def test_a_full_redis_still_ends_requests_whose_deadline_passes(
+    broker: Broker, memory: Callable[[int], object]
+) -> None:
     async with GatewaySession(broker) as gateway:
         request = spec(deadline_ms=300)
         await gateway.accept(request)
-        await broker.connection.execute("CONFIG", "SET", "maxmemory", "1")
+        memory(1)
 
         async def is_over() -> bool:
             return (await broker.view(request.request_id, TENANT)).state == REQUEST_STATE_FINISHED
@@ -49,13 +49,12 @@ async def test_a_full_redis_still_ends_requests_whose_deadline_passes(broker: Br
         await eventually(is_over)
 
 
-async def test_a_full_redis_robs_no_living_engine(broker: Broker, redis_url: str) -> None:
+async def test_a_full_redis_robs_no_living_engine(broker: Broker, memory: Callable[[int], object]) -> None:
     async with GatewaySession(broker) as gateway, worker(broker) as engine:
         request = spec()
         await gateway.accept(request)
         await engine.claim()
-        await broker.connection.execute("SET", "ballast", "x" * 100_000)
-        await broker.connection.execute("CONFIG", "SET", "maxmemory", "1")
+        memory(1)
         before = float(await broker.connection.execute("ZSCORE", f"{HERE.prefix}leases", engine.session.engine_id))
 
         async def is_renewed() -> bool:
@@ -63,14 +62,14 @@ async def test_a_full_redis_robs_no_living_engine(broker: Broker, redis_url: str
             return float(lease) > before + 2 * FAST.lease_ms
 
         await eventually(is_renewed)
-        await broker.connection.execute("CONFIG", "SET", "maxmemory", "0")
+        memory(0)
         assert engine.lost == []
         assert (await broker.view(request.request_id, TENANT)).attempts == 1
 
 
-async def test_a_lost_model_card_is_published_again_by_its_engine(broker: Broker) -> None:
+async def test_a_lost_model_card_is_published_again_by_its_engine(broker: Broker, redis_server: Place) -> None:
     async with EngineSession(broker, model=MODEL, on_lost=lambda _: None, card=card(MODEL)) as session:
-        await broker.connection.execute("FLUSHALL")
+        ask_all(redis_server, "FLUSHALL")
 
         async def is_known() -> bool:
             return [(info.name, info.partitions) for info in await broker.models()] == [(MODEL, 2)]

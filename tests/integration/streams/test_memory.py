@@ -4,6 +4,7 @@ import dataclasses
 
 from pagestream_streams import Append, Broker, GatewaySession
 from pagestream_streams.keys import Partition
+from redis_topologies import Place, find_keys
 from token_streams import FAST, MODEL, card, ending, eventually, spec, tokens, worker
 
 HERE = Partition(MODEL, 0)
@@ -33,7 +34,7 @@ async def test_a_token_and_a_request_are_small(broker: Broker) -> None:
         assert log / TOKENS < MOST_BYTES_A_TOKEN
 
 
-async def test_retention_gives_everything_back(redis_url: str) -> None:
+async def test_retention_gives_everything_back(redis_url: str, redis_server: Place) -> None:
     short = dataclasses.replace(FAST, retention_s=1)
     async with await Broker.connect(redis_url, short) as broker:
         await broker.publish_model(card(), partitions=2)
@@ -45,10 +46,7 @@ async def test_retention_gives_everything_back(redis_url: str) -> None:
             entries += ending(entries[-1].digest, count=1)
             await engine.session.append([Append(claim.request_id, claim.epoch, claim.nonce, 0, entries)])
 
-            async def is_gone() -> bool:
-                return not await broker.connection.execute("KEYS", f"*{request.request_id}*")
-
-            await eventually(is_gone)
-            members = await broker.connection.execute("KEYS", f"{HERE.prefix}*")
+            await eventually(lambda: not find_keys(redis_server, f"*{request.request_id}*"))
+            members = find_keys(redis_server, f"{HERE.prefix}*")
             for key in members:
                 assert request.request_id.encode() not in await broker.connection.execute("DUMP", key)

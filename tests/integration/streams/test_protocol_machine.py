@@ -23,7 +23,6 @@ from pagestream_streams import (
     AppendKind,
     Broker,
     Claim,
-    EmbeddedRedis,
     EngineSession,
     GatewaySession,
     engine_session,
@@ -32,7 +31,7 @@ from pagestream_streams import (
 from pagestream_streams.entries import from_fields
 from pagestream_streams.scripts import APPEND, Script
 from redis.exceptions import ResponseError
-from redis_servers import emptied
+from redis_topologies import Place, fresh
 from token_streams import LIMIT_S, MODEL, STILL, TENANT, card, ending, numbers, spec, tokens
 
 T = TypeVar("T")
@@ -55,7 +54,7 @@ class Model:
 
 
 class Protocol(RuleBasedStateMachine):
-    server: EmbeddedRedis
+    server: Place
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +73,7 @@ class Protocol(RuleBasedStateMachine):
 
     @initialize()
     def accept(self) -> None:
-        url = emptied(self.server)
+        url = fresh(self.server)
 
         async def start() -> None:
             self.broker = await self.stack.enter_async_context(await Broker.connect(url, ANYBODY_S))
@@ -244,7 +243,7 @@ def up_to_end(entries: list[LogEntry]) -> list[LogEntry]:
     return entries
 
 
-def check(redis_server: EmbeddedRedis, phases: Sequence[Phase] = tuple(Phase)) -> None:
+def check(redis_server: Place, phases: Sequence[Phase] = tuple(Phase)) -> None:
     class OnThisServer(Protocol):
         server = redis_server
 
@@ -262,7 +261,7 @@ def check(redis_server: EmbeddedRedis, phases: Sequence[Phase] = tuple(Phase)) -
     )
 
 
-def test_protocol_is_its_model(redis_server: EmbeddedRedis) -> None:
+def test_protocol_is_its_model(redis_server: Place) -> None:
     check(redis_server)
 
 
@@ -277,7 +276,7 @@ def test_protocol_is_its_model(redis_server: EmbeddedRedis) -> None:
     ],
 )
 def test_the_model_catches_a_broken_append(
-    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, sound: str, broken: str
+    redis_server: Place, monkeypatch: pytest.MonkeyPatch, sound: str, broken: str
 ) -> None:
     """A check that can't fail would prove nothing."""
     assert sound in APPEND.text

@@ -11,23 +11,24 @@ from hypothesis import strategies as st
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP, TokenLogprobs
 from pagestream.v1.records_pb2 import LogEntry, ModelCard
 from pagestream_streams import Append, Broker, DigestMismatch, GatewaySession, OffsetOutOfRange, digests
-from pagestream_streams.embedded import EmbeddedRedis
+from redis_topologies import Place, fresh
 from token_streams import FAST, LIMIT_S, MODEL, TENANT, eventually, numbers, read_all, spec, tokens, worker
 
 COUNT = 12
+SHARED_SERVER = [HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]
 
 
 class TestAnyGatewayAtAnyOffset:
     @given(offset=st.integers(0, COUNT + 2), appended=st.integers(0, COUNT), batch=st.integers(1, 5))
-    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=25, deadline=None, suppress_health_check=SHARED_SERVER)
     def test_the_rest_comes_once_and_in_order(
-        self, redis_server: EmbeddedRedis, offset: int, appended: int, batch: int
+        self, redis_server: Place, offset: int, appended: int, batch: int
     ) -> None:
         """Whether it is in the log already, comes while reading, or both; the gateway is not the one that accepted."""
 
         async def run() -> None:
             quick = dataclasses.replace(FAST, read_batch=batch, buffer_entries=3)
-            async with await Broker.connect(redis_server.url, quick) as broker:
+            async with await Broker.connect(fresh(redis_server), quick) as broker:
                 await broker.publish_model(ModelCard(name=MODEL, max_model_len=10), partitions=2)
                 async with GatewaySession(broker) as one, GatewaySession(broker) as other, worker(broker) as engine:
                     request = spec()

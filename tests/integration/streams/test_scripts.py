@@ -1,21 +1,22 @@
 """Scripts by their hash: a server that has forgotten them is told again."""
 
 from pagestream_streams import Broker, GatewaySession
+from redis_topologies import Place, ask_all, find_keys
 from token_streams import TENANT, numbers, read_all, spec, worker
 
 
-async def test_noscript_is_answered_by_the_text(broker: Broker) -> None:
+async def test_noscript_is_answered_by_the_text(broker: Broker, redis_server: Place) -> None:
     async with GatewaySession(broker) as gateway, worker(broker) as engine:
         request = spec()
         for step in range(3):
-            await broker.connection.execute("SCRIPT", "FLUSH")
+            ask_all(redis_server, "SCRIPT", "FLUSH")
             if step == 0:
                 await gateway.accept(request)
             elif step == 1:
                 [claim] = await engine.claim()
             else:
                 await engine.generate(claim, 3, finish=True)
-        await broker.connection.execute("SCRIPT", "FLUSH")
+        ask_all(redis_server, "SCRIPT", "FLUSH")
         assert numbers(await read_all(gateway, request.request_id)) == [100, 101, 102]
         assert (await broker.view(request.request_id, TENANT)).next_index == 5
 
@@ -30,14 +31,14 @@ async def test_a_queue_whose_group_is_gone_gets_it_again(broker: Broker) -> None
         assert claim.request_id == request.request_id
 
 
-async def test_keys_of_a_request_share_their_hash_tag(broker: Broker) -> None:
+async def test_keys_of_a_request_share_their_hash_tag(broker: Broker, redis_server: Place) -> None:
     async with GatewaySession(broker) as gateway, worker(broker) as engine:
         request = spec(deadline_ms=60_000)
         await gateway.accept(request)
         [claim] = await engine.claim()
         await engine.generate(claim, 1)
         where = await broker.directory.locate(request.request_id)
-        keys = await broker.connection.execute("KEYS", "*")
+        keys = find_keys(redis_server, "*")
         theirs = [key for key in keys if request.request_id.encode() in key]
         assert len(theirs) == 2
         assert all(key.startswith(where.prefix.encode()) for key in theirs)
