@@ -10,8 +10,8 @@ from pagestream_operator.scaling.observation import PodObservation, PodState
 def drain_order(pods: Iterable[PodObservation]) -> tuple[PodObservation, ...]:
     """The pods, cheapest to drain first.
 
-    Pods that serve nobody yet come first, the youngest of them first; then those with the least KV in use, and of
-    these the ones with the fewest streams: what a drained pod held is computed again elsewhere. A pod whose sample is absurd
+    Pods that serve nobody yet come first, the youngest of them first; then those with the least KV in use, and of these
+    the ones with the fewest streams: what a drained pod held is computed again elsewhere. A pod whose sample is absurd
     or absent counts as full: nobody knows what it holds.
     """
     return tuple(sorted(pods, key=_cost))

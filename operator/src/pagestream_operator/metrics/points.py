@@ -1,0 +1,126 @@
+"""OTLP's messages as the few plain values that the store works on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.metrics.v1 import metrics_pb2
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+
+Attributes: TypeAlias = tuple[tuple[str, str], ...]
+
+_NO_RECORDED_VALUE = metrics_pb2.DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
+_DELTA = metrics_pb2.AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
+_CUMULATIVE = metrics_pb2.AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
+_MOST_BOUNDS = 256  # of a histogram; the conventions have 16
+_TEXT_LENGTH = 256  # of an attribute; longer ones are cut
+_NAME_LENGTH = 253  # of a Kubernetes name; a longer identity is nobody's here
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The process that a metric is from, by its resource attributes; "" where it says nothing."""
+
+    namespace: str
+    pool: str
+    pod: str
+    uid: str
+    instance: str
+
+    @property
+    def name(self) -> str:
+        """The pod's name; outside a cluster the instance's."""
+        return self.pod or self.instance
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One point of a gauge or sum. Times in s; `start_s` is 0 where the exporter gave none."""
+
+    attributes: Attributes
+    start_s: float
+    time_s: float
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """One point of a histogram with explicit bounds; `counts` has one entry more than `bounds`."""
+
+    attributes: Attributes
+    start_s: float
+    time_s: float
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+_IDENTITY = {
+    "k8s.namespace.name": "namespace",
+    "pagestream.pool": "pool",
+    "k8s.pod.name": "pod",
+    "k8s.pod.uid": "uid",
+    "service.instance.id": "instance",
+}
+
+
+def source_of(resource: Resource) -> Source | None:
+    """Who sent it; None if it names neither a pod nor an instance, or names one that can't be."""
+    found = dict.fromkeys(_IDENTITY.values(), "")
+    for attribute in resource.attributes:
+        field = _IDENTITY.get(attribute.key)
+        if field is not None:
+            found[field] = attribute.value.string_value
+    if any(len(value) > _NAME_LENGTH for value in found.values()):
+        return None
+    source = Source(**found)
+    return source if source.name else None
+
+
+def attributes_of(attributes: Iterable[KeyValue]) -> Attributes:
+    """The attributes of a point in one order."""
+    return tuple(
+        sorted((attribute.key[:_TEXT_LENGTH], _text(attribute.value)[:_TEXT_LENGTH]) for attribute in attributes)
+    )
+
+
+def _text(value: AnyValue) -> str:
+    kind = value.WhichOneof("value")
+    return str(getattr(value, kind)) if kind is not None else ""
+
+
+def number_of(point: metrics_pb2.NumberDataPoint) -> Number | None:
+    """The point, or None if it has no value (a staleness mark) or no time."""
+    kind = point.WhichOneof("value")
+    if kind is None or point.flags & _NO_RECORDED_VALUE or point.time_unix_nano == 0:
+        return None
+    value = float(point.as_int) if kind == "as_int" else point.as_double
+    attributes = attributes_of(point.attributes) if point.attributes else ()
+    return Number(attributes, point.start_time_unix_nano / 1e9, point.time_unix_nano / 1e9, value)
+
+
+def histogram_of(point: metrics_pb2.HistogramDataPoint) -> Histogram | None:
+    """The point, or None if it has no time, or buckets that don't fit its bounds."""
+    bounds, counts = tuple(point.explicit_bounds), tuple(point.bucket_counts)
+    rising = all(low < high for low, high in pairwise(bounds))
+    fits = len(counts) == len(bounds) + 1 and len(bounds) <= _MOST_BOUNDS
+    if point.time_unix_nano == 0 or not fits or not rising or not all(map(math.isfinite, bounds)):
+        return None
+    start_s, time_s = point.start_time_unix_nano / 1e9, point.time_unix_nano / 1e9
+    return Histogram(attributes_of(point.attributes), start_s, time_s, bounds, counts)
+
+
+def is_delta(temporality: int) -> bool | None:
+    """Whether points say what was added since the last one (True) or since a start (False); None: neither."""
+    if temporality == _DELTA:
+        return True
+    return False if temporality == _CUMULATIVE else None
+
+
+def is_stale(point: metrics_pb2.HistogramDataPoint) -> bool:
+    """Whether it is a mark that a series has ended, without a value."""
+    return bool(point.flags & _NO_RECORDED_VALUE)

@@ -1,0 +1,144 @@
+"""Series of points as they come: late, twice, in either temporality, and over restarts of their process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pagestream_operator.metrics.names import Combine
+from pagestream_operator.metrics.points import Attributes
+
+_SAME_EXPORT_S = 0.5  # points of one export carry one time, or nearly
+_REMEMBERED = 64  # intervals of a delta series, to know a repeated one; two minutes of exports
+_RECENT = 256  # increments of a counter, however often it comes
+_MARGIN_S = 1e-6  # nanoseconds become floats
+
+
+class Taken(Enum):
+    """What became of a point."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"  # or late: a newer one is here, and it adds nothing
+    OVERFLOW = "overflow"  # more attribute sets than this metric may have
+    FUTURE = "future"
+    ABSURD = "absurd"
+
+
+@dataclass(slots=True)
+class Gauge:
+    """The newest value for each attribute set."""
+
+    combine: Combine
+    limit: int  # attribute sets
+    values: dict[Attributes, tuple[float, float]] = field(default_factory=dict)
+
+    def take(self, attributes: Attributes, time_s: float, value: float) -> Taken:
+        """Keep the value if it is newer than what is there."""
+        last = self.values.get(attributes)
+        if last is not None and time_s <= last[0]:
+            return Taken.DUPLICATE
+        if last is None and len(self.values) >= self.limit and not self._drop_outdated(time_s):
+            return Taken.OVERFLOW
+        self.values[attributes] = (time_s, value)
+        return Taken.ACCEPTED
+
+    def _drop_outdated(self, time_s: float) -> bool:
+        self.values = {key: entry for key, entry in self.values.items() if time_s - entry[0] <= _SAME_EXPORT_S}
+        return len(self.values) < self.limit
+
+    def read(self) -> tuple[float, float] | None:
+        """(time, value) of the newest export, over its attribute sets; a set that it no longer has is gone."""
+        if not self.values:
+            return None
+        newest = max(time_s for time_s, _ in self.values.values())
+        current = [value for time_s, value in self.values.values() if newest - time_s <= _SAME_EXPORT_S]
+        return newest, sum(current) if self.combine is Combine.SUM else max(current)
+
+
+@dataclass(frozen=True, slots=True)
+class Increment:
+    """What was added to a series between two times; one amount for a counter, one for each bucket of a histogram."""
+
+    from_s: float
+    to_s: float
+    amounts: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class Accumulator:
+    """Turns the points of one series into increments, whichever temporality they have.
+
+    A cumulative point that is lower than the last one, or has a later start, is from a process that began anew: all of
+    it was added since. The first cumulative point of a series says nothing yet, unless it began after `watched_s`.
+    """
+
+    watched_s: float  # since when this process listens
+    start_s: float = 0.0
+    time_s: float | None = None
+    amounts: tuple[float, ...] = ()
+    seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    def take_delta(self, start_s: float, time_s: float, amounts: Sequence[float]) -> Increment | None:
+        """The increment of a delta point, or None if it came before. A late one still counts: nothing else has it."""
+        if (start_s, time_s) in self.seen:
+            return None
+        oldest_known = self.seen[0][1] if len(self.seen) == _REMEMBERED else None
+        if oldest_known is not None and time_s <= oldest_known:
+            return None  # too old to tell from a repetition
+        self.seen.append((start_s, time_s))
+        from_s = start_s or (self.time_s if self.time_s is not None and self.time_s < time_s else time_s)
+        self.time_s = time_s if self.time_s is None else max(self.time_s, time_s)
+        return Increment(from_s, time_s, tuple(amounts))
+
+    def take_cumulative(self, start_s: float, time_s: float, amounts: Sequence[float]) -> Increment | None:
+        """The increment since the last point, or None if the point is not newer or is the first."""
+        if self.time_s is not None and (time_s <= self.time_s or start_s < self.start_s - _MARGIN_S):
+            return None
+        last_s, last_start, last = self.time_s, self.start_s, self.amounts
+        self.start_s, self.time_s, self.amounts = start_s, time_s, tuple(amounts)
+        if last_s is None:
+            began_here = self.watched_s <= start_s < time_s
+            return Increment(start_s, time_s, tuple(amounts)) if began_here else None
+        fell = len(last) != len(amounts) or any(new < old for new, old in zip(amounts, last, strict=False))
+        if fell or start_s > last_start + _MARGIN_S:
+            return Increment(max(last_s, min(start_s, time_s)), time_s, tuple(amounts))
+        return Increment(last_s, time_s, tuple(new - old for new, old in zip(amounts, last, strict=True)))
+
+
+@dataclass(slots=True)
+class Counter:
+    """A monotonic sum over its attribute sets, as a rate."""
+
+    limit: int  # attribute sets
+    window_s: float
+    watched_s: float
+    sets: dict[Attributes, Accumulator] = field(default_factory=dict)
+    recent: deque[Increment] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+    def take(self, attributes: Attributes, start_s: float, time_s: float, value: float, *, delta: bool) -> Taken:
+        """Add a point."""
+        accumulator = self.sets.get(attributes)
+        if accumulator is None:
+            if len(self.sets) >= self.limit:
+                return Taken.OVERFLOW
+            accumulator = self.sets[attributes] = Accumulator(self.watched_s)
+        first = accumulator.time_s is None
+        take = accumulator.take_delta if delta else accumulator.take_cumulative
+        increment = take(start_s, time_s, (value,))
+        if increment is None:
+            return Taken.ACCEPTED if first else Taken.DUPLICATE
+        self.recent.append(increment)
+        while self.recent and self.recent[0].to_s < time_s - 2 * self.window_s:
+            self.recent.popleft()
+        return Taken.ACCEPTED
+
+    def rate(self) -> float | None:
+        """Added per second over the newest window; None before anything is known."""
+        if not self.recent:
+            return None
+        newest = max(increment.to_s for increment in self.recent)
+        current = [increment for increment in self.recent if newest - increment.to_s < self.window_s]
+        span_s = newest - min(increment.from_s for increment in current)
+        return sum(increment.amounts[0] for increment in current) / span_s if span_s > 0 else None

@@ -1,0 +1,138 @@
+"""The operator's OTLP/gRPC endpoint for metrics: collectors and engines push, every replica of the operator listens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsPartialSuccess,
+    ExportMetricsServiceRequest,
+    ExportMetricsServiceResponse,
+)
+
+from pagestream_operator.metrics.errors import SinkUnavailable
+from pagestream_operator.metrics.intake import Intake
+from pagestream_operator.metrics.settings import SinkSettings
+from pagestream_operator.metrics.store import MetricsStore
+
+_SERVICE = metrics_service_pb2.DESCRIPTOR.services_by_name["MetricsService"].full_name
+_TURN = 64  # resources that are taken in before other work of the event loop gets its turn
+_logger = logging.getLogger(__name__)
+
+
+class MetricsSink:
+    """OTLP's MetricsService over `store`. Start it, use `port`, stop it; or use it as an asynchronous context.
+
+    What can't be decoded is answered with INVALID_ARGUMENT, what is too large, or over the limit of concurrent exports,
+    with RESOURCE_EXHAUSTED; points that were refused are counted in the answer (partial success).
+    """
+
+    def __init__(
+        self,
+        store: MetricsStore,
+        settings: SinkSettings | None = None,
+        *,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
+        """With `credentials` it speaks TLS; else plain text, for a network that is trusted by policy."""
+        self._store = store
+        self._settings = settings or SinkSettings()
+        self._credentials = credentials
+        self._server: grpc.aio.Server | None = None
+        self._port = 0
+
+    @property
+    def port(self) -> int:
+        """Where it listens; known after `start`."""
+        return self._port
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            SinkUnavailable: the address can't be bound.
+        """
+        settings = self._settings
+        server = grpc.aio.server(
+            maximum_concurrent_rpcs=settings.max_concurrent_exports,
+            options=[
+                ("grpc.max_receive_message_length", settings.max_message_bytes),
+                ("grpc.so_reuseport", 0),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
+        )
+        server.add_generic_rpc_handlers((_handler(self._export),))
+        address = f"{settings.host}:{settings.port}"
+        try:
+            if self._credentials is None:
+                self._port = server.add_insecure_port(address)
+            else:
+                self._port = server.add_secure_port(address, self._credentials)
+        except RuntimeError as error:
+            raise SinkUnavailable(address) from error
+        await server.start()
+        self._server = server
+
+    async def stop(self) -> None:
+        """Stop listening; exports in flight may end within the grace."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(self._settings.grace_s)
+
+    async def __aenter__(self) -> MetricsSink:
+        """Start."""
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop."""
+        await self.stop()
+
+    async def _export(
+        self, body: bytes, context: grpc.aio.ServicerContext[bytes, ExportMetricsServiceResponse]
+    ) -> ExportMetricsServiceResponse:
+        if len(body) > self._settings.max_message_bytes:  # gRPC's own limit holds for what came over the wire
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{len(body)} bytes; at most {self._settings.max_message_bytes} are taken: send smaller batches",
+            )
+        try:
+            request = ExportMetricsServiceRequest.FromString(body)
+        except DecodeError as error:
+            self._store.outcomes["malformed"] += 1
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"this is no ExportMetricsServiceRequest: {error}")
+        return await self._take(request)
+
+    async def _take(self, request: ExportMetricsServiceRequest) -> ExportMetricsServiceResponse:
+        intake = Intake(self._store)
+        for index, resource in enumerate(request.resource_metrics):
+            if index % _TURN == _TURN - 1:
+                await asyncio.sleep(0)
+            intake.take(resource)
+        self._store.sweep()
+        if not intake.rejected:
+            return ExportMetricsServiceResponse()
+        _logger.debug("refused %d data points: %s", intake.rejected, intake.why())
+        partial = ExportMetricsPartialSuccess(rejected_data_points=intake.rejected, error_message=intake.why())
+        return ExportMetricsServiceResponse(partial_success=partial)
+
+
+_Export = Callable[
+    [bytes, grpc.aio.ServicerContext[bytes, ExportMetricsServiceResponse]], Awaitable[ExportMetricsServiceResponse]
+]
+
+
+def _handler(export: _Export) -> grpc.GenericRpcHandler:
+    """The generated service's handler, except that bodies come as bytes: so decoding errors can be answered."""
+    method: grpc.RpcMethodHandler[bytes, ExportMetricsServiceResponse] = grpc.unary_unary_rpc_method_handler(
+        export,
+        request_deserializer=None,
+        response_serializer=ExportMetricsServiceResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler(_SERVICE, {"Export": method})

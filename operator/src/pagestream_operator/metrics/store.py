@@ -1,0 +1,308 @@
+"""What the operator knows from metrics: the newest samples of pods, queues and latencies, bounded in memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from pagestream_operator.metrics.latencies import Latencies
+from pagestream_operator.metrics.names import (
+    ENGINE_COUNTERS,
+    ENGINE_GAUGES,
+    MODEL_ATTRIBUTE,
+    QUEUE_GAUGES,
+    Engine,
+    Queue,
+)
+from pagestream_operator.metrics.points import Histogram, Number, Source
+from pagestream_operator.metrics.series import Counter, Gauge, Taken
+from pagestream_operator.metrics.settings import StoreSettings
+from pagestream_operator.scaling import LatencyWindow, PodSample, QueueSample
+
+_SWEEP_S = 10.0  # how late a silent process may be dropped
+
+
+@dataclass(frozen=True, slots=True)
+class PodRef:
+    """A pod whose sample is asked for. With `uid`, samples of another pod that had the name before don't count."""
+
+    name: str
+    uid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMetrics:
+    """The part of a PoolObservation that comes from metrics."""
+
+    samples: Mapping[str, PodSample]  # by pod name; pods that never said enough are absent
+    queue: QueueSample | None
+    ttft: LatencyWindow | None
+
+
+@dataclass(slots=True)
+class _EngineState:
+    uid: str
+    gauges: dict[str, Gauge] = field(default_factory=dict)
+    counters: dict[str, Counter] = field(default_factory=dict)
+    heard_s: float = 0.0
+
+    def time_of(self, name: str) -> float:
+        gauge = self.gauges.get(name)
+        value = gauge.read() if gauge is not None else None
+        return value[0] if value is not None else -math.inf
+
+
+@dataclass(slots=True)
+class _ModelState:
+    """One model's queue as one namespace's gateways report it, and its latencies."""
+
+    latencies: Latencies
+    gateways: dict[str, dict[str, Gauge]] = field(default_factory=dict)
+    heard_s: dict[str, float] = field(default_factory=dict)
+
+
+_Pods = dict[str, dict[tuple[str, str], _EngineState]]
+
+
+class MetricsStore:
+    """Takes points, answers `observe`. For one thread (an event loop's).
+
+    `outcomes` counts points by what became of them: accepted, duplicate (or late), unknown (metrics that nobody reads),
+    future, absurd, overflow (over a bound), anonymous (from nobody that could be named); and malformed exports.
+    """
+
+    def __init__(self, settings: StoreSettings | None = None, *, clock: Callable[[], float] = time.time) -> None:
+        """`clock` gives Unix seconds."""
+        self.settings = settings or StoreSettings()
+        self.outcomes: Tally[str] = Tally()
+        self._clock = clock
+        self._watched_s = clock()
+        self._pools: dict[tuple[str, str], _Pods] = {}
+        self._num_pods = 0
+        self._models: dict[tuple[str, str], _ModelState] = {}
+        self._swept_s = self._watched_s
+
+    # -- taking points in
+
+    def take_number(self, source: Source, name: str, point: Number, *, delta: bool | None) -> Taken:
+        """Take one point of a gauge (`delta` None) or a sum."""
+        trouble = self._time_trouble(point.time_s)
+        if trouble is not None:
+            return trouble
+        if name in QUEUE_GAUGES:
+            return self._take_queue(source, name, point)
+        state = self._engine(source)
+        if state is None:
+            return Taken.OVERFLOW
+        state.heard_s = self._clock()
+        if name in ENGINE_COUNTERS:
+            return self._take_counter(state, name, point, delta=delta)
+        gauge = state.gauges.get(name)
+        if gauge is None:
+            gauge = state.gauges[name] = Gauge(ENGINE_GAUGES[name], self.settings.max_attribute_sets)
+        return gauge.take(point.attributes, point.time_s, point.value)
+
+    def _take_counter(self, state: _EngineState, name: str, point: Number, *, delta: bool | None) -> Taken:
+        if delta is None or not math.isfinite(point.value) or point.value < 0:
+            return Taken.ABSURD
+        counter = state.counters.get(name)
+        if counter is None:
+            settings = self.settings
+            counter = Counter(settings.max_attribute_sets, settings.rate_window_s, self._watched_s)
+            state.counters[name] = counter
+        return counter.take(point.attributes, point.start_s, point.time_s, point.value, delta=delta)
+
+    def _take_queue(self, source: Source, name: str, point: Number) -> Taken:
+        model, rest = _split_model(point)
+        state = self._model(source.namespace, model)
+        if state is None:
+            return Taken.OVERFLOW
+        gauges = state.gateways.get(source.name)
+        if gauges is None:
+            if len(state.gateways) >= self.settings.max_gateways:
+                return Taken.OVERFLOW
+            gauges = state.gateways[source.name] = {}
+        state.heard_s[source.name] = self._clock()
+        gauge = gauges.get(name)
+        if gauge is None:
+            gauge = gauges[name] = Gauge(QUEUE_GAUGES[name], self.settings.max_attribute_sets)
+        return gauge.take(rest, point.time_s, point.value)
+
+    def take_latency(self, source: Source, point: Histogram, *, delta: bool) -> Taken:
+        """Take one point of the time to first token."""
+        trouble = self._time_trouble(point.time_s)
+        if trouble is not None:
+            return trouble
+        model, rest = _split_model(point)
+        state = self._model(source.namespace, model)
+        if state is None:
+            return Taken.OVERFLOW
+        plain = Histogram(rest, point.start_s, point.time_s, point.bounds, point.counts)
+        return state.latencies.take(f"{source.name}/{source.instance}", plain, delta=delta)
+
+    def _time_trouble(self, time_s: float) -> Taken | None:
+        return Taken.FUTURE if time_s > self._clock() + self.settings.future_s else None
+
+    # -- what is kept
+
+    def _engine(self, source: Source) -> _EngineState | None:
+        instances = self._pools.get((source.namespace, source.pool), {}).get(source.name)
+        if instances is None:
+            if self._num_pods >= self.settings.max_pods:
+                self.sweep()
+            if self._num_pods >= self.settings.max_pods:
+                return None
+            instances = self._pools.setdefault((source.namespace, source.pool), {})[source.name] = {}
+            self._num_pods += 1
+        key = (source.uid, source.instance)
+        state = instances.get(key)
+        if state is None:
+            state = instances[key] = _EngineState(source.uid, heard_s=self._clock())
+            while len(instances) > self.settings.max_instances:
+                del instances[min(instances, key=lambda each: instances[each].heard_s)]
+        return state
+
+    def _model(self, namespace: str, model: str) -> _ModelState | None:
+        key = (namespace, model)
+        state = self._models.get(key)
+        if state is None:
+            if len(self._models) >= self.settings.max_models:
+                self.sweep()
+            if len(self._models) >= self.settings.max_models:
+                return None
+            settings = self.settings
+            latencies = Latencies(settings.latency_window_s, self._watched_s, settings.max_latency_series)
+            state = self._models[key] = _ModelState(latencies)
+        return state
+
+    def sweep(self) -> None:
+        """Drop what was silent for too long, if that was not done just now."""
+        now = self._clock()
+        if abs(now - self._swept_s) < _SWEEP_S:
+            return
+        self._swept_s = now
+        alive = now - self.settings.forget_s
+        self._sweep_pods(alive)
+        self._sweep_models(alive)
+
+    def _sweep_pods(self, alive: float) -> None:
+        for key, pods in list(self._pools.items()):
+            for name, instances in list(pods.items()):
+                for each in [each for each, state in instances.items() if state.heard_s < alive]:
+                    del instances[each]
+                if not instances:
+                    del pods[name]
+                    self._num_pods -= 1
+            if not pods:
+                del self._pools[key]
+
+    def _sweep_models(self, alive: float) -> None:
+        for key, state in list(self._models.items()):
+            for name in [name for name, heard_s in state.heard_s.items() if heard_s < alive]:
+                del state.gateways[name], state.heard_s[name]
+            if not state.gateways and not state.latencies.is_alive(alive):
+                del self._models[key]
+
+    # -- answering
+
+    def observe(
+        self, *, namespace: str, pool: str, model: str, pods: Iterable[PodRef | str], now_s: float | None = None
+    ) -> PoolMetrics:
+        """What is known of `pods` of `pool`, and of the queue of the served name `model`, however old.
+
+        Processes that don't name a namespace (outside a cluster) count for each.
+        """
+        now = self._clock() if now_s is None else now_s
+        known = [self._pools[key] for key in ((namespace, pool), ("", pool)) if key in self._pools]
+        samples: dict[str, PodSample] = {}
+        for pod in pods:
+            ref = PodRef(pod) if isinstance(pod, str) else pod
+            sample = _newest_sample([state for each in known for state in _states_of(each, ref)])
+            if sample is not None:
+                samples[ref.name] = sample
+        state = self._models.get((namespace, model)) or self._models.get(("", model))
+        if state is None:
+            return PoolMetrics(samples, None, None)
+        return PoolMetrics(samples, self._queue(state), state.latencies.read(now))
+
+    def _queue(self, state: _ModelState) -> QueueSample | None:
+        reports = [report for gauges in state.gateways.values() if (report := _report_of(gauges)) is not None]
+        if not reports:
+            return None
+        newest = max(report.time_s for report in reports)
+        current = [report for report in reports if newest - report.time_s <= self.settings.gateways_apart_s]
+        rates = [report.drain_tokens_per_s for report in current if report.drain_tokens_per_s is not None]
+        return QueueSample(
+            time_s=newest,
+            depth=_highest(report.depth for report in current),
+            tokens=_highest(report.tokens for report in current),
+            age_s=_highest(report.age_s for report in current),
+            running=_highest(report.running for report in current),
+            drain_tokens_per_s=_highest(rates) if rates else None,
+        )
+
+
+def _split_model(point: Number | Histogram) -> tuple[str, tuple[tuple[str, str], ...]]:
+    model = next((value for key, value in point.attributes if key == MODEL_ATTRIBUTE), "")
+    return model, tuple(entry for entry in point.attributes if entry[0] != MODEL_ATTRIBUTE)
+
+
+def _highest(values: Iterable[float]) -> float:
+    """The highest; NaN if any is, so that an absurd report is not hidden behind an order that NaN doesn't have."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+def _states_of(pods: _Pods, ref: PodRef) -> list[_EngineState]:
+    instances = pods.get(ref.name, {})
+    return [state for state in instances.values() if not ref.uid or not state.uid or state.uid == ref.uid]
+
+
+def _newest_sample(states: list[_EngineState]) -> PodSample | None:
+    samples = [sample for state in states if (sample := _sample_of(state)) is not None]
+    return max(samples, key=lambda sample: sample.time_s) if samples else None
+
+
+def _sample_of(state: _EngineState) -> PodSample | None:
+    read = {name: value for name, gauge in state.gauges.items() if (value := gauge.read()) is not None}
+    needed = [read.get(name) for name in (Engine.KV_UTILIZATION, Engine.RUNNING, Engine.WAITING)]
+    kv, running, waiting = needed
+    if kv is None or running is None or waiting is None:
+        return None
+    startup, draining = read.get(Engine.STARTUP), read.get(Engine.DRAINING)
+    return PodSample(
+        time_s=min(kv[0], running[0], waiting[0]),
+        kv_utilization=kv[1],
+        running=running[1],
+        waiting=waiting[1],
+        prompt_tokens_per_s=_rate(state, Engine.PROMPT_TOKENS),
+        generated_tokens_per_s=_rate(state, Engine.GENERATED_TOKENS),
+        startup_s=startup[1] if startup is not None else None,
+        draining=draining is not None and draining[1] > 0,
+    )
+
+
+def _rate(state: _EngineState, name: str) -> float | None:
+    counter = state.counters.get(name)
+    return counter.rate() if counter is not None else None
+
+
+def _report_of(gauges: Mapping[str, Gauge]) -> QueueSample | None:
+    """One gateway's report; None until it has said all that must be known of a queue."""
+    read = {name: value for name, gauge in gauges.items() if (value := gauge.read()) is not None}
+    needed = (Queue.DEPTH, Queue.TOKENS, Queue.AGE, Queue.RUNNING)
+    if any(name not in read for name in needed):
+        return None
+    depth, tokens, age, running = (read[name] for name in needed)
+    drain = read.get(Queue.DRAIN_RATE)
+    return QueueSample(
+        time_s=min(depth[0], tokens[0], age[0], running[0]),
+        depth=depth[1],
+        tokens=tokens[1],
+        age_s=age[1],
+        running=running[1],
+        drain_tokens_per_s=drain[1] if drain is not None else None,
+    )
