@@ -251,7 +251,7 @@ class Protocol:
         must(running == {row[0] for row in rows}, "the reply and the records differ")
         if rows:
             must(self.state["leases"][engine] == world.now + LEASE, "the claiming engine's lease")
-        for request, spec, epoch, following, digest, attempts, _, alone, _ in rows:
+        for request, spec, epoch, following, digest, attempts, _, alone, _, told in rows:
             old, new, [place] = records[request], after[request], waiting(before)[request]
             must(old["state"] == "queued" and new["state"] == "running", f"claimed {request}, which is {old['state']}")
             must(epoch == int(old["epoch"]) + 1 == int(new["epoch"]), f"{request}: epoch {epoch} after {old['epoch']}")
@@ -266,6 +266,7 @@ class Protocol:
             printed = old.get("print", "") if int(old["next"]) else ""
             since = before["suspects"][request] if alone else int(place.split()[1].split("-")[0])
             waited = world.now - since if world.now >= since else PATIENCE
+            must(told == max(0, world.now - since), f"{request}: is said to have waited {told} ms")
             must(printed in ("", PRINTS[name]) or waited >= PATIENCE, f"{request}: goes on by other numbers")
             must(new["print"] == PRINTS[name], f"{request}: whose numbers?")
             if not lost:

@@ -110,6 +110,11 @@ class EngineSession:
         """The name and the boot nonce."""
         return self._id
 
+    @property
+    def num_reclaimed(self) -> int:
+        """Requests of dead engines that this process has put back."""
+        return self._sweeper.num_reclaimed
+
     async def __aenter__(self) -> Self:
         """Registers the engine. ModelNotFound where its card wasn't published; Unavailable."""
         await self._broker.partitions(self._model)
@@ -287,7 +292,7 @@ class EngineSession:
             return None
 
     async def _opened(self, where: Partition, nonce: str, now: int, row: Sequence[Any]) -> Claim:
-        request_id, spec, epoch, next_index, digest, attempts, deadline, alone, cached = row
+        request_id, spec, epoch, next_index, digest, attempts, deadline, alone, cached, waited = row
         entries = []
         if int(next_index):
             logged = await self._broker.connection.execute("XRANGE", where.log(request_id.decode()), "-", "+")
@@ -303,6 +308,7 @@ class EngineSession:
             deadline=time.monotonic() + (int(deadline) - now) / 1000 if int(deadline) else None,
             entries=entries,
             alone=bool(alone),
+            waited_s=waited / 1000,
         )
 
     async def _begin_alone(self, claim: Claim) -> None:

@@ -50,6 +50,11 @@ class GatewaySession:
         """The name and the boot nonce."""
         return self._id
 
+    @property
+    def num_reclaimed(self) -> int:
+        """Requests of dead engines that this process has put back."""
+        return self._sweeper.num_reclaimed
+
     async def __aenter__(self) -> Self:
         """Starts the subscription, the heartbeat, the polls and the sweeps. They also start while Redis is away."""
         self._subscription.start()

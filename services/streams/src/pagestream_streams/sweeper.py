@@ -24,6 +24,8 @@ class Sweeper:
         """`partitions` is asked in each round."""
         self._broker = broker
         self._partitions = partitions
+        self.num_reclaimed = 0
+        """Requests of dead engines that this sweeper has put back."""
         self._timer = Periodic("sweeper", broker.settings.sweep_ms / 1000, self.sweep)
 
     def start(self) -> None:
@@ -44,6 +46,7 @@ class Sweeper:
                     "%s: nothing had swept for a while, or Redis is another process; leases and graces start anew",
                     where.prefix,
                 )
+            self.num_reclaimed += len(reclaimed)
             if reclaimed:
                 _log.warning("%s: reclaimed %d requests of dead engines", where.prefix, len(reclaimed))
             for request_id in late:

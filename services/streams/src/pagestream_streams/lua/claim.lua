@@ -6,14 +6,15 @@
 --       whether the engine holds nothing (0 | 1), its numerics fingerprint ('': unknown), how long requests that began with another one wait
 --       for such an engine in ms, control time in ms
 -- Returns {now, whether the head of a queue is larger than what is left and has waited long enough for others to wait for it (0 | 1),
---         {id, spec, epoch, next, digest, attempts, deadline, alone (0 | 1), cached}...}.
+--         {id, spec, epoch, next, digest, attempts, deadline, alone (0 | 1), cached, ms that it waited in its queue}...}.
 local engine, nonce, max_requests, max_tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local min_age, ageing, lease, window = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
 local idle, fingerprint, patience, control = ARGV[9] == '1', ARGV[10], tonumber(ARGV[11]), tonumber(ARGV[12])
 local meta, now, drained = prefix .. 'meta', now_ms(), 0
 local claims, HEAD = {now, 0}, 2
+local drained_tokens = 0
 
-local function own(id, alone)
+local function own(id, alone, since)
   local req = prefix .. 'req:' .. id
   local found = call('HMGET', req, 'state', 'spec', 'next', 'digest', 'deadline', 'print', 'cached')
   if found[1] ~= 'queued' then
@@ -24,7 +25,8 @@ local function own(id, alone)
     'print', fingerprint ~= '' and fingerprint or found[6] or '')
   call('HDEL', req, 'queue', 'entry')
   call('SADD', prefix .. 'owned:' .. engine, id)
-  claims[#claims + 1] = {id, found[2], epoch, found[3], found[4], attempts, found[5], alone == '1' and 1 or 0, found[7]}
+  claims[#claims + 1] = {id, found[2], epoch, found[3], found[4], attempts, found[5], alone == '1' and 1 or 0, found[7],
+    math.max(0, now - since)}
   return true
 end
 
@@ -36,9 +38,10 @@ local function claim_suspect()
   for _, id in ipairs(call('ZRANGEBYSCORE', prefix .. 'suspects', '-inf', now, 'LIMIT', 0, 16)) do
     local found = call('HMGET', prefix .. 'req:' .. id, 'print', 'next')
     local print = found[2] and found[2] ~= '0' and found[1] or ''
-    if is_mine(print, tonumber(call('ZSCORE', prefix .. 'suspects', id))) then
+    local since = tonumber(call('ZSCORE', prefix .. 'suspects', id))
+    if is_mine(print, since) then
       call('ZREM', prefix .. 'suspects', id)
-      if own(id, '1') then
+      if own(id, '1', since) then
         return true
       end
     end
@@ -127,9 +130,9 @@ while not alone and #claims - HEAD < max_requests do
     end
   else
     heads[best.name] = head(best.name)
-    drained = drained + 1
+    drained, drained_tokens = drained + 1, drained_tokens + best.tokens
   end
-  if own(id, '') then
+  if own(id, '', best.arrival) then
     max_tokens = max_tokens - best.tokens
   end
 end
@@ -137,14 +140,14 @@ if #claims > HEAD then
   call('ZADD', prefix .. 'leases', now + lease, engine)
 end
 if drained > 0 then
-  local from, before = unpack(call('HMGET', meta, 'drain_from', 'drained'))
+  local from, before, tokens = unpack(call('HMGET', meta, 'drain_from', 'drained', 'drained_tokens'))
   local span = from and now - from or 0
   if not from or span > 2 * window then
-    from, before = now, 0
+    from, before, tokens = now, 0, 0
   elseif span > window then
     -- Halving count and span together keeps the rate and forgets the past.
-    from, before = now - math.floor(span / 2), math.floor(before / 2)
+    from, before, tokens = now - math.floor(span / 2), math.floor(before / 2), math.floor((tokens or 0) / 2)
   end
-  call('HSET', meta, 'drain_from', from, 'drained', before + drained)
+  call('HSET', meta, 'drain_from', from, 'drained', before + drained, 'drained_tokens', (tokens or 0) + drained_tokens)
 end
 return claims
