@@ -1,0 +1,63 @@
+"""The engine's options, under the names of `pagestream-engine`'s flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from pagestream_operator.api.base import ApiModel, Rule
+
+
+class EngineOptions(ApiModel):
+    """Options of the engine; each is the flag of `pagestream-engine` of that name, and an unset one keeps the engine's
+    default. A change replaces the pods, one by one."""
+
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = None
+    """Data type of weights, activations and KV cache. auto, the default, is the checkpoint's own."""
+    max_model_len: Annotated[int, Field(ge=2, le=16_777_216)] | None = None
+    """Tokens of prompt and output together. Default: what the model and the block pool allow."""
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    """Where the model runs. auto, the default, is the GPU where there is one."""
+    attention_backend: Literal["auto", "torch", "triton"] | None = None
+    """auto, the default, is Triton on a GPU and torch on a CPU."""
+    deterministic: bool | None = None
+    """Whether logits are the same bit for bit whatever else is in the batch. Default: on a CPU where that is nearly
+    free."""
+    seed: Annotated[int, Field(ge=0, le=2**53)] | None = None
+    """Of the generator that draws seeds for requests that bring none. Default 0."""
+    max_logprobs: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
+    """Most log probabilities that a request may ask for at each token; -1 is no limit. Default 20."""
+    block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128] | None = None
+    """Tokens in a KV block. Default 16."""
+    num_gpu_blocks_override: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    """KV blocks in the pool, on a CPU too. Default: what fits, which is measured."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the GPU's memory for weights, activations and the pool. Default 0.9."""
+    enable_prefix_caching: bool | None = None
+    """Whether blocks of prompts that begin alike are shared. Default true."""
+    max_num_seqs: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    """Sequences that run at once. Default 256."""
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
+    """Tokens of a step: bounds its time and memory. Default 2048."""
+    scheduling_policy: Literal["fcfs"] | None = None
+    """Order in which waiting requests are admitted. Default fcfs, first come first served."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.maxNumSeqs) || !has(self.maxNumBatchedTokens) || self.maxNumBatchedTokens >= self.maxNumSeqs",
+            "engine.maxNumBatchedTokens is at least engine.maxNumSeqs, since every running sequence takes a token of "
+            "each step: raise it, or lower maxNumSeqs",
+            ".maxNumBatchedTokens",
+        ),
+    )
+
+    def to_environment(self) -> Mapping[str, str]:
+        """`PAGESTREAM_ENGINE__<OPTION>` for each option that is set."""
+        given = self.model_dump(exclude_none=True)
+        return {f"PAGESTREAM_ENGINE__{name.upper()}": _text(value) for name, value in sorted(given.items())}
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,45 @@
+"""How pods of a pool end and are replaced."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from pagestream_operator.api.base import ApiModel, Rule
+
+IntOrPercent = Annotated[
+    int | str, Field(json_schema_extra={"x-kubernetes-int-or-string": True, "pattern": r"^[0-9]+%?$"})
+]
+
+
+class DrainPolicy(ApiModel):
+    """How a pod ends: it hands its requests back to the queue, where other pods go on with them at the same token."""
+
+    grace_seconds: Annotated[int, Field(ge=10, le=3600)] = 30
+    """Seconds from the order to end until the pod is killed. A pod needs about 10, however long its generations are."""
+    deletion_timeout_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
+    """Seconds that the deletion of a pool waits for its pods to end. Then the pool is gone, and its pods end by
+    themselves. 0 doesn't wait."""
+    max_unavailable: IntOrPercent = 1
+    """Pods that voluntary disruptions, such as the drain of a node, may take at once (the PodDisruptionBudget): a
+    number or `25%`."""
+
+
+class RolloutPolicy(ApiModel):
+    """How pods are replaced when their template or the engine's options change."""
+
+    max_surge: IntOrPercent = 1
+    """Pods above the wanted number while replacing: a number or `25%`. 0 where there are no spare GPUs."""
+    max_unavailable: IntOrPercent = 0
+    """Pods below the wanted number while replacing: a number or `25%`."""
+    progress_deadline_seconds: Annotated[int, Field(ge=60, le=86_400)] = 600
+    """Seconds without progress after which the pool is Degraded. A pod that loads a large model needs long."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!string(self.maxSurge).matches('^0+%?$') || !string(self.maxUnavailable).matches('^0+%?$')",
+            "rollout.maxSurge and rollout.maxUnavailable can't both be 0, no pod could ever be replaced: write "
+            "`maxUnavailable: 1` where there is no room for a further pod",
+        ),
+    )

@@ -1,0 +1,73 @@
+"""One EnginePool, as the operator reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import ValidationError
+
+from pagestream_operator.api.base import Rule
+from pagestream_operator.api.spec import EnginePoolSpec
+from pagestream_operator.api.status import EnginePoolStatus, as_status
+from pagestream_operator.errors import PoolInvalid
+
+NAME_RULES: tuple[Rule, ...] = (
+    Rule(
+        "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$') && size(self.metadata.name) <= 50",
+        "the name of an EnginePool has at most 50 lower-case letters, digits and '-', and begins with a letter, since "
+        "Services and Deployments are named after it: write `llama-3-8b`",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class EnginePool:
+    """A pool: identity, spec and status. `spec` is checked; what the API server let through is read again here."""
+
+    KIND: ClassVar[str] = "EnginePool"
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    resource_version: str
+    spec: EnginePoolSpec
+    status: EnginePoolStatus
+    deletion_time: str | None = None
+    finalizers: tuple[str, ...] = ()
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether its deletion was asked for."""
+        return self.deletion_time is not None
+
+    @classmethod
+    def from_object(cls, body: Mapping[str, Any]) -> EnginePool:
+        """Read an object of the API.
+
+        Raises:
+            PoolInvalid: its spec isn't one that this operator understands; names the fields.
+        """
+        metadata = body["metadata"]
+        try:
+            spec = EnginePoolSpec.model_validate(body.get("spec") or {})
+        except ValidationError as error:
+            raise PoolInvalid(_problems(error)) from error
+        return cls(
+            namespace=metadata["namespace"],
+            name=metadata["name"],
+            uid=metadata["uid"],
+            generation=metadata.get("generation", 0),
+            resource_version=metadata["resourceVersion"],
+            spec=spec,
+            status=as_status(dict(body)),
+            deletion_time=metadata.get("deletionTimestamp"),
+            finalizers=tuple(metadata.get("finalizers") or ()),
+        )
+
+
+def _problems(error: ValidationError) -> str:
+    found = [f"spec.{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
+    return "; ".join(found)

@@ -1,0 +1,63 @@
+"""The spec of an EnginePool."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from pagestream_operator.api.base import ApiModel, Rule
+from pagestream_operator.api.engine import EngineOptions
+from pagestream_operator.api.lifecycle import DrainPolicy, RolloutPolicy
+from pagestream_operator.api.model import Model
+from pagestream_operator.api.scaling import Scaling
+from pagestream_operator.api.template import PodTemplate
+
+Replicas = Annotated[int, Field(ge=0, le=10_000)]
+
+
+class EnginePoolSpec(ApiModel):
+    """What a pool of engines should be."""
+
+    model: Model
+    """The model that the pool serves."""
+    engine: EngineOptions = Field(default_factory=EngineOptions)
+    """Options of the engine, under the names of its flags."""
+    template: PodTemplate = Field(default_factory=PodTemplate)
+    """The parts of an engine pod that are yours: resources, GPUs, placement, volumes."""
+    replicas: Replicas | None = None
+    """Pins the pool at so many pods; `kubectl scale` sets it. Unset, as it should be, the pool scales by itself:
+    `kubectl patch enginepool NAME --type=merge -p '{"spec":{"replicas":null}}'` unpins it."""
+    min_replicas: Replicas = 1
+    """Fewest pods while the pool scales by itself. 0 lets it go to zero when idle."""
+    max_replicas: Annotated[int, Field(ge=1, le=10_000)] = 10
+    """Most pods."""
+    scaling: Scaling = Field(default_factory=Scaling)
+    """How the number of pods follows the load."""
+    drain: DrainPolicy = Field(default_factory=DrainPolicy)
+    """How a pod ends."""
+    rollout: RolloutPolicy = Field(default_factory=RolloutPolicy)
+    """How pods are replaced when something changes."""
+    paused: bool = False
+    """Whether the operator leaves the pool's Deployment and its other objects alone, for work on them by hand. The pool
+    is Degraded meanwhile."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.minReplicas <= self.maxReplicas",
+            "minReplicas is at most maxReplicas: raise maxReplicas, or lower minReplicas",
+            ".minReplicas",
+        ),
+        Rule(
+            "!has(self.replicas) || self.replicas <= self.maxReplicas",
+            "replicas is at most maxReplicas: raise maxReplicas first, or pin the pool at fewer pods",
+            ".replicas",
+        ),
+        Rule(
+            "!has(self.model.source.volume) || !has(self.template.volumeMounts) || "
+            "self.template.volumeMounts.all(mount, mount.mountPath != '/models/volume')",
+            "template.volumeMounts can't use /models/volume, model.source.volume is mounted there: choose "
+            "another mountPath",
+            ".template.volumeMounts",
+        ),
+    )

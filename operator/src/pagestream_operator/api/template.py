@@ -1,0 +1,160 @@
+"""The parts of an engine pod that are the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from pagestream_operator.api.base import ApiModel, Rule
+from pagestream_operator.api.model import ObjectName
+
+_NUMBER = r"(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))"
+_QUANTITY = rf"^(\+|-)?{_NUMBER}(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?{_NUMBER}))?$"
+Quantity = Annotated[
+    int | str,
+    Field(
+        json_schema_extra={
+            "x-kubernetes-int-or-string": True,
+            "pattern": _QUANTITY,
+        }
+    ),
+]
+Text = Annotated[str, Field(max_length=4096)]
+Texts = Annotated[dict[str, Text], Field(max_length=64)]
+AsInPods = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
+"""An object that is passed on to the pod as it is, and checked by the API server there."""
+
+
+class Resources(ApiModel):
+    """Requests and limits of the engine's container, as in a pod. GPUs are better written in `gpu`."""
+
+    requests: Annotated[dict[str, Quantity], Field(max_length=32)] | None = None
+    """What is reserved, such as `{cpu: "4", memory: 16Gi}`."""
+    limits: Annotated[dict[str, Quantity], Field(max_length=32)] | None = None
+    """What must not be exceeded, such as `{memory: 16Gi}`. An engine without a CPU limit isn't throttled in the middle
+    of a step."""
+
+
+class Gpu(ApiModel):
+    """GPUs of each pod."""
+
+    count: Annotated[int, Field(ge=0, le=16)] = 1
+    """How many. 0: the engine runs on the CPU."""
+    type: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    """Product, such as `NVIDIA-H200`: pods run on nodes whose label `typeLabel` has this value."""
+    type_label: Annotated[str, Field(min_length=1, max_length=253)] = "nvidia.com/gpu.product"
+    """Label of nodes that names their GPU."""
+    resource_name: Annotated[str, Field(min_length=1, max_length=253)] = "nvidia.com/gpu"
+    """Name under which the device plugin offers GPUs."""
+
+
+class EnvironmentVariable(ApiModel):
+    """A variable of the engine's container, as in a pod."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    """Such as `PAGESTREAM_WORKER__PARTITIONS`."""
+    value: Annotated[str, Field(max_length=32_768)] | None = None
+    """Its value. `$(NAME)` is replaced by the value of an earlier variable."""
+    value_from: AsInPods | None = None
+    """Where its value comes from, as in a pod: secretKeyRef, configMapKeyRef, fieldRef or resourceFieldRef."""
+
+
+class VolumeMount(ApiModel):
+    """A volume in the engine's container, as in a pod."""
+
+    name: Annotated[str, Field(min_length=1, max_length=63)]
+    """Of one of `volumes`."""
+    mount_path: Annotated[str, Field(min_length=1, max_length=512)]
+    """Folder in the container."""
+    sub_path: Annotated[str, Field(max_length=512)] | None = None
+    """Folder of the volume that is mounted instead of the whole."""
+    read_only: bool | None = None
+    """Whether nothing may be written to it."""
+
+
+class Toleration(ApiModel):
+    """A taint of nodes that pods tolerate, as in a pod."""
+
+    key: Annotated[str, Field(max_length=316)] | None = None
+    """Of the taint. Unset with `operator: Exists`: every taint."""
+    operator: Literal["Exists", "Equal"] | None = None
+    """Whether the taint's value counts. Default Equal."""
+    value: Annotated[str, Field(max_length=63)] | None = None
+    """Of the taint."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Unset: every effect."""
+    toleration_seconds: int | None = None
+    """With NoExecute: how long."""
+
+
+_OWN_VARIABLE = (
+    "variable.name.startsWith('PAGESTREAM_ENGINE__') || variable.name in ['PAGESTREAM_WORKER__REDIS', "
+    "'PAGESTREAM_WORKER__SERVED_MODEL_NAME', 'PAGESTREAM_WORKER__METRICS_PORT', 'PAGESTREAM_WORKER__ENGINE_ID', "
+    "'OTEL_RESOURCE_ATTRIBUTES', 'POD_NAME', 'POD_NAMESPACE', 'POD_UID']"
+)
+
+
+class PodTemplate(ApiModel):
+    """The parts of an engine pod that are yours. The rest is the operator's: command, probes, ports, security context.
+    A change replaces the pods, one by one."""
+
+    image: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    """Image of the engine. Unset: the operator's default."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When the image is pulled. Unset: the operator's default."""
+    image_pull_secrets: Annotated[list[ObjectName], Field(max_length=16)] | None = None
+    """Names of Secrets to pull the image with. Unset: the operator's default."""
+    resources: Resources = Field(default_factory=Resources)
+    """Requests and limits of the engine's container."""
+    gpu: Gpu | None = None
+    """GPUs of each pod. Unset: none."""
+    node_selector: Texts | None = None
+    """Labels that nodes must have."""
+    tolerations: Annotated[list[Toleration], Field(max_length=64)] | None = None
+    """Taints that pods tolerate."""
+    affinity: AsInPods | None = None
+    """Affinity to nodes and other pods, as in a pod."""
+    topology_spread_constraints: Annotated[list[AsInPods], Field(max_length=16)] | None = None
+    """Spread over nodes and zones, as in a pod. Unset: over nodes as far as possible."""
+    priority_class_name: Annotated[str, Field(max_length=253)] | None = None
+    """Priority class of the pods."""
+    runtime_class_name: Annotated[str, Field(max_length=253)] | None = None
+    """Runtime class of the pods, such as `nvidia`."""
+    volumes: Annotated[list[AsInPods], Field(max_length=64)] | None = None
+    """Further volumes, as in a pod."""
+    volume_mounts: Annotated[list[VolumeMount], Field(max_length=64)] | None = None
+    """Where `volumes` are mounted."""
+    env: Annotated[list[EnvironmentVariable], Field(max_length=64)] | None = None
+    """Further variables of the engine's container, such as PAGESTREAM_BROKER__RETENTION_S."""
+    labels: Texts | None = None
+    """Further labels of the pods."""
+    annotations: Annotated[dict[str, Annotated[str, Field(max_length=32_768)]], Field(max_length=64)] | None = None
+    """Further annotations of the pods."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            f"!has(self.env) || self.env.all(variable, !({_OWN_VARIABLE}))",
+            "template.env can't set variables that the operator sets: options of the engine are written in "
+            "`spec.engine`, such as `engine: {maxNumSeqs: 64}`",
+            ".env",
+        ),
+        Rule(
+            "!has(self.labels) || self.labels.all(key, !key.startsWith('pagestream.dev/') && "
+            "!key.startsWith('app.kubernetes.io/'))",
+            "template.labels can't begin with pagestream.dev/ or app.kubernetes.io/, pods are found by those: "
+            "choose another prefix",
+            ".labels",
+        ),
+    )
+
+    @property
+    def pull_secrets(self) -> tuple[str, ...] | None:
+        """Names of the Secrets to pull with, None where the operator's default holds."""
+        return None if self.image_pull_secrets is None else tuple(self.image_pull_secrets)
+
+    @property
+    def extra_labels(self) -> Mapping[str, str]:
+        """Further labels of the pods."""
+        return self.labels or {}
