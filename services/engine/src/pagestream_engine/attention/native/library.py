@@ -1,7 +1,8 @@
 """Compiles the C++ kernels for this machine at first use, and keeps the result in the user's cache folder.
 
 Compiled here rather than in the wheel, the code may use every instruction of the very CPU it runs on, for the very head
-size of the model; it takes about a second, once. Without a compiler the engine runs on torch's operations, slower.
+size of the model; it takes about a second, once. An image without a compiler brings libraries that were compiled
+beforehand (`levels.py`). Without either the engine runs on torch's operations, slower.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from pagestream_engine.attention.native.levels import find_prebuilt
+
 SOURCE = Path(__file__).parent / "kernels.cpp"
 HEAD_DIM_MULTIPLE = 16
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+_FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 _COMPILERS = ("c++", "g++", "clang++")
 _COMPILE_LIMIT_S = 120.0
 
@@ -31,13 +34,13 @@ def load_library(head_dim: int) -> ctypes.CDLL | None:
     """The library for a head size, compiled if need be; None (and one warning) where that is impossible."""
     if head_dim % HEAD_DIM_MULTIPLE:
         return None
-    compiler = find_compiler()
-    if compiler is None:
+    prebuilt, compiler = find_prebuilt(head_dim), find_compiler()
+    if prebuilt is None and compiler is None:
         _log.warning("no C++ compiler on the PATH: attention runs on torch's operations, several times slower")
         return None
     try:
         # Torch is loaded by now, so that the OpenMP runtime that this resolves to is torch's own: one pool of threads.
-        return ctypes.CDLL(str(compiled(compiler, head_dim, _cache_folder())))
+        return ctypes.CDLL(str(prebuilt or compiled(str(compiler), head_dim, _cache_folder())))
     except (OSError, subprocess.SubprocessError) as error:
         detail = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
         _log.warning("the C++ kernels can't be used, attention runs on torch's operations: %s", detail)
@@ -59,11 +62,29 @@ def compiled(compiler: str, head_dim: int, folder: Path) -> Path:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(folder)
-    flags = [*_FLAGS, f"-DPAGESTREAM_HEAD_DIM={head_dim}"]
-    target = folder / f"kernels-{head_dim}-{_fingerprint(compiler, flags)}.so"
-    if target.is_file():
-        return target
-    with tempfile.TemporaryDirectory(dir=folder) as name:
+    flags = _flags(head_dim, "native")
+    fingerprint = _fingerprint(compiler, flags, platform.machine().encode(), cpu_features())
+    target = folder / f"kernels-{head_dim}-{fingerprint}.so"
+    return target if target.is_file() else _compile(compiler, flags, target)
+
+
+def compile_for(compiler: str, head_dim: int, level: str, folder: Path) -> Path:
+    """The library for all processors of a level of instructions, whatever this one is; made in `folder`.
+
+    Raises:
+        subprocess.SubprocessError: the compiler failed, or took longer than its limit.
+        OSError: the folder can't be written.
+    """
+    flags = _flags(head_dim, level)
+    return _compile(compiler, flags, folder / f"kernels-{head_dim}-{level}-{_fingerprint(compiler, flags)}.so")
+
+
+def _flags(head_dim: int, level: str) -> list[str]:
+    return [*_FLAGS, f"-march={level}", f"-DPAGESTREAM_HEAD_DIM={head_dim}"]
+
+
+def _compile(compiler: str, flags: list[str], target: Path) -> Path:
+    with tempfile.TemporaryDirectory(dir=target.parent) as name:
         made = Path(name) / target.name
         command = [compiler, *flags, "-o", str(made), str(SOURCE)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S)
@@ -71,10 +92,10 @@ def compiled(compiler: str, head_dim: int, folder: Path) -> Path:
     return target
 
 
-def _fingerprint(compiler: str, flags: list[str]) -> str:
+def _fingerprint(compiler: str, flags: list[str], *machine: bytes) -> str:
     """Of all that the machine code depends on: a cache folder may be shared by unlike machines."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_COMPILE_LIMIT_S).stdout
-    parts = [SOURCE.read_bytes(), " ".join(flags).encode(), version, platform.machine().encode(), cpu_features()]
+    parts = [SOURCE.read_bytes(), " ".join(flags).encode(), version, *machine]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

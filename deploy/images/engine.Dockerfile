@@ -1,0 +1,62 @@
+# The engine for CPUs, with the demo model. Torch's CPU build; the C++ kernels compiled beforehand; no compiler.
+#
+# docker build -f deploy/images/engine.Dockerfile .    or    buildah bud -f deploy/images/engine.Dockerfile .
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+
+# -- what others wrote: changes with constraints.txt and its own list alone --
+FROM ${BASE_IMAGE} AS thirdparty
+ARG TORCH_INDEX=""
+WORKDIR /build
+RUN python3 -m venv --without-pip /opt/venv && python3 -m venv /opt/builder
+COPY constraints.txt ./
+RUN /opt/builder/bin/python -m pip install --quiet --no-cache-dir --constraint constraints.txt pip hatchling
+COPY deploy/images/requirements/engine.txt requirements.txt
+# TORCH_INDEX: an index with PyTorch's CPU build. Without one pip takes what its own configuration finds, which on a
+# machine without such a configuration is the CUDA build: gigabytes that a CPU has no use for.
+RUN if [ -n "${TORCH_INDEX}" ]; then /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet \
+      --no-cache-dir --index-url "${TORCH_INDEX}" "$(grep '^torch==' constraints.txt)"; fi \
+    && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-cache-dir \
+      --constraint constraints.txt --requirement requirements.txt \
+    && packages="$(echo /opt/venv/lib/python3.*/site-packages)" \
+    && rm -rf "$packages"/torch/include "$packages"/torch/test "$packages"/torch/share \
+    && find "$packages"/torch -name '*.a' -delete \
+    && echo /opt/pagestream > "$packages/pagestream.pth"
+
+# -- the C++ kernels for every level of instructions: changes with their folder alone --
+FROM ${BASE_IMAGE} AS kernels
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++
+COPY services/engine/src/pagestream_engine/attention/native /src/pagestream_engine/attention/native
+RUN PYTHONPATH=/src python3 -m pagestream_engine.attention.native.prebuild --out /prebuilt
+
+# -- what we wrote --
+FROM thirdparty AS ours
+COPY proto proto
+COPY kernels kernels
+COPY services/streams services/streams
+COPY services/telemetry services/telemetry
+COPY services/engine services/engine
+RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheels \
+      ./proto ./kernels ./services/streams ./services/telemetry ./services/engine \
+    && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-deps --no-index \
+      --target /opt/pagestream /wheels/*.whl
+COPY --from=kernels /prebuilt /opt/pagestream/pagestream_engine/attention/native/prebuilt
+
+FROM ${BASE_IMAGE}
+LABEL org.opencontainers.image.title="pagestream-engine" \
+      org.opencontainers.image.description="Pagestream's engine for CPUs, with the demo model" \
+      org.opencontainers.image.licenses="Apache-2.0"
+RUN echo "pagestream:x:65532:65532:Pagestream:/tmp:/usr/sbin/nologin" >> /etc/passwd \
+    && echo "pagestream:x:65532:" >> /etc/group
+COPY --from=thirdparty /opt/venv /opt/venv
+COPY deploy/demo-model/model /models/demo
+COPY --from=ours /opt/pagestream /opt/pagestream
+COPY deploy/images/sbom.py /usr/share/pagestream/sbom.py
+RUN python3 /usr/share/pagestream/sbom.py pagestream-engine 0.1.0 /opt/venv/lib/python3.*/site-packages /opt/pagestream \
+      > /usr/share/pagestream/sbom.cdx.json
+ENV PATH=/opt/pagestream/bin:/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 65532:65532
+WORKDIR /tmp
+EXPOSE 9400
+ENTRYPOINT []
+CMD ["pagestream-engine", "/models/demo"]

@@ -1,0 +1,41 @@
+# The operator: reconciles and scales EnginePools. No torch, no Redis, no compiler.
+#
+# docker build -f deploy/images/operator.Dockerfile .    or    buildah bud -f deploy/images/operator.Dockerfile .
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+
+# -- what others wrote: changes with constraints.txt and its own list alone --
+FROM ${BASE_IMAGE} AS thirdparty
+WORKDIR /build
+RUN python3 -m venv --without-pip /opt/venv && python3 -m venv /opt/builder
+COPY constraints.txt ./
+RUN /opt/builder/bin/python -m pip install --quiet --no-cache-dir --constraint constraints.txt pip hatchling
+COPY deploy/images/requirements/operator.txt requirements.txt
+RUN /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-cache-dir \
+      --constraint constraints.txt --requirement requirements.txt \
+    && echo /opt/pagestream > "$(echo /opt/venv/lib/python3.*/site-packages)/pagestream.pth"
+
+# -- what we wrote --
+FROM thirdparty AS ours
+COPY operator operator
+RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheels ./operator \
+    && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-deps --no-index \
+      --target /opt/pagestream /wheels/*.whl
+
+FROM ${BASE_IMAGE}
+LABEL org.opencontainers.image.title="pagestream-operator" \
+      org.opencontainers.image.description="Pagestream's operator: engine pools, scaled by KV-cache utilization" \
+      org.opencontainers.image.licenses="Apache-2.0"
+RUN echo "pagestream:x:65532:65532:Pagestream:/tmp:/usr/sbin/nologin" >> /etc/passwd \
+    && echo "pagestream:x:65532:" >> /etc/group
+COPY --from=thirdparty /opt/venv /opt/venv
+COPY --from=ours /opt/pagestream /opt/pagestream
+COPY deploy/images/sbom.py /usr/share/pagestream/sbom.py
+RUN python3 /usr/share/pagestream/sbom.py pagestream-operator 0.1.0 /opt/venv/lib/python3.*/site-packages /opt/pagestream \
+      > /usr/share/pagestream/sbom.cdx.json
+ENV PATH=/opt/pagestream/bin:/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 65532:65532
+WORKDIR /tmp
+EXPOSE 4317 9402
+ENTRYPOINT []
+CMD ["pagestream-operator"]

@@ -1,0 +1,72 @@
+"""Kernels that were compiled for other machines are used only where the processor can run them."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+from pagestream_engine.attention.native import library
+from pagestream_engine.attention.native.levels import LEVELS, cpu_flags, find_prebuilt
+from pagestream_engine.attention.native.prebuild import prebuild
+
+HERE = LEVELS.get(platform.machine(), ())
+needs_level = pytest.mark.skipif(not HERE, reason="no levels are known for this architecture")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for level in HERE:
+        (tmp_path / f"kernels-64-{level.name}-0123456789abcdef.so").touch()
+    return tmp_path
+
+
+@needs_level
+def test_the_best_level_that_the_processor_has(folder: Path) -> None:
+    for level in HERE:
+        found = find_prebuilt(64, folder, level.flags)
+        assert found is not None
+        assert level.name in found.name
+
+
+@needs_level
+def test_an_instruction_that_is_missing_rules_a_level_out(folder: Path) -> None:
+    for level in HERE:
+        for flag in level.flags:
+            found = find_prebuilt(64, folder, level.flags - {flag})
+            assert found is None or level.name not in found.name
+
+
+def test_nothing_for_a_processor_that_tells_nothing(folder: Path) -> None:
+    assert find_prebuilt(64, folder, frozenset()) is None
+
+
+@needs_level
+def test_nothing_for_another_head_size_or_folder(folder: Path) -> None:
+    assert find_prebuilt(128, folder, HERE[0].flags) is None
+    assert find_prebuilt(64, folder / "none", HERE[0].flags) is None
+
+
+@needs_level
+@pytest.mark.skipif(library.find_compiler() is None, reason="no C++ compiler")
+def test_what_is_compiled_beforehand_is_found_and_loaded_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = library.find_compiler()
+    assert compiler is not None
+    made = list(prebuild(compiler, (16,), tmp_path))
+    assert len(made) == len(HERE)
+    found = find_prebuilt(16, tmp_path)
+    if not any(level.flags <= cpu_flags() for level in HERE):
+        assert found is None
+        return
+    assert found in made
+    monkeypatch.setattr(library, "find_prebuilt", lambda head_dim: find_prebuilt(head_dim, tmp_path))
+    monkeypatch.setattr(library, "find_compiler", lambda: None)
+    library.load_library.cache_clear()
+    try:
+        loaded = library.load_library(16)
+    finally:
+        library.load_library.cache_clear()
+    assert loaded is not None
+    assert loaded._name == str(found)

@@ -1,0 +1,74 @@
+"""Writes deploy/images/requirements/*.txt: what each image installs beside our own packages, by their pyproject files.
+
+The names alone: versions are those of constraints.txt, so that an image's largest layer changes only with that file or
+these lists. A CPU's engine needs no Triton.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "deploy" / "images" / "requirements"
+PACKAGES = (
+    "proto",
+    "kernels",
+    *(f"services/{name}" for name in ("streams", "telemetry", "gateway", "engine")),
+    "operator",
+)
+IMAGES: dict[str, tuple[str, frozenset[str]]] = {
+    "gateway": ("pagestream-gateway", frozenset()),
+    "operator": ("pagestream-operator", frozenset()),
+    "engine": ("pagestream-engine[worker]", frozenset({"triton"})),
+    "engine-cuda": ("pagestream-engine[worker]", frozenset()),
+}
+"""Image -> what it installs, and what is left out of it."""
+
+
+def closure(wanted: str) -> tuple[set[str], set[str]]:
+    """Our own packages that `wanted` needs, and the requirements of others that they name."""
+    projects = {}
+    for package in PACKAGES:
+        project = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]
+        projects[canonicalize_name(project["name"])] = project
+    ours: set[str] = set()
+    others: set[str] = set()
+    waiting = [Requirement(wanted)]
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name not in projects:
+            others.add(name)
+            continue
+        ours.add(name)
+        project = projects[name]
+        named = list(project["dependencies"])
+        for extra in requirement.extras:
+            named += project["optional-dependencies"][extra]
+        found = (Requirement(each) for each in named)
+        waiting += [each for each in found if each.marker is None or each.marker.evaluate()]
+    return ours, others
+
+
+def text_of(image: str) -> str:
+    """The file of an image."""
+    wanted, left_out = IMAGES[image]
+    _, others = closure(wanted)
+    head = f"# Written by tools/write_image_requirements.py from the packages that {wanted} needs.\n"
+    return head + "".join(f"{name}\n" for name in sorted(others - left_out))
+
+
+def main() -> None:
+    """Write all of them."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for image in IMAGES:
+        (FOLDER / f"{image}.txt").write_text(text_of(image))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
