@@ -12,8 +12,10 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 SEED ?= 1
 KILLS ?= 1000
+# docker, buildah, or a command: see deploy/images/build.sh.
+IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
-.PHONY: help setup run test check bench faults faults-campaign topologies model-check proto demo-model kernels constraints clean
+.PHONY: help setup run test check bench faults faults-campaign topologies model-check images cluster-test proto demo-model kernels constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -51,6 +53,13 @@ topologies: $(STAMP) ## The streams' tests on the oldest and newest server, a cl
 faults-campaign: $(STAMP) ## Random kills under continuous load: SEED=1 KILLS=1000; goes on after an interruption
 	$(BIN)/python tests/campaigns/faults.py --seed $(SEED) --kills $(KILLS) $(ARGS)
 
+images: ## Build the images of gateway, operator and engine, each with its list of contents
+	PAGESTREAM_IMAGE_BUILDER="$(IMAGE_BUILDER)" TORCH_INDEX="$(TORCH_INDEX)" deploy/images/build.sh $(ARGS)
+
+cluster-test: $(STAMP) ## Install the chart on a real cluster and disturb it (KUBECONFIG, PAGESTREAM_IMAGE_LOADER; 25 minutes)
+	PAGESTREAM_IMAGE_BUILDER="$(IMAGE_BUILDER)" TORCH_INDEX="$(TORCH_INDEX)" tests/cluster/prepare.sh
+	$(PYTEST) tests/cluster $(PYTEST_ARGS)
+
 kernels: $(STAMP) ## Every kernel in every shape, interpreted and compiled ahead of time (long; cached by source)
 	$(BIN)/python tests/campaigns/kernels.py $(ARGS)
 
@@ -64,5 +73,5 @@ constraints: $(STAMP) ## Write the exact versions of .venv to constraints.txt
 	$(BIN)/python tools/write_constraints.py
 
 clean: ## Remove what the other verbs made
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .kernel-cache .fault-campaign
+	rm -rf build .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .kernel-cache .fault-campaign
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
