@@ -1,0 +1,375 @@
+"""The dashboards. `python deploy/grafana/dashboards.py` writes them to where the chart takes them from.
+
+Metrics carry the labels that the collector makes of resource attributes, or the chart's monitors of pods' labels:
+k8s_namespace_name, k8s_pod_name, pagestream_pool, service_name. Every gateway tells the same of a queue: the largest
+counts, never the sum.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from panels import Choice, Dashboard, Panel, Query, Row
+
+TARGET = Path(__file__).resolve().parents[2] / "helm" / "pagestream" / "files" / "dashboards"
+
+_SERVICE = 'k8s_namespace_name=~"$namespace", gen_ai_request_model=~"$model"'
+_POOL = 'k8s_namespace_name=~"$namespace", pagestream_pool=~"$pool"'
+_RELEASE = 'k8s_namespace_name=~"$namespace"'
+_BY_MODEL = "by (k8s_namespace_name, gen_ai_request_model)"
+_MODEL = "{{gen_ai_request_model}}"
+_POD = "{{k8s_pod_name}}"
+_HITS, _LOOKED_UP = "pagestream_prefix_cache_hits_total", "pagestream_prefix_cache_queries_total"
+_GREEN, _ORANGE, _RED = "green", "orange", "red"
+
+
+def _quantiles(metric: str, labels: str, by: str = "gen_ai_request_model") -> list[Query]:
+    """Median, 95th and 99th percentile of a histogram."""
+    return [
+        Query(
+            f"histogram_quantile({share}, sum by (le, {by}) (rate({metric}_bucket{{{labels}}}[$__rate_interval])))",
+            f"{{{{{by}}}}} p{share * 100:.0f}",
+        )
+        for share in (0.5, 0.95, 0.99)
+    ]
+
+
+def _rate(metric: str, labels: str, by: str, legend: str) -> Query:
+    return Query(f"sum by ({by}) (rate({metric}{{{labels}}}[$__rate_interval]))", legend)
+
+
+def _queue(metric: str) -> str:
+    """One number for each model of what every gateway tells alike."""
+    whole = f"sum by (k8s_namespace_name, gen_ai_request_model, k8s_pod_name) ({metric}{{{_SERVICE}}})"
+    return f"max {_BY_MODEL} ({whole})"
+
+
+def _pool_rate(metric: str) -> str:
+    return f"sum by (pagestream_pool) (rate({metric}{{{_POOL}}}[$__rate_interval]))"
+
+
+OVERVIEW = Dashboard(
+    uid="pagestream-overview",
+    title="Pagestream / service",
+    about="What callers see, the queue behind it, and who serves.",
+    choices=(
+        Choice("namespace", "Namespace", "label_values(pagestream_streams_open, k8s_namespace_name)"),
+        Choice("model", "Model", "label_values(gen_ai_server_request_duration_seconds_count, gen_ai_request_model)"),
+    ),
+    rows=(
+        Row(
+            "What callers see",
+            (
+                Panel(
+                    "Time to first token",
+                    "From acceptance, queue included. The objective is 2 s unless a pool says otherwise.",
+                    _quantiles("gen_ai_server_time_to_first_token_seconds", _SERVICE),
+                    unit="s",
+                    marks=((2, _ORANGE),),
+                ),
+                Panel(
+                    "Inter-token latency",
+                    "Between two tokens of a stream, as sent; a resumed stream shows here as one long gap.",
+                    _quantiles("pagestream_inter_token_latency_seconds", _SERVICE),
+                    unit="s",
+                ),
+                Panel(
+                    "Request duration",
+                    "From the call to the end of its stream.",
+                    _quantiles("gen_ai_server_request_duration_seconds", _SERVICE),
+                    unit="s",
+                ),
+                Panel(
+                    "Requests that ended",
+                    "By model, and by error where there was one.",
+                    [
+                        _rate(
+                            "gen_ai_server_request_duration_seconds_count",
+                            _SERVICE,
+                            "gen_ai_request_model, error_type",
+                            "{{gen_ai_request_model}} {{error_type}}",
+                        )
+                    ],
+                    unit="ops",
+                ),
+                Panel(
+                    "Tokens",
+                    "Generated, and prompt tokens computed: what the prefix cache had is not among them.",
+                    [
+                        _rate(
+                            "pagestream_tokens_generated_total", _SERVICE, "gen_ai_request_model", f"{_MODEL} generated"
+                        ),
+                        _rate("pagestream_tokens_prompt_total", _SERVICE, "gen_ai_request_model", f"{_MODEL} prompt"),
+                    ],
+                    unit="ops",
+                ),
+                Panel(
+                    "Open streams",
+                    "By gateway. A gateway is one event loop; the autoscaler adds one before it is full.",
+                    [Query(f"sum by (k8s_pod_name) (pagestream_streams_open{{{_RELEASE}}})", _POD)],
+                ),
+            ),
+        ),
+        Row(
+            "The queue",
+            (
+                Panel(
+                    "Waiting requests",
+                    "Accepted, and not yet with an engine.",
+                    [Query(_queue("pagestream_queue_depth"), _MODEL)],
+                ),
+                Panel(
+                    "Waiting prompt tokens, and what a second takes away",
+                    "Their ratio is the wait that a new request has before it.",
+                    [
+                        Query(_queue("pagestream_queue_tokens"), f"{_MODEL} waiting"),
+                        Query(_queue("pagestream_queue_drain_rate_per_second"), f"{_MODEL} per second"),
+                    ],
+                ),
+                Panel(
+                    "Age of the oldest",
+                    "Growing without end: no engine serves this model, or too few.",
+                    [
+                        Query(
+                            f"max {_BY_MODEL} (pagestream_queue_age_seconds{{{_SERVICE}}})",
+                            _MODEL,
+                        )
+                    ],
+                    unit="s",
+                    marks=((60, _RED),),
+                ),
+            ),
+        ),
+        Row(
+            "What went wrong, and was mended",
+            (
+                Panel(
+                    "Errors",
+                    "By class, of gateways and engines.",
+                    [
+                        _rate(
+                            "pagestream_errors_total",
+                            _RELEASE,
+                            "service_name, error_type",
+                            "{{service_name}} {{error_type}}",
+                        )
+                    ],
+                    unit="ops",
+                ),
+                Panel(
+                    "Resumed and reclaimed",
+                    "Resumed: an engine went on with what another had begun. Reclaimed: taken from an engine that "
+                    "died. Callers notice a pause at most.",
+                    [
+                        _rate("pagestream_resumes_total", _RELEASE, "k8s_namespace_name", "resumed"),
+                        _rate("pagestream_reclaims_total", _RELEASE, "k8s_namespace_name", "reclaimed"),
+                    ],
+                    unit="ops",
+                ),
+                Panel(
+                    "Cancelled",
+                    "By callers, or because nobody read any more.",
+                    [_rate("pagestream_cancellations_total", _RELEASE, "service_name", "{{service_name}}")],
+                    unit="ops",
+                ),
+            ),
+        ),
+    ),
+)
+
+ENGINES = Dashboard(
+    uid="pagestream-engines",
+    title="Pagestream / engines and scaling",
+    about="How full each engine is, how fast it goes, and what the operator makes of it.",
+    choices=(
+        Choice("namespace", "Namespace", "label_values(pagestream_kv_utilization_ratio, k8s_namespace_name)"),
+        Choice("pool", "Pool", "label_values(pagestream_kv_utilization_ratio, pagestream_pool)"),
+    ),
+    rows=(
+        Row(
+            "Scaling",
+            (
+                Panel(
+                    "Engines",
+                    "What the operator wants, and what is ready. A pool's status has the reason of its last decision.",
+                    [
+                        Query(
+                            f"max by (pool) (pagestream_operator_desired_replicas{{{_RELEASE}}})",
+                            "{{pool}} desired",
+                        ),
+                        Query(f"max by (pool) (pagestream_operator_ready_replicas{{{_RELEASE}}})", "{{pool}} ready"),
+                    ],
+                ),
+                Panel(
+                    "KV utilization",
+                    "Referenced blocks / all blocks, mean over a pool's engines. The default target is 0.80.",
+                    [
+                        Query(
+                            f"avg by (pagestream_pool) (pagestream_kv_utilization_ratio{{{_POOL}}})",
+                            "{{pagestream_pool}}",
+                        )
+                    ],
+                    unit="percentunit",
+                    top=1,
+                    marks=((0.8, _GREEN),),
+                ),
+                Panel(
+                    "Start-up time",
+                    "From an engine process' start to its being ready: what the law credits to pods that are starting.",
+                    [
+                        Query(
+                            f"max by (pagestream_pool) (pagestream_engine_startup_duration_seconds{{{_POOL}}})",
+                            "{{pagestream_pool}}",
+                        )
+                    ],
+                    unit="s",
+                ),
+            ),
+        ),
+        Row(
+            "Each engine",
+            (
+                Panel(
+                    "KV utilization",
+                    "By engine.",
+                    [Query(f"max by (k8s_pod_name) (pagestream_kv_utilization_ratio{{{_POOL}}})", _POD)],
+                    unit="percentunit",
+                    top=1,
+                ),
+                Panel(
+                    "Running and waiting",
+                    "Sequences in the batch, and those that an engine holds beside it.",
+                    [
+                        Query(f"sum by (k8s_pod_name) (pagestream_requests_running{{{_POOL}}})", f"{_POD} running"),
+                        Query(f"sum by (k8s_pod_name) (pagestream_requests_waiting{{{_POOL}}})", f"{_POD} waiting"),
+                    ],
+                ),
+                Panel(
+                    "Generated tokens",
+                    "By engine.",
+                    [_rate("pagestream_tokens_generated_total", _POOL, "k8s_pod_name", _POD)],
+                    unit="ops",
+                ),
+                Panel(
+                    "Step duration",
+                    "One step gives one token to each running sequence: its duration is the latency between tokens.",
+                    _quantiles("pagestream_step_duration_seconds", _POOL, "pagestream_pool"),
+                    unit="s",
+                ),
+                Panel(
+                    "Batch size",
+                    "Sequences of a step.",
+                    _quantiles("pagestream_batch_size", _POOL, "pagestream_pool"),
+                ),
+                Panel(
+                    "Wait in the queue",
+                    "From acceptance to the claim by an engine.",
+                    _quantiles("pagestream_queue_wait_seconds", _POOL, "pagestream_pool"),
+                    unit="s",
+                ),
+            ),
+        ),
+        Row(
+            "Memory",
+            (
+                Panel(
+                    "Blocks",
+                    "Used: referenced by a sequence. Cached: of the prefix cache, given up when room is needed.",
+                    [
+                        Query(
+                            f"sum by (pagestream_pool, state) (pagestream_kv_blocks{{{_POOL}}})",
+                            "{{pagestream_pool}} {{state}}",
+                        )
+                    ],
+                ),
+                Panel(
+                    "Prefix cache hits",
+                    "Share of prompt tokens that needed no computing.",
+                    [
+                        Query(f"{_pool_rate(_HITS)} / {_pool_rate(_LOOKED_UP)}", "{{pagestream_pool}}"),
+                    ],
+                    unit="percentunit",
+                    top=1,
+                ),
+                Panel(
+                    "Preemptions",
+                    "Sequences that lost their blocks and are computed again: the pool's memory is short.",
+                    [_rate("pagestream_preemptions_total", _POOL, "k8s_pod_name", _POD)],
+                    unit="ops",
+                ),
+                Panel(
+                    "Memory of model and KV pool",
+                    "As the engine allocated it.",
+                    [
+                        Query(
+                            f"max by (pagestream_pool, kind) (pagestream_memory_usage_bytes{{{_POOL}}})",
+                            "{{pagestream_pool}} {{kind}}",
+                        )
+                    ],
+                    unit="bytes",
+                ),
+                Panel(
+                    "GPU",
+                    "Compute use, where there is a GPU.",
+                    [Query(f"avg by (k8s_pod_name) (pagestream_gpu_utilization_ratio{{{_POOL}}})", _POD)],
+                    unit="percentunit",
+                    top=1,
+                ),
+                Panel(
+                    "GPU memory",
+                    "In use, where there is a GPU.",
+                    [Query(f"max by (k8s_pod_name) (pagestream_gpu_memory_usage_bytes{{{_POOL}}})", _POD)],
+                    unit="bytes",
+                ),
+            ),
+        ),
+        Row(
+            "The operator",
+            (
+                Panel(
+                    "Leader",
+                    "1 for the operator that acts. Two at once can't act: writes are fenced.",
+                    [Query(f"max by (k8s_pod_name) (pagestream_operator_leader{{{_RELEASE}}})", _POD)],
+                    top=2,
+                ),
+                Panel(
+                    "Reconciles",
+                    "By result.",
+                    [_rate("pagestream_operator_reconciles_total", _RELEASE, "result", "{{result}}")],
+                    unit="ops",
+                ),
+                Panel(
+                    "Samples and API calls",
+                    "Metrics that arrived, by what became of them; calls to the API server.",
+                    [
+                        _rate("pagestream_operator_samples_total", _RELEASE, "outcome", "samples {{outcome}}"),
+                        _rate("pagestream_operator_api_calls_total", _RELEASE, "verb", "calls {{verb}}"),
+                    ],
+                    unit="ops",
+                ),
+            ),
+        ),
+    ),
+)
+
+DASHBOARDS = {"service.json": OVERVIEW, "engines.json": ENGINES}
+
+
+def text_of(dashboard: Dashboard) -> str:
+    """The dashboard as the file that is committed."""
+    return json.dumps(dashboard.to_json(), indent=1) + "\n"
+
+
+def main() -> None:
+    """Writes the files."""
+    TARGET.mkdir(parents=True, exist_ok=True)
+    for name, dashboard in DASHBOARDS.items():
+        (TARGET / name).write_text(text_of(dashboard))
+
+
+if __name__ == "__main__":
+    main()

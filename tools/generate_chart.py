@@ -1,0 +1,129 @@
+"""Write what is made from other files of the chart: the pools' part of its schema, its dashboards, its README, and the
+collector's configuration as a file of its own.
+
+The last two need helm-docs and helm on the PATH; `python tools/generate_chart.py schema dashboards` does the others.
+"""
+
+import json
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+CHART = ROOT / "helm" / "pagestream"
+SCHEMA = CHART / "values.schema.json"
+README = CHART / "README.md"
+COLLECTOR = ROOT / "deploy" / "otel" / "collector.yaml"
+DASHBOARDS = CHART / "files" / "dashboards"
+
+_COLLECTOR_HEADER = """\
+# Made by tools/generate_chart.py from helm/pagestream/files/collector.yaml: what the chart's collector runs with by
+# default, for a release `pagestream` in the namespace `pagestream`. Take it for a collector of your own: what matters
+# is that every operator replica gets all metrics, under its stable name. It needs the receiver otlp; the processors
+# batch, filter and memory_limiter; the exporters otlp_grpc and prometheus; the extension health_check.
+"""
+_LINE_CHARACTERS = 150
+
+
+def schema_text() -> str:
+    """values.schema.json, with the pools' part as the CRD has it: Helm would drop what a CRD does not know."""
+    crd = yaml.safe_load((CHART / "crds" / "enginepools.yaml").read_text())
+    spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    pool = _closed(spec)
+    del pool["properties"]["replicas"]  # the operator's while it scales, `kubectl scale`'s when a pool is pinned
+    schema = json.loads(SCHEMA.read_text())
+    schema["$defs"]["enginePoolSpec"] = pool
+    return _compact(schema) + "\n"
+
+
+def readme_text() -> str:
+    """README.md, from the comments in values.yaml."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("Chart.yaml", "values.yaml", "README.md.gotmpl"):
+            shutil.copy(CHART / name, folder)
+        command = ["helm-docs", "--chart-search-root", folder, "--log-level", "warning", "--sort-values-order", "file"]
+        subprocess.run(command, check=True)
+        return Path(folder, "README.md").read_text()
+
+
+def collector_text() -> str:
+    """The collector's configuration, out of the chart's ConfigMap."""
+    command = ["helm", "template", "pagestream", str(CHART), "--namespace", "pagestream", "--kube-version", "1.34"]
+    command += ["--show-only", "templates/collector/configmap.yaml"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    config: str = yaml.safe_load(text)["data"]["config.yaml"]
+    return _COLLECTOR_HEADER + config
+
+
+def dashboard_texts() -> dict[Path, str]:
+    """The dashboards' files."""
+    made = runpy.run_path(str(ROOT / "deploy" / "grafana" / "dashboards.py"))
+    return {DASHBOARDS / name: made["text_of"](dashboard) for name, dashboard in made["DASHBOARDS"].items()}
+
+
+PARTS: dict[str, Callable[[], dict[Path, str]]] = {
+    "schema": lambda: {SCHEMA: schema_text()},
+    "dashboards": dashboard_texts,
+    "readme": lambda: {README: readme_text()},
+    "collector": lambda: {COLLECTOR: collector_text()},
+}
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """A structural schema as JSON Schema in which unknown keys are errors; its rules are left to the API server."""
+    made: dict[str, Any] = {}
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    for key, value in schema.items():
+        if key == "properties":
+            made["properties"] = {name: _closed(part) for name, part in value.items()}
+            made["additionalProperties"] = bool(schema.get("x-kubernetes-preserve-unknown-fields"))
+        elif key in ("items", "additionalProperties") and isinstance(value, dict):
+            made[key] = _closed(value)
+        elif key in (
+            "type",
+            "enum",
+            "pattern",
+            "required",
+            "minimum",
+            "maximum",
+            "minItems",
+            "maxItems",
+            "minLength",
+            "maxLength",
+        ):
+            made[key] = value
+    if schema.get("nullable") and isinstance(made.get("type"), str):
+        made["type"] = [made["type"], "null"]
+    return made
+
+
+def _compact(value: Any, indent: int = 0) -> str:
+    """JSON with what is short on one line."""
+    line = json.dumps(value)
+    if indent + len(line) <= _LINE_CHARACTERS or not isinstance(value, dict | list):
+        return line
+    pad = " " * (indent + 2)
+    if isinstance(value, dict):
+        parts = [f"{pad}{json.dumps(key)}: {_compact(part, indent + 2)}" for key, part in value.items()]
+        return "{\n" + ",\n".join(parts) + "\n" + " " * indent + "}"
+    return "[\n" + ",\n".join(pad + _compact(part, indent + 2) for part in value) + "\n" + " " * indent + "]"
+
+
+def main() -> None:
+    """Writes the parts that are named, or all."""
+    for name in sys.argv[1:] or PARTS:
+        for path, text in PARTS[name]().items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
