@@ -45,7 +45,7 @@ class Server:
             self.process.wait()
             self.process = None
 
-    def ask(self, *command: str | int) -> object:
+    def ask(self, *command: str | bytes | int) -> object:
         with Redis(host=HOST, port=self.port, socket_timeout=5.0) as client:
             answer: object = client.execute_command(*command)
             return answer

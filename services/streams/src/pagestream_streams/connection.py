@@ -22,6 +22,14 @@ from pagestream_streams.settings import StreamsSettings
 # prefix.
 _NOT_NOW = ("LOADING", "READONLY", "OOM ", "MISCONF", "BUSY ", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN")
 
+# What a cluster answers, or redis-py in its stead, while slots move or have no owner.
+_CHANGING = (
+    exceptions.RedisClusterException,
+    exceptions.ClusterError,
+    exceptions.AskError,
+    exceptions.TryAgainError,
+)
+
 _RECONNECT_PAUSE_S = 0.1
 
 
@@ -92,7 +100,7 @@ class Connection:
             return []
         async with _translated():
             replies = await self._link.pipeline(
-                [("EVALSHA", call.script.sha, 1, call.key, *call.arguments) for call in calls]
+                [("EVALSHA", call.script.sha, *_keys(call.key), *call.arguments) for call in calls]
             )
         for place, (call, reply) in enumerate(zip(calls, replies, strict=True)):
             if isinstance(reply, exceptions.NoScriptError):
@@ -133,9 +141,9 @@ class Connection:
 
     async def _evaluate_together(self, script: Script, key: str, arguments: Sequence[Argument]) -> Any:
         try:
-            return await self._together(key, ("EVALSHA", script.sha, 1, key, *arguments))
+            return await self._together(key, ("EVALSHA", script.sha, *_keys(key), *arguments))
         except exceptions.NoScriptError:
-            return await self._together(key, ("EVAL", script.text, 1, key, *arguments))
+            return await self._together(key, ("EVAL", script.text, *_keys(key), *arguments))
 
     async def _together(self, key: str, command: Sequence[Argument]) -> Any:
         async with _translated():
@@ -149,14 +157,24 @@ class Connection:
     async def _evaluate(self, script: Script, key: str, arguments: Sequence[Argument]) -> Any:
         async with _translated():
             try:
-                return await self._link.execute("EVALSHA", script.sha, 1, key, *arguments)
+                return await self._link.execute("EVALSHA", script.sha, *_keys(key), *arguments)
             except exceptions.NoScriptError:
                 # EVAL caches the text as well. A restarted server has forgotten it.
-                return await self._link.execute("EVAL", script.text, 1, key, *arguments)
+                return await self._link.execute("EVAL", script.text, *_keys(key), *arguments)
 
     def pubsub(self) -> PubSub:
         """A subscriber on a connection of its own."""
         return self._link.pubsub()
+
+
+def _keys(key: str) -> tuple[Argument, ...]:
+    """How many keys a script names, and the keys.
+
+    A partition's script takes the keys' common beginning, and a second name that is never a key either. While a cluster
+    moves the slot, each of two nodes has some of the keys: a script that names one missing key would be sent on to the
+    new node (ASK), and find nothing there. Two of them are refused until all have moved (TRYAGAIN).
+    """
+    return (2, key, f"{key}whole") if "{" in key else (1, key)
 
 
 @asynccontextmanager
@@ -173,7 +191,7 @@ async def _translated() -> AsyncIterator[None]:
         raise Unavailable(f"Redis can't serve: {error}") from error
     except (OSError, TimeoutError) as error:
         raise Unavailable(f"Redis can't be reached: {error}") from error
-    except (exceptions.RedisClusterException, exceptions.MovedError, exceptions.AskError) as error:
+    except _CHANGING as error:
         raise Unavailable(f"the cluster is changing: {error}") from error
     except exceptions.ResponseError as error:
         if any(word in str(error) for word in _NOT_NOW):

@@ -123,6 +123,7 @@ class ClusterLink:
             # A node's pool raises where this one waits: no more commands are let through than it has connections.
             max_connections=2 * settings.max_connections,
             require_full_coverage=False,
+            reinitialize_steps=0,  # else every fifth MOVED closes the connections on which others wait
             ssl=address.tls,
             **_limits(settings),
             **address.credentials,
@@ -153,8 +154,7 @@ class ClusterLink:
         socket = node.acquire_connection()
         try:
             replies = await _replies(node, socket, commands)
-            if any(isinstance(reply, exceptions.AskError | exceptions.ClusterDownError) for reply in replies):
-                await self._look_again()  # the slot has moved, or is about to; the caller tries again
+            await self._learn(replies)
             return replies
         except (exceptions.ConnectionError, exceptions.TimeoutError, OSError):
             await self._look_again()
@@ -169,10 +169,20 @@ class ClusterLink:
     async def close(self) -> None:
         await self._cluster.aclose()
 
+    async def _learn(self, replies: Sequence[Any]) -> None:
+        """Where a slot went, from what was refused; the caller tries again."""
+        for reply in replies:
+            if isinstance(reply, exceptions.MovedError):
+                await self._cluster.nodes_manager.move_slot(reply)
+                return
+            if isinstance(reply, exceptions.ClusterDownError):
+                await self._look_again()
+                return
+
     async def _look_again(self) -> None:
-        """Has the next command ask which node has which slots."""
-        with suppress(exceptions.RedisError, OSError):
-            await self._cluster.aclose()
+        """Asks which node has which slots, and leaves the connections on which others wait."""
+        with suppress(exceptions.RedisError, exceptions.RedisClusterException, OSError):
+            await self._cluster.nodes_manager.initialize()
 
 
 async def _replies(node: ClusterNode, socket: Socket, commands: Sequence[Command]) -> list[Any]:

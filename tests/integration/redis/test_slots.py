@@ -1,0 +1,213 @@
+"""Slots that move between masters while requests run: MOVED, ASK, TRYAGAIN, CLUSTERDOWN are waits and nothing worse."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import pytest
+from pagestream.v1.inference_pb2 import FINISH_REASON_STOP, REQUEST_STATE_QUEUED
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_streams import (
+    Append,
+    Broker,
+    Claim,
+    GatewaySession,
+    RequestNotFound,
+    StreamsSettings,
+    Unavailable,
+    connection,
+)
+from pagestream_streams.embedded import ServerBinary
+from pagestream_streams.keys import Partition
+from pagestream_streams.scripts import VIEW
+from redis_topologies import Topology, fresh, running_cluster
+from slot_moves import SlotMove, without_owner
+from token_streams import FAST, MODEL, STILL, TENANT, Worker, card, ending, numbers, read_all, spec, tokens, worker
+
+HERE = Partition(MODEL, 0)
+WAITING = dataclasses.replace(FAST, wait_replicas=1, wait_timeout_ms=2000)
+PARTITIONS = 6
+COUNT = 150
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def topology(seven: ServerBinary, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topology]:
+    """A cluster of its own: slots lie elsewhere afterwards."""
+    with running_cluster(tmp_path_factory.mktemp("slots"), seven) as running:
+        yield running
+
+
+@pytest.fixture
+async def broker(topology: Topology) -> AsyncIterator[Broker]:
+    async with await Broker.connect(fresh(topology), FAST) as broker:
+        await broker.publish_model(card(MODEL), partitions=PARTITIONS)
+        yield broker
+
+
+async def generate_stubbornly(engine: Worker, claim: Claim) -> None:
+    """Tokens one by one; an append without an answer is repeated, from where the log says, as an engine does."""
+    entries = tokens(range(100, 100 + COUNT))
+    entries += ending(entries[-1].digest, count=COUNT)
+    index = 0
+    while index < len(entries):
+        try:
+            [outcome] = await engine.session.append(
+                [Append(claim.request_id, claim.epoch, claim.nonce, index, entries[index : index + 1])]
+            )
+        except Unavailable:
+            await asyncio.sleep(0.02)
+            continue
+        assert not outcome.lost, outcome
+        index = outcome.next_index
+        await asyncio.sleep(0.01)
+
+
+async def move_slowly(topology: Topology, where: Partition) -> int:
+    """Key by key, with time for others between; returns how many moved."""
+    move = SlotMove.of(topology, where)
+    await asyncio.to_thread(move.begin)
+    moved = 0
+    while some := await asyncio.to_thread(move.move_some, 1):
+        moved += some
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(move.end)
+    return moved
+
+
+async def stream_through(
+    topology: Topology, settings: StreamsSettings, disturb: Callable[[Broker], Awaitable[None]]
+) -> None:
+    """Requests in every partition run while something is done to the cluster: every token once and in order, nobody
+    robbed, no error that isn't a wait.
+    """
+    async with await Broker.connect(fresh(topology), settings) as broker:
+        await broker.publish_model(card(MODEL), partitions=PARTITIONS)
+        async with GatewaySession(broker) as gateway, worker(broker) as engine:
+            requests = [spec(partition=number) for number in range(PARTITIONS)]
+            for request in requests:
+                await gateway.accept(request)
+            claims = await engine.claim(len(requests))
+            async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as running:
+                logs = [running.create_task(read_all(gateway, each.request_id, limit_s=LIMIT_S)) for each in requests]
+                for claim in claims:
+                    running.create_task(generate_stubbornly(engine, claim))
+                await disturb(broker)
+                assert not any(log.done() for log in logs), "the disturbance came too late"
+            for log in logs:
+                assert numbers(log.result()) == list(range(100, 100 + COUNT))
+                assert log.result()[-1].end.reason == FINISH_REASON_STOP
+            assert engine.lost == []
+            views = [await broker.view(each.request_id, TENANT) for each in requests]
+            assert [view.attempts for view in views] == [1] * PARTITIONS
+
+
+@pytest.mark.parametrize("settings", [FAST, WAITING], ids=["unwaited", "a replica waited for"])
+async def test_streams_go_on_while_their_slots_move(topology: Topology, settings: StreamsSettings) -> None:
+    """Keys go one by one: whatever master has which key of a partition, and a second time on the way back."""
+
+    async def move_two(_: Broker) -> None:
+        for number in (0, 1, 0):
+            assert await move_slowly(topology, Partition(MODEL, number)) > 3
+
+    await stream_through(topology, settings, move_two)
+
+
+async def test_streams_go_on_when_a_slot_has_had_no_owner(topology: Topology) -> None:
+    """CLUSTERDOWN for longer than a lease, and the other partitions don't notice."""
+
+    async def take_away(broker: Broker) -> None:
+        with without_owner(topology, HERE):
+            end = asyncio.get_running_loop().time() + 2 * FAST.lease_ms / 1000
+            refused = 0
+            while asyncio.get_running_loop().time() < end:
+                with pytest.raises(Unavailable):
+                    await broker.connection.run(VIEW, HERE.prefix, "any", TENANT)
+                refused += 1
+            assert refused > 1
+
+    await stream_through(topology, FAST, take_away)
+
+
+async def test_moved(topology: Topology, broker: Broker) -> None:
+    """The slot is elsewhere by the next command."""
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        request = spec()
+        await gateway.accept(request)
+        SlotMove.of(topology, HERE).all_at_once()
+        [claim] = await engine.claim()
+        SlotMove.of(topology, HERE).all_at_once()
+        await engine.generate(claim, 3)
+        SlotMove.of(topology, HERE).all_at_once()
+        await engine.generate(dataclasses.replace(claim, next_index=3, digest=tokens(range(100, 103))[-1].digest), 5)
+        assert (await broker.view(request.request_id, TENANT)).next_index == 5
+
+
+async def test_moved_to_who_waits_for_a_replica(topology: Topology) -> None:
+    async with await Broker.connect(fresh(topology), WAITING) as careful:
+        await careful.publish_model(card(MODEL), partitions=PARTITIONS)
+        async with GatewaySession(careful) as gateway:
+            for _ in range(3):
+                SlotMove.of(topology, HERE).all_at_once()
+                await patiently_accept(gateway, spec())
+
+
+async def patiently_accept(gateway: GatewaySession, request: RequestSpec) -> None:
+    """As a client does that is told UNAVAILABLE: again, under the same id."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                return await gateway.accept(request)
+            except Unavailable:
+                await asyncio.sleep(0.05)
+
+
+async def half_moved(topology: Topology, gateway: GatewaySession) -> tuple[SlotMove, RequestSpec]:
+    """A request's keys, some on the one node and some on the other."""
+    request = spec()
+    await gateway.accept(request)
+    move = SlotMove.of(topology, HERE)
+    move.begin()
+    assert move.move_some(2) == 2
+    assert move.source.ask("CLUSTER", "COUNTKEYSINSLOT", move.slot) != 0
+    return move, request
+
+
+async def test_ask_and_tryagain(topology: Topology, broker: Broker) -> None:
+    """While keys lie on two nodes no script runs on either; a single key is found where it is (ASK)."""
+    async with await Broker.connect(topology.url, STILL) as still, GatewaySession(still) as gateway:
+        move, request = await half_moved(topology, gateway)
+        before = move.target.ask("CLUSTER", "COUNTKEYSINSLOT", move.slot)
+        second = spec()
+        for attempt in (gateway.accept(second), still.view(request.request_id, TENANT)):
+            with pytest.raises(Unavailable, match="the cluster is changing"):
+                await attempt
+        assert await still.connection.execute("EXISTS", HERE.request(request.request_id)) == 1
+        assert move.target.ask("CLUSTER", "COUNTKEYSINSLOT", move.slot) == before
+        while move.move_some(1):
+            pass
+        move.end()
+        await gateway.accept(second)
+        assert (await still.view(request.request_id, TENANT)).state == REQUEST_STATE_QUEUED
+        assert await still.connection.execute("XLEN", f"{HERE.prefix}queue:0") == 2
+
+
+async def test_a_script_that_named_one_key_would_find_nothing(
+    topology: Topology, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why each script names two: with one, ASK sends it to the node that has not got the request yet, and what it
+    writes there is in the keys' way (BUSYKEY).
+    """
+    async with await Broker.connect(topology.url, STILL) as still, GatewaySession(still) as gateway:
+        request = spec()
+        await gateway.accept(request)
+        move = SlotMove.of(topology, HERE)
+        move.begin()
+        with monkeypatch.context() as patched:
+            patched.setattr(connection, "_keys", lambda key: (1, key))
+            with pytest.raises(RequestNotFound):
+                await still.view(request.request_id, TENANT)
+        with pytest.raises(Unavailable):
+            await still.view(request.request_id, TENANT)
+        move.call_off()
+        assert (await still.view(request.request_id, TENANT)).state == REQUEST_STATE_QUEUED
