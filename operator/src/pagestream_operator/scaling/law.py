@@ -34,6 +34,10 @@ def decide(
     before = replace(memory, startups=with_startups(memory, observation))
     pods = supply(observation, seen, before, policy.startup)
     after = with_arrivals(before, seen, pods, policy.backlog)
+    if before.ready != len(pods.ready):
+        after = replace(after, ready=len(pods.ready), ready_since_s=observation.time_s)
+    if before.rate_mean is None:  # nothing is known yet: what this sample shows is better than a belief
+        after = with_capacity(after, before, seen, pods, policy.backlog)
     ready_low = with_lowest(before.ready_low, observation.time_s, len(pods.ready), policy.ttft.window_s)
     situation = Situation(
         policy=policy,
@@ -45,7 +49,8 @@ def decide(
     )
     terms = [term(situation) for term in TERMS]
     wish = _wish(situation, observation.time_s, terms)
-    after = with_capacity(after, before, seen, pods, policy.backlog)
+    if before.rate_mean is not None:  # learnt afterwards, so that a heavier sample never looks like a faster pod
+        after = with_capacity(after, before, seen, pods, policy.backlog)
     after = remembered(wish, replace(after, ready_low=ready_low), policy)
     done = restrained(wish, after, policy)
     return _decision(situation, terms, wish, done), after

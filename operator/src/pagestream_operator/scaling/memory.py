@@ -31,9 +31,12 @@ class ScalingMemory:
     rate_mean: float | None = None  # smoothed prompt tokens per second and ready pod
     utilization_mean: float | None = None  # smoothed mean KV utilization of ready pods
     capacity: float | None = None  # prompt tokens per second that a pod can do
+    capacity_s: float | None = None  # when it was last seen at saturation; None: known from load alone
     # -- pods
     startups: tuple[tuple[str, float], ...] = ()  # (pod, seconds from creation to ready) of the last ones seen
     replicas: int | None = None  # of the last observation
+    ready: int | None = None  # pods of the last observation
+    ready_since_s: float | None = None  # since when there were so many
     raised_s: float | None = None  # when the replicas last rose
     # -- windows, see windows.py
     needs: Window = ()  # lowest need, for stabilisation up

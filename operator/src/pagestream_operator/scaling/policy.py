@@ -51,10 +51,10 @@ class BacklogPolicy:
     trend: float = 0.0  # how far a rise from window to short window is carried on over a start-up time; 0 not, 1 fully
     oldest_age_s: float = 2.0  # an oldest entry that waits longer asks for more pods, in proportion, once per start-up
     age_factor_max: float = 2.0  # and for no more than so many times the ready pods
-    saturated_age_s: float = 0.5  # entries wait longer than this only if no pod has room: then drain is capacity
+    saturated_age_s: float = 0.5  # a queue that is older and longer than this shows that no pod has room
     prior_tokens_per_s: float = 2000.0  # what a pod drains, believed until something was measured
     settle_s: float = 20.0  # time constant of measured capacity, rate and utilization
-    forget_s: float = 600.0  # time constant at which capacity seen at saturation gives way to rate / utilization
+    forget_s: float = 600.0  # capacity seen at saturation holds for so long, and then gives way to rate / utilization
     evidence_utilization: float = 0.25  # below this mean utilization, rate / utilization says nothing about capacity
 
     def __post_init__(self) -> None:

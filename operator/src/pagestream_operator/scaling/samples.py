@@ -27,6 +27,7 @@ class Believed:
     samples: Mapping[str, PodSample]
     queue: QueueSample | None
     ttft: LatencyWindow | None
+    ttft_absurd: bool
     missing: tuple[str, ...]
 
 
@@ -47,10 +48,11 @@ def believed(observation: PoolObservation, policy: SamplesPolicy) -> Believed:
         queue = None
         missing.append(f"{queue_trouble} for the queue")
     ttft = observation.ttft
-    if ttft is not None and not _latencies_hold(ttft):
+    absurd = ttft is not None and not _latencies_hold(ttft)
+    if absurd:
         ttft = None
         missing.append("an absurd histogram of the time to first token")
-    return Believed(samples, queue, ttft, tuple(missing))
+    return Believed(samples, queue, ttft, absurd, tuple(missing))
 
 
 def _phrase(trouble: str, names: list[str]) -> str:

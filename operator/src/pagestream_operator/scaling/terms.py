@@ -125,6 +125,8 @@ def ttft_term(now: Situation) -> Term:
     share = misses / total if total > 0 else 0.0
     allowed = 1 - policy.attainment
     told = total >= policy.min_requests and misses >= policy.min_misses and share > allowed
+    if now.believed.ttft_absurd:
+        return Term(Limit.TTFT, 0, now.replicas, "the histogram of the time to first token is absurd", inputs)
     if window is None or not told:
         return Term(Limit.TTFT, 0, 0, "the TTFT objective is met, or too few requests tell", inputs)
     if not _congested(now):

@@ -66,33 +66,51 @@ def with_arrivals(memory: ScalingMemory, believed: Believed, supply: Supply, pol
 def with_capacity(
     memory: ScalingMemory, before: ScalingMemory, believed: Believed, supply: Supply, policy: BacklogPolicy
 ) -> ScalingMemory:
-    """Remember what a ready pod does, from a queue sample that is newer than the last one in `before`."""
-    queue, rate = believed.queue, throughput(believed, supply)
-    if queue is None or rate is None or not supply.ready or memory.queue_time_s == before.queue_time_s:
+    """Remember what a ready pod does, from a queue sample that is newer than the last one in `before`.
+
+    Nothing is learnt while the number of ready pods is new: rates lag behind it by their window.
+    """
+    queue, rate, utilization = believed.queue, throughput(believed, supply), mean_utilization(believed, supply)
+    fresh = memory.rate_mean is None
+    if queue is None or rate is None or utilization is None or memory.queue_time_s == before.queue_time_s:
         return memory
-    elapsed = math.inf if before.queue_time_s is None else queue.time_s - before.queue_time_s
-    weight = 1 - math.exp(-elapsed / policy.settle_s)
+    if not fresh and (memory.ready_since_s is None or queue.time_s - memory.ready_since_s < policy.short_window_s):
+        return memory
+    elapsed = math.inf if fresh or before.queue_time_s is None else queue.time_s - before.queue_time_s
+    weight = _weight(elapsed, policy.settle_s)
     each = rate / len(supply.ready)
-    rate_mean = _mixed(memory.rate_mean, each, weight)
-    utilization = mean_utilization(believed, supply)
-    utilization_mean = (
-        memory.utilization_mean if utilization is None else _mixed(memory.utilization_mean, utilization, weight)
+    memory = replace(
+        memory,
+        rate_mean=_mixed(memory.rate_mean, each, weight),
+        utilization_mean=_mixed(memory.utilization_mean, utilization, weight),
     )
-    memory = replace(memory, rate_mean=rate_mean, utilization_mean=utilization_mean)
-    if _is_saturated(queue, policy) and each > 0:
-        return replace(memory, capacity=_mixed(memory.capacity, each, weight))
+    if each > 0 and _is_saturated(queue, rate, policy):
+        return replace(memory, capacity=_mixed(memory.capacity, each, weight), capacity_s=queue.time_s)
+    return _with_drift(memory, queue.time_s, elapsed, policy)
+
+
+def _with_drift(memory: ScalingMemory, now_s: float, elapsed: float, policy: BacklogPolicy) -> ScalingMemory:
+    """Let a capacity that was not seen at saturation for long go to what the load says: it may have become higher."""
     bound = _capacity_by_load(memory, policy)
-    if bound is None:
+    if memory.capacity_s is None:  # never saturated: what the load says, remembered for times without load
+        known = (memory.utilization_mean or 0.0) >= policy.evidence_utilization
+        return replace(memory, capacity=bound) if known and bound is not None else memory
+    if bound is None or now_s - memory.capacity_s < policy.forget_s:
         return memory
-    return replace(memory, capacity=_mixed(memory.capacity, bound, 1 - math.exp(-elapsed / policy.forget_s)))
+    return replace(memory, capacity=_mixed(memory.capacity, bound, _weight(elapsed, policy.forget_s)))
+
+
+def _weight(elapsed_s: float, constant_s: float) -> float:
+    return 1 - math.exp(-elapsed_s / constant_s)
 
 
 def _mixed(old: float | None, new: float, weight: float) -> float:
     return new if old is None else old + weight * (new - old)
 
 
-def _is_saturated(queue: QueueSample, policy: BacklogPolicy) -> bool:
-    return queue.tokens > 0 and queue.age_s > policy.saturated_age_s
+def _is_saturated(queue: QueueSample, rate: float, policy: BacklogPolicy) -> bool:
+    """Whether no pod has room: entries wait, and so many that one forgotten entry is not taken for a queue."""
+    return queue.age_s > policy.saturated_age_s and queue.tokens > policy.saturated_age_s * rate
 
 
 def workload(memory: ScalingMemory, supply: Supply, policy: BacklogPolicy) -> Workload:
@@ -125,16 +143,21 @@ def _quantile(values: list[float], part: float) -> float:
 
 def _capacity(memory: ScalingMemory, policy: BacklogPolicy) -> float:
     """Prompt tokens per second of one pod; see docs/autoscaling.md, "What a pod can do"."""
-    rate = memory.rate_mean or 0.0
     bound = _capacity_by_load(memory, policy)
-    if memory.capacity is None:
-        return bound if bound is not None else max(policy.prior_tokens_per_s, rate / policy.evidence_utilization)
-    return max(rate, memory.capacity if bound is None else min(memory.capacity, bound))
+    loaded = (memory.utilization_mean or 0.0) >= policy.evidence_utilization
+    believed = policy.prior_tokens_per_s if memory.capacity is None else memory.capacity
+    if bound is None:
+        return believed
+    if not loaded:
+        return max(believed, memory.rate_mean or 0.0) if memory.capacity_s is not None else max(believed, bound)
+    return max(memory.rate_mean or 0.0, bound if memory.capacity_s is None else min(believed, bound))
 
 
 def _capacity_by_load(memory: ScalingMemory, policy: BacklogPolicy) -> float | None:
-    """What a pod would do with its KV pool full, in proportion; None where it is too empty to tell."""
+    """What a pod would do with its KV pool full, in proportion. An emptier pool than the evidence needs counts as
+    that full: no pod is believed to do many times what it was seen doing.
+    """
     rate, utilization = memory.rate_mean, memory.utilization_mean
-    if rate is None or utilization is None or rate <= 0 or utilization < policy.evidence_utilization:
+    if rate is None or utilization is None or rate <= 0:
         return None
-    return rate / utilization
+    return rate / max(utilization, policy.evidence_utilization)
