@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
 
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP, REQUEST_STATE_QUEUED
@@ -17,8 +18,10 @@ from pagestream_streams import (
     Unavailable,
     connection,
 )
+from pagestream_streams.connection import Call
 from pagestream_streams.embedded import ServerBinary
 from pagestream_streams.keys import Partition
+from pagestream_streams.links import ClusterLink
 from pagestream_streams.scripts import VIEW
 from redis_topologies import Topology, fresh, running_cluster
 from slot_moves import SlotMove, without_owner
@@ -100,6 +103,30 @@ async def stream_through(
             assert engine.lost == []
             views = [await broker.view(each.request_id, TENANT) for each in requests]
             assert [view.attempts for view in views] == [1] * PARTITIONS
+
+
+async def test_connections_that_are_closed_under_their_commands(topology: Topology, broker: Broker) -> None:
+    """redis-py does that whenever it looks for slots anew: a lost connection like any other."""
+    link = broker.connection._link
+    assert isinstance(link, ClusterLink)
+    ended = asyncio.Event()
+
+    async def ask() -> int:
+        answers = 0
+        while not ended.is_set():
+            calls = [Call(VIEW, Partition(MODEL, number).prefix, ("any", TENANT)) for number in range(PARTITIONS)]
+            for attempt in (broker.connection.run_many(calls), broker.connection.execute("TIME")):
+                with suppress(Unavailable):
+                    answers += bool(await attempt)
+        return answers
+
+    async with asyncio.TaskGroup() as running:
+        asking = [running.create_task(ask()) for _ in range(20)]
+        for _ in range(100):
+            await link._cluster.aclose()
+            await asyncio.sleep(0.005)
+        ended.set()
+    assert sum(task.result() for task in asking) > 0
 
 
 @pytest.mark.parametrize("settings", [FAST, WAITING], ids=["unwaited", "a replica waited for"])

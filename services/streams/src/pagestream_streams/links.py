@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -137,23 +137,28 @@ class ClusterLink:
             if command[0] in ("PING", "TIME"):
                 # Without a key these go to many nodes, or to one that has gone.
                 return (await self.together("", [command]))[0]
-            return await self._command(*command)
+            with _torn():
+                return await self._command(*command)
 
     async def pipeline(self, commands: Sequence[Command]) -> list[Any]:
         async with self._turns:
             pipe = self._cluster.pipeline()
             for command in commands:
                 pipe.execute_command(*command)
-            return list(await pipe.execute(raise_on_error=False))
+            with _torn():
+                replies = await pipe.execute(raise_on_error=False)
+            return [_closed() if isinstance(reply, AttributeError) else reply for reply in replies]
 
     async def together(self, key: str, commands: Sequence[Command]) -> list[Any]:
-        await self._cluster.initialize()
+        with _torn():
+            await self._cluster.initialize()
         node = self._cluster.get_node_from_key(key)
         if node is None:
             raise exceptions.ClusterDownError(f"no node has the slot of {key!r}")
         socket = node.acquire_connection()
         try:
-            replies = await _replies(node, socket, commands)
+            with _torn():
+                replies = await _replies(node, socket, commands)
             await self._learn(replies)
             return replies
         except (exceptions.ConnectionError, exceptions.TimeoutError, OSError):
@@ -199,6 +204,19 @@ async def _replies(node: ClusterNode, socket: Socket, commands: Sequence[Command
         # Replies that nobody waits for must not answer the next command.
         await socket.disconnect(nowait=True)
         raise
+
+
+@contextmanager
+def _torn() -> Iterator[None]:
+    """redis-py closes connections when it looks for slots anew; a command that is just opening one finds no writer."""
+    try:
+        yield
+    except AttributeError as error:
+        raise _closed() from error
+
+
+def _closed() -> exceptions.ConnectionError:
+    return exceptions.ConnectionError("the connection was closed while it was being opened")
 
 
 class _Address:
