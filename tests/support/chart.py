@@ -1,12 +1,12 @@
 """The chart, rendered by the real helm."""
 
-import subprocess
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from kube_api import COMMAND_LIMIT_S, kube_binary
+from kube_api import run_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "pagestream"
@@ -16,20 +16,20 @@ RELEASE = "pagestream"
 
 Manifest = dict[str, Any]
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-class RenderError(AssertionError):
-    """Helm refused; the message is what a user reads."""
+
+@cache
+def rendered_text(*options: str, release: str = RELEASE, namespace: str = NAMESPACE) -> str:
+    """What `helm template` prints, hooks and tests included. CommandError with what a user reads where it refuses."""
+    where = ("--namespace", namespace, "--kube-version", KUBE_VERSION)
+    return run_tool("helm", "template", release, str(CHART), *where, *options)
 
 
 def render(*options: str, release: str = RELEASE, namespace: str = NAMESPACE) -> list[Manifest]:
-    """The objects of `helm template`, hooks and tests included. Raises RenderError."""
-    command = ["template", release, str(CHART), "--namespace", namespace, "--kube-version", KUBE_VERSION, *options]
-    result = subprocess.run(
-        [kube_binary("helm"), *command], capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False
-    )
-    if result.returncode:
-        raise RenderError(result.stderr)
-    return [manifest for manifest in yaml.load_all(result.stdout, _LOADER) if manifest]
+    """The objects of `helm template`."""
+    text = rendered_text(*options, release=release, namespace=namespace)
+    return [manifest for manifest in yaml.load_all(text, _LOADER) if manifest]
 
 
 def values_files() -> list[Path]:
@@ -39,7 +39,7 @@ def values_files() -> list[Path]:
 
 def one(manifests: Sequence[Manifest], kind: str, name: str) -> Manifest:
     """The object of that kind and name."""
-    found = [manifest for manifest in manifests if manifest["kind"] == kind and manifest["metadata"]["name"] == name]
+    found = [manifest for manifest in manifests if (manifest["kind"], manifest["metadata"]["name"]) == (kind, name)]
     if len(found) != 1:
         raise AssertionError(f"{len(found)} objects are {kind} {name}, 1 was expected")
     return found[0]
@@ -50,16 +50,13 @@ def is_hook(manifest: Manifest) -> bool:
     return "helm.sh/hook" in manifest["metadata"].get("annotations", {})
 
 
-def pod_templates(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
-    """Pods and pod templates (metadata, spec) by `kind/name` of what holds them."""
+def pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
+    """Pods, and the pods (metadata, spec) that a template makes, by `kind/name` of what holds them."""
     found = {}
     for manifest in manifests:
         name = f"{manifest['kind']}/{manifest['metadata']['name']}"
         if manifest["kind"] == "Pod":
             found[name] = manifest
-        elif "template" in manifest.get("spec", {}) and manifest["kind"] in ("Deployment", "StatefulSet", "Job"):
+        elif manifest["kind"] in ("Deployment", "StatefulSet", "Job"):
             found[name] = manifest["spec"]["template"]
     return found
-
-
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -1,25 +1,30 @@
-"""One API server for all tests of the chart, with the definition of EnginePool."""
+"""One API server for all tests of the chart, with the definitions that its objects may need."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from chart import CHART
-from kube_api import KubeApi, running_kube_api
+from control_plane import ControlPlane
+from kube_api import Administrator
+
+OTHERS = Path(__file__).with_name("definitions.yaml")  # of Gateway API, cert-manager, the Prometheus operator
 
 
 @pytest.fixture(scope="session")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeApi]:
-    with running_kube_api(tmp_path_factory.mktemp("kube-api")) as api:
-        for definition in sorted((CHART / "crds").glob("*.yaml")):
-            api.apply(definition.read_text())
-        api.run("kubectl", "wait", "--for=condition=Established", "crd/enginepools.pagestream.dev", "--timeout=30s")
-        yield api
+def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Administrator]:
+    with ControlPlane(tmp_path_factory.mktemp("chart-api")) as plane:
+        admin = Administrator(plane.kubeconfig)
+        for definitions in (*sorted((CHART / "crds").glob("*.yaml")), OTHERS):
+            admin.apply(definitions.read_text())
+        admin.run("kubectl", "wait", "--for=condition=Established", "customresourcedefinitions", "--all")
+        yield admin
 
 
 @pytest.fixture
-def namespace(api: KubeApi, request: pytest.FixtureRequest) -> str:
+def namespace(admin: Administrator, request: pytest.FixtureRequest) -> str:
     """A namespace of the test's own, in which pods must be restricted."""
-    name = request.node.name.lower().translate(str.maketrans("_[]", "---")).strip("-")[:60].strip("-")
-    api.run("kubectl", "create", "namespace", name)
-    api.run("kubectl", "label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+    name = request.node.name.lower().translate(str.maketrans("_[].", "----"))[:60].strip("-")
+    admin.run("kubectl", "create", "namespace", name)
+    admin.run("kubectl", "label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
     return name

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from kube_api import KubeApi
+from kube_api import Administrator
 from lightkube import Client
 from pagestream_operator.crd import definition
 from pagestream_operator.errors import Rejected
@@ -19,8 +19,8 @@ NAME = "enginepools.pagestream.dev"
 
 
 @pytest.fixture
-def client(api: KubeApi, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig))
+def client(admin: Administrator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    monkeypatch.setenv("KUBECONFIG", str(admin.kubeconfig))
     with open_client() as client:
         yield client
 
@@ -39,20 +39,20 @@ spec:
 """
 
 
-def columns(api: KubeApi) -> list[str]:
-    return [column["name"] for column in api.get("crd", NAME)["spec"]["versions"][0]["additionalPrinterColumns"]]
+def columns(admin: Administrator) -> list[str]:
+    return [column["name"] for column in admin.get("crd", NAME)["spec"]["versions"][0]["additionalPrinterColumns"]]
 
 
 def test_what_helm_installed_once_is_brought_up_to_date_and_what_is_no_longer_in_it_goes(
-    api: KubeApi, client: Client, capsys: pytest.CaptureFixture[str]
+    admin: Administrator, client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     older = copy.deepcopy(definition())
     older["spec"]["versions"][0]["additionalPrinterColumns"] = [{"name": "Old", "type": "string", "jsonPath": ".kind"}]
-    api.run("kubectl", "replace", "--filename", "-", text=json.dumps(older))
-    assert columns(api) == ["Old"]
+    admin.run("kubectl", "replace", "--filename", "-", text=json.dumps(older))
+    assert columns(admin) == ["Old"]
     apply_crd([])
-    assert "Old" not in columns(api)
-    assert "Desired" in columns(api)
+    assert "Old" not in columns(admin)
+    assert "Desired" in columns(admin)
     assert "is up to date" in capsys.readouterr().err
 
 
@@ -63,18 +63,20 @@ def test_a_definition_that_the_server_refuses_is_told_with_what_to_do(client: Cl
         apply_definition(client, wrong, limit_s=5)
 
 
-def test_pools_of_the_selector_go_and_others_stay(api: KubeApi, client: Client, namespace: str) -> None:
+def test_pools_of_the_selector_go_and_others_stay(admin: Administrator, client: Client, namespace: str) -> None:
     for text in (pool("first"), pool("second"), pool("theirs", label="other")):
-        api.run("kubectl", "--namespace", namespace, "apply", "--filename", "-", text=text)
+        admin.run("kubectl", "--namespace", namespace, "apply", "--filename", "-", text=text)
     delete_pools(["--namespaces", namespace, "--selector", "app.kubernetes.io/instance=mine"])
-    left = api.get("--namespace", namespace, "enginepools")["items"]
+    left = admin.get("--namespace", namespace, "enginepools")["items"]
     assert [item["metadata"]["name"] for item in left] == ["theirs"]
 
 
-def test_a_pool_that_no_operator_drains_goes_after_the_limit(api: KubeApi, client: Client, namespace: str) -> None:
-    api.run("kubectl", "--namespace", namespace, "apply", "--filename", "-", text=pool("stuck", finalizer=FINALIZER))
+def test_a_pool_that_no_operator_drains_goes_after_the_limit(
+    admin: Administrator, client: Client, namespace: str
+) -> None:
+    admin.run("kubectl", "--namespace", namespace, "apply", "--filename", "-", text=pool("stuck", finalizer=FINALIZER))
     assert remove_pools(client, [namespace], "", limit_s=1) == [f"{namespace}/stuck"]
-    assert api.get("--namespace", namespace, "enginepools")["items"] == []
+    assert admin.get("--namespace", namespace, "enginepools")["items"] == []
 
 
 def test_where_there_are_no_pools_there_is_nothing_to_do(client: Client, namespace: str) -> None:

@@ -1,0 +1,83 @@
+"""Generated secrets outlive upgrades: helm installs into a real API server, twice."""
+
+import base64
+import hashlib
+from pathlib import Path
+
+import pytest
+from chart import CHART, one, render
+from kube_api import Administrator
+from pagestream_gateway.auth import read_key_file
+
+
+def secret(admin: Administrator, namespace: str, name: str) -> dict[str, str]:
+    data = admin.get("--namespace", namespace, "secret", name)["data"]
+    return {key: base64.b64decode(value).decode() for key, value in data.items()}
+
+
+@pytest.fixture
+def installed(admin: Administrator, namespace: str) -> str:
+    """No nodes, so no hooks and nothing runs: what is stored is what counts here."""
+    helm(admin, "install", namespace)
+    return namespace
+
+
+def helm(admin: Administrator, verb: str, namespace: str, *options: str) -> None:
+    command = ("helm", verb, "llm", str(CHART), "--namespace", namespace, "--no-hooks", "--skip-crds")
+    if verb == "uninstall":
+        command = ("helm", verb, "llm", "--namespace", namespace, "--no-hooks")
+    admin.run(*command, *options)
+
+
+def test_a_second_render_keeps_the_key_and_the_password(admin: Administrator, installed: str) -> None:
+    before = {name: secret(admin, installed, name) for name in ("llm-api-key", "llm-api-key-hashes", "llm-redis")}
+    helm(admin, "upgrade", installed, "--set", f"apiKeys.hashes.{'b' * 64}=team-b")
+    after = {name: secret(admin, installed, name) for name in before}
+    assert after["llm-api-key"] == before["llm-api-key"]
+    assert after["llm-redis"] == before["llm-redis"]
+    assert set(after["llm-api-key-hashes"]["keys"].splitlines()) - set(
+        before["llm-api-key-hashes"]["keys"].splitlines()
+    ) == {f"{'b' * 64} -> team-b"}
+
+
+def test_the_gateway_knows_the_key_by_its_hash_alone(admin: Administrator, installed: str, tmp_path: Path) -> None:
+    key = secret(admin, installed, "llm-api-key")
+    hashes = secret(admin, installed, "llm-api-key-hashes")
+    assert key["key"] not in hashes["keys"]
+    assert hashlib.sha256(key["key"].encode()).hexdigest() in hashes["keys"]
+    file = tmp_path / "keys"
+    file.write_text(hashes["keys"])
+    assert read_key_file(file).tenant(f"Bearer {key['key']}") == key["tenant"]
+
+
+def test_the_password_opens_the_address(admin: Administrator, installed: str) -> None:
+    redis = secret(admin, installed, "llm-redis")
+    assert redis["url"] == f"redis://:{redis['password']}@llm-redis.{installed}.svc:6379/0"
+    assert redis["auth.conf"] == f"requirepass {redis['password']}"
+
+
+def test_a_new_installation_has_a_new_key(admin: Administrator, installed: str) -> None:
+    before = secret(admin, installed, "llm-api-key")["key"]
+    helm(admin, "uninstall", installed)
+    helm(admin, "install", installed)
+    assert secret(admin, installed, "llm-api-key")["key"] != before
+
+
+def test_an_upgrade_that_changes_nothing_changes_no_pod(admin: Administrator, installed: str) -> None:
+    before = templates(admin, installed)
+    helm(admin, "upgrade", installed)
+    assert templates(admin, installed) == before
+
+
+def templates(admin: Administrator, namespace: str) -> list[object]:
+    items = admin.get("--namespace", namespace, "deployments,statefulsets")["items"]
+    return [(item["metadata"]["name"], item["metadata"]["generation"], item["spec"]["template"]) for item in items]
+
+
+def test_where_secrets_are_named_nothing_is_generated() -> None:
+    options = ("--values", str(CHART / "ci" / "gitops.yaml"))
+    manifests = render(*options)
+    assert not [manifest for manifest in manifests if manifest["kind"] == "Secret"]
+    gateway = one(manifests, "Deployment", "pagestream-gateway")["spec"]["template"]["spec"]
+    named = {volume["secret"]["secretName"] for volume in gateway["volumes"] if "secret" in volume}
+    assert named == {"company-keys", "company-tls"}
