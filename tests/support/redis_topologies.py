@@ -1,6 +1,8 @@
 """Real Redis servers: a cluster, a master with replicas that Sentinels watch, one that speaks TLS alone."""
 
 import ipaddress
+import random
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagestream_streams.embedded import EmbeddedRedis, ServerBinary, free_port
+from pagestream_streams.embedded import EmbeddedRedis, ServerBinary
 from redis import Redis, exceptions
 from redis_servers import emptied
 
 HOST = "127.0.0.1"
-LIMIT_S = 40.0
+LIMIT_S = 20.0
 NODE_TIMEOUT_MS = 1000
 """After which a cluster's nodes, and Sentinels, take a server for dead."""
 
@@ -50,6 +52,13 @@ class Server:
             answer: object = client.execute_command(*command)
             return answer
 
+    def check(self) -> None:
+        """TopologyError with its last words where the process has ended by itself."""
+        code = None if self.process is None else self.process.poll()
+        if code is not None:
+            words = (self.folder / "log").read_text(errors="replace").splitlines()[-5:]
+            raise TopologyError(f"the server on port {self.port} ended with {code}: {' | '.join(words)}")
+
     def answers(self) -> bool:
         try:
             return bool(self.ask("PING"))
@@ -57,10 +66,12 @@ class Server:
             return False
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait with a limit; TopologyError names what was waited for."""
+def until(condition: Callable[[], bool], what: str, servers: Sequence[Server] = ()) -> None:
+    """Wait with a limit; TopologyError names what was waited for, or which of the servers has ended meanwhile."""
     end = time.monotonic() + LIMIT_S
     while not condition():
+        for each in servers:
+            each.check()
         if time.monotonic() > end:
             raise TopologyError(f"waited {LIMIT_S:.0f} s for {what}")
         time.sleep(0.05)
@@ -68,7 +79,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 def server(binary: ServerBinary, folder: Path, *options: str, port: int | None = None) -> Server:
     """A server that keeps append-only files, as the embedded one does."""
-    port = port or free_port()
+    port = port or quiet_port()
     command = [str(binary.path), "--port", str(port), "--bind", HOST, "--dir", str(folder), "--save", ""]
     return Server(folder, [*command, "--appendonly", "yes", "--appendfsync", "everysec", *options], port)
 
@@ -144,24 +155,41 @@ def running_cluster(folder: Path, binary: ServerBinary, *, masters: int = 3, rep
     options: tuple[str, ...] = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(NODE_TIMEOUT_MS))
     options += ("--cluster-require-full-coverage", "no", "--repl-diskless-sync-delay", "0")
     servers = [
-        server(binary, folder / str(number), *options, "--cluster-config-file", "nodes.conf", port=_port_with_bus())
-        for number in range(count)
+        server(binary, folder / str(number), *options, "--cluster-config-file", "nodes.conf") for number in range(count)
     ]
     url = "redis+cluster://" + ",".join(f"{HOST}:{each.port}" for each in servers)
     with running(Topology(url, servers)) as topology:
         for each in servers:
             each.start()
-        until(lambda: all(each.answers() for each in servers), "the cluster's servers")
+        until(lambda: all(each.answers() for each in servers), "the cluster's servers", servers)
         _join(servers, masters)
         yield topology
 
 
-def _port_with_bus() -> int:
-    """A free port; the nodes' own talk takes the one that is 10,000 higher."""
-    while True:
-        port = free_port()
-        if port + 10_000 < 65_536:
+def quiet_port() -> int:
+    """A port that was free a moment ago, below those from which the kernel takes one for each outgoing connection: a
+    server that is started a little later finds it free still. So is the one that is 10,000 higher, where a cluster's
+    nodes talk to each other.
+    """
+    for port in random.sample(_QUIET_PORTS, len(_QUIET_PORTS)):
+        if port not in _given and _is_free(port) and _is_free(port + 10_000):
+            _given.add(port)
             return port
+    raise TopologyError("no port is free")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+        return True
+
+
+_QUIET_PORTS = range(12_000, 22_000)
+_given: set[int] = set()
 
 
 def _join(servers: Sequence[Server], masters: int) -> None:
@@ -211,17 +239,17 @@ def running_sentinels(folder: Path, binary: ServerBinary, *, replicas: int = 1) 
     with running(Topology(url, [master, *followers], sentinels)) as topology:
         for each in topology.servers:
             each.start()
-        until(lambda: all(each.answers() for each in topology.servers), "master and replicas")
+        until(lambda: all(each.answers() for each in topology.servers), "master and replicas", topology.servers)
         until(lambda: _connected_replicas(master) == replicas, "the replicas to follow")
         for each in sentinels:
             each.start()
-        until(lambda: all(_sees(each, replicas) for each in sentinels), f"the Sentinels {folder} to see each other")
+        until(lambda: all(_sees(each, replicas) for each in sentinels), "the Sentinels to see each other", sentinels)
         yield topology
 
 
 def _sentinel(binary: ServerBinary, folder: Path, master_port: int) -> Server:
     folder.mkdir(parents=True)
-    port = free_port()
+    port = quiet_port()
     lines = [
         f"port {port}",
         f"bind {HOST}",
@@ -293,7 +321,7 @@ def make_certificates(folder: Path) -> Certificates:
 def running_tls_server(folder: Path, binary: ServerBinary) -> Iterator[tuple[Topology, Certificates]]:
     """A server that speaks TLS alone, asks clients for a certificate, and knows one user who may do what is needed."""
     made = make_certificates(folder / "certificates")
-    port = free_port()
+    port = quiet_port()
     data = folder / "data"
     data.mkdir(parents=True)
     lines = [
