@@ -22,6 +22,7 @@ from pagestream_operator.metrics.series import Counter, Gauge, Taken
 from pagestream_operator.metrics.settings import StoreSettings
 from pagestream_operator.scaling import LatencyWindow, PodSample, QueueSample
 
+_EXPORT_S = 2.5  # an export interval and a bit
 _SWEEP_S = 10.0  # how late a silent process may be dropped
 
 
@@ -291,18 +292,26 @@ def _rate(state: _EngineState, name: str) -> float | None:
 
 
 def _report_of(gauges: Mapping[str, Gauge]) -> QueueSample | None:
-    """One gateway's report; None until it has said all that must be known of a queue."""
+    """One gateway's report; None until it has told tokens and running.
+
+    Partitions and classes in which nothing waits may have no depth and no age any more: what its newest exports lack
+    is 0.
+    """
     read = {name: value for name, gauge in gauges.items() if (value := gauge.read()) is not None}
-    needed = (Queue.DEPTH, Queue.TOKENS, Queue.AGE, Queue.RUNNING)
-    if any(name not in read for name in needed):
+    tokens, running = read.get(Queue.TOKENS), read.get(Queue.RUNNING)
+    if tokens is None or running is None:
         return None
-    depth, tokens, age, running = (read[name] for name in needed)
+
+    def waiting(name: str) -> float:
+        value = read.get(name)
+        return value[1] if value is not None and value[0] >= tokens[0] - _EXPORT_S else 0.0
+
     drain = read.get(Queue.DRAIN_RATE)
     return QueueSample(
-        time_s=min(depth[0], tokens[0], age[0], running[0]),
-        depth=depth[1],
+        time_s=min(tokens[0], running[0]),
+        depth=waiting(Queue.DEPTH),
         tokens=tokens[1],
-        age_s=age[1],
+        age_s=waiting(Queue.AGE),
         running=running[1],
         drain_tokens_per_s=drain[1] if drain is not None else None,
     )

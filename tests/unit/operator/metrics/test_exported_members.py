@@ -1,0 +1,16 @@
+from pagestream_operator import metrics
+
+
+def test_exported_names() -> None:
+    assert metrics.__all__ == [
+        "MetricsError",
+        "MetricsSink",
+        "MetricsStore",
+        "PodRef",
+        "PoolMetrics",
+        "SinkSettings",
+        "SinkUnavailable",
+        "SourceUnavailable",
+        "StoreSettings",
+    ]
+    assert all(hasattr(metrics, name) for name in metrics.__all__)
