@@ -36,7 +36,7 @@ async def fill(client: httpx.AsyncClient, count: int) -> list[asyncio.Task[httpx
     tasks = [asyncio.create_task(client.post("/v1/completions", json=BODY)) for _ in range(count)]
 
     async def all_are_open() -> bool:
-        return f"pagestream_gateway_streams_open {count}" in (await client.get("/metrics")).text
+        return f"pagestream_streams_open {count}.0" in (await client.get("/metrics")).text
 
     await eventually(all_are_open)
     return tasks

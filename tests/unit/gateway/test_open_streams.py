@@ -4,6 +4,7 @@ import pytest
 from pagestream_gateway.errors import GatewayStopping
 from pagestream_gateway.metrics import Metrics
 from pagestream_gateway.open_streams import OpenStreams
+from pagestream_telemetry.instruments import Registry
 
 
 async def hold(streams: OpenStreams, gate: asyncio.Event) -> str:
@@ -13,7 +14,7 @@ async def hold(streams: OpenStreams, gate: asyncio.Event) -> str:
 
 
 async def test_streams_that_end_in_time_are_left_alone() -> None:
-    streams, gate = OpenStreams(Metrics()), asyncio.Event()
+    streams, gate = OpenStreams(Metrics(Registry())), asyncio.Event()
     writing = asyncio.create_task(hold(streams, gate))
     await asyncio.sleep(0)
     assert len(streams) == 1
@@ -24,7 +25,7 @@ async def test_streams_that_end_in_time_are_left_alone() -> None:
 
 
 async def test_the_others_are_told() -> None:
-    metrics = Metrics()
+    metrics = Metrics(Registry())
     streams = OpenStreams(metrics)
     writing = asyncio.create_task(hold(streams, asyncio.Event()))
     await asyncio.sleep(0)
@@ -38,7 +39,7 @@ async def test_the_others_are_told() -> None:
 
 
 async def test_a_clients_cancellation_stays_one() -> None:
-    streams = OpenStreams(Metrics())
+    streams = OpenStreams(Metrics(Registry()))
     writing = asyncio.create_task(hold(streams, asyncio.Event()))
     await asyncio.sleep(0)
     writing.cancel()

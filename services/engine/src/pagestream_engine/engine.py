@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from collections.abc import Sequence as Tokens
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.invariants import check_cache
@@ -53,6 +53,15 @@ class Runner(Protocol):
     def profile_num_blocks(self) -> int: ...
     def allocate_kv_cache(self, num_blocks: int) -> None: ...
     def execute(self, step: ScheduledStep) -> SampledTokens: ...
+
+
+@runtime_checkable
+class Weighed(Protocol):
+    """A runner that takes memory: a real one."""
+
+    def memory_bytes(self) -> Mapping[str, int]:
+        """Bytes of the device's memory by use."""
+        ...
 
 
 RunnerFactory = Callable[[Path, EngineConfig], Runner]
@@ -234,6 +243,7 @@ class Engine:
             num_waiting=self._scheduler.num_waiting,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
             kv_utilization=1.0 - pool.num_free / pool.num_blocks,
             prefix_query_tokens=self._cache.num_query_tokens,
             prefix_hit_tokens=self._cache.num_hit_tokens,
@@ -246,6 +256,14 @@ class Engine:
             total_step_s=counts.total_step_s,
             total_schedule_s=counts.total_schedule_s,
         )
+
+    def fragmentation(self) -> float:
+        """The share of the slots in referenced blocks that hold no token; O(running sequences), between two steps."""
+        return self._cache.fragmentation(self._scheduler.running())
+
+    def memory_bytes(self) -> Mapping[str, int]:
+        """Bytes of the device's memory by use; empty for a runner without any."""
+        return self._runner.memory_bytes() if isinstance(self._runner, Weighed) else {}
 
     def check_invariants(self) -> None:
         """Checks the bookkeeping of blocks between two steps; O(blocks), so for tests and idle times.

@@ -89,6 +89,8 @@ class EngineStats:
     num_blocks: int
     num_free_blocks: int
     """Blocks that no sequence references; some still hold cached content."""
+    num_cached_blocks: int
+    """Those of them whose content can still be found."""
     kv_utilization: float
     """Referenced blocks / all blocks, in [0, 1]."""
     prefix_query_tokens: int

@@ -6,10 +6,10 @@ import sys
 
 import setproctitle
 import uvloop
+from pagestream_telemetry.logs import configure_logs
 
 from pagestream_gateway.errors import GatewayError
 from pagestream_gateway.lifecycle import serve
-from pagestream_gateway.logs import configure_logs
 from pagestream_gateway.settings import load_settings
 
 _YOUNG_OBJECTS = 20_000  # between two collections; a few MB
@@ -20,7 +20,7 @@ def main() -> None:
     setproctitle.setproctitle("pagestream-gateway")
     try:
         settings = load_settings()
-        configure_logs(settings.telemetry.log_level)
+        configure_logs(settings.telemetry)
         _calm_collector()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))

@@ -12,11 +12,15 @@ from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, FinishReason
 from pagestream.v1.records_pb2 import LogEntry, ModelCard, RequestSpec
 from pagestream_streams import Broker, GatewaySession, ModelInfo, RequestView, ids
 from pagestream_streams.errors import DigestMismatch, ModelNotFound, OffsetOutOfRange, RequestNotFound, Unavailable
+from pagestream_telemetry.context import TraceContext
+from pagestream_telemetry.process import Telemetry
 
+from pagestream_gateway.calls import Call, Calls
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.metrics import Metrics
 from pagestream_gateway.models import LoadedModel, ModelCache
 from pagestream_gateway.open_streams import OpenStreams
+from pagestream_gateway.queue_monitor import QueueMonitor
 from pagestream_gateway.requests import Draft, PreparedRequest, build_spec, check_draft, prepare
 from pagestream_gateway.settings import Settings
 from pagestream_gateway.tokenization import TokenizePool
@@ -35,9 +39,12 @@ class Frontend:
     models: ModelCache
     streams: OpenStreams
     metrics: Metrics
+    calls: Calls
+    queue: QueueMonitor
+    telemetry: Telemetry
     settings: Settings
 
-    async def submit(self, draft: Draft, tenant: str) -> RequestSpec:
+    async def submit(self, draft: Draft, tenant: str, call: Call) -> RequestSpec:
         """Checks and durably accepts a request; the answer is what runs, which is an earlier request when the
         idempotency key says so.
 
@@ -46,11 +53,12 @@ class Frontend:
         """
         model, prepared = await self._prepared(draft)
         request_id = await self._within_limit(self.session.place(model.name, prepared.prompts[0]))
-        spec = self._spec(draft, prepared, request_id, model, tenant)
+        spec = self._spec(draft, prepared, request_id, tenant=tenant, model=model, trace=call.context)
         if not draft.idempotency_key:
             await self._within_limit(self.session.accept(spec))
         else:
             spec = await self._accept_once(spec, draft, tenant)
+        call.accepted(spec)
         logger.info(
             "accepted",
             extra={
@@ -63,7 +71,7 @@ class Frontend:
         )
         return spec
 
-    async def submit_again(self, draft: Draft, tenant: str, request_id: str) -> RequestSpec:
+    async def submit_again(self, draft: Draft, tenant: str, request_id: str, call: Call) -> RequestSpec:
         """Accepts a request that Redis has lost under the id that it had; one that is there stays as it is.
 
         The sampling must have the seed of the first time. Raises InvalidRequest, ModelNotFound, QueueFull, Unavailable,
@@ -76,7 +84,7 @@ class Frontend:
         partitions = await self._within_limit(self.broker.partitions(model.name))
         if name is None or name.model_tag != ids.model_tag(model.name) or name.partition >= partitions:
             raise RequestNotFound(request_id)
-        spec = self._spec(draft, prepared, request_id, model, tenant)
+        spec = self._spec(draft, prepared, request_id, tenant=tenant, model=model, trace=call.context)
         await self._within_limit(self.session.accept(spec))
         logger.warning("accepted again", extra={"request_id": request_id, "tenant": tenant, "model": model.name})
         return spec
@@ -88,10 +96,24 @@ class Frontend:
         return model, await self.pool.run(lambda: prepare(draft, model, limits))
 
     def _spec(
-        self, draft: Draft, prepared: PreparedRequest, request_id: str, model: LoadedModel, tenant: str
+        self,
+        draft: Draft,
+        prepared: PreparedRequest,
+        request_id: str,
+        *,
+        tenant: str,
+        model: LoadedModel,
+        trace: TraceContext,
     ) -> RequestSpec:
-        grace_ms = round(self.settings.stream.disconnect_grace_s * 1000)
-        return build_spec(draft, prepared, request_id=request_id, model=model.name, tenant=tenant, grace_ms=grace_ms)
+        return build_spec(
+            draft,
+            prepared,
+            request_id=request_id,
+            model=model.name,
+            tenant=tenant,
+            grace_ms=round(self.settings.stream.disconnect_grace_s * 1000),
+            trace=trace,
+        )
 
     async def _accept_once(self, spec: RequestSpec, draft: Draft, tenant: str) -> RequestSpec:
         key, digest = draft.idempotency_key, draft.body_digest
@@ -137,6 +159,7 @@ class Frontend:
     async def cancel(self, request_id: str, tenant: str) -> FinishReason:
         """Ends a request in whatever state it is. Raises RequestNotFound, Unavailable."""
         reason = await self._within_limit(self.broker.cancel(request_id, tenant))
+        self.metrics.cancelled((await self.broker.directory.locate(request_id)).model)
         logger.info("cancelled", extra={"request_id": request_id, "tenant": tenant})
         return reason
 
@@ -147,6 +170,11 @@ class Frontend:
             (info, await self._within_limit(self.broker.model_card(info.name)))
             for info in sorted(infos, key=lambda info: info.name)
         ]
+
+    async def exposition(self) -> bytes:
+        """All metrics in Prometheus' text form; those of the queue are absent where Redis does not answer."""
+        await self.queue.refresh()
+        return self.telemetry.render()
 
     async def is_ready(self) -> bool:
         """Whether Redis answers and a model is known."""

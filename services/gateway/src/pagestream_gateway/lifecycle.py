@@ -3,14 +3,19 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from pagestream_streams import Broker, GatewaySession
 from pagestream_streams.errors import Unavailable
+from pagestream_telemetry import table
+from pagestream_telemetry.process import Telemetry, running_telemetry
 
 from pagestream_gateway.auth import KeyRing, read_key_file
+from pagestream_gateway.calls import Calls
 from pagestream_gateway.errors import StartupError
 from pagestream_gateway.frontend import Frontend
 from pagestream_gateway.grpc.server import GrpcServer
@@ -19,12 +24,14 @@ from pagestream_gateway.http.server import HttpServer
 from pagestream_gateway.metrics import Metrics
 from pagestream_gateway.models import ModelCache
 from pagestream_gateway.open_streams import OpenStreams
+from pagestream_gateway.queue_monitor import QueueMonitor
 from pagestream_gateway.settings import Settings
 from pagestream_gateway.tasks import end_tasks
 from pagestream_gateway.tokenization import TokenizePool
 
 logger = logging.getLogger(__name__)
 _HEALTH_PERIOD_S = 1.0
+_SERVICE = "pagestream-gateway"
 
 
 @dataclass(frozen=True)
@@ -85,9 +92,34 @@ async def _frontend(settings: Settings) -> AsyncIterator[Frontend]:
     pool = TokenizePool(
         workers=limits.tokenize_workers, max_pending=limits.tokenize_queue, limit_s=limits.tokenize_limit_s
     )
-    async with broker, GatewaySession(broker, settings.gateway.id) as session, pool:
-        metrics = Metrics()
-        yield Frontend(broker, session, pool, ModelCache(), OpenStreams(metrics), metrics, settings)
+    with running_telemetry(
+        settings.telemetry, service=_SERVICE, instance_id=_instance_id(settings), environ=os.environ
+    ) as telemetry:
+        async with broker, GatewaySession(broker, settings.gateway.id) as session, pool:
+            telemetry.registry.on_collect(lambda: _count_reclaims(telemetry, session))
+            metrics = Metrics(telemetry.registry)
+            queue = QueueMonitor(broker, telemetry.registry)
+            calls = Calls(metrics, telemetry.tracer)
+            yield Frontend(
+                broker,
+                session,
+                pool,
+                ModelCache(),
+                OpenStreams(metrics),
+                metrics,
+                calls,
+                queue,
+                telemetry,
+                settings,
+            )
+
+
+def _instance_id(settings: Settings) -> str:
+    return settings.gateway.id or f"{socket.gethostname()}-{os.getpid()}"
+
+
+def _count_reclaims(telemetry: Telemetry, session: GatewaySession) -> None:
+    telemetry.registry.number(table.RECLAIMS).series().set(session.num_reclaimed)
 
 
 @contextlib.asynccontextmanager
@@ -105,8 +137,11 @@ async def _servers(frontend: Frontend, keys: KeyRing) -> AsyncIterator[Ports]:
         grpc_server = GrpcServer(frontend, keys)
         stack.push_async_callback(grpc_server.stop, limit_s)
         grpc_port = await grpc_server.start(listen.host, listen.grpc_port)
-        health = asyncio.create_task(_tell_health(frontend, grpc_server))
-        stack.push_async_callback(end_tasks, health)
+        tasks = [asyncio.create_task(_tell_health(frontend, grpc_server))]
+        if frontend.settings.telemetry.exports:
+            period_s = frontend.settings.telemetry.export_interval_s
+            tasks.append(asyncio.create_task(frontend.queue.watch(period_s)))
+        stack.push_async_callback(end_tasks, *tasks)
         yield Ports(http_port, grpc_port, metrics_port)
 
 

@@ -1,45 +1,65 @@
-"""The process' own counters, in Prometheus' text form."""
+"""What a gateway counts."""
 
-from collections import Counter
-from collections.abc import Iterable
+from pagestream_telemetry import table
+from pagestream_telemetry.instruments import Registry
 
 
 class Metrics:
-    """Counters of one gateway process. All use is from the event loop."""
+    """Counters and gauges of one gateway process. All use is from the event loop."""
 
-    def __init__(self) -> None:
-        self.streams_open = 0
-        self.tokens_out = 0
-        self._requests: Counter[tuple[str, str]] = Counter()
+    def __init__(self, registry: Registry) -> None:
+        self._streams_open = registry.number(table.STREAMS_OPEN).series()
+        self._streams_open.set(0)
+        self._tokens = registry.number(table.GATEWAY_TOKENS).series()
+        self._requests = registry.number(table.GATEWAY_REQUESTS)
+        self._errors = registry.number(table.ERRORS)
+        self._cancellations = registry.number(table.CANCELLATIONS)
+        self._first_token = registry.distribution(table.TIME_TO_FIRST_TOKEN)
+        self._per_token = registry.distribution(table.TIME_PER_OUTPUT_TOKEN)
+        self._duration = registry.distribution(table.REQUEST_DURATION)
+        self._between_tokens = registry.distribution(table.INTER_TOKEN_LATENCY)
+
+    @property
+    def streams_open(self) -> int:
+        """Answers that are being written now."""
+        return int(self._streams_open.value or 0)
+
+    def stream_opened(self) -> None:
+        """An answer begins to be written."""
+        self._streams_open.add(1)
+
+    def stream_closed(self) -> None:
+        """It was written, or given up."""
+        self._streams_open.add(-1)
 
     def count_request(self, api: str, outcome: str) -> None:
         """One call of `api` ("chat", "completions", "grpc", "resume") ended: "ok", or the error's code."""
-        self._requests[api, outcome] += 1
+        self._requests.series(api, outcome).add()
 
-    def render(self) -> str:
-        """The exposition, version 0.0.4."""
-        lines = [
-            *_family(
-                "pagestream_gateway_streams_open",
-                "gauge",
-                "Answers that are being written now.",
-                [("", self.streams_open)],
-            ),
-            *_family(
-                "pagestream_gateway_tokens_total", "counter", "Tokens written to clients.", [("", self.tokens_out)]
-            ),
-            *_family(
-                "pagestream_gateway_requests_total",
-                "counter",
-                "Calls that ended, by API and outcome.",
-                [
-                    (f'{{api="{api}",outcome="{outcome}"}}', count)
-                    for (api, outcome), count in sorted(self._requests.items())
-                ],
-            ),
-        ]
-        return "\n".join(lines) + "\n"
+    def count_tokens(self, number: int) -> None:
+        """Tokens were written to a client."""
+        self._tokens.add(number)
 
+    def error(self, model: str, error_type: str) -> None:
+        """A call ended with an error."""
+        self._errors.series(model, error_type).add()
 
-def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, int]]) -> list[str]:
-    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *(f"{name}{labels} {value}" for labels, value in samples)]
+    def cancelled(self, model: str) -> None:
+        """A client left, or said that it no longer wants what it asked for."""
+        self._cancellations.series(model).add()
+
+    def first_token(self, model: str, operation: str, seconds: float) -> None:
+        """A call got its first token, so long after its begin."""
+        self._first_token.series(model, operation).record(seconds)
+
+    def between_tokens(self, model: str, seconds: float) -> None:
+        """Tokens came, so long after those before them."""
+        self._between_tokens.series(model).record(seconds)
+
+    def per_token(self, model: str, operation: str, seconds: float) -> None:
+        """A whole answer was written; after its first token each took so long on average."""
+        self._per_token.series(model, operation).record(seconds)
+
+    def duration(self, model: str, operation: str, error_type: str, seconds: float) -> None:
+        """A call has ended; `error_type` "" is success."""
+        self._duration.series(model, operation, error_type).record(seconds)

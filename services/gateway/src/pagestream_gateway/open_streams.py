@@ -36,7 +36,7 @@ class OpenStreams:
             raise GatewayStopping
         self._tasks.add(task)
         self._empty.clear()
-        self._metrics.streams_open += 1
+        self._metrics.stream_opened()
         try:
             yield
         except asyncio.CancelledError:
@@ -47,7 +47,7 @@ class OpenStreams:
         finally:
             self._tasks.discard(task)
             self._ended.discard(task)
-            self._metrics.streams_open -= 1
+            self._metrics.stream_closed()
             if not self._tasks:
                 self._empty.set()
 

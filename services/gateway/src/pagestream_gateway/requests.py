@@ -15,6 +15,7 @@ from pagestream.v1.inference_pb2 import (
     TokenIds,
 )
 from pagestream.v1.records_pb2 import AnswerForm, RequestSpec
+from pagestream_telemetry.context import NO_TRACE, TraceContext
 
 from pagestream_gateway.errors import InvalidRequest, PromptTooLong, UnsupportedField
 from pagestream_gateway.models import LoadedModel
@@ -72,8 +73,6 @@ class Draft:
     client_request_id: str = ""
     idempotency_key: str = ""
     body_digest: str = ""
-    traceparent: str = ""
-    tracestate: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,9 +110,16 @@ def prepare(draft: Draft, model: LoadedModel, limits: LimitSettings) -> Prepared
 
 
 def build_spec(
-    draft: Draft, prepared: PreparedRequest, *, request_id: str, model: str, tenant: str, grace_ms: int
+    draft: Draft,
+    prepared: PreparedRequest,
+    *,
+    request_id: str,
+    model: str,
+    tenant: str,
+    grace_ms: int,
+    trace: TraceContext = NO_TRACE,
 ) -> RequestSpec:
-    """The record of an accepted request."""
+    """The record of an accepted request; `trace` is the call that it belongs to."""
     spec = RequestSpec(
         request_id=request_id,
         model=model,
@@ -126,8 +132,8 @@ def build_spec(
         disconnect_grace_ms=grace_ms,
         answer=draft.answer,
         client_request_id=draft.client_request_id,
-        traceparent=draft.traceparent,
-        tracestate=draft.tracestate,
+        traceparent=trace.traceparent,
+        tracestate=trace.tracestate,
     )
     spec.answer.echo_texts.extend(prepared.echo_texts)
     return spec

@@ -20,6 +20,8 @@ class BlockPool:
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.by_hash: dict[bytes, int] = {}
         self.free_list = FreeList(num_blocks)
+        self.num_cached = 0
+        """Free blocks whose content can still be found."""
 
     @property
     def num_free(self) -> int:
@@ -37,6 +39,7 @@ class BlockPool:
         if known is not None:
             del self.by_hash[known]
             self.hashes[block] = None
+            self.num_cached -= 1
         self.ref_counts[block] = 1
         return block
 
@@ -44,6 +47,8 @@ class BlockPool:
         """References a block that holds wanted content, free or not."""
         if self.ref_counts[block] == 0:
             self.free_list.remove(block)
+            if self.hashes[block] is not None:
+                self.num_cached -= 1
         self.ref_counts[block] += 1
 
     def release(self, block: int) -> None:
@@ -57,6 +62,7 @@ class BlockPool:
                 self.free_list.push_front(block)
             else:
                 self.free_list.push_back(block)
+                self.num_cached += 1
 
     def lookup(self, content: bytes) -> int | None:
         """The block that holds this content."""

@@ -49,6 +49,8 @@ def _check_content_map(pool: BlockPool) -> None:
         _require(pool.hashes[block] == content, f"block {block} is found by a hash that it does not carry")
     known = sum(1 for content in pool.hashes if content is not None)
     _require(known == len(pool.by_hash), "a block carries a hash by which it is not found")
+    cached = sum(1 for block in pool.free_list if pool.hashes[block] is not None)
+    _require(pool.num_cached == cached, f"{pool.num_cached} free blocks are said to be cached, {cached} are")
 
 
 def _check_table(pool: BlockPool, block_size: int, seq: Sequence) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.copies import CopyOnWrite
@@ -109,6 +110,22 @@ class CacheManager:
         seq.block_table.clear()
         seq.num_published_blocks = 0
         seq.num_computed_tokens = 0
+
+    # -- what it costs --
+
+    def fragmentation(self, sequences: Iterable[Sequence]) -> float:
+        """The share of the slots in referenced blocks that hold no token, between two steps; 0 without such blocks.
+
+        `sequences` are all that hold blocks; of each only the last block can be partly filled.
+        """
+        size = self.block_size
+        unused = {
+            seq.block_table[-1]: len(seq.block_table) * size - seq.num_computed_tokens
+            for seq in sequences
+            if seq.block_table
+        }
+        used = self.pool.num_blocks - self.pool.num_free
+        return sum(unused.values()) / (used * size) if used else 0.0
 
     # -- publishing --
 

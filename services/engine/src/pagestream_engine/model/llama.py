@@ -95,6 +95,17 @@ class LlamaModel:
             yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
         yield self.head
 
+    def weight_bytes(self) -> int:
+        """Bytes of all weights; a head that is the embedding counts once."""
+        norms = [
+            norm for layer in self.layers for norm in (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm)
+        ]
+        biases = [linear.bias for linear in self.linears()]
+        single = [tensor for tensor in (self.embedding, self.norm, *norms, *biases) if tensor is not None]
+        products = [linear for linear in self.linears() if linear.weight is not self.embedding]
+        in_products = sum(linear.shape[0] * linear.shape[1] for linear in products) * self.embedding.itemsize
+        return in_products + sum(tensor.numel() * tensor.itemsize for tensor in single)
+
     def _attend(self, index: int, layer: Layer, x: Tensor, backend: AttentionBackend[Any], plan: Any) -> Tensor:
         info = self.info
         heads = layer.qkv(x).view(x.shape[0], -1, info.head_dim)

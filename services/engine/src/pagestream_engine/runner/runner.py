@@ -50,6 +50,7 @@ class ModelRunner:
             self._model = load_model(model_dir, info, dtype=self.dtype, device=device)
             self.numerics = settle_numerics(self._model, self._backend, wanted)
         self._model_dir = model_dir
+        self._num_blocks = 0
 
     @property
     def fingerprint(self) -> str:
@@ -85,6 +86,11 @@ class ModelRunner:
         if num_blocks < 1:
             raise ConfigError("num_gpu_blocks_override", num_blocks, "at least 1")
         self._backend.allocate(num_blocks)
+        self._num_blocks = num_blocks
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of weights ("model") and of the KV cache ("kv_pool"), without what a step needs for itself."""
+        return {"model": self._model.weight_bytes(), "kv_pool": self._num_blocks * self._backend.shape.block_bytes}
 
     @torch.inference_mode()
     def execute(self, step: ScheduledStep) -> SampledTokens:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 import uvloop
@@ -17,6 +18,8 @@ from pagestream_streams.errors import StreamsError, Unavailable
 from pagestream_streams.links import open_link
 from pagestream_telemetry.endpoint import Endpoint, Probes
 from pagestream_telemetry.errors import EndpointError
+from pagestream_telemetry.logs import configure_logs
+from pagestream_telemetry.process import Telemetry, running_telemetry
 from setproctitle import setproctitle
 
 from pagestream_engine.config import EngineConfig
@@ -26,9 +29,9 @@ from pagestream_engine.folder import resolve_model
 from pagestream_engine.worker.card import ModelFolderError, build_card
 from pagestream_engine.worker.engine_thread import EngineThread
 from pagestream_engine.worker.health import Health
-from pagestream_engine.worker.logs import configure_logs
-from pagestream_engine.worker.metrics import EngineMetrics
-from pagestream_engine.worker.settings import ProcessSettings, load_settings
+from pagestream_engine.worker.profiler import StepProfiler
+from pagestream_engine.worker.settings import ProcessSettings, WorkerSettings, load_settings
+from pagestream_engine.worker.telemetry import SERVICE, EngineView, WorkerTelemetry
 from pagestream_engine.worker.worker import EngineFailed, Worker
 
 logger = logging.getLogger("pagestream_engine")
@@ -79,17 +82,48 @@ async def _unless_stopped(action: Awaitable[T], stop: asyncio.Event) -> T:
 async def serve(process: ProcessSettings, stop: asyncio.Event) -> None:
     """Load the model, publish its card, and serve until `stop` is set. Raises Stopped if it was set before."""
     settings = process.worker
-    health, metrics = Health(settings.stall_timeout_s), EngineMetrics()
+    health, profiler = Health(settings.stall_timeout_s), _profiler(settings)
     with ExitStack() as stack:
+        telemetry = stack.enter_context(
+            running_telemetry(process.telemetry, service=SERVICE, instance_id=settings.engine_id, environ=os.environ)
+        )
         if settings.metrics_port is not None:
-            probes = Probes(health.problem, health.unreadiness, metrics.render)
+            profile = profiler.request if profiler is not None else None
+            probes = Probes(health.problem, health.unreadiness, telemetry.render, profile)
             stack.enter_context(Endpoint(probes, settings.metrics_host, settings.metrics_port))
-        await _serve(process, stop, health, metrics)
+        _profile_on_signal(settings, profiler)
+        await _serve(process, stop, Instruments(health, telemetry, profiler))
 
 
-async def _serve(process: ProcessSettings, stop: asyncio.Event, health: Health, metrics: EngineMetrics) -> None:
+def _profiler(settings: WorkerSettings) -> StepProfiler | None:
+    return None if settings.profile_dir is None else StepProfiler(settings.profile_dir, settings.engine_id)
+
+
+def _profile_on_signal(settings: WorkerSettings, profiler: StepProfiler | None) -> None:
+    def begin() -> None:
+        if profiler is None:
+            logger.warning("no profile: --profile-dir says where profiles go, and was not given")
+            return
+        try:
+            profiler.request(settings.profile_steps)
+        except RuntimeError as error:
+            logger.warning("no profile: %s", error)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, begin)
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """What looks at a worker from outside."""
+
+    health: Health
+    telemetry: Telemetry
+    profiler: StepProfiler | None
+
+
+async def _serve(process: ProcessSettings, stop: asyncio.Event, instruments: Instruments) -> None:
     settings, streams = process.worker, process.streams
-    thread = EngineThread(lambda: _load(settings.model, process.engine))
+    thread = EngineThread(lambda: _load(settings.model, process.engine), instruments.profiler)
     thread.start()
     connecting = _when_redis_is_there(lambda: Broker.connect(settings.redis_url, streams))
     # The model loads while Redis may still be starting.
@@ -100,8 +134,8 @@ async def _serve(process: ProcessSettings, stop: asyncio.Event, health: Health, 
         card = build_card(resolve_model(settings.model), settings.served_model_name, engine)
         publishing = _when_redis_is_there(lambda: broker.publish_model(card, partitions=settings.partitions))
         await _unless_stopped(publishing, stop)
-        worker = Worker(thread, settings, health)
-        metrics.watch(worker.stats)
+        telemetry = WorkerTelemetry(instruments.telemetry, settings.served_model_name, settings.engine_id)
+        worker = Worker(thread, settings, instruments.health, telemetry)
         session = EngineSession(
             broker,
             model=settings.served_model_name,
@@ -113,6 +147,10 @@ async def _serve(process: ProcessSettings, stop: asyncio.Event, health: Health, 
             card=card,
         )
         await _unless_stopped(_when_redis_is_there(lambda: stack.enter_async_context(session)), stop)
+        view = EngineView(
+            thread.stats, lambda: thread.fragmentation, engine.memory_bytes(), lambda: session.num_reclaimed
+        )
+        telemetry.watch(view, instruments.health)
         logger.info("ready", extra={"model": settings.served_model_name, "engine_id": session.engine_id})
         try:
             await worker.run(session, stop)
@@ -153,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pagestream-engine: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_BAD_OPTIONS
     setproctitle("pagestream-engine")
-    configure_logs(process.telemetry.log_level)
+    configure_logs(process.telemetry)
     try:
         uvloop.run(_run(process))
     except (EngineError, ModelFolderError, EndpointError) as error:

@@ -19,12 +19,15 @@ from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.outputs import EngineStats, StepOutput
+from pagestream_engine.scheduler.base import ScheduledStep
 from pagestream_engine.sibling import Sibling
+from pagestream_engine.worker.profiler import StepProfiler
 from pagestream_engine.worker.step_set import StepChange, StepSet
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 1.0  # Upper limit of a wait for commands; a command ends it at once.
+LOOK_PERIOD_S = 0.5  # Between two looks at what takes a walk over all sequences.
 TOLD_LIMIT_S = 0.25  # Upper limit of a step's wait until somebody knows who is in it.
 
 
@@ -55,6 +58,10 @@ def _ignore(_: object) -> None:
     """Nobody listens yet."""
 
 
+def _ignore_step(_duration_s: float, _sequences: int) -> None:
+    """Nobody measures."""
+
+
 def _ignore_change(_: StepChange) -> None:
     """Nobody wants to know who is in the step."""
 
@@ -64,9 +71,10 @@ class EngineThread(threading.Thread):
 
     Args:
         make_engine: loads the model; `loaded` has its result or its error.
+        profiler: for profiles on demand; None: there are none.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine]) -> None:
+    def __init__(self, make_engine: Callable[[], Engine], profiler: StepProfiler | None = None) -> None:
         super().__init__(name="engine", daemon=True)
         self.loaded: Future[Engine] = Future()
         self._make_engine = make_engine
@@ -74,8 +82,14 @@ class EngineThread(threading.Thread):
         self._on_outputs: Callable[[Sequence[StepOutput]], None] = _ignore
         self._on_end: Callable[[BaseException | None], None] = _ignore
         self._on_change: Callable[[StepChange], Future[None] | None] = _ignore_change
+        self._on_step: Callable[[float, int], None] = _ignore_step
         self._step_set = StepSet()
         self._step_started: float | None = None
+        self._num_scheduled = 0
+        self._profiler = profiler
+        self._look_at = 0.0
+        self.fragmentation = 0.0
+        """As the engine tells it; at most LOOK_PERIOD_S old while there is work."""
 
     def listen(
         self,
@@ -83,13 +97,14 @@ class EngineThread(threading.Thread):
         on_outputs: Callable[[Sequence[StepOutput]], None],
         on_end: Callable[[BaseException | None], None],
         on_change: Callable[[StepChange], Future[None] | None] = _ignore_change,
+        on_step: Callable[[float, int], None] = _ignore_step,
     ) -> None:
-        """Say, before the first command, who gets each step's outputs, who hears of the end and its error, and who
-        hears which sequences come into a step before it runs.
+        """Say, before the first command, who gets each step's outputs, who hears of the end and its error, who hears
+        which sequences come into a step before it runs, and who gets each step's seconds and number of sequences.
 
         All are called on this thread. A step waits for the future that `on_change` returns, for a limited time.
         """
-        self._on_outputs, self._on_end, self._on_change = on_outputs, on_end, on_change
+        self._on_outputs, self._on_end, self._on_change, self._on_step = on_outputs, on_end, on_change, on_step
 
     def submit(self, command: Command) -> None:
         """Hand over a command; it is carried out before the next step."""
@@ -112,11 +127,12 @@ class EngineThread(threading.Thread):
             self.loaded.set_exception(failure)
             return
         self.loaded.set_result(engine)
-        engine.on_schedule = lambda step: self._tell_change(self._step_set.update(step, engine.num_preemptions))
+        engine.on_schedule = lambda step: self._note_step(step, engine.num_preemptions)
         error: BaseException | None = None
         try:
             while self._carry_out_commands(engine):
                 self._step(engine)
+                self._look(engine)
         except Exception as failure:  # noqa: BLE001 - handed to the owner, who ends the process
             error = failure
         self._on_end(error)
@@ -124,14 +140,38 @@ class EngineThread(threading.Thread):
     def _step(self, engine: Engine) -> None:
         if not engine.has_unfinished_requests():
             return
-        self._step_started = time.monotonic()
-        outputs = engine.step()
+        started = self._step_started = time.monotonic()
+        outputs = self._profiled_step(engine) if self._is_profiling else engine.step()
         self._step_started = None
+        self._on_step(time.monotonic() - started, self._num_scheduled)
         for output in outputs:
             if output.finish_reason is not None:
                 self._step_set.discard(output.request_id)
         if outputs:
             self._on_outputs(outputs)
+
+    @property
+    def _is_profiling(self) -> bool:
+        return self._profiler is not None and self._profiler.is_wanted
+
+    def _profiled_step(self, engine: Engine) -> list[StepOutput]:
+        if self._profiler is None:
+            return engine.step()
+        self._profiler.before_step()
+        try:
+            return engine.step()
+        finally:
+            self._profiler.after_step()
+
+    def _look(self, engine: Engine) -> None:
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_PERIOD_S
+            self.fragmentation = engine.fragmentation()
+
+    def _note_step(self, step: ScheduledStep, num_preemptions: int) -> None:
+        self._num_scheduled = len(step.decodes) + sum(1 + len(chunk.siblings) for chunk in step.prefills)
+        self._tell_change(self._step_set.update(step, num_preemptions))
 
     def _tell_change(self, change: StepChange | None) -> None:
         if change is None:

@@ -13,6 +13,7 @@ from pagestream.v1.inference_pb2 import LogprobEntry, RequestError, TokenIds, To
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 from pagestream_streams import Append, Claim, digests
+from pagestream_telemetry.context import TraceContext, caller_context
 
 from pagestream_engine.errors import InvalidSamplingParams
 from pagestream_engine.outputs import StepOutput, TokenLogprob
@@ -97,6 +98,11 @@ class RunningRequest:
         for entry in claim.entries:
             self._replay(entry)
 
+    @property
+    def trace(self) -> TraceContext:
+        """The trace of the call that it was accepted by; NO_TRACE where there is none."""
+        return caller_context(self.claim.spec.traceparent, self.claim.spec.tracestate)
+
     # -- what the engine is to run --
 
     def open_choices(self) -> Iterator[Choice]:
@@ -175,6 +181,15 @@ class RunningRequest:
         """Write the end where a predecessor wrote the last finish, and died before the end."""
         if not self._ended and len(self._finishes) == self._num_choices:
             self._end(None)
+
+    def num_made(self, choice: int) -> int:
+        """Tokens of a choice, those of earlier engines included."""
+        return len(self._outputs[choice]) + len(self._held[choice])
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all choices, those of earlier engines included."""
+        return sum(len(tokens) for tokens in self._outputs.values())
 
     # -- what the log is to get --
 

@@ -16,13 +16,14 @@ from pagestream_streams.errors import Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach
 
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.outputs import EngineStats, StepOutput
+from pagestream_engine.outputs import StepOutput
 from pagestream_engine.sibling import Sibling
 from pagestream_engine.worker.engine_thread import AbortSequences, AddGroup, EngineThread, Stop
 from pagestream_engine.worker.health import Health
 from pagestream_engine.worker.request import Choice, RunningRequest
 from pagestream_engine.worker.settings import WorkerSettings
 from pagestream_engine.worker.step_set import StepChange
+from pagestream_engine.worker.telemetry import WorkerTelemetry, silent_worker_telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,13 @@ EXIT_STALLED = 70  # EX_SOFTWARE: the engine made no progress.
 
 def _request_id(seq_id: str) -> str:
     return seq_id.partition("/")[0]
+
+
+def _ids(request: RunningRequest) -> dict[str, Any]:
+    """Fields of a log record about a request."""
+    trace = request.trace
+    traced = {"trace_id": trace.trace_id, "span_id": trace.span_id} if trace else {}
+    return {"request_id": request.request_id, **traced}
 
 
 class EngineFailed(RuntimeError):  # noqa: N818 - reads as what happened
@@ -45,12 +53,20 @@ class Worker:
         thread: has loaded its engine; the worker ends it.
         settings: names and limits.
         health: is told of progress and of the end.
+        telemetry: is told what happens to requests.
     """
 
-    def __init__(self, thread: EngineThread, settings: WorkerSettings, health: Health | None = None) -> None:
+    def __init__(
+        self,
+        thread: EngineThread,
+        settings: WorkerSettings,
+        health: Health | None = None,
+        telemetry: WorkerTelemetry | None = None,
+    ) -> None:
         engine = thread.loaded.result(timeout=0)
         self._settings = settings
         self._health = health or Health(settings.stall_timeout_s)
+        self._telemetry = telemetry or silent_worker_telemetry()
         self._block_size = engine.block_size
         self._max_num_seqs = engine.config.scheduler.max_num_seqs
         self._requests: dict[str, RunningRequest] = {}
@@ -65,7 +81,12 @@ class Worker:
         self._session: EngineSession | None = None
         self._is_wanted = False
         self._marks: set[asyncio.Task[None]] = set()
-        thread.listen(on_outputs=self._post_outputs, on_end=self._post_end, on_change=self._post_change)
+        thread.listen(
+            on_outputs=self._post_outputs,
+            on_end=self._post_end,
+            on_change=self._post_change,
+            on_step=self._telemetry.step,
+        )
 
     # -- life --
 
@@ -79,6 +100,7 @@ class Worker:
         ]
         stopping = asyncio.create_task(stop.wait(), name="stop")
         self._health.watch(self._thread.step_age_s)
+        self._telemetry.ready()
         try:
             ends: list[asyncio.Future[Any]] = [stopping, self._thread_ended, *tasks]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -114,6 +136,7 @@ class Worker:
                         await asyncio.sleep(self._settings.retry_delay_s)
                 unfinished = list(self._requests)
                 await session.hand_back(unfinished, failed=failed)
+                self._telemetry.handed_back(unfinished)
                 logger.info("handed back %d requests", len(unfinished))
         except (TimeoutError, Unavailable) as error:
             # Nothing is lost: the lease lapses and another engine reclaims what the logs hold.
@@ -162,6 +185,7 @@ class Worker:
         request_ids = list(self._requests)
         logger.warning("hands back %d requests, so that a suspected one can run alone", len(request_ids))
         await self._hand_back(session, request_ids)
+        self._telemetry.handed_back(request_ids)
         self.drop(request_ids)
 
     def _capacity(self) -> tuple[int, int]:
@@ -186,9 +210,11 @@ class Worker:
     def _start(self, claim: Claim) -> None:
         request = RunningRequest(claim)
         self._requests[request.request_id] = request
+        self._telemetry.claimed(request)
         try:
             groups = list(request.open_groups())
         except InvalidRequest as error:
+            self._telemetry.failed(request.request_id, "unsupported")
             request.fail("unsupported", str(error))
             self._pending.set()
             return
@@ -198,12 +224,7 @@ class Worker:
         self._pending.set()
         logger.info(
             "claimed",
-            extra={
-                "request_id": request.request_id,
-                "attempt": claim.attempts,
-                "next_index": claim.next_index,
-                "alone": claim.alone,
-            },
+            extra=_ids(request) | {"attempt": claim.attempts, "next_index": claim.next_index, "alone": claim.alone},
         )
 
     def _submit(self, choices: Sequence[Choice]) -> None:
@@ -251,14 +272,18 @@ class Worker:
             request = self._requests.get(request_id)
             if request is None or request.claim.nonce != nonce:
                 continue  # dropped while the step ran
-            self._prefilling.pop(output.request_id, None)
+            was_prefilling = self._prefilling.pop(output.request_id, None) is not None
             request.add_output(int(choice), output)
+            if was_prefilling:
+                self._telemetry.first_token(request, int(choice))
             if output.finish_reason is not None:
+                self._telemetry.sequence_ended(request, int(choice))
                 reach(FaultPoint.LAST_TOKEN)
                 self._running.discard(output.request_id)
                 self._room.set()
             if output.error is not None:
-                logger.error("failed: %s", output.error, extra={"request_id": request_id})
+                logger.error("failed: %s", output.error, extra=_ids(request))
+                self._telemetry.failed(request_id, "engine_error")
                 self._abort(request)
         self._pending.set()
 
@@ -309,6 +334,7 @@ class Worker:
             outcomes = await session.append(appends)
         except Unavailable as error:
             logger.warning("append of %d requests put off: %s", len(appends), error)
+            self._telemetry.error("redis_unavailable")
             return False
         torn = [each.request_id for each, outcome in zip(appends, outcomes, strict=True) if self._settle(each, outcome)]
         if torn:
@@ -332,10 +358,15 @@ class Worker:
             request.acknowledge(outcome.next_index)
             if request.is_complete:
                 del self._requests[append.request_id]
+                self._telemetry.completed(request)
             elif request.has_pending:
                 self._pending.set()
             return False
-        logger.warning("the log refused an append: %s", outcome.kind.name, extra={"request_id": append.request_id})
+        logger.warning("the log refused an append: %s", outcome.kind.name, extra=_ids(request))
+        if outcome.kind is AppendKind.ENDED:
+            self._telemetry.cancelled(append.request_id)
+        else:
+            self._telemetry.lost(append.request_id, outcome.kind.name.lower())
         self.drop([append.request_id])
         return not outcome.lost
 
@@ -344,7 +375,8 @@ class Worker:
         for request_id in request_ids:
             request = self._requests.pop(request_id, None)
             if request is not None:
-                logger.warning("dropped: no longer this engine's", extra={"request_id": request_id})
+                logger.warning("dropped: no longer this engine's", extra=_ids(request))
+                self._telemetry.dropped(request_id)
                 self._abort(request)
 
     def _abort(self, request: RunningRequest) -> None:
@@ -356,10 +388,6 @@ class Worker:
         self._thread.submit(AbortSequences(running))
 
     # -- what others see --
-
-    def stats(self) -> EngineStats:
-        """Return the engine's own snapshot."""
-        return self._thread.stats()
 
     def load(self) -> Mapping[str, str | int | float]:
         """Return what placement and people want to know; never the truth about ownership."""

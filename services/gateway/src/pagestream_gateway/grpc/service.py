@@ -5,7 +5,7 @@ answers both an undecodable message and an unexpected error with INTERNAL or UNK
 """
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -15,6 +15,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams.errors import RequestNotFound, StreamsError
 
 from pagestream_gateway.auth import KeyRing
+from pagestream_gateway.calls import CHAT, DISCONNECTED, OK, RESUME, TEXT_COMPLETION, Call
 from pagestream_gateway.errors import GatewayError, GatewayStopping, InvalidRequest
 from pagestream_gateway.frontend import Frontend
 from pagestream_gateway.grpc.chunks import fill_chunk
@@ -27,9 +28,10 @@ from pagestream_gateway.runs import split_runs
 logger = logging.getLogger(__name__)
 
 _MAX_INDEX = 2**63
+_OPERATIONS = {"grpc": TEXT_COMPLETION, "grpc_resume": RESUME}
 SERVICE_NAME = api.DESCRIPTOR.services_by_name["Inference"].full_name
 Context = grpc.aio.ServicerContext[bytes, bytes]
-Method = Callable[[bytes, Context, str], Awaitable[Any]]
+Method = Callable[[bytes, Context, str, Call], Awaitable[Any]]
 
 
 class InferenceService:
@@ -55,19 +57,20 @@ class InferenceService:
         }
         return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
 
-    async def generate(self, data: bytes, context: Context, tenant: str) -> None:
+    async def generate(self, data: bytes, context: Context, tenant: str, call: Call) -> None:
         """Accepts a request and streams its log. The first message has the request id and no token."""
         request = parse_message(api.GenerateRequest, data)
         try:
             draft = generate_draft(request, deadline_ms=_deadline_ms(context))
-            spec = await self._frontend.submit(draft, tenant)
+            call.name_operation(CHAT if request.HasField("chat") else TEXT_COMPLETION)
+            spec = await self._frontend.submit(draft, tenant, call)
         except InvalidRequest as error:
             raise name_as_in_message(error) from error.__cause__
         first = api.GenerateResponse(chunk=api.TokenChunk(request_id=spec.request_id), seed=spec.sampling.seed)
         await context.write(first)  # type: ignore[arg-type]
-        await self._stream(context, spec, message=api.GenerateResponse)
+        await self._stream(context, spec, call, message=api.GenerateResponse)
 
-    async def resume(self, data: bytes, context: Context, tenant: str) -> None:
+    async def resume(self, data: bytes, context: Context, tenant: str, call: Call) -> None:
         """Streams a log from an offset."""
         request = parse_message(api.ResumeRequest, data)
         request_id, index, digest = request.request_id, request.next_index, request.digest
@@ -78,27 +81,28 @@ class InferenceService:
         except RequestNotFound:
             if not request.HasField("request"):
                 raise
-            spec, is_complete = await self._accept_again(request, context, tenant), False
+            spec, is_complete = await self._accept_again(request, context, tenant, call), False
         else:
             spec = view.spec
+        call.resumed(spec)
         if not is_complete:
-            await self._stream(context, spec, next_index=index, digest=digest, message=api.ResumeResponse)
+            await self._stream(context, spec, call, next_index=index, digest=digest, message=api.ResumeResponse)
 
-    async def _accept_again(self, request: api.ResumeRequest, context: Context, tenant: str) -> RequestSpec:
+    async def _accept_again(self, request: api.ResumeRequest, context: Context, tenant: str, call: Call) -> RequestSpec:
         try:
             draft = generate_draft(request.request, deadline_ms=_deadline_ms(context))
-            return await self._frontend.submit_again(draft, tenant, request.request_id)
+            return await self._frontend.submit_again(draft, tenant, request.request_id, call)
         except InvalidRequest as error:
             named = name_as_in_message(error)
             named.field = f"request.{named.field}"
             raise named from error.__cause__
 
-    async def cancel(self, data: bytes, context: Context, tenant: str) -> api.CancelResponse:
+    async def cancel(self, data: bytes, context: Context, tenant: str, call: Call) -> api.CancelResponse:
         """Ends a request; idempotent."""
         request = parse_message(api.CancelRequest, data)
         return api.CancelResponse(finish_reason=await self._frontend.cancel(request.request_id, tenant))
 
-    async def get_request(self, data: bytes, context: Context, tenant: str) -> api.GetRequestResponse:
+    async def get_request(self, data: bytes, context: Context, tenant: str, call: Call) -> api.GetRequestResponse:
         """Where a request stands."""
         view = await self._frontend.view(parse_message(api.GetRequestRequest, data).request_id, tenant)
         return api.GetRequestResponse(
@@ -112,7 +116,7 @@ class InferenceService:
             attempts=view.attempts,
         )
 
-    async def list_models(self, data: bytes, context: Context, tenant: str) -> api.ListModelsResponse:
+    async def list_models(self, data: bytes, context: Context, tenant: str, call: Call) -> api.ListModelsResponse:
         """All models by name."""
         parse_message(api.ListModelsRequest, data)
         models = [
@@ -125,28 +129,31 @@ class InferenceService:
         self,
         context: Context,
         spec: RequestSpec,
+        call: Call,
         *,
         next_index: int = 0,
         digest: str = "",
         message: type[api.GenerateResponse] | type[api.ResumeResponse],
     ) -> None:
-        metrics = self._frontend.metrics
         with self._frontend.streams.entered():
             async with aclosing(self._frontend.follow(spec, from_index=next_index, digest=digest)) as batches:
                 async for batch in batches:
-                    for run in split_runs(next_index, batch):
+                    runs = split_runs(next_index, batch)
+                    call.tokens(sum(len(run.token_ids) for run in runs))
+                    for run in runs:
                         response: Any = message()
                         fill_chunk(response.chunk, spec.request_id, run)
                         await context.write(response)
                         next_index = run.next_index
-                        metrics.tokens_out += len(run.token_ids)
 
     def _guarded(self, name: str, method: Method) -> Callable[[bytes, Context], Awaitable[Any]]:
-        async def call(data: bytes, context: Context) -> Any:
-            outcome = "disconnected"
+        async def answered(data: bytes, context: Context) -> Any:
+            outcome = DISCONNECTED
+            metadata = _metadata(context)
+            call = self._frontend.calls.begin(name, _OPERATIONS.get(name, ""), metadata)
             try:
-                answer = await method(data, context, self._enter(context))
-                outcome = "ok"
+                answer = await method(data, context, self._enter(metadata), call)
+                outcome = OK
             except (GatewayError, StreamsError) as error:
                 problem = problem_of(error)
                 outcome = problem.code
@@ -156,17 +163,20 @@ class InferenceService:
                 outcome = "internal_error"
                 await abort(context, problem_of(error))
             finally:
-                self._frontend.metrics.count_request(name, outcome)
+                call.end(outcome)
             return answer
 
-        return call
+        return answered
 
-    def _enter(self, context: Context) -> str:
+    def _enter(self, metadata: Mapping[str, str]) -> str:
         if self._frontend.streams.is_stopping:
             raise GatewayStopping
-        metadata = dict(context.invocation_metadata() or ())
-        value = metadata.get("authorization")
-        return self._keys.tenant(value.decode("latin-1") if isinstance(value, bytes) else value)
+        return self._keys.tenant(metadata.get("authorization"))
+
+
+def _metadata(context: Context) -> dict[str, str]:
+    given = dict(context.invocation_metadata() or ())
+    return {name: value.decode("latin-1") if isinstance(value, bytes) else value for name, value in given.items()}
 
 
 def _deadline_ms(context: Context) -> int:

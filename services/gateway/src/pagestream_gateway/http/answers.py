@@ -13,6 +13,7 @@ from pagestream_streams.errors import StreamsError
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from pagestream_gateway.calls import DISCONNECTED, Call
 from pagestream_gateway.errors import GatewayError, GenerationFailed
 from pagestream_gateway.frontend import Frontend
 from pagestream_gateway.http.bodies import ChunkWriter
@@ -32,7 +33,7 @@ class Reading:
     Attributes:
         spec: the request as it was accepted.
         tenant: the caller.
-        api: the name under which the call is counted.
+        call: what is measured of it; the answer ends it.
         start: the place from which the client reads on.
         with_opening: whether the chunk before the first entry is still to be sent.
         is_complete: whether the log has ended at `start`.
@@ -40,7 +41,7 @@ class Reading:
 
     spec: RequestSpec
     tenant: str
-    api: str
+    call: Call
     start: Position = START
     with_opening: bool = True
     is_complete: bool = False
@@ -83,17 +84,17 @@ class LogAnswer(Response):
         return self._frontend.follow(self._reading.spec, from_index=position.next_index, digest=position.digest)
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outcome = "disconnected"
+        outcome = DISCONNECTED
         try:
             outcome = await self.write(scope, receive, send)
         finally:
-            self._frontend.metrics.count_request(self._reading.api, outcome)
+            self._reading.call.end(outcome)
             logger.info(
                 "answered",
                 extra={
                     "request_id": self._request_id,
                     "tenant": self._reading.tenant,
-                    "api": self._reading.api,
+                    "api": self._reading.call.api,
                     "outcome": outcome,
                 },
             )
@@ -114,7 +115,6 @@ class LogAnswer(Response):
 
     def _advance(self, run: Run) -> None:
         self._position = Position(run.next_index, run.digest)
-        self._frontend.metrics.tokens_out += len(run.token_ids)
 
 
 class EventStream(LogAnswer):
@@ -176,7 +176,9 @@ class EventStream(LogAnswer):
 
     def _events(self, batch: list[LogEntry]) -> str:
         events = []
-        for run in split_runs(self._position.next_index, batch):
+        runs = split_runs(self._position.next_index, batch)
+        self._reading.call.tokens(sum(len(run.token_ids) for run in runs))
+        for run in runs:
             if run.end is None:
                 data: str | None = self._bodies.chunk(run)
             elif run.end.reason == FINISH_REASON_ERROR:
@@ -219,7 +221,9 @@ class WholeAnswer(LogAnswer):
         choices: list[list[Run]] = [[] for _ in range(self._bodies.num_choices)]
         async with aclosing(self.follow()) as batches:
             async for batch in batches:
-                for run in split_runs(self._position.next_index, batch):
+                runs = split_runs(self._position.next_index, batch)
+                self._reading.call.tokens(sum(len(run.token_ids) for run in runs))
+                for run in runs:
                     self._advance(run)
                     if run.end is not None:
                         if run.end.reason == FINISH_REASON_ERROR:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,6 @@ from pagestream_gateway.requests import ChatPrompt, Draft, Prompt, TextPrompt, T
 from pagestream_gateway.sampling import FIELDS, to_sampling
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's and vLLM's default for completions
-_TRACEPARENT = re.compile(r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")
 _MAX_TIMEOUT_S = 7 * 24 * 3600.0
 
 
@@ -79,8 +77,6 @@ def _common(
     body: GenerationBody, headers: Headers, document: Mapping[str, Any], values: dict[str, Any], api: ApiForm
 ) -> dict[str, Any]:
     key = headers.get("idempotency-key", "")
-    traceparent = headers.get("traceparent", "")
-    is_traced = bool(_TRACEPARENT.match(traceparent))
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
     return {
         "model": body.model or "",
@@ -94,8 +90,6 @@ def _common(
         "client_request_id": body.request_id or headers.get("x-request-id", ""),
         "idempotency_key": key,
         "body_digest": _digest(api, document) if key else "",
-        "traceparent": traceparent if is_traced else "",
-        "tracestate": headers.get("tracestate", "")[:512] if is_traced else "",
     }
 
 

@@ -1,14 +1,16 @@
 """POST /v1/completions and /v1/chat/completions, GET /v1/models."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter
-from pagestream_streams.errors import ModelNotFound, StreamsError
+from pagestream_streams.errors import ModelNotFound
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pagestream_gateway.errors import GatewayError, InvalidRequest
+from pagestream_gateway.calls import CHAT, DISCONNECTED, TEXT_COMPLETION, Call
+from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.frontend import Frontend
 from pagestream_gateway.http.answers import EventStream, Reading, WholeAnswer
 from pagestream_gateway.http.body import read_json
@@ -27,24 +29,24 @@ def generation_router(frontend: Frontend, door: Door) -> APIRouter:
 
     @router.post("/v1/completions", openapi_extra=body_of(CompletionBody), summary="Go on with a prompt")
     async def completions(request: Request) -> Response:
-        async def answer() -> Response:
+        async def answer(call: Call) -> Response:
             tenant = door.enter(request)
             document = await read_json(request, frontend.settings.limits.max_body_bytes)
             body = parse_body(CompletionBody, refuse_for_completions(document))
             draft = completion_draft(body, request.headers, document)
-            return await _answer(frontend, draft, tenant, stream=bool(body.stream), api="completions")
+            return await _answer(frontend, draft, tenant, call, stream=bool(body.stream))
 
-        return await _counted(frontend, "completions", answer)
+        return await _counted(frontend.calls.begin("completions", TEXT_COMPLETION, request.headers), answer)
 
     @router.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), summary="Answer a conversation")
     async def chat_completions(request: Request) -> Response:
-        async def answer() -> Response:
+        async def answer(call: Call) -> Response:
             tenant = door.enter(request)
             document = await read_json(request, frontend.settings.limits.max_body_bytes)
             body = parse_body(ChatBody, refuse_for_chat(document))
             draft = chat_draft(body, request.headers, document)
             try:
-                return await _answer(frontend, draft, tenant, stream=bool(body.stream), api="chat")
+                return await _answer(frontend, draft, tenant, call, stream=bool(body.stream))
             except InvalidRequest as error:
                 if error.field == "max_tokens" and body.max_completion_tokens is not None:
                     error.field = "max_completion_tokens"
@@ -52,7 +54,7 @@ def generation_router(frontend: Frontend, door: Door) -> APIRouter:
                     error.field = "top_logprobs"
                 raise
 
-        return await _counted(frontend, "chat", answer)
+        return await _counted(frontend.calls.begin("chat", CHAT, request.headers), answer)
 
     @router.get("/v1/models", summary="The models that this deployment knows")
     async def models(request: Request) -> Response:
@@ -70,18 +72,20 @@ def generation_router(frontend: Frontend, door: Door) -> APIRouter:
     return router
 
 
-async def _answer(frontend: Frontend, draft: Draft, tenant: str, *, stream: bool, api: str) -> Response:
-    spec = await frontend.submit(draft, tenant)
-    reading = Reading(spec, tenant, api)
+async def _answer(frontend: Frontend, draft: Draft, tenant: str, call: Call, *, stream: bool) -> Response:
+    reading = Reading(await frontend.submit(draft, tenant, call), tenant, call)
     return EventStream(frontend, reading) if stream else WholeAnswer(frontend, reading)
 
 
-async def _counted(frontend: Frontend, api: str, answer: Callable[[], Awaitable[Response]]) -> Response:
-    """Counts what is refused before it is accepted; the answer counts itself."""
+async def _counted(call: Call, answer: Callable[[Call], Awaitable[Response]]) -> Response:
+    """Ends a call that is refused before there is an answer; the answer ends its own."""
     try:
-        return await answer()
-    except (GatewayError, StreamsError) as error:
-        frontend.metrics.count_request(api, problem_of(error).code)
+        return await answer(call)
+    except asyncio.CancelledError:
+        call.end(DISCONNECTED)
+        raise
+    except Exception as error:
+        call.end(problem_of(error).code)
         raise
 
 

@@ -1,6 +1,7 @@
 """/healthz, /readyz, /metrics: for whoever runs the process; no key is asked for."""
 
 from fastapi import APIRouter
+from pagestream_telemetry.endpoint import PROMETHEUS_TYPE
 from starlette.responses import PlainTextResponse, Response
 
 from pagestream_gateway.frontend import Frontend
@@ -22,8 +23,8 @@ def health_router(frontend: Frontend) -> APIRouter:
             "not ready: Redis does not answer, no model is known, or the process is stopping\n", 503
         )
 
-    @router.get("/metrics", summary="Counters in Prometheus' text form")
+    @router.get("/metrics", summary="Metrics in Prometheus' text form")
     async def metrics() -> Response:
-        return PlainTextResponse(frontend.metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(await frontend.exposition(), media_type=PROMETHEUS_TYPE)
 
     return router

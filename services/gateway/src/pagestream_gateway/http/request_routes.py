@@ -8,6 +8,7 @@ from pagestream_streams import RequestView
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pagestream_gateway.calls import RESUME
 from pagestream_gateway.frontend import Frontend
 from pagestream_gateway.http.answers import EventStream, Reading
 from pagestream_gateway.http.bodies import reason_word, usage_body
@@ -41,7 +42,9 @@ def request_router(frontend: Frontend, door: Door) -> APIRouter:
             request_id, tenant, from_index=position.next_index, digest=position.digest
         )
         with_opening = request.headers.get("last-event-id") is None and position.next_index == 0
-        reading = Reading(view.spec, tenant, "resume", position, with_opening=with_opening, is_complete=is_complete)
+        call = frontend.calls.begin("resume", RESUME, request.headers)
+        call.resumed(view.spec)
+        reading = Reading(view.spec, tenant, call, position, with_opening=with_opening, is_complete=is_complete)
         return EventStream(frontend, reading)
 
     return router

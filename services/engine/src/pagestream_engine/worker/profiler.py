@@ -1,0 +1,87 @@
+"""Profiles on demand: a torch profiler's trace of the next steps, for chrome://tracing or Perfetto."""
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 60.0  # an engine without work makes no steps; a profile that waited for so long is given up
+
+
+class StepProfiler:
+    """`request` is called by anyone, the rest by the thread that steps.
+
+    Args:
+        folder: where traces go; made when the first one is written.
+        name: of the engine, for the files' names.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._name = name
+        self._lock = threading.Lock()
+        self._wanted = 0
+        self._path: Path | None = None
+        self._requested_at = 0.0
+        self._profile: Any = None
+        self.is_wanted = False
+        """Whether the next step is to be profiled."""
+
+    def request(self, steps: int) -> str:
+        """Have the next `steps` steps profiled; returns the path of the trace, which is there once they are done.
+
+        Raises:
+            RuntimeError: a profile is under way.
+        """
+        with self._lock:
+            if self._path is not None and (self._profile is not None or not self._is_stale()):
+                raise RuntimeError(f"a profile is under way: {self._path}")
+            stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+            self._path = self._free_path(f"{self._name}-{stamp}")
+            self._wanted, self._requested_at, self.is_wanted = steps, time.monotonic(), True
+            logger.info("profiling %d steps", steps, extra={"path": str(self._path)})
+            return str(self._path)
+
+    def before_step(self) -> None:
+        """Begin, if that has not been done."""
+        if self._profile is None:
+            import torch
+
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profile = torch.profiler.profile(activities=activities)
+            self._profile.start()
+
+    def after_step(self) -> None:
+        """Count a step; after the last one the trace is written by a thread of its own: steps go on meanwhile."""
+        self._wanted -= 1
+        if self._wanted > 0 or self._profile is None or self._path is None:
+            return
+        self._profile.stop()
+        self.is_wanted = False
+        threading.Thread(target=self._write, args=(self._profile, self._path), name="profile", daemon=True).start()
+
+    def _write(self, profile: Any, path: Path) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # Under another name until it is whole: whoever waits for the file gets all of it.
+            begun = path.with_name(f".{path.name}")
+            profile.export_chrome_trace(str(begun))
+            begun.rename(path)
+            logger.info("profile written", extra={"path": str(path)})
+        except (OSError, RuntimeError) as error:
+            logger.error("the profile can't be written: %s", error, extra={"path": str(path)})
+        finally:
+            with self._lock:
+                self._profile, self._path = None, None
+
+    def _is_stale(self) -> bool:
+        return time.monotonic() - self._requested_at > _PATIENCE_S
+
+    def _free_path(self, stem: str) -> Path:
+        paths = (self._folder / f"{stem}{ending}.json" for ending in ("", *(f"-{n}" for n in range(2, 1000))))
+        return next(path for path in paths if not path.exists())

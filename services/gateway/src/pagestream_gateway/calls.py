@@ -1,0 +1,136 @@
+"""One call of a client from its begin to its end: what is measured of it, and its span."""
+
+import time
+from collections.abc import Mapping
+
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_telemetry.context import TraceContext, caller_context, set_trace
+from pagestream_telemetry.spans import NoSpan, Span, SpanKind, Tracer
+
+from pagestream_gateway.metrics import Metrics
+
+OK, DISCONNECTED = "ok", "disconnected"
+CHAT, TEXT_COMPLETION, RESUME = "chat", "text_completion", "resume"
+"""Operations: the conventions' own words, and one for a stream that goes on elsewhere."""
+
+
+class Call:
+    """Begun by `Calls.begin`; used by the tasks that answer the call, and ended once."""
+
+    def __init__(self, metrics: Metrics, tracer: Tracer, caller: TraceContext, *, api: str, operation: str) -> None:
+        self.api = api
+        self._metrics = metrics
+        self._tracer = tracer
+        self._caller = caller
+        self._begun_at = time.time()
+        self._span: Span = NoSpan(caller)
+        self._operation = operation
+        self._model = ""
+        self._started = time.perf_counter()
+        self._first_at = 0.0
+        self._last_at = 0.0
+        self._tokens = 0
+        self._first_count = 0
+        self._is_open = True
+
+    @property
+    def context(self) -> TraceContext:
+        """The trace that the request belongs to."""
+        return self._span.context
+
+    def begin_span(self, parent: TraceContext) -> None:
+        """From now on the call has a place of its own in a trace."""
+        attributes = {"gen_ai.provider.name": "pagestream", "pagestream.api": self.api}
+        self._span = self._tracer.start(
+            self.api, parent, kind=SpanKind.SERVER, attributes=attributes, at_s=self._begun_at
+        )
+        set_trace(self._span.context)
+
+    def name_operation(self, operation: str) -> None:
+        """What the call asks for, once that is known."""
+        self._operation = operation
+
+    def accepted(self, spec: RequestSpec) -> None:
+        """There is a request, in the queue."""
+        self._describe(spec)
+        self._span.event("accepted")
+
+    def resumed(self, spec: RequestSpec) -> None:
+        """An earlier request is read on. Its own trace goes on, unless the caller named another one."""
+        self.begin_span(self._caller or TraceContext(spec.traceparent, spec.tracestate))
+        self._describe(spec)
+
+    def _describe(self, spec: RequestSpec) -> None:
+        self._model = spec.model
+        self._span.set(
+            {
+                "gen_ai.request.model": spec.model,
+                "gen_ai.request.max_tokens": spec.sampling.max_tokens,
+                "pagestream.request.id": spec.request_id,
+                "pagestream.tenant": spec.tenant,
+            }
+        )
+
+    def tokens(self, number: int) -> None:
+        """So many tokens are about to be written."""
+        if not number:
+            return
+        now = time.perf_counter()
+        if self._tokens:
+            self._metrics.between_tokens(self._model, now - self._last_at)
+        else:
+            self._begin_tokens(now, number)
+        self._last_at = now
+        self._tokens += number
+        self._metrics.count_tokens(number)
+
+    def end(self, outcome: str) -> None:
+        """The answer was written, or not: "ok", "disconnected", or the error's code. Later calls do nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._metrics.count_request(self.api, outcome)
+        self._end_span(outcome)
+        if outcome == DISCONNECTED:
+            self._metrics.cancelled(self._model)
+        elif outcome != OK:
+            self._metrics.error(self._model, outcome)
+        if not self._operation or self._operation == RESUME:
+            return
+        error_type = "" if outcome == OK else outcome
+        self._metrics.duration(self._model, self._operation, error_type, time.perf_counter() - self._started)
+        more = self._tokens - self._first_count
+        if outcome == OK and more > 0:
+            self._metrics.per_token(self._model, self._operation, (self._last_at - self._first_at) / more)
+
+    def _begin_tokens(self, now: float, number: int) -> None:
+        self._first_at, self._first_count = now, number
+        self._span.event("first_token")
+        if self._operation != RESUME:
+            self._metrics.first_token(self._model, self._operation, now - self._started)
+
+    def _end_span(self, outcome: str) -> None:
+        self._span.set({"gen_ai.operation.name": self._operation, "gen_ai.usage.output_tokens": self._tokens})
+        if outcome != OK:
+            self._span.fail(outcome)
+        self._span.end()
+
+
+class Calls:
+    """Begins calls."""
+
+    def __init__(self, metrics: Metrics, tracer: Tracer) -> None:
+        self._metrics = metrics
+        self._tracer = tracer
+
+    def begin(self, api: str, operation: str, headers: Mapping[str, str]) -> Call:
+        """A call has come, in the running task; its span belongs to the trace that the caller names, or begins one.
+
+        `operation` is "" where nothing is generated or read: such a call has no span, and no duration. `headers` are
+        an HTTP request's, or a gRPC call's metadata, with names in lower case.
+        """
+        caller = caller_context(headers.get("traceparent", ""), headers.get("tracestate", ""))
+        call = Call(self._metrics, self._tracer, caller, api=api, operation=operation)
+        if operation not in ("", RESUME):
+            call.begin_span(caller)
+        return call

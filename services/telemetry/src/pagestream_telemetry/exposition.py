@@ -1,0 +1,90 @@
+"""Metrics in Prometheus' text form, under the names that OpenTelemetry's translation gives them.
+
+The same names come out of a collector's Prometheus exporter:
+https://opentelemetry.io/docs/specs/otel/compatibility/prometheus_and_openmetrics/
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.core import Metric as Exposed
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from pagestream_telemetry.instruments import Family, Point, Registry
+from pagestream_telemetry.table import Kind, Metric
+
+_UNITS = {"s": "seconds", "By": "bytes"}
+_NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]+")
+
+
+def exposed_name(metric: Metric) -> str:
+    """A metric's name in Prometheus, without the endings of a counter (`_total`) or a histogram (`_bucket`, ...).
+
+    A unit is part of it: seconds, bytes; `1` of a gauge is `ratio`; words in braces are none; `{token}/s` is
+    `per_second`.
+    """
+    name = _NOT_IN_A_NAME.sub("_", metric.name)
+    counted, per, per_unit = metric.unit.partition("/")
+    unit = "" if counted.startswith("{") else _UNITS.get(counted, "")
+    if metric.unit == "1" and metric.kind is Kind.GAUGE:
+        unit = "ratio"
+    if unit and not name.endswith(f"_{unit}"):
+        name += f"_{unit}"
+    return name + ("_per_second" if per and per_unit == "s" else "")
+
+
+def render(registry: Registry, resource: Mapping[str, str]) -> bytes:
+    """The exposition, version 0.0.4. `resource` says whose metrics these are: the labels of `target_info`."""
+    exposed = CollectorRegistry(auto_describe=False)
+    exposed.register(_Snapshot(registry.collect(), resource))
+    return generate_latest(exposed)
+
+
+class _Snapshot(Collector):
+    def __init__(self, families: list[Family], resource: Mapping[str, str]) -> None:
+        self._families = families
+        self._resource = resource
+
+    def describe(self) -> list[Exposed]:
+        """Nothing: names are not known before there are series."""
+        return []
+
+    def collect(self) -> Iterator[Exposed]:
+        """All families."""
+        labels = {_label(name): value for name, value in self._resource.items()}
+        yield InfoMetricFamily("target", "Whose metrics these are.", labels)
+        for family in self._families:
+            yield _exposed(family)
+
+
+def _exposed(family: Family) -> Exposed:
+    metric = family.metric
+    name, labels = exposed_name(metric), [_label(name) for name in metric.attributes]
+    if metric.kind is Kind.HISTOGRAM:
+        histogram = HistogramMetricFamily(name, metric.text, labels=labels)
+        for point in family.points:
+            histogram.add_metric(_values(metric, point), _buckets(metric, point), point.total)
+        return histogram
+    kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    numbers = kind(name, metric.text, labels=labels)
+    for point in family.points:
+        numbers.add_metric(_values(metric, point), point.value)
+    return numbers
+
+
+def _values(metric: Metric, point: Point) -> list[str]:
+    return [point.attributes.get(name, "") for name in metric.attributes]
+
+
+def _buckets(metric: Metric, point: Point) -> list[tuple[str, float]]:
+    bounds = [*(str(bound) for bound in metric.bounds), "+Inf"]
+    return list(zip(bounds, accumulate(point.counts), strict=True))
+
+
+def _label(name: str) -> str:
+    return _NOT_IN_A_NAME.sub("_", name)

@@ -1,0 +1,205 @@
+"""Every metric of every process, in one table: its name, kind, unit and attributes.
+
+Names that begin with `gen_ai` are those of OpenTelemetry's semantic conventions for generative AI servers, with the
+buckets that these recommend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+MODEL = "gen_ai.request.model"
+OPERATION = "gen_ai.operation.name"
+ERROR_TYPE = "error.type"
+
+
+class Kind(Enum):
+    """What a metric's values mean."""
+
+    COUNTER = "counter"
+    """Only rises, from 0 at the process' start."""
+    GAUGE = "gauge"
+    """What is the case now."""
+    HISTOGRAM = "histogram"
+    """Counts of observations by size, and their sum."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: OpenTelemetry's.
+        kind: what its values mean.
+        unit: UCUM's; a word in braces is what is counted.
+        text: what it says.
+        attributes: names, in the order in which a series' values are given.
+        bounds: of a histogram: upper bounds of its buckets, rising; the last bucket has none.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    text: str
+    attributes: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()
+
+
+_DURATIONS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_WAITS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+_STEPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+_SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+
+
+def _gauge(name: str, unit: str, text: str, *attributes: str) -> Metric:
+    return Metric(name, Kind.GAUGE, unit, text, (MODEL, *attributes))
+
+
+def _counter(name: str, unit: str, text: str, *attributes: str) -> Metric:
+    return Metric(name, Kind.COUNTER, unit, text, (MODEL, *attributes))
+
+
+def _histogram(name: str, unit: str, text: str, bounds: tuple[float, ...], *attributes: str) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, unit, text, (MODEL, *attributes), bounds)
+
+
+# -- of engines and gateways
+
+ERRORS = _counter("pagestream.errors", "{error}", "What went wrong, by class.", ERROR_TYPE)
+CANCELLATIONS = _counter(
+    "pagestream.cancellations",
+    "{request}",
+    "Gateway: streams whose client left or cancelled. Engine: requests that ended from outside while it ran them.",
+)
+RECLAIMS = Metric(
+    "pagestream.reclaims", Kind.COUNTER, "{request}", "Requests of dead engines that this process has put back."
+)
+
+# -- of engines
+
+KV_UTILIZATION = _gauge(
+    "pagestream.kv.utilization", "1", "Referenced blocks / all blocks: what only the cache holds does not count."
+)
+KV_BLOCKS = _gauge(
+    "pagestream.kv.blocks",
+    "{block}",
+    "Blocks of the pool: used = referenced, cached = unreferenced with content that can be found again, free = others.",
+    "state",
+)
+KV_FRAGMENTATION = _gauge(
+    "pagestream.kv.fragmentation", "1", "Slots of referenced blocks that hold no token / slots of referenced blocks."
+)
+PREFIX_QUERIES = _counter("pagestream.prefix_cache.queries", "{token}", "Tokens looked up in the prefix cache.")
+PREFIX_HITS = _counter("pagestream.prefix_cache.hits", "{token}", "Tokens found in the prefix cache.")
+REQUESTS_RUNNING = _gauge("pagestream.requests.running", "{request}", "Sequences that hold blocks.")
+REQUESTS_WAITING = _gauge("pagestream.requests.waiting", "{request}", "Sequences that wait inside the engine.")
+BATCH_SIZE = _histogram("pagestream.batch.size", "{sequence}", "Sequences of a step.", _SIZES)
+STEP_DURATION = _histogram("pagestream.step.duration", "s", "One step: schedule, model, sampling, text.", _STEPS)
+TOKENS_PROMPT = _counter(
+    "pagestream.tokens.prompt", "{token}", "Prompt tokens computed, those of a recomputation included."
+)
+TOKENS_GENERATED = _counter("pagestream.tokens.generated", "{token}", "Tokens generated.")
+PREEMPTIONS = _counter("pagestream.preemptions", "{request}", "Groups of sequences that lost their blocks to others.")
+RESUMES = _counter("pagestream.resumes", "{request}", "Requests taken that another claim had begun.")
+MEMORY_USAGE = _gauge("pagestream.memory.usage", "By", "Memory of the device by use: model, kv_pool.", "kind")
+GPU_UTILIZATION = _gauge("pagestream.gpu.utilization", "1", "Share of the last moments in which the GPU computed.")
+GPU_MEMORY_USAGE = _gauge("pagestream.gpu.memory.usage", "By", "Memory of the GPU that is in use, by whomever.")
+STARTUP_DURATION = _gauge("pagestream.engine.startup.duration", "s", "From the process' start until it claimed.")
+DRAINING = _gauge("pagestream.engine.draining", "1", "1 while the engine hands back what it runs and ends, else 0.")
+QUEUE_WAIT = _histogram("pagestream.queue.wait", "s", "From acceptance to the first claim.", _WAITS)
+ENGINE_TIME_PER_OUTPUT_TOKEN = _histogram(
+    "pagestream.engine.time_per_output_token", "s", "Of a sequence: from its first token on, by token.", _PER_TOKEN
+)
+
+# -- of gateways
+
+TIME_TO_FIRST_TOKEN = _histogram(
+    "gen_ai.server.time_to_first_token", "s", "From the call's begin, queue included.", _FIRST_TOKEN, OPERATION
+)
+TIME_PER_OUTPUT_TOKEN = _histogram(
+    "gen_ai.server.time_per_output_token", "s", "After the first token, by token.", _PER_TOKEN, OPERATION
+)
+REQUEST_DURATION = _histogram(
+    "gen_ai.server.request.duration", "s", "From the call's begin to its end.", _DURATIONS, OPERATION, ERROR_TYPE
+)
+INTER_TOKEN_LATENCY = _histogram(
+    "pagestream.inter_token_latency", "s", "Between two arrivals of tokens in one stream.", _PER_TOKEN
+)
+STREAMS_OPEN = Metric("pagestream.streams.open", Kind.GAUGE, "{stream}", "Answers that are being written now.")
+GATEWAY_REQUESTS = Metric(
+    "pagestream.gateway.requests",
+    Kind.COUNTER,
+    "{call}",
+    "Calls that ended, by API and outcome.",
+    ("api", "outcome"),
+)
+GATEWAY_TOKENS = Metric("pagestream.gateway.tokens", Kind.COUNTER, "{token}", "Tokens written to clients.")
+QUEUE_DEPTH = _gauge(
+    "pagestream.queue.depth",
+    "{request}",
+    "Requests that wait. Every gateway tells the same: take one, never the sum.",
+    "partition",
+    "class",
+)
+QUEUE_TOKENS = _gauge("pagestream.queue.tokens", "{token}", "Prompt tokens that wait. Every gateway tells the same.")
+QUEUE_AGE = _gauge(
+    "pagestream.queue.age",
+    "s",
+    "How long the oldest has waited. Every gateway tells the same.",
+    "partition",
+    "class",
+)
+QUEUE_DRAIN_RATE = _gauge(
+    "pagestream.queue.drain_rate",
+    "{token}/s",
+    "Prompt tokens that engines claim in a second, over the drain window. Every gateway tells the same.",
+)
+QUEUE_RUNNING = _gauge(
+    "pagestream.queue.running", "{request}", "Requests that engines own. Every gateway tells the same."
+)
+
+ENGINE_METRICS = (
+    KV_UTILIZATION,
+    KV_BLOCKS,
+    KV_FRAGMENTATION,
+    PREFIX_QUERIES,
+    PREFIX_HITS,
+    REQUESTS_RUNNING,
+    REQUESTS_WAITING,
+    BATCH_SIZE,
+    STEP_DURATION,
+    TOKENS_PROMPT,
+    TOKENS_GENERATED,
+    PREEMPTIONS,
+    RESUMES,
+    RECLAIMS,
+    CANCELLATIONS,
+    ERRORS,
+    MEMORY_USAGE,
+    GPU_UTILIZATION,
+    GPU_MEMORY_USAGE,
+    STARTUP_DURATION,
+    DRAINING,
+    QUEUE_WAIT,
+    ENGINE_TIME_PER_OUTPUT_TOKEN,
+)
+GATEWAY_METRICS = (
+    TIME_TO_FIRST_TOKEN,
+    TIME_PER_OUTPUT_TOKEN,
+    REQUEST_DURATION,
+    INTER_TOKEN_LATENCY,
+    STREAMS_OPEN,
+    GATEWAY_REQUESTS,
+    GATEWAY_TOKENS,
+    ERRORS,
+    CANCELLATIONS,
+    RECLAIMS,
+    QUEUE_DEPTH,
+    QUEUE_TOKENS,
+    QUEUE_AGE,
+    QUEUE_DRAIN_RATE,
+    QUEUE_RUNNING,
+)

@@ -1,0 +1,36 @@
+from pagestream_telemetry import table
+from pagestream_telemetry.exposition import exposed_name
+from pagestream_telemetry.table import ENGINE_METRICS, GATEWAY_METRICS, Kind, Metric
+
+ALL = {metric.name: metric for metric in (*ENGINE_METRICS, *GATEWAY_METRICS)}
+
+
+def test_the_table_is_whole() -> None:
+    defined = {value for value in vars(table).values() if isinstance(value, Metric)}
+    assert defined == set(ALL.values())
+
+
+def test_histograms_have_rising_bounds_and_nothing_else_has() -> None:
+    for metric in ALL.values():
+        assert bool(metric.bounds) == (metric.kind is Kind.HISTOGRAM), metric.name
+        assert list(metric.bounds) == sorted(set(metric.bounds)), metric.name
+
+
+def test_the_conventions_buckets() -> None:
+    """https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/"""
+    assert ALL["gen_ai.server.time_to_first_token"].bounds[:2] == (0.001, 0.005)
+    assert ALL["gen_ai.server.time_to_first_token"].bounds[-2:] == (7.5, 10.0)
+    assert ALL["gen_ai.server.time_per_output_token"].bounds[-3:] == (0.75, 1.0, 2.5)
+    assert ALL["gen_ai.server.request.duration"].bounds[-1] == 81.92
+
+
+def test_prometheus_names() -> None:
+    """https://opentelemetry.io/docs/specs/otel/compatibility/prometheus_and_openmetrics/"""
+    names = {name: exposed_name(metric) for name, metric in ALL.items()}
+    assert names["pagestream.kv.utilization"] == "pagestream_kv_utilization_ratio"
+    assert names["pagestream.kv.blocks"] == "pagestream_kv_blocks"
+    assert names["pagestream.queue.age"] == "pagestream_queue_age_seconds"
+    assert names["pagestream.queue.drain_rate"] == "pagestream_queue_drain_rate_per_second"
+    assert names["pagestream.memory.usage"] == "pagestream_memory_usage_bytes"
+    assert names["gen_ai.server.time_to_first_token"] == "gen_ai_server_time_to_first_token_seconds"
+    assert len(set(names.values())) == len(names)
