@@ -27,6 +27,10 @@ class PoolInvalid(OperatorError, ValueError):
     """An EnginePool's spec can't be acted on; the message names the fields."""
 
 
+class Blocked(OperatorError):
+    """An object of another owner has a name that a pool's object needs."""
+
+
 class NotLeading(OperatorError):
     """A write was held back: this process is not the leader, or can't be sure to be."""
 

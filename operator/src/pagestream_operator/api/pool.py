@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from pydantic import ValidationError
 
 from pagestream_operator.api.base import Rule
+from pagestream_operator.api.model import Model, ModelSource
 from pagestream_operator.api.spec import EnginePoolSpec
 from pagestream_operator.api.status import EnginePoolStatus, as_status
 from pagestream_operator.errors import PoolInvalid
@@ -50,11 +51,21 @@ class EnginePool:
         Raises:
             PoolInvalid: its spec isn't one that this operator understands; names the fields.
         """
-        metadata = body["metadata"]
         try:
             spec = EnginePoolSpec.model_validate(body.get("spec") or {})
         except ValidationError as error:
             raise PoolInvalid(_problems(error)) from error
+        return cls._with_spec(body, spec)
+
+    @classmethod
+    def without_spec(cls, body: Mapping[str, Any]) -> EnginePool:
+        """The pool of an object whose spec can't be read, for its identity and status alone."""
+        nothing = Model(source=ModelSource(), served_name="unknown")
+        return cls._with_spec(body, EnginePoolSpec(model=nothing))
+
+    @classmethod
+    def _with_spec(cls, body: Mapping[str, Any], spec: EnginePoolSpec) -> EnginePool:
+        metadata = body["metadata"]
         return cls(
             namespace=metadata["namespace"],
             name=metadata["name"],

@@ -1,0 +1,61 @@
+"""`pagestream-operator`: one replica of the operator."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from pagestream_telemetry.errors import TelemetryError
+from pagestream_telemetry.logs import configure_logs
+from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
+
+from pagestream_operator.app import App
+from pagestream_operator.errors import OperatorError
+from pagestream_operator.metrics import MetricsError
+from pagestream_operator.settings import Settings, load_settings
+
+EXIT_FAILED = 1
+EXIT_BAD_OPTIONS = 2
+_USAGE = "pagestream-operator takes no arguments; its settings are variables, PAGESTREAM_OPERATOR__<FIELD>"
+
+
+async def _run(settings: Settings, telemetry: TelemetrySettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        stop.set()
+        # However deep something hangs: a lease that lapses hands leadership on just as well.
+        timer = threading.Timer(settings.variables.shutdown_s, os._exit, [EXIT_FAILED])
+        timer.daemon = True
+        timer.start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    await App(settings, telemetry, os.environ).run(stop)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given:
+        print(_USAGE, file=sys.stderr)  # noqa: T201
+        return 0 if list(given) in (["--help"], ["-h"]) else EXIT_BAD_OPTIONS
+    try:
+        settings, telemetry = load_settings(os.environ), telemetry_settings(os.environ)
+    except (OperatorError, TelemetryError) as error:
+        print(f"pagestream-operator: {error}", file=sys.stderr)  # noqa: T201
+        return EXIT_BAD_OPTIONS
+    configure_logs(telemetry)
+    try:
+        asyncio.run(_run(settings, telemetry))
+    except (OperatorError, TelemetryError, MetricsError) as error:
+        print(f"pagestream-operator: {error}", file=sys.stderr)  # noqa: T201
+        return EXIT_BAD_OPTIONS
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The parts of the operator, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from pagestream_telemetry.endpoint import Endpoint, Probes
+from pagestream_telemetry.process import running_telemetry
+from pagestream_telemetry.settings import TelemetrySettings
+
+from pagestream_operator.errors import ApiFailure, NotLeading
+from pagestream_operator.instruments import pass_observer, tell_of
+from pagestream_operator.kube.apply import Applier
+from pagestream_operator.kube.client import KubeClient
+from pagestream_operator.kube.events import Recorder
+from pagestream_operator.kube.lease import Leadership, LeaseSettings
+from pagestream_operator.kube.store import ObjectStore
+from pagestream_operator.kube.watch import Watcher
+from pagestream_operator.manager import Manager, Observer
+from pagestream_operator.metrics import MetricsSink, MetricsStore, SinkSettings
+from pagestream_operator.pool.farewell import let_go
+from pagestream_operator.pool.reconciler import Context
+from pagestream_operator.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "pagestream-operator"
+_BEAT_S = 1.0
+_HUNG_S = 30.0
+"""A loop that does not turn for so long is not busy but stuck."""
+_STUCK_PASS_S = 120.0
+"""Every call has a limit: a pass that takes so long hangs in this process."""
+
+
+class App:
+    """One replica of the operator. Run it once."""
+
+    def __init__(self, settings: Settings, telemetry: TelemetrySettings, environ: Mapping[str, str]) -> None:
+        self._settings, self._telemetry, self._environ = settings, telemetry, environ
+        self._beat = time.monotonic()
+        self._trouble = "starting"
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop` is set, then end in order: the pools, the lease, the watches."""
+        variables = self._settings.variables
+        metrics = MetricsStore()
+        sink = MetricsSink(metrics, SinkSettings(host=variables.otlp_host, port=variables.otlp_port))
+        with ExitStack() as stack:
+            told = stack.enter_context(
+                running_telemetry(
+                    self._telemetry, service=SERVICE, instance_id=self._settings.identity, environ=self._environ
+                )
+            )
+            async with KubeClient(variables.request_timeout_s) as client, sink:
+                context, leadership, watcher, manager = self._assemble(client, metrics, pass_observer(told.registry))
+                tell_of(told.registry, manager, leadership, client, metrics)
+                probes = Probes(lambda: self._health(manager), lambda: self._trouble, told.render)
+                endpoint = Endpoint(probes, variables.metrics_host, variables.metrics_port)
+                with endpoint:
+                    logger.info("started", extra={"metrics_port": endpoint.port, "otlp_port": sink.port})
+                    await self._work(stop, context, leadership, watcher, manager)
+
+    def _assemble(
+        self, client: KubeClient, metrics: MetricsStore, on_pass: Observer
+    ) -> tuple[Context, Leadership, Watcher, Manager]:
+        variables = self._settings.variables
+        store = ObjectStore(lambda key: manager.wake(key))  # noqa: PLW0108 - there is no manager yet
+        lease = LeaseSettings(
+            variables.pod_namespace,
+            variables.lease_name,
+            variables.lease_duration_s,
+            variables.lease_renew_s,
+            variables.lease_margin_s,
+            variables.lease_look_s,
+        )
+        leadership = Leadership(client, lease, self._settings.identity, on_change=lambda _: manager.wake_all())
+        watcher = Watcher(client, store, self._settings.namespaces, resync_s=variables.resync_s)
+        context = Context(
+            client=client,
+            store=store,
+            leadership=leadership,
+            applier=Applier(client, store, leadership),
+            recorder=Recorder(client, leadership),
+            metrics=metrics,
+            defaults=self._settings.engine,
+            status_s=variables.status_s,
+            suspect=watcher.suspect,
+        )
+        manager = Manager(context, decide_s=variables.decide_s, on_pass=on_pass)
+        return context, leadership, watcher, manager
+
+    async def _work(
+        self, stop: asyncio.Event, context: Context, leadership: Leadership, watcher: Watcher, manager: Manager
+    ) -> None:
+        stop_leading, stop_watching = asyncio.Event(), asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            beating = group.create_task(self._keep_beating(watcher), name="heartbeat")
+            group.create_task(watcher.run(stop_watching), name="watcher")
+            leading = group.create_task(leadership.run(stop_leading), name="leadership")
+            working = group.create_task(self._work_when_synced(stop, watcher, manager), name="manager")
+            await working
+            self._trouble = "ending"
+            try:
+                async with asyncio.timeout(self._settings.variables.shutdown_s / 2):
+                    await let_go(context)
+            except (TimeoutError, ApiFailure, NotLeading) as error:
+                logger.warning("can't say farewell: %s", error)
+            stop_leading.set()
+            await leading
+            stop_watching.set()
+            beating.cancel()
+
+    async def _work_when_synced(self, stop: asyncio.Event, watcher: Watcher, manager: Manager) -> None:
+        """Nothing is done on half a picture: what isn't listed yet would look as if it weren't there."""
+        synced, stopped = asyncio.create_task(watcher.synced.wait()), asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({synced, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            synced.cancel()
+            stopped.cancel()
+        if not stop.is_set():
+            await manager.run(stop)
+
+    async def _keep_beating(self, watcher: Watcher) -> None:
+        while True:
+            self._beat = time.monotonic()
+            if self._trouble == "starting" and watcher.defined.is_set():
+                self._trouble = ""
+            await asyncio.sleep(_BEAT_S)
+
+    def _health(self, manager: Manager) -> str:
+        silent = time.monotonic() - self._beat
+        if silent > _HUNG_S:
+            return f"the event loop has not turned for {silent:.0f} s"
+        if manager.slowest_s > _STUCK_PASS_S:
+            return f"a pass over a pool has taken {manager.slowest_s:.0f} s"
+        return ""

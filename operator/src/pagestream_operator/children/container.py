@@ -1,0 +1,110 @@
+"""The engine's container."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagestream_operator.api import EnginePool
+from pagestream_operator.children.manifest import engine_name
+from pagestream_operator.children.model_files import model_argument, model_mounts, model_variables
+from pagestream_operator.children.ports import METRICS_PORT
+from pagestream_operator.settings import EngineDefaults
+
+_CACHES = {"HOME": "/tmp", "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor", "TRITON_CACHE_DIR": "/tmp/triton"}  # noqa: S108
+"""The root is read-only: what libraries write goes to the pod's own emptyDir."""
+
+
+def engine_container(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
+    """The container `engine`."""
+    given = pool.spec.template
+    mounts = [mount.to_object() for mount in given.volume_mounts or []]
+    return {
+        "name": "engine",
+        "image": given.image or defaults.image,
+        "imagePullPolicy": given.image_pull_policy or defaults.image_pull_policy,
+        "command": ["pagestream-engine"],
+        "args": [model_argument(pool.spec.model)],
+        "envFrom": _env_from(pool, defaults),
+        "env": _env(pool, defaults),
+        "ports": [{"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"}],
+        # It answers while the model loads: a start is slow, not dead.
+        "startupProbe": _probe("/healthz", period_s=1, timeout_s=2, failures=60),
+        "livenessProbe": _probe("/healthz", period_s=10, timeout_s=5, failures=3),
+        # Each second, since a pod that is ready late is capacity that was ordered and isn't there.
+        "readinessProbe": _probe("/readyz", period_s=1, timeout_s=2, failures=3),
+        "resources": _resources(pool),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *model_mounts(pool.spec.model), *mounts],  # noqa: S108
+    }
+
+
+def _probe(path: str, *, period_s: int, timeout_s: int, failures: int) -> dict[str, Any]:
+    return {
+        "httpGet": {"path": path, "port": "metrics"},
+        "periodSeconds": period_s,
+        "timeoutSeconds": timeout_s,
+        "failureThreshold": failures,
+    }
+
+
+def _env_from(pool: EnginePool, defaults: EngineDefaults) -> list[dict[str, Any]]:
+    own = {"configMapRef": {"name": engine_name(pool.name)}}
+    if not defaults.config_map:
+        return [own]
+    return [{"configMapRef": {"name": defaults.config_map, "optional": True}}, own]
+
+
+def _env(pool: EnginePool, defaults: EngineDefaults) -> list[dict[str, Any]]:
+    """The variables, each name once: a pool's own win over ours, except those that its definition refuses."""
+    variables: list[dict[str, Any]] = [
+        _field("POD_NAME", "metadata.name"),
+        _field("POD_NAMESPACE", "metadata.namespace"),
+        _field("POD_UID", "metadata.uid"),
+        {"name": "OTEL_RESOURCE_ATTRIBUTES", "value": _resource_attributes(pool)},
+        *({"name": name, "value": value} for name, value in _CACHES.items()),
+        {
+            "name": "PAGESTREAM_WORKER__REDIS",
+            "valueFrom": {"secretKeyRef": {"name": defaults.redis_secret, "key": "url"}},
+        },
+        {"name": "PAGESTREAM_WORKER__SERVED_MODEL_NAME", "value": pool.spec.model.served_name},
+        {"name": "PAGESTREAM_WORKER__ENGINE_ID", "value": "$(POD_NAME)"},
+        {"name": "PAGESTREAM_WORKER__METRICS_PORT", "value": str(METRICS_PORT)},
+        *_telemetry(defaults),
+        *model_variables(pool.spec.model),
+        *(variable.to_object() for variable in pool.spec.template.env or []),
+    ]
+    return list({variable["name"]: variable for variable in variables}.values())
+
+
+def _telemetry(defaults: EngineDefaults) -> list[dict[str, Any]]:
+    if not defaults.otlp_endpoint:
+        return []
+    return [{"name": "PAGESTREAM_TELEMETRY__OTLP_ENDPOINT", "value": defaults.otlp_endpoint}]
+
+
+def _resource_attributes(pool: EnginePool) -> str:
+    attributes = {
+        "k8s.namespace.name": "$(POD_NAMESPACE)",
+        "k8s.pod.name": "$(POD_NAME)",
+        "k8s.pod.uid": "$(POD_UID)",
+        "pagestream.pool": pool.name,
+        "pagestream.model": pool.spec.model.served_name,
+    }
+    return ",".join(f"{name}={value}" for name, value in attributes.items())
+
+
+def _field(name: str, path: str) -> dict[str, Any]:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _resources(pool: EnginePool) -> dict[str, Any]:
+    given = pool.spec.template.resources.to_object()
+    gpu = pool.spec.template.gpu
+    if gpu is None or gpu.count == 0:
+        return given
+    limits = {**given.get("limits", {}), gpu.resource_name: str(gpu.count)}
+    return {**given, "limits": limits}

@@ -1,0 +1,109 @@
+"""The Deployment of a pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagestream_operator.api import GROUP, EnginePool
+from pagestream_operator.children.container import engine_container
+from pagestream_operator.children.manifest import Manifest, digest, engine_name, labels, manifest, selector
+from pagestream_operator.children.model_files import model_volumes
+from pagestream_operator.settings import EngineDefaults
+
+_USER_ID = 65532
+_HOST_LABEL = "kubernetes.io/hostname"
+_REVISIONS_KEPT = 3
+
+CONFIG_HASH = f"{GROUP}/config-hash"
+SHARED_HASH = f"{GROUP}/shared-settings-hash"
+MODEL_REVISION = f"{GROUP}/model-revision"
+
+
+def deployment(pool: EnginePool, defaults: EngineDefaults, options: Manifest) -> Manifest:
+    """Without replicas. `options` is the ConfigMap, whose content is part of the template as a hash: pods take it when
+    they start, and start anew when it changes.
+    """
+    rollout = pool.spec.rollout
+    return manifest(
+        pool,
+        "apps/v1",
+        "Deployment",
+        engine_name(pool.name),
+        {
+            "spec": {
+                "selector": {"matchLabels": selector(pool.name)},
+                "strategy": {
+                    "type": "RollingUpdate",
+                    "rollingUpdate": {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable},
+                },
+                "progressDeadlineSeconds": rollout.progress_deadline_seconds,
+                "revisionHistoryLimit": _REVISIONS_KEPT,
+                "template": pod_template(pool, defaults, options),
+            }
+        },
+    )
+
+
+def pod_template(pool: EnginePool, defaults: EngineDefaults, options: Manifest) -> dict[str, Any]:
+    """What a pod is. A change of anything in it replaces all pods: an operator's version must not change it."""
+    given = pool.spec.template
+    own: dict[str, str] = {CONFIG_HASH: digest(options["data"])}
+    if defaults.shared:
+        own[SHARED_HASH] = digest(dict(defaults.shared))
+    if pool.spec.model.revision is not None:
+        own[MODEL_REVISION] = pool.spec.model.revision
+    return {
+        "metadata": {
+            "labels": {**given.extra_labels, **labels(pool.name)},
+            "annotations": {**(given.annotations or {}), **own},
+        },
+        "spec": _pod_spec(pool, defaults),
+    }
+
+
+def _pod_spec(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
+    given = pool.spec.template
+    secrets = defaults.pull_secrets if given.pull_secrets is None else given.pull_secrets
+    spread = given.topology_spread_constraints
+    spec: dict[str, Any] = {
+        "serviceAccountName": engine_name(pool.name),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": pool.spec.drain.grace_seconds,
+        "imagePullSecrets": [{"name": name} for name in secrets],
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": _USER_ID,
+            "runAsGroup": _USER_ID,
+            "fsGroup": _USER_ID,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [engine_container(pool, defaults)],
+        "volumes": [{"name": "tmp", "emptyDir": {}}, *model_volumes(pool.spec.model), *(given.volumes or [])],
+        "nodeSelector": _node_selector(pool),
+        "tolerations": [toleration.to_object() for toleration in given.tolerations or []],
+        "affinity": given.affinity,
+        "topologySpreadConstraints": _spread(pool) if spread is None else spread,
+        "priorityClassName": given.priority_class_name,
+        "runtimeClassName": given.runtime_class_name,
+    }
+    return {name: value for name, value in spec.items() if value not in (None, [], {})}
+
+
+def _node_selector(pool: EnginePool) -> dict[str, str]:
+    gpu = pool.spec.template.gpu
+    chosen = {gpu.type_label: gpu.type} if gpu is not None and gpu.type is not None else {}
+    return {**chosen, **(pool.spec.template.node_selector or {})}
+
+
+def _spread(pool: EnginePool) -> list[dict[str, Any]]:
+    """Over nodes, as far as possible: one that is lost takes few streams along."""
+    return [
+        {
+            "maxSkew": 1,
+            "topologyKey": _HOST_LABEL,
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": selector(pool.name)},
+        }
+    ]

@@ -1,0 +1,3 @@
+"""Ports of an engine pod."""
+
+METRICS_PORT = 9400

@@ -1,0 +1,64 @@
+"""What the operator says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pagestream_telemetry.instruments import Registry
+from pagestream_telemetry.table import Kind, Metric
+
+from pagestream_operator.kube.client import KubeClient
+from pagestream_operator.kube.lease import Leadership
+from pagestream_operator.manager import Manager
+from pagestream_operator.metrics import MetricsStore
+
+_PASSES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_POOL = ("k8s.namespace.name", "pagestream.pool")
+
+RECONCILES = Metric(
+    "pagestream.operator.reconciles", Kind.COUNTER, "{pass}", "passes over a pool, by result", ("result",)
+)
+DURATION = Metric("pagestream.operator.reconcile.duration", Kind.HISTOGRAM, "s", "of a pass over a pool", (), _PASSES)
+DESIRED = Metric("pagestream.operator.desired_replicas", Kind.GAUGE, "{pod}", "engines that a pool should have", _POOL)
+READY = Metric("pagestream.operator.ready_replicas", Kind.GAUGE, "{pod}", "engines of a pool that are ready", _POOL)
+LEADER = Metric("pagestream.operator.leader", Kind.GAUGE, "1", "1 where this replica leads")
+SAMPLES = Metric("pagestream.operator.samples", Kind.COUNTER, "{point}", "metric points, by outcome", ("outcome",))
+CALLS = Metric(
+    "pagestream.operator.api.calls", Kind.COUNTER, "{call}", "of the API server, watches not counted", ("verb", "code")
+)
+
+
+def pass_observer(registry: Registry) -> Callable[[str, float], None]:
+    """What the manager tells of each pass."""
+    reconciles, duration = registry.number(RECONCILES), registry.distribution(DURATION).series()
+
+    def observe(result: str, seconds: float) -> None:
+        reconciles.series(result).add()
+        duration.record(seconds)
+
+    return observe
+
+
+def tell_of(
+    registry: Registry, manager: Manager, leadership: Leadership, client: KubeClient, metrics: MetricsStore
+) -> None:
+    """Have each collection read what is counted elsewhere."""
+    desired, ready, leader = registry.number(DESIRED), registry.number(READY), registry.number(LEADER)
+    samples, calls = registry.number(SAMPLES), registry.number(CALLS)
+
+    def collect() -> None:
+        leads = leadership.is_leading
+        leader.series().set(int(leads))
+        pools = dict(manager.pools)
+        for key, reconciler in pools.items():
+            ready.series(*key).set(reconciler.ready)
+            # Of two replicas that decide alike, one acts: only what it wants is told.
+            desired.series(*key).set(reconciler.desired if leads else None)
+        for instrument in (desired, ready):
+            instrument.forget_others({tuple(key) for key in pools})
+        for outcome, count in dict(metrics.outcomes).items():
+            samples.series(outcome).set(count)
+        for (verb, code), count in dict(client.calls).items():
+            calls.series(verb, str(code)).set(count)
+
+    registry.on_collect(collect)

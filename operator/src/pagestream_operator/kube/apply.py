@@ -1,0 +1,137 @@
+"""Objects of a pool as they should be: applied where they differ, and left alone where they don't."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from pagestream_operator.api import GROUP, EnginePool
+from pagestream_operator.children.manifest import MANAGED_BY, MANAGER, POOL_LABEL, Manifest
+from pagestream_operator.errors import Blocked, Gone
+from pagestream_operator.kube.client import KubeClient
+from pagestream_operator.kube.compare import differs, fingerprint
+from pagestream_operator.kube.kinds import DEPLOYMENT, Kind, kind_of
+from pagestream_operator.kube.lease import Leadership
+from pagestream_operator.kube.ownership import SCALER, owns_replicas, taken_over
+from pagestream_operator.kube.store import ObjectKey, ObjectStore
+
+TERM_ANNOTATION = f"{GROUP}/leader-term"
+Live = Mapping[str, Any]
+
+
+class Outcome(StrEnum):
+    """What became of an object."""
+
+    UNCHANGED = "unchanged"
+    CREATED = "created"
+    CHANGED = "changed"
+
+
+class Applier:
+    """Applies manifests, and replicas through the scale. Every write is fenced by leadership and by the version of
+    what it was derived from: Conflict where the object has moved on, NotLeading where this replica doesn't lead.
+    """
+
+    def __init__(self, client: KubeClient, store: ObjectStore, leadership: Leadership) -> None:
+        self._client, self._store, self._leadership = client, store, leadership
+        self._settled: dict[ObjectKey, str] = {}
+        """What the API server made of a manifest that it doesn't take word for word."""
+
+    async def apply(self, pool: EnginePool, manifest: Manifest, *, replicas: int) -> Outcome:
+        """Make an object what the manifest says. `replicas` are those that a new Deployment begins with.
+
+        Raises:
+            Blocked: an object of another owner has its name.
+        """
+        kind = kind_of(manifest["apiVersion"], manifest["kind"])
+        name = manifest["metadata"]["name"]
+        live = self._store.get(kind, pool.namespace, name) or await self._find(kind, pool.namespace, name)
+        wanted = self._with_term(manifest) if kind is DEPLOYMENT else manifest
+        key = ObjectKey(kind.name, pool.namespace, name)
+        if live is None:
+            self._settled[key] = fingerprint(wanted, await self._create(kind, wanted, replicas))
+            return Outcome.CREATED
+        _check_owner(pool, kind, live)
+        managed = taken_over(live)
+        is_settled = not differs(wanted, live) or self._settled.get(key) == fingerprint(wanted, live)
+        if is_settled and managed is None:
+            return Outcome.UNCHANGED
+        if managed is not None:
+            live = await self._take_over(kind, live, managed)
+        if kind is DEPLOYMENT and owns_replicas(live, MANAGER):
+            live = await self.scale(live, live["spec"]["replicas"])
+        done = await self._apply(kind, wanted, live["metadata"]["resourceVersion"])
+        self._settled[key] = fingerprint(wanted, done)
+        return Outcome.CHANGED
+
+    async def scale(self, deployment: Live, replicas: int) -> Live:
+        """Give a Deployment so many replicas; returns it as it is then."""
+        metadata = deployment["metadata"]
+        async with self._leadership.act():
+            version = await self._client.apply_scale(
+                DEPLOYMENT,
+                metadata["namespace"],
+                metadata["name"],
+                replicas,
+                version=metadata["resourceVersion"],
+                manager=SCALER,
+            )
+        scaled = copy.deepcopy(dict(deployment))
+        scaled["metadata"]["resourceVersion"] = version
+        scaled["spec"]["replicas"] = replicas
+        self._store.put(DEPLOYMENT, scaled)
+        return scaled
+
+    def forget(self, namespace: str, names: set[str]) -> None:
+        """Drop what is remembered of objects of these names."""
+        for key in [key for key in self._settled if key.namespace == namespace and key.name in names]:
+            del self._settled[key]
+
+    async def _find(self, kind: Kind, namespace: str, name: str) -> Live | None:
+        """An object that the watch doesn't show may be there all the same, if it has lost its labels."""
+        try:
+            return await self._client.get(kind, namespace, name)
+        except Gone:
+            return None
+
+    async def _create(self, kind: Kind, wanted: Manifest, replicas: int) -> Live:
+        if kind is not DEPLOYMENT:
+            return await self._apply(kind, wanted, None)
+        made = await self._apply(kind, {**wanted, "spec": {**wanted["spec"], "replicas": replicas}}, None)
+        # From here on they are the scaler's: applying without them leaves them as they are.
+        return await self.scale(made, replicas)
+
+    async def _apply(self, kind: Kind, wanted: Manifest, version: str | None) -> Live:
+        body = wanted
+        if version is not None:
+            body = {**wanted, "metadata": {**wanted["metadata"], "resourceVersion": version}}
+        async with self._leadership.act():
+            done = await self._client.apply(body, kind, manager=MANAGER)
+        self._store.put(kind, done)
+        return done
+
+    async def _take_over(self, kind: Kind, live: Live, managed: list[dict[str, Any]]) -> Live:
+        metadata = live["metadata"]
+        patch = {"metadata": {"resourceVersion": metadata["resourceVersion"], "managedFields": managed}}
+        async with self._leadership.act():
+            done = await self._client.merge(kind, metadata["namespace"], metadata["name"], patch, manager=MANAGER)
+        self._store.put(kind, done)
+        return done
+
+    def _with_term(self, manifest: Manifest) -> Manifest:
+        metadata = manifest["metadata"]
+        annotations = {**metadata["annotations"], TERM_ANNOTATION: str(self._leadership.term)}
+        return {**manifest, "metadata": {**metadata, "annotations": annotations}}
+
+
+def _check_owner(pool: EnginePool, kind: Kind, live: Live) -> None:
+    metadata = live["metadata"]
+    what = f"{kind.name} {metadata['namespace']}/{metadata['name']}"
+    controllers = [owner for owner in metadata.get("ownerReferences") or [] if owner.get("controller")]
+    if any(owner["uid"] != pool.uid for owner in controllers):
+        raise Blocked(f"{what} belongs to {controllers[0]['kind']} {controllers[0]['name']} and must be gone first")
+    known = metadata.get("labels") or {}
+    if not controllers and known.get(MANAGED_BY) != MANAGER and known.get(POOL_LABEL) != pool.name:
+        raise Blocked(f"{what} exists and isn't the operator's: rename or delete it, or choose another pool name")

@@ -1,0 +1,55 @@
+"""Events: what a person would want to know, told once, when it happens."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from datetime import UTC, datetime
+from typing import Any
+
+from pagestream_operator.api import API_VERSION, GROUP, KIND
+from pagestream_operator.errors import ApiFailure, NotLeading
+from pagestream_operator.kube.client import KubeClient
+from pagestream_operator.kube.kinds import EVENT
+from pagestream_operator.kube.lease import Leadership
+
+logger = logging.getLogger(__name__)
+
+_NOTE_CHARACTERS = 1024  # the API server's own limit
+
+
+class Recorder:
+    """Writes events about pools. One that can't be written is logged and lost: nothing depends on events."""
+
+    def __init__(self, client: KubeClient, leadership: Leadership) -> None:
+        self._client, self._leadership = client, leadership
+
+    async def tell(self, pool: dict[str, Any], reason: str, note: str, *, action: str, warning: bool = False) -> None:
+        """`pool` is the object's metadata. `reason` is one word for programs, `action` what was done."""
+        namespace, name = pool["namespace"], pool["name"]
+        logger.info(note, extra={"pool": f"{namespace}/{name}", "reason": reason})
+        body = {
+            "apiVersion": EVENT.api_version,
+            "kind": EVENT.name,
+            "metadata": {"namespace": namespace, "name": f"{name}.{secrets.token_hex(8)}"},
+            "eventTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "reportingController": f"{GROUP}/operator",
+            "reportingInstance": self._leadership.identity[:128],
+            "action": action,
+            "reason": reason,
+            "note": note[:_NOTE_CHARACTERS],
+            "type": "Warning" if warning else "Normal",
+            "regarding": {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "namespace": namespace,
+                "name": name,
+                "uid": pool["uid"],
+                "resourceVersion": pool["resourceVersion"],
+            },
+        }
+        try:
+            async with self._leadership.act():
+                await self._client.create(EVENT, body)
+        except (ApiFailure, NotLeading) as error:
+            logger.warning("an event is lost: %s", error, extra={"reason": reason})

@@ -1,0 +1,107 @@
+"""Who owns which fields of an object, read from `metadata.managedFields`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from pagestream_operator.children.manifest import MANAGER
+
+SCALER = "pagestream-operator-scaling"
+"""The field manager of replicas: another one than that of everything else, so that applying the rest never touches
+them."""
+
+_CONTENT = ("f:spec", "f:data")
+_REPLICAS = ("f:spec", "f:replicas")
+_RESTARTED = ("f:spec", "f:template", "f:metadata", "f:annotations", "f:kubectl.kubernetes.io/restartedAt")
+"""`kubectl rollout restart` is somebody's wish, not a drift."""
+
+Fields = dict[str, Any]
+
+
+def owns_replicas(live: Mapping[str, Any], manager: str) -> bool:
+    """Whether `manager` has applied replicas."""
+    return any(_has(entry.get("fieldsV1") or {}, _REPLICAS) for entry in _entries(live) if _applied_by(entry, manager))
+
+
+def taken_over(live: Mapping[str, Any]) -> list[Fields] | None:
+    """managedFields in which what others have put into the object's content is ours, so that applying takes out what
+    is not asked for. None where nobody has put anything in.
+
+    Server-side apply alone adds and changes; it leaves a list entry or a variable of another manager where it is.
+    """
+    entries: list[Fields] = []
+    foreign: Fields = {}
+    for entry in copy.deepcopy(_entries(live)):
+        fields = entry.get("fieldsV1") or {}
+        if not _is_ours(entry):
+            _merge(foreign, _take_content(fields))
+        if fields:
+            entries.append(entry)
+    if not foreign:
+        return None
+    own = next((entry for entry in entries if _applied_by(entry, MANAGER)), None)
+    if own is None:
+        return None
+    _merge(own["fieldsV1"], foreign)
+    return entries
+
+
+def _entries(live: Mapping[str, Any]) -> list[Fields]:
+    return list(live["metadata"].get("managedFields") or [])
+
+
+def _applied_by(entry: Mapping[str, Any], manager: str) -> bool:
+    return entry.get("manager") == manager and entry.get("operation") == "Apply"
+
+
+def _is_ours(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("subresource")) or entry.get("manager") in (MANAGER, SCALER)
+
+
+def _take_content(fields: Fields) -> Fields:
+    """Takes the content out of `fields`, but for what others may well own."""
+    taken: Fields = {}
+    for part in _CONTENT:
+        if part not in fields:
+            continue
+        content = {part: fields.pop(part)}
+        kept = [path for path in (_REPLICAS, _RESTARTED) if _has(content, path)]
+        for path in kept:
+            _remove(content, path)
+            _merge(fields, _nested(path))
+        if content.get(part):
+            taken[part] = content[part]
+    return taken
+
+
+def _has(fields: Mapping[str, Any], path: tuple[str, ...]) -> bool:
+    node: Any = fields
+    for name in path:
+        if not isinstance(node, Mapping) or name not in node:
+            return False
+        node = node[name]
+    return True
+
+
+def _remove(fields: Fields, path: tuple[str, ...]) -> None:
+    """Removes a leaf, and what is left empty (or with a mere "." for itself) above it."""
+    if len(path) > 1:
+        _remove(fields[path[0]], path[1:])
+        if not set(fields[path[0]]) - {"."}:
+            del fields[path[0]]
+    else:
+        del fields[path[0]]
+
+
+def _nested(path: tuple[str, ...]) -> Fields:
+    return {path[0]: _nested(path[1:]) if len(path) > 1 else {}}
+
+
+def _merge(into: Fields, other: Mapping[str, Any]) -> None:
+    for name, value in other.items():
+        if isinstance(value, Mapping):
+            _merge(into.setdefault(name, {}), value)
+        else:
+            into[name] = value

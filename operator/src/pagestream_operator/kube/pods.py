@@ -1,0 +1,78 @@
+"""A pod, reduced to what matters here: a thousand of them are held in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from pagestream_operator.scaling import PodObservation, PodSample, PodState
+
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+_ENDED = ("Succeeded", "Failed")
+_HOPELESS = frozenset({"CrashLoopBackOff", "ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName",
+                       "CreateContainerConfigError", "CreateContainerError", "RunContainerError"})  # fmt: skip
+"""Reasons of a container that waits for a person rather than for time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """One engine pod. Times are Unix seconds."""
+
+    name: str
+    uid: str
+    created_s: float
+    ready_s: float | None
+    """Since when it is ready; None if it isn't."""
+    is_ending: bool
+    has_ended: bool
+    template_hash: str
+    deletion_cost: str | None
+    trouble: str | None
+    """Why it can't start without a person, if so."""
+
+    @classmethod
+    def from_object(cls, body: Mapping[str, Any]) -> Pod:
+        """Read a pod."""
+        metadata, status = body["metadata"], body.get("status") or {}
+        conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
+        ready = conditions.get("Ready", {})
+        return cls(
+            name=metadata["name"],
+            uid=metadata["uid"],
+            created_s=unix_seconds(metadata["creationTimestamp"]),
+            ready_s=unix_seconds(ready["lastTransitionTime"]) if ready.get("status") == "True" else None,
+            is_ending=metadata.get("deletionTimestamp") is not None,
+            has_ended=status.get("phase") in _ENDED,
+            template_hash=(metadata.get("labels") or {}).get("pod-template-hash", ""),
+            deletion_cost=(metadata.get("annotations") or {}).get(DELETION_COST),
+            trouble=_trouble(status, conditions),
+        )
+
+    @property
+    def state(self) -> PodState:
+        """As the scaling law sees it."""
+        if self.is_ending:
+            return PodState.DRAINING
+        return PodState.STARTING if self.ready_s is None else PodState.READY
+
+    def observed(self, sample: PodSample | None) -> PodObservation:
+        """For the scaling law."""
+        return PodObservation(self.name, self.state, self.created_s, self.ready_s, sample)
+
+
+def unix_seconds(text: str) -> float:
+    """Of a time of the API."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _trouble(status: Mapping[str, Any], conditions: Mapping[str, Any]) -> str | None:
+    for container in status.get("containerStatuses") or []:
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") in _HOPELESS:
+            return f"{waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        return f"{scheduled.get('reason', 'Unschedulable')}: {scheduled.get('message', '')}".rstrip(": ")
+    return None

@@ -1,0 +1,204 @@
+"""All pools of this operator: one task each, woken by changes and once a second."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+
+from pagestream_operator.errors import ApiFailure, Blocked, Conflict, Gone, NotLeading, OperatorError, Rejected
+from pagestream_operator.kube.kinds import DEPLOYMENT, POOL
+from pagestream_operator.kube.store import PoolKey
+from pagestream_operator.pool.reconciler import Context, Reconciler
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S = 0.5
+_LONGEST_BACKOFF_S = 30.0
+_COALESCE_S = 0.05
+"""Changes come in bunches: those of so long make one pass."""
+_PATIENCE_S = 1.0
+"""A refusal is for a person to end: what they change is looked at after this, however long the pause would be."""
+_STOP_S = 5.0
+
+Observer = Callable[[str, float], None]
+"""Told what became of a pass, and the seconds that it took."""
+
+
+class Manager:
+    """Runs the pools that the store shows. `wake` is the store's `on_change`."""
+
+    def __init__(self, context: Context, *, decide_s: float, on_pass: Observer = lambda *_: None) -> None:
+        self._context, self._decide_s, self._on_pass = context, decide_s, on_pass
+        self._runners: dict[PoolKey, _Runner] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def pools(self) -> dict[PoolKey, Reconciler]:
+        """All that run."""
+        return {key: runner.reconciler for key, runner in self._runners.items()}
+
+    @property
+    def slowest_s(self) -> float:
+        """For how long the slowest pass that is under way has been."""
+        return max((runner.busy_s for runner in self._runners.values()), default=0.0)
+
+    def wake(self, key: PoolKey) -> None:
+        """Something about a pool has changed."""
+        runner = self._runners.get(key)
+        if runner is not None:
+            runner.wake()
+        else:
+            self._changed.set()
+
+    def wake_all(self) -> None:
+        """Everything may be different: leadership has changed."""
+        for runner in self._runners.values():
+            runner.wake()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Run until `stop` is set."""
+        try:
+            while not stop.is_set():
+                self._follow_store()
+                await self._pause(stop)
+        finally:
+            await self._end(list(self._runners))
+
+    def _follow_store(self) -> None:
+        there = set(self._context.store.pools())
+        for key in there - set(self._runners):
+            runner = _Runner(Reconciler(key, self._context), self._decide_s, self._on_pass)
+            self._runners[key] = runner
+            runner.start()
+
+    async def _pause(self, stop: asyncio.Event) -> None:
+        gone = set(self._runners) - set(self._context.store.pools())
+        if gone:
+            await self._end(list(gone))
+        try:
+            async with asyncio.timeout(self._decide_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+        self._changed.clear()
+
+    async def _end(self, keys: list[PoolKey]) -> None:
+        runners = [self._runners.pop(key) for key in keys]
+        await asyncio.gather(*(runner.stop() for runner in runners))
+
+
+class _Runner:
+    """The task of one pool: passes one after another, never two at once."""
+
+    def __init__(self, reconciler: Reconciler, decide_s: float, on_pass: Observer) -> None:
+        self.reconciler = reconciler
+        self._decide_s, self._on_pass = decide_s, on_pass
+        self._wake = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._backoff_s = 0.0
+        self._may_hurry = False
+        self._began: float | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """Since when a pass is under way."""
+        return 0.0 if self._began is None else time.monotonic() - self._began
+
+    def start(self) -> None:
+        """Begin."""
+        self._wake.set()
+        self._task = asyncio.create_task(self._run(), name=f"pool {self.reconciler.key}")
+
+    def wake(self) -> None:
+        """Look now."""
+        self._wake.set()
+
+    async def stop(self) -> None:
+        """End; a pass that is under way is given up when it takes too long."""
+        self._stop.set()
+        self._wake.set()
+        if self._task is not None:
+            _, late = await asyncio.wait({self._task}, timeout=_STOP_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        # Pools don't all decide at the same moment.
+        await asyncio.sleep(random.random() * self._decide_s / 10)
+        unfinished = False
+        while not self._stop.is_set():
+            is_dirty = self._wake.is_set() or unfinished
+            self._wake.clear()
+            unfinished = not await self._pass(is_dirty)
+            await self._pause()
+
+    async def _pass(self, is_dirty: bool) -> bool:
+        """Whether it went through."""
+        self._began = time.monotonic()
+        self._may_hurry = False
+        result = "error"
+        try:
+            await self.reconciler.pass_once(is_dirty=is_dirty)
+            result, self._backoff_s = "ok", 0.0
+        except NotLeading:
+            result, self._backoff_s = "not_leading", 0.0
+        except Conflict as error:
+            result = "conflict"
+            self._fail(error, soon=True)
+        except Gone as error:
+            result = "gone"
+            for kind in (POOL, DEPLOYMENT):
+                self.reconciler.context.suspect(kind)
+            self._fail(error)
+        except (Rejected, Blocked) as error:
+            result = "refused"
+            self._fail(error)
+            self._may_hurry = True
+        except ApiFailure as error:
+            self._fail(error, at_least=error.retry_after_s)
+        except Exception:
+            logger.exception("a pass has failed", extra={"pool": "/".join(self.reconciler.key)})
+            self._fail(None)
+        finally:
+            took, self._began = time.monotonic() - self._began, None
+            self._on_pass(result, took)
+        return result == "ok"
+
+    def _fail(self, error: OperatorError | None, *, soon: bool = False, at_least: float | None = None) -> None:
+        longest = self._decide_s if soon else _LONGEST_BACKOFF_S
+        self._backoff_s = min(longest, max(_FIRST_BACKOFF_S, 2 * self._backoff_s))
+        if at_least is not None:
+            self._backoff_s = max(self._backoff_s, min(at_least, _LONGEST_BACKOFF_S))
+        if error is not None:
+            logger.log(
+                logging.INFO if soon else logging.WARNING,
+                "a pass will be tried again: %s",
+                error,
+                extra={"pool": "/".join(self.reconciler.key), "seconds": self._backoff_s},
+            )
+
+    async def _pause(self) -> None:
+        pause = self._backoff_s * (0.8 + 0.4 * random.random())
+        if self._backoff_s and not self._may_hurry:
+            # Changes don't cut it short: they are what a busy API server has too many of.
+            await self._sleep(pause)
+            return
+        await self._sleep(_PATIENCE_S if self._backoff_s else _COALESCE_S)
+        try:
+            async with asyncio.timeout(max(pause, self._decide_s - _COALESCE_S)):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    async def _sleep(self, seconds: float) -> None:
+        """Also when it is to stop, `stop` waits no longer than it must."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
+        except TimeoutError:
+            return

@@ -1,0 +1,1 @@
+"""What the operator does about one pool: see, decide, act, tell."""

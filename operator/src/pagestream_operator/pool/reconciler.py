@@ -1,0 +1,303 @@
+"""One pool: from any state to the one that is wanted, one pass at a time.
+
+A pass reads the store, decides, writes what differs, and tells. It keeps nothing that it needs to be right: what it
+remembers (the law's memory, when numbers were last told) only spares calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagestream_operator.api import GROUP, ConditionType, EnginePool, EnginePoolStatus
+from pagestream_operator.api.status import as_status
+from pagestream_operator.children import children
+from pagestream_operator.children.manifest import engine_name, service_name
+from pagestream_operator.errors import Blocked, Conflict, Gone, OperatorError, PoolInvalid, Rejected
+from pagestream_operator.kube.apply import Applier, Outcome
+from pagestream_operator.kube.client import KubeClient
+from pagestream_operator.kube.events import Recorder
+from pagestream_operator.kube.kinds import DEPLOYMENT, POD, POOL, Kind
+from pagestream_operator.kube.lease import Leadership
+from pagestream_operator.kube.ownership import SCALER
+from pagestream_operator.kube.pods import DELETION_COST, unix_seconds
+from pagestream_operator.kube.store import ObjectStore, PoolKey
+from pagestream_operator.metrics import MetricsStore
+from pagestream_operator.pool.conditions import Trouble, findings
+from pagestream_operator.pool.drain import marks
+from pagestream_operator.pool.scaler import Scaler, Verdict, first_replicas
+from pagestream_operator.pool.status import changed, differs, differs_in_substance, pool_status
+from pagestream_operator.pool.view import PoolView
+from pagestream_operator.scaling import PolicyInvalid, ScalingPolicy
+from pagestream_operator.settings import EngineDefaults
+
+logger = logging.getLogger(__name__)
+
+FINALIZER = f"{GROUP}/drain"
+_WARNINGS = {ConditionType.DEGRADED: "True", ConditionType.READY: "False"}
+"""Conditions that are bad news, and the status in which they are."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all pools share."""
+
+    client: KubeClient
+    store: ObjectStore
+    leadership: Leadership
+    applier: Applier
+    recorder: Recorder
+    metrics: MetricsStore
+    defaults: EngineDefaults
+    status_s: float
+    suspect: Callable[[Kind], None] = lambda _: None
+    """Told a kind of which the store seems to be wrong."""
+    clock: Callable[[], float] = time.time
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A pool as it was read: one of pool and error is there."""
+
+    version: str
+    pool: EnginePool | None = None
+    policy: ScalingPolicy | None = None
+    error: str = ""
+
+
+@dataclass
+class Reconciler:
+    """Of one pool. `desired` and `ready` are what was last seen, for metrics."""
+
+    key: PoolKey
+    context: Context
+    desired: int = 0
+    ready: int = 0
+    _scaler: Scaler = field(init=False)
+    _reading: _Reading | None = None
+    _done: tuple[str, int] | None = None
+    """Version of the pool and term for which its objects were last made right."""
+    _told_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._scaler = Scaler(self.context.metrics)
+
+    async def pass_once(self, *, is_dirty: bool) -> None:
+        """Look, decide, and act if leading. `is_dirty`: something about the pool has changed since the last pass.
+
+        Raises:
+            ApiFailure, NotLeading: a write failed; a later pass tries again.
+        """
+        body = self.context.store.get(POOL, *self.key)
+        if body is None:
+            return
+        reading = self._read(body)
+        view = self._view()
+        verdict = None
+        if reading.pool is not None and reading.policy is not None and not reading.pool.is_deleted:
+            verdict = self._scaler.decide(reading.pool, reading.policy, view, self.context.clock())
+        self.ready = len(view.ready)
+        if not self.context.leadership.is_leading:
+            return
+        if reading.pool is None:
+            await self._tell_invalid(dict(body), reading.error)
+        elif reading.pool.is_deleted:
+            await self._delete(reading.pool, dict(body), view)
+        else:
+            await self._reconcile(reading.pool, dict(body), verdict, is_dirty=is_dirty)
+
+    def _read(self, body: Any) -> _Reading:
+        version = body["metadata"]["resourceVersion"]
+        if self._reading is None or self._reading.version != version:
+            try:
+                pool = EnginePool.from_object(body)
+                spec = pool.spec
+                policy = spec.scaling.to_policy(spec.min_replicas, spec.max_replicas)
+                self._reading = _Reading(version, pool, policy)
+            except (PoolInvalid, PolicyInvalid) as error:
+                self._reading = _Reading(version, error=str(error))
+        return self._reading
+
+    def _view(self) -> PoolView:
+        store, key = self.context.store, self.key
+        return PoolView(store.get(DEPLOYMENT, key.namespace, engine_name(key.name)), store.pods(key))
+
+    # -- acting
+
+    async def _reconcile(
+        self, pool: EnginePool, body: dict[str, Any], verdict: Verdict | None, *, is_dirty: bool
+    ) -> None:
+        trouble: Trouble | None = None
+        failure: OperatorError | None = None
+        if pool.spec.paused:
+            trouble = Trouble("Paused", "spec.paused is set: the pool's objects are left alone")
+        elif FINALIZER not in pool.finalizers:
+            await self._set_finalizers(pool, (*pool.finalizers, FINALIZER))
+            return  # the pool has moved on: go on from what it is now
+        else:
+            try:
+                if is_dirty or self._done != (pool.resource_version, self.context.leadership.term):
+                    await self._make_right(pool, body)
+                await self._scale(pool, body, verdict)
+                self._done = (pool.resource_version, self.context.leadership.term)
+            except (Blocked, Rejected) as error:
+                trouble, failure = Trouble(type(error).__name__, str(error)), error
+        await self._tell(pool, body, verdict, trouble)
+        if failure is not None:
+            raise failure
+
+    async def _make_right(self, pool: EnginePool, body: dict[str, Any]) -> None:
+        for manifest in children(pool, self.context.defaults):
+            outcome = await self.context.applier.apply(pool, manifest, replicas=first_replicas(pool))
+            if outcome is Outcome.UNCHANGED:
+                continue
+            what = f"{manifest['kind']} {manifest['metadata']['name']}"
+            if manifest["kind"] == DEPLOYMENT.name:
+                reason = "Created" if outcome is Outcome.CREATED else "Updated"
+                await self._event(body, reason, f"{what} was {outcome.value}", action="Apply")
+            else:
+                logger.info("applied", extra={"pool": f"{pool.namespace}/{pool.name}", "what": what})
+
+    def _wanted(self, pool: EnginePool, view: PoolView, verdict: Verdict | None) -> int:
+        if pool.spec.paused:
+            return view.ordered
+        if pool.spec.replicas is not None:
+            return pool.spec.replicas
+        return view.ordered if verdict is None else verdict.decision.desired
+
+    async def _scale(self, pool: EnginePool, body: dict[str, Any], verdict: Verdict | None) -> None:
+        view = self._view()
+        if view.deployment is None:
+            return
+        before, wanted = view.ordered, self._wanted(pool, view, verdict)
+        if wanted == before:
+            return
+        if wanted < before and verdict is not None:
+            await self._mark(view, verdict, before - wanted)
+        await self.context.applier.scale(view.deployment, wanted)
+        why = f"pinned by spec.replicas to {wanted}"
+        if pool.spec.replicas is None and verdict is not None:
+            why = f"{verdict.decision.limiting.value}: {verdict.decision.reason}"
+        reason = "ScaledOut" if wanted > before else "ScaledIn"
+        await self._event(body, reason, f"from {before} to {wanted} engines ({why})", action="Scale")
+
+    async def _mark(self, view: PoolView, verdict: Verdict, excess: int) -> None:
+        """Best effort: a pod that is gone already, or has moved on, needs no mark."""
+        for mark in marks(view.pods, verdict.observation.pods, excess):
+            patch = {"metadata": {"annotations": {DELETION_COST: mark.cost}}}
+            try:
+                async with self.context.leadership.act():
+                    await self.context.client.merge(POD, self.key.namespace, mark.pod, patch, manager=SCALER)
+            except Gone:
+                self.context.suspect(POD)
+            except Conflict:
+                logger.info("a pod moved on while it was marked", extra={"pod": mark.pod})
+
+    # -- deleting
+
+    async def _delete(self, pool: EnginePool, body: dict[str, Any], view: PoolView) -> None:
+        """Drain, then let go. The pods end by themselves in any case; this waits for them, up to a limit."""
+        if FINALIZER not in pool.finalizers:
+            return
+        left = len(view.active) + len(view.draining)
+        asked_s = unix_seconds(pool.deletion_time or "")
+        is_late = self.context.clock() - asked_s >= pool.spec.drain.deletion_timeout_seconds
+        if view.deployment is not None and view.ordered > 0:
+            await self.context.applier.scale(view.deployment, 0)
+            await self._event(body, "Draining", f"the pool is being deleted: {left} engines drain", action="Drain")
+            view = self._view()
+        if (left == 0 and view.ordered == 0 and (view.is_observed or view.deployment is None)) or is_late:
+            note = (
+                "all engines have ended" if left == 0 else f"{left} engines are still draining, and end by themselves"
+            )
+            await self._event(body, "Drained" if left == 0 else "DrainTimedOut", note, action="Drain", warning=left > 0)
+            await self._set_finalizers(pool, tuple(name for name in pool.finalizers if name != FINALIZER))
+            names = {engine_name(pool.name), service_name(pool.name)}
+            self.context.applier.forget(pool.namespace, names)
+        else:
+            await self._tell(pool, body, None, None)
+
+    async def _set_finalizers(self, pool: EnginePool, finalizers: tuple[str, ...]) -> None:
+        patch = {"metadata": {"finalizers": list(finalizers) or None, "resourceVersion": pool.resource_version}}
+        try:
+            async with self.context.leadership.act():
+                done = await self.context.client.merge(POOL, pool.namespace, pool.name, patch, manager=SCALER)
+        except Gone:
+            self.context.suspect(POOL)
+            return
+        if finalizers or not done["metadata"].get("deletionTimestamp"):
+            self.context.store.put(POOL, done)
+
+    # -- telling
+
+    async def _tell(
+        self, pool: EnginePool, body: dict[str, Any], verdict: Verdict | None, trouble: Trouble | None
+    ) -> None:
+        view = self._view()
+        self.desired = 0 if pool.is_deleted else self._wanted(pool, view, verdict)
+        decision = None if verdict is None else verdict.decision
+        shown = decision if pool.spec.replicas is None and not pool.spec.paused else None
+        status = pool_status(
+            pool,
+            view,
+            findings(pool, view, self.desired, shown, trouble),
+            desired=self.desired,
+            decision=shown,
+            observation=None if verdict is None else verdict.observation,
+            term=self.context.leadership.term,
+            now_s=self.context.clock(),
+        )
+        if self._is_worth_writing(status, pool.status):
+            await self._write_status(body, status, pool.status)
+
+    def _is_worth_writing(self, new: EnginePoolStatus, old: EnginePoolStatus) -> bool:
+        if differs_in_substance(new, old):
+            return True
+        return self.context.clock() - self._told_s >= self.context.status_s and differs(new, old)
+
+    async def _tell_invalid(self, body: dict[str, Any], error: str) -> None:
+        """Only what needs no spec: the rest of the status stays as it was last told."""
+        old = as_status(body)
+        pool = EnginePool.without_spec(body)
+        trouble = Trouble("InvalidSpec", error)
+        found = [
+            finding
+            for finding in findings(pool, self._view(), old.desired_replicas, None, trouble)
+            if finding.type in (ConditionType.DEGRADED, ConditionType.SCALING_ACTIVE)
+        ]
+        kept = [condition for condition in old.conditions if condition.type not in {each.type for each in found}]
+        now = pool_status(
+            pool,
+            self._view(),
+            tuple(found),
+            desired=old.desired_replicas,
+            decision=None,
+            observation=None,
+            term=self.context.leadership.term,
+            now_s=self.context.clock(),
+        )
+        status = now.model_copy(update={"conditions": [*kept, *now.conditions]})
+        if differs_in_substance(status, old):
+            await self._write_status(body, status, old)
+
+    async def _write_status(self, body: dict[str, Any], new: EnginePoolStatus, old: EnginePoolStatus) -> None:
+        async with self.context.leadership.act():
+            done = await self.context.client.replace_status(POOL, {**body, "status": new.to_object()})
+        self._told_s = self.context.clock()
+        self.context.store.put(POOL, done)
+        for condition, before in changed(new, old):
+            await self._tell_transition(body, condition.type, condition.status, before, condition)
+
+    async def _tell_transition(self, body: dict[str, Any], kind: str, status: str, before: Any, now: Any) -> None:
+        """Only what a person would want to know: not each step of a rollout, and not that a new pool is new."""
+        is_bad = _WARNINGS.get(ConditionType(kind)) == status
+        is_first_news = before is None and not (is_bad and kind == ConditionType.DEGRADED)
+        if kind == ConditionType.PROGRESSING or is_first_news:
+            return
+        await self._event(body, now.reason, f"{kind} is {status}: {now.message}", action="Observe", warning=is_bad)
+
+    async def _event(self, body: dict[str, Any], reason: str, note: str, *, action: str, warning: bool = False) -> None:
+        await self.context.recorder.tell(body["metadata"], reason, note, action=action, warning=warning)

@@ -1,0 +1,56 @@
+"""The scaling law at work on one pool. Every replica of the operator runs it, so that a new leader remembers what the
+old one did; only the leader acts on what it says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagestream_operator.api import EnginePool
+from pagestream_operator.metrics import MetricsStore, PodRef
+from pagestream_operator.pool.view import PoolView
+from pagestream_operator.scaling import Decision, PoolObservation, ScalingMemory, ScalingPolicy, decide
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A decision, and what it was made from."""
+
+    decision: Decision
+    observation: PoolObservation
+
+
+class Scaler:
+    """Of one pool."""
+
+    def __init__(self, metrics: MetricsStore) -> None:
+        self._metrics = metrics
+        self._memory = ScalingMemory()
+
+    def decide(self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float) -> Verdict:
+        """What the law says now. Call it about once a second."""
+        observation = self._observe(pool, view, now_s)
+        decision, self._memory = decide(policy, observation, self._memory)
+        return Verdict(decision, observation)
+
+    def _observe(self, pool: EnginePool, view: PoolView, now_s: float) -> PoolObservation:
+        pods = [pod for pod in view.pods if not pod.has_ended]
+        known = self._metrics.observe(
+            namespace=pool.namespace,
+            pool=pool.name,
+            model=pool.spec.model.served_name,
+            pods=[PodRef(pod.name, pod.uid) for pod in pods],
+            now_s=now_s,
+        )
+        return PoolObservation(
+            time_s=now_s,
+            replicas=view.ordered,
+            pods=tuple(pod.observed(known.samples.get(pod.name)) for pod in pods),
+            queue=known.queue,
+            ttft=known.ttft,
+        )
+
+
+def first_replicas(pool: EnginePool) -> int:
+    """With how many a new Deployment begins: the fewest that are allowed, until something is known."""
+    return pool.spec.min_replicas if pool.spec.replicas is None else pool.spec.replicas

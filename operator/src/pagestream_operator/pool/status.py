@@ -1,0 +1,97 @@
+"""The status of a pool: made from what is seen, written when it has changed."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from statistics import fmean
+
+from pagestream_operator.api import Condition, EnginePool, EnginePoolStatus, ScalingStatus
+from pagestream_operator.children.manifest import selector
+from pagestream_operator.pool.conditions import Finding, stamped
+from pagestream_operator.pool.view import PoolView
+from pagestream_operator.scaling import Decision, PoolObservation
+
+_DIGITS = 3
+"""Of numbers in a status: a rate that fades must come to rest."""
+_VOLATILE = ("kv_utilization", "scaling")
+
+
+def api_time(unix_s: float) -> str:
+    """As the API writes times."""
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def pool_status(
+    pool: EnginePool,
+    view: PoolView,
+    found: tuple[Finding, ...],
+    *,
+    desired: int,
+    decision: Decision | None,
+    observation: PoolObservation | None,
+    term: int,
+    now_s: float,
+) -> EnginePoolStatus:
+    """What is to be told of a pool."""
+    now = api_time(now_s)
+    labels = selector(pool.name)
+    return EnginePoolStatus(
+        observed_generation=pool.generation,
+        conditions=stamped(found, pool.status.conditions, pool.generation, now),
+        replicas=len(view.active),
+        ready_replicas=len(view.ready),
+        desired_replicas=desired,
+        draining_replicas=len(view.draining),
+        updated_replicas=view.updated,
+        selector=",".join(f"{name}={value}" for name, value in labels.items()),
+        kv_utilization=None if observation is None else _utilization(observation),
+        scaling=pool.status.scaling if decision is None else _scaling(decision, now),
+        leader_term=term,
+    )
+
+
+def differs_in_substance(new: EnginePoolStatus, old: EnginePoolStatus) -> bool:
+    """Whether more has changed than numbers that move all the time."""
+    return _substance(new) != _substance(old)
+
+
+def differs(new: EnginePoolStatus, old: EnginePoolStatus) -> bool:
+    """Whether anything but the time of the decision has changed."""
+    return _timeless(new) != _timeless(old)
+
+
+def changed(new: EnginePoolStatus, old: EnginePoolStatus) -> list[tuple[Condition, Condition | None]]:
+    """Conditions whose status or reason is another one than before, each with the one before."""
+    known = {condition.type: condition for condition in old.conditions}
+    pairs = [(condition, known.get(condition.type)) for condition in new.conditions]
+    return [(now, was) for now, was in pairs if was is None or (was.status, was.reason) != (now.status, now.reason)]
+
+
+def _scaling(decision: Decision, now: str) -> ScalingStatus:
+    return ScalingStatus(
+        time=now,
+        desired=decision.desired,
+        limiting=str(decision.limiting),
+        reason=decision.reason,
+        inputs={name: round(value, _DIGITS) for name, value in sorted(decision.inputs.items())},
+        missing=list(decision.missing),
+        panicking=decision.panicking,
+    )
+
+
+def _utilization(observation: PoolObservation) -> str | None:
+    samples = [pod.sample.kv_utilization for pod in observation.pods if pod.sample is not None]
+    sound = [share for share in samples if 0 <= share <= 1]
+    return f"{round(100 * fmean(sound))}%" if sound else None
+
+
+def _substance(status: EnginePoolStatus) -> tuple[EnginePoolStatus, object]:
+    scaling = status.scaling
+    told = None if scaling is None else (scaling.desired, scaling.limiting, scaling.missing, scaling.panicking)
+    return status.model_copy(update=dict.fromkeys(_VOLATILE)), told
+
+
+def _timeless(status: EnginePoolStatus) -> EnginePoolStatus:
+    if status.scaling is None:
+        return status
+    return status.model_copy(update={"scaling": status.scaling.model_copy(update={"time": ""})})

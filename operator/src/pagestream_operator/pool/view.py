@@ -1,0 +1,68 @@
+"""A pool as it is seen at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pagestream_operator.kube.pods import Pod
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """The Deployment and the pods of a pool. `deployment` is None before it exists."""
+
+    deployment: Mapping[str, Any] | None
+    pods: Sequence[Pod]
+
+    @property
+    def ordered(self) -> int:
+        """Replicas that the Deployment was last told to have."""
+        return 0 if self.deployment is None else int(self.deployment["spec"].get("replicas", 1))
+
+    @property
+    def active(self) -> list[Pod]:
+        """Pods that are there and aren't ending."""
+        return [pod for pod in self.pods if not pod.is_ending and not pod.has_ended]
+
+    @property
+    def ready(self) -> list[Pod]:
+        """Pods that take requests."""
+        return [pod for pod in self.active if pod.ready_s is not None]
+
+    @property
+    def draining(self) -> list[Pod]:
+        """Pods that are ending."""
+        return [pod for pod in self.pods if pod.is_ending and not pod.has_ended]
+
+    @property
+    def updated(self) -> int:
+        """Pods of the newest template."""
+        return int(self._status.get("updatedReplicas") or 0)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether the Deployment's controller has seen its newest spec."""
+        if self.deployment is None:
+            return False
+        return int(self._status.get("observedGeneration") or 0) >= int(self.deployment["metadata"].get("generation", 0))
+
+    @property
+    def stuck(self) -> str | None:
+        """Why a rollout gets nowhere, if so."""
+        for condition in self._status.get("conditions") or []:
+            if condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded":
+                return str(condition.get("message", "the Deployment makes no progress"))
+            if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
+                return str(condition.get("message", "pods can't be created"))
+        return None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why a pod can't start without a person, if so."""
+        return next((f"pod {pod.name}: {pod.trouble}" for pod in self.active if pod.trouble), None)
+
+    @property
+    def _status(self) -> Mapping[str, Any]:
+        return {} if self.deployment is None else self.deployment.get("status") or {}

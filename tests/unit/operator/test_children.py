@@ -1,0 +1,161 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pagestream_operator.children import children
+from pagestream_operator.children.deployment import CONFIG_HASH, SHARED_HASH
+from pagestream_operator.children.manifest import HASH_ANNOTATION, Manifest
+from pagestream_operator.settings import EngineDefaults
+from pool_objects import DEFAULTS, pool
+
+GOLDEN = Path(__file__).parent / "golden"
+GPU: dict[str, Any] = {
+    "model": {
+        "source": {"volume": {"claim": "models", "path": "llama"}},
+        "servedName": "llama",
+        "revision": "r2",
+    },
+    "engine": {"maxNumSeqs": 64, "deterministic": True},
+    "template": {
+        "image": "registry.example/pagestream-engine-cuda:1",
+        "gpu": {"count": 2, "type": "NVIDIA-H200"},
+        "resources": {"requests": {"cpu": "4"}, "limits": {"memory": "64Gi"}},
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        "env": [{"name": "PAGESTREAM_BROKER__RETENTION_S", "value": "600"}, {"name": "HOME", "value": "/cache"}],
+        "volumes": [{"name": "cache", "emptyDir": {"sizeLimit": "1Gi"}}],
+        "volumeMounts": [{"name": "cache", "mountPath": "/cache"}],
+        "labels": {"team": "search"},
+    },
+    "drain": {"graceSeconds": 60},
+    "rollout": {"maxSurge": 0, "maxUnavailable": 1},
+}
+SHARED = EngineDefaults(
+    image="registry.example/pagestream-engine:1",
+    image_pull_policy="Always",
+    pull_secrets=("registry",),
+    config_map="pagestream-settings",
+    redis_secret="pagestream-redis",
+    otlp_endpoint="http://collector:4317",
+    shared={"PAGESTREAM_BROKER__RETENTION_S": "600"},
+)
+
+
+def by_kind(manifests: tuple[Manifest, ...]) -> dict[str, Manifest]:
+    return {manifest["kind"]: manifest for manifest in manifests}
+
+
+def template(manifests: tuple[Manifest, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = by_kind(manifests)["Deployment"]["spec"]["template"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "manifests"),
+    [("demo", children(pool(), DEFAULTS)), ("gpu", children(pool("llama", **GPU), SHARED))],
+)
+def test_the_template_of_a_pod_is_what_it_was(name: str, manifests: tuple[Manifest, ...]) -> None:
+    """A release that changes this file replaces every engine that is running: that is what it is here for."""
+    text = (GOLDEN / f"pod_template_{name}.yaml").read_text()
+    assert template(manifests) == yaml.safe_load(text)
+
+
+def test_objects_have_names_labels_and_an_owner() -> None:
+    manifests = children(pool(), DEFAULTS)
+    assert [(each["kind"], each["metadata"]["name"]) for each in manifests] == [
+        ("ServiceAccount", "demo-engine"),
+        ("ConfigMap", "demo-engine"),
+        ("Service", "demo-engines"),
+        ("PodDisruptionBudget", "demo-engine"),
+        ("Deployment", "demo-engine"),
+    ]
+    for each in manifests:
+        owner = each["metadata"]["ownerReferences"][0]
+        assert (owner["kind"], owner["name"], owner["uid"], owner["controller"]) == (
+            "EnginePool",
+            "demo",
+            "pool-uid",
+            True,
+        )
+        assert each["metadata"]["labels"]["pagestream.dev/pool"] == "demo"
+        assert each["metadata"]["annotations"][HASH_ANNOTATION]
+
+
+def test_the_same_pool_gives_the_same_objects() -> None:
+    assert children(pool(**GPU), SHARED) == children(pool(**GPU), SHARED)
+
+
+def test_the_deployment_says_nothing_of_replicas() -> None:
+    assert "replicas" not in by_kind(children(pool(replicas=3), DEFAULTS))["Deployment"]["spec"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"minReplicas": 2},
+        {"maxReplicas": 20},
+        {"replicas": 4},
+        {"scaling": {"kvUtilization": {"target": 0.7}}},
+        {"drain": {"deletionTimeoutSeconds": 5, "maxUnavailable": 2}},
+        {"rollout": {"maxSurge": 2}},
+        {"paused": True},
+    ],
+    ids=str,
+)
+def test_no_pod_is_replaced_for_what_does_not_concern_pods(spec: dict[str, Any]) -> None:
+    assert template(children(pool(**spec), DEFAULTS)) == template(children(pool(), DEFAULTS))
+
+
+def test_changed_options_replace_the_pods() -> None:
+    before, after = (template(children(pool(engine=options), DEFAULTS)) for options in ({}, {"maxNumSeqs": 8}))
+    assert before["metadata"]["annotations"][CONFIG_HASH] != after["metadata"]["annotations"][CONFIG_HASH]
+    assert before["spec"] == after["spec"]
+
+
+def test_changed_shared_settings_replace_the_pods() -> None:
+    before = template(children(pool(), SHARED))["metadata"]["annotations"][SHARED_HASH]
+    other = EngineDefaults(**{**vars(SHARED), "shared": {"PAGESTREAM_BROKER__RETENTION_S": "60"}})
+    assert template(children(pool(), other))["metadata"]["annotations"][SHARED_HASH] != before
+
+
+def test_options_are_the_config_map() -> None:
+    data = by_kind(children(pool(engine={"maxNumSeqs": 8, "dtype": "float32"}), DEFAULTS))["ConfigMap"]["data"]
+    assert data == {"PAGESTREAM_ENGINE__DTYPE": "float32", "PAGESTREAM_ENGINE__MAX_NUM_SEQS": "8"}
+
+
+@pytest.mark.parametrize("manifests", [children(pool(), DEFAULTS), children(pool(**GPU), SHARED)], ids=["demo", "gpu"])
+def test_pods_meet_the_restricted_standard(manifests: tuple[Manifest, ...]) -> None:
+    spec = template(manifests)["spec"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False
+    for container in spec["containers"]:
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+@pytest.mark.parametrize(
+    ("model", "argument"),
+    [
+        ({"source": {"path": "/models/demo"}, "servedName": "m"}, "/models/demo"),
+        ({"source": {"volume": {"claim": "c"}}, "servedName": "m"}, "/models/volume"),
+        ({"source": {"volume": {"claim": "c", "path": "a/b"}}, "servedName": "m"}, "/models/volume/a/b"),
+        ({"source": {"hub": {"name": "org/name"}}, "servedName": "m"}, "org/name"),
+        ({"source": {"hub": {"name": "org/name"}}, "servedName": "m", "revision": "v2"}, "org/name@v2"),
+    ],
+    ids=str,
+)
+def test_the_engine_is_told_where_its_model_is(model: dict[str, Any], argument: str) -> None:
+    container = template(children(pool(model=model), DEFAULTS))["spec"]["containers"][0]
+    assert (container["command"], container["args"]) == (["pagestream-engine"], [argument])
+
+
+def test_every_variable_is_set_once() -> None:
+    env = template(children(pool(**GPU), SHARED))["spec"]["containers"][0]["env"]
+    names = [variable["name"] for variable in env]
+    assert len(names) == len(set(names))
+    assert {"name": "HOME", "value": "/cache"} in env
