@@ -198,10 +198,10 @@ ENGINES = Dashboard(
                     "What the operator wants, and what is ready. A pool's status has the reason of its last decision.",
                     [
                         Query(
-                            f"max by (pool) (pagestream_operator_desired_replicas{{{_RELEASE}}})",
-                            "{{pool}} desired",
+                            f"max by (pagestream_pool) (pagestream_operator_desired_replicas{{{_POOL}}})",
+                            "{{pagestream_pool}} desired",
                         ),
-                        Query(f"max by (pool) (pagestream_operator_ready_replicas{{{_RELEASE}}})", "{{pool}} ready"),
+                        Query(f"max by (pagestream_pool) (pagestream_operator_ready_replicas{{{_POOL}}})", "{{pagestream_pool}} ready"),
                     ],
                 ),
                 Panel(
@@ -333,7 +333,7 @@ ENGINES = Dashboard(
                 Panel(
                     "Leader",
                     "1 for the operator that acts. Two at once can't act: writes are fenced.",
-                    [Query(f"max by (k8s_pod_name) (pagestream_operator_leader{{{_RELEASE}}})", _POD)],
+                    [Query(f"max by (k8s_pod_name) (pagestream_operator_leader_ratio{{{_RELEASE}}})", _POD)],
                     top=2,
                 ),
                 Panel(
