@@ -29,7 +29,7 @@ BOUNDS = (0.1, 0.5, 1.0, 2.0, 4.0)
 
 def sample(time_s: float = NOW, utilization: float = 0.5, running: float = 4.0, **more: float) -> PodSample:
     """A sample of a healthy pod."""
-    return PodSample(time_s, utilization, running, more.get("waiting", 0.0), more.get("prompt_tokens_per_s"))
+    return PodSample(time_s, utilization, running, more.pop("waiting", 0.0), **more)
 
 
 def ready_pod(

@@ -31,7 +31,7 @@ def decide(
     if trouble is not None:
         return _held(policy, observation, trouble), ScalingMemory(startups=memory.startups, capacity=memory.capacity)
     seen = believed(observation, policy.samples)
-    before = replace(memory, startups=with_startups(memory, observation))
+    before = with_startups(memory, observation)
     pods = supply(observation, seen, before, policy.startup)
     after = with_arrivals(before, seen, pods, policy.backlog)
     if before.ready != len(pods.ready):

@@ -34,6 +34,8 @@ class ScalingMemory:
     capacity_s: float | None = None  # when it was last seen at saturation; None: known from load alone
     # -- pods
     startups: tuple[tuple[str, float], ...] = ()  # (pod, seconds from creation to ready) of the last ones seen
+    startups_until_s: float | None = None  # when the last of them became ready
+    lost: tuple[str, ...] = ()  # pods that were ready before and lost it: their next readiness is no start-up
     replicas: int | None = None  # of the last observation
     ready: int | None = None  # pods of the last observation
     ready_since_s: float | None = None  # since when there were so many
@@ -65,7 +67,7 @@ class ScalingMemory:
             if values.pop("format") != _FORMAT or set(values) != {entry.name for entry in fields(cls)}:
                 raise MemoryInvalid("this is a memory of another version of the law; start with a fresh one")
             pairs: dict[str, Any] = {name: tuple((first, second) for first, second in values[name]) for name in _PAIRS}
-            memory = replace(cls(**values), **pairs)
+            memory = replace(cls(**values), lost=tuple(values["lost"]), **pairs)
             _check(memory)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError, ValueError) as error:
             if isinstance(error, MemoryInvalid):
@@ -76,7 +78,11 @@ class ScalingMemory:
 
 def _check(memory: ScalingMemory) -> None:
     """Every number must be one: a text in a number's place would fail much later."""
+    if not all(isinstance(name, str) for name in memory.lost):
+        raise MemoryInvalid(f"lost of a memory holds {memory.lost!r} instead of names")
     for entry in fields(memory):
+        if entry.name == "lost":
+            continue
         value: Any = getattr(memory, entry.name)
         numbers = [value] if entry.name not in _PAIRS else [pair[1] for pair in value]
         if entry.name in _PAIRS and entry.name != "startups":

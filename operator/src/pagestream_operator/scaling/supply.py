@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagestream_operator.scaling.memory import ScalingMemory
 from pagestream_operator.scaling.observation import PodObservation, PodState, PoolObservation
@@ -12,6 +12,7 @@ from pagestream_operator.scaling.policy import StartupPolicy
 from pagestream_operator.scaling.samples import Believed
 
 _STARTUPS_KEPT = 16  # the last ones; the median of so many ignores a slow node
+_LOST_KEPT = 256  # pods without their readiness at one time; of a pool that has lost more, nothing is learnt anyway
 _STARTUP_MAX_S = 3600.0  # a pod that became ready later than this waited for something else than its start
 
 
@@ -38,16 +39,36 @@ def startup_time(memory: ScalingMemory, policy: StartupPolicy) -> float:
     return statistics.median(seconds for _, seconds in memory.startups)
 
 
-def with_startups(memory: ScalingMemory, observation: PoolObservation) -> tuple[tuple[str, float], ...]:
-    """The start-ups remembered after this observation: each pod counts once, when it is first seen ready."""
-    startups = list(memory.startups)
-    known = {name for name, _ in startups}
-    fresh = [pod for pod in observation.pods if pod.state is PodState.READY and pod.name not in known]
-    for pod in sorted(fresh, key=lambda pod: (pod.created_s, pod.name)):
-        taken = _startup_of(pod)
-        if taken is not None:
-            startups.append((pod.name, taken))
-    return tuple(startups[-_STARTUPS_KEPT:])
+def with_startups(memory: ScalingMemory, observation: PoolObservation) -> ScalingMemory:
+    """Remember the start-ups of pods that became ready since the last observation, each once.
+
+    A pod that comes back after it had lost its readiness says nothing about starting.
+    """
+    states = {pod.name: pod for pod in observation.pods}
+    lost = {name for name in memory.lost if name in states} | {
+        pod.name for pod in observation.pods if pod.state is PodState.STARTING and _has_served(pod)
+    }
+    until = -math.inf if memory.startups_until_s is None else memory.startups_until_s
+    seen = [
+        (pod.ready_s, pod.name, taken)
+        for pod in observation.pods
+        if pod.state is PodState.READY and pod.name not in lost and (taken := _startup_of(pod)) is not None
+        if pod.ready_s is not None and pod.ready_s >= until
+    ]
+    known = {name for name, _ in memory.startups}
+    fresh = [(name, taken) for _, name, taken in sorted(seen) if name not in known]
+    return replace(
+        memory,
+        lost=tuple(sorted(lost))[:_LOST_KEPT],
+        startups=(*memory.startups, *fresh)[-_STARTUPS_KEPT:],
+        startups_until_s=max((ready_s for ready_s, _, _ in seen), default=memory.startups_until_s),
+    )
+
+
+def _has_served(pod: PodObservation) -> bool:
+    """Whether it was ready once: an engine tells its start-up time from its first claim on."""
+    sample = pod.sample
+    return pod.ready_s is not None or (sample is not None and (sample.startup_s is not None or sample.running > 0))
 
 
 def _startup_of(pod: PodObservation) -> float | None:
@@ -69,7 +90,7 @@ def supply(observation: PoolObservation, believed: Believed, memory: ScalingMemo
     starting += [_ordered_at(observation, memory)] * unseen
     on_time = [since for since in starting if -patience_s <= now - since <= patience_s]
     arriving = tuple(sorted(min(startup_s, max(0.0, since + startup_s - now)) for since in on_time))
-    lost = sum(pod.state is PodState.STARTING and pod.ready_s is not None for pod in observation.pods)
+    lost = sum(pod.state is PodState.STARTING and _has_served(pod) for pod in observation.pods)
     return Supply(ready, arriving, len(starting) - len(arriving), startup_s, lost)
 
 

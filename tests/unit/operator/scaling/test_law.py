@@ -224,10 +224,11 @@ def test_a_silent_pod_counts_as_full_for_scale_in_and_not_at_all_for_scale_out()
 
 def test_pods_that_lost_their_readiness_count_as_full_for_scale_in() -> None:
     shown = pool([0.3] * 4)
-    lost = tuple(replace(pod, state=PodState.STARTING) if index < 2 else pod for index, pod in enumerate(shown.pods))
     assert desired(CALM, shown, settled(CALM, shown)) == 2
-    hurt = replace(shown, pods=lost)
-    assert desired(CALM, hurt, settled(CALM, hurt)) == 4
+    for known in ({}, {"ready_s": None, "sample": sample(startup_s=4.0)}, {"ready_s": None, "sample": sample()}):
+        lost = [replace(pod, state=PodState.STARTING, **known) for pod in shown.pods[:2]]
+        hurt = replace(shown, pods=(*lost, *shown.pods[2:]))
+        assert desired(CALM, hurt, settled(CALM, hurt)) == 4
 
 
 def test_time_that_runs_backwards_changes_nothing_and_starts_the_windows_anew() -> None:
@@ -347,6 +348,26 @@ def test_start_up_time_is_measured_from_the_pods() -> None:
     decision, memory = decide(CALM, pool([0.5] * 3), ScalingMemory())
     assert decision.inputs["startup_s"] == 10.0
     assert memory.startups == (("pod-0", 10.0), ("pod-1", 10.0), ("pod-2", 10.0))
+
+
+def test_only_the_last_start_ups_count_and_each_once() -> None:
+    shown = pool([0.5] * 20)
+    pods = tuple(replace(pod, ready_s=NOW - 400 + 10 * index) for index, pod in enumerate(shown.pods))
+    _, memory = decide(CALM, replace(shown, pods=pods), ScalingMemory())
+    _, again = decide(CALM, at(replace(shown, pods=pods), NOW + 1), memory)
+    assert [name for name, _ in memory.startups] == [f"pod-{index}" for index in range(4, 20)]
+    assert again.startups == memory.startups
+
+
+def test_a_readiness_that_comes_back_is_no_start_up() -> None:
+    shown = pool([0.5] * 3)
+    started = sample(NOW, startup_s=4.0)
+    hurt = replace(shown.pods[0], state=PodState.STARTING, ready_s=None, sample=started)
+    _, memory = decide(CALM, replace(shown, pods=(hurt, *shown.pods[1:])), ScalingMemory())
+    assert memory.lost == ("pod-0",)
+    back = replace(shown.pods[0], ready_s=NOW + 5)
+    _, memory = decide(CALM, replace(at(shown, NOW + 6), pods=(back, *shown.pods[1:])), memory)
+    assert {seconds for _, seconds in memory.startups} == {10.0}
 
 
 # -- from zero and to zero
