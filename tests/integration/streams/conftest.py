@@ -16,9 +16,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     module = metafunc.module.__name__.rpartition(".")[2]
     test = metafunc.function.__qualname__.replace(".", "::")
+    found = places(module, test)
+    if not found:
+        return  # it has servers of its own
     chosen = [
-        pytest.param(place, id=place, marks=[] if is_in_cover(module, place) else [pytest.mark.slow])
-        for place in places(module, test)
+        pytest.param(place, id=place, marks=[] if is_in_cover(module, place) else [pytest.mark.slow]) for place in found
     ]
     metafunc.parametrize("redis_server", chosen, indirect=True, scope="module")
 
