@@ -64,6 +64,25 @@ async def timed(
     return time.perf_counter() - start, await server_cpu_s(broker) - cpu
 
 
+def request() -> RequestSpec:
+    return RequestSpec(
+        request_id=ids.new(MODEL, 0),
+        model=MODEL,
+        tenant="t",
+        prompts=[TokenIds(ids=range(100))],
+        sampling=SamplingParams(seed=1),
+        disconnect_grace_ms=600_000,
+    )
+
+
+async def claimed(engine: EngineSession, count: int) -> list[Claim]:
+    """So many requests, all in one engine."""
+    claims: list[Claim] = []
+    while len(claims) < count:
+        claims += await engine.claim(max_requests=count - len(claims), max_prompt_tokens=10**9)
+    return claims
+
+
 async def compare(broker: Broker, requests: int, steps: int, rounds: int) -> None:
     await broker.publish_model(ModelCard(name=MODEL, max_model_len=4096), partitions=1)
     async with (
@@ -71,18 +90,8 @@ async def compare(broker: Broker, requests: int, steps: int, rounds: int) -> Non
         EngineSession(broker, model=MODEL, on_lost=lambda lost: print(f"lost {len(lost)}")) as engine,
     ):
         for _ in range(requests):
-            spec = RequestSpec(
-                request_id=ids.new(MODEL, 0),
-                model=MODEL,
-                tenant="t",
-                prompts=[TokenIds(ids=range(100))],
-                sampling=SamplingParams(seed=1),
-                disconnect_grace_ms=600_000,
-            )
-            await gateway.accept(spec)
-        claims: list[Claim] = []
-        while len(claims) < requests:
-            claims += await engine.claim(max_requests=requests - len(claims), max_prompt_tokens=10**9)
+            await gateway.accept(request())
+        claims = await claimed(engine, requests)
         plain, fenced = Plain(broker, claims), Fenced(engine, claims)
         digest, ratios, cpu_ratios = "", [], []
         for number in range(rounds):

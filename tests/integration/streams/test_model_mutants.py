@@ -39,6 +39,10 @@ def test_a_broken_script_is_caught(client: Redis, mutant: Mutant) -> None:
     assert any(is_caught(client, mutant, seed) for seed in range(CATCHES))
 
 
+ONLY_TELL = {"queue"}
+"""Scripts that change nothing, and whose answers no step of the protocol uses."""
+
+
 def is_caught(client: Redis, mutant: Mutant, seed: int) -> bool:
     try:
         run(client, walk(seed), mutant.texts(), twice=seed % 2 == 0)
@@ -48,4 +52,4 @@ def is_caught(client: Redis, mutant: Mutant, seed: int) -> bool:
 
 
 def test_every_script_has_a_broken_variant() -> None:
-    assert {mutant.script for mutant in MUTANTS} == set(SCRIPTS)
+    assert {mutant.script for mutant in MUTANTS} == set(SCRIPTS) - ONLY_TELL
