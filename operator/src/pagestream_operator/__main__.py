@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pagestream_telemetry.errors import TelemetryError
 from pagestream_telemetry.logs import configure_logs
@@ -13,12 +13,17 @@ from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 
 from pagestream_operator.app import App
 from pagestream_operator.errors import OperatorError
+from pagestream_operator.hooks import apply_crd, delete_pools
 from pagestream_operator.metrics import MetricsError
 from pagestream_operator.settings import Settings, load_settings
 
 EXIT_FAILED = 1
 EXIT_BAD_OPTIONS = 2
-_USAGE = "pagestream-operator takes no arguments; its settings are variables, PAGESTREAM_OPERATOR__<FIELD>"
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"apply-crd": apply_crd, "delete-pools": delete_pools}
+_USAGE = (
+    "usage: pagestream-operator [apply-crd | delete-pools ...]; alone it is the operator, and takes no arguments: its "
+    "settings are variables, PAGESTREAM_OPERATOR__<FIELD>"
+)
 
 
 async def _run(settings: Settings, telemetry: TelemetrySettings) -> None:
@@ -40,6 +45,9 @@ async def _run(settings: Settings, telemetry: TelemetrySettings) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     given = sys.argv[1:] if arguments is None else arguments
+    if given and given[0] in _COMMANDS:
+        _COMMANDS[given[0]](given[1:])
+        return 0
     if given:
         print(_USAGE, file=sys.stderr)  # noqa: T201
         return 0 if list(given) in (["--help"], ["-h"]) else EXIT_BAD_OPTIONS
