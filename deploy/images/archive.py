@@ -31,6 +31,11 @@ class ImageArchive:
         (self._manifest,) = json.loads(self._read("manifest.json"))
         self.config: dict[str, Any] = json.loads(self._read(self._manifest["Config"]))
 
+    @property
+    def tags(self) -> list[str]:
+        """Names that the image has, such as `localhost/pagestream-engine:0.1.0`."""
+        return list(self._manifest["RepoTags"])
+
     def _read(self, name: str) -> bytes:
         return self._file(name).read()
 

@@ -1,0 +1,59 @@
+# The engine for NVIDIA GPUs: torch's CUDA build, Triton, and no model. The node brings the driver, nothing else of CUDA.
+#
+# docker build -f deploy/images/engine-cuda.Dockerfile .    or    buildah bud -f deploy/images/engine-cuda.Dockerfile .
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+
+# -- what others wrote: changes with constraints.txt and its own list alone --
+FROM ${BASE_IMAGE} AS thirdparty
+ARG TORCH_INDEX=""
+WORKDIR /build
+RUN python3 -m venv --without-pip /opt/venv && python3 -m venv /opt/builder
+COPY constraints.txt ./
+RUN /opt/builder/bin/python -m pip install --quiet --no-cache-dir --constraint constraints.txt pip hatchling
+COPY deploy/images/requirements/engine-cuda.txt requirements.txt
+# TORCH_INDEX: an index with the wanted CUDA build of PyTorch. Without one pip takes the build that its package index has.
+RUN if [ -n "${TORCH_INDEX}" ]; then /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet \
+      --no-cache-dir --index-url "${TORCH_INDEX}" "$(grep '^torch==' constraints.txt)"; fi \
+    && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-cache-dir \
+      --constraint constraints.txt --requirement requirements.txt \
+    && packages="$(echo /opt/venv/lib/python3.*/site-packages)" \
+    && rm -rf "$packages"/torch/include "$packages"/torch/test "$packages"/torch/share \
+    && find "$packages"/torch -name '*.a' -delete \
+    && echo /opt/pagestream > "$packages/pagestream.pth"
+
+# -- what we wrote --
+FROM thirdparty AS ours
+COPY proto proto
+COPY kernels kernels
+COPY services/streams services/streams
+COPY services/telemetry services/telemetry
+COPY services/engine services/engine
+RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheels \
+      ./proto ./kernels ./services/streams ./services/telemetry ./services/engine \
+    && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-deps --no-index \
+      --target /opt/pagestream /wheels/*.whl
+
+FROM ${BASE_IMAGE}
+LABEL org.opencontainers.image.title="pagestream-engine-cuda" \
+      org.opencontainers.image.description="Pagestream's engine for NVIDIA GPUs" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# Triton compiles the launchers of its kernels with a C compiler when it first meets them: here one must stay. The
+# kernels' own caches go to /tmp.
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && echo "pagestream:x:65532:65532:Pagestream:/tmp:/usr/sbin/nologin" >> /etc/passwd \
+    && echo "pagestream:x:65532:" >> /etc/group
+COPY --from=thirdparty /opt/venv /opt/venv
+COPY --from=ours /opt/pagestream /opt/pagestream
+COPY deploy/images/sbom.py /usr/share/pagestream/sbom.py
+RUN python3 /usr/share/pagestream/sbom.py pagestream-engine-cuda 0.1.0 \
+      /opt/venv/lib/python3.*/site-packages /opt/pagestream > /usr/share/pagestream/sbom.cdx.json
+# What the NVIDIA container runtime reads.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ENV PATH=/opt/pagestream/bin:/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 65532:65532
+WORKDIR /tmp
+EXPOSE 9400
+ENTRYPOINT []
+CMD ["pagestream-engine"]

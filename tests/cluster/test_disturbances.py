@@ -1,0 +1,94 @@
+"""Whatever dies, every open stream goes on and ends with the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+import pytest
+from cluster_release import NAMESPACE, Scene
+from kube_cluster import name_of, process_of, send
+
+FROZEN_S = 15.0  # longer than an engine's lease lives
+
+
+@pytest.fixture(autouse=True)
+async def two_engines(scene: Scene) -> None:
+    scene.pin(2)
+    await scene.settled(2)
+
+
+def delete_by_force(pod: str) -> None:
+    NAMESPACE.kubectl("delete", "pod", pod, "--force", "--grace-period=0")
+
+
+async def test_an_engine_pod_deleted_by_force(scene: Scene) -> None:
+    victim = NAMESPACE.ready_pods(scene.engines)[0]
+    async with scene.disturbed("kubectl delete pod --force of an engine", lambda: delete_by_force(victim)):
+        begin = time.monotonic()
+        await scene.settled(2)
+        scene.times.note("from there until the pool is whole", time.monotonic() - begin)
+
+
+async def test_an_engine_process_killed_on_the_node(scene: Scene) -> None:
+    victim = NAMESPACE.get("pod", NAMESPACE.ready_pods(scene.engines)[0])
+    process_of(victim, "engine")
+
+    def restarted() -> bool:
+        (container,) = NAMESPACE.get("pod", name_of(victim))["status"]["containerStatuses"]
+        return bool(container["restartCount"])
+
+    async with scene.disturbed("kill -9 of an engine's process", lambda: send(victim, "engine", signal.SIGKILL)):
+        await scene.until("the container's restart", restarted)
+        await scene.settled(2)
+
+
+async def test_a_lost_node(scene: Scene) -> None:
+    """An engine that neither works nor ends, as on a node that is cut off: its lease lapses, others go on, and what it
+    writes when it is back is refused."""
+    victim = NAMESPACE.get("pod", NAMESPACE.ready_pods(scene.engines)[0])
+    process_of(victim, "engine")
+    async with scene.disturbed("an engine cut off for 15 s", lambda: send(victim, "engine", signal.SIGSTOP)) as load:
+        try:
+            await asyncio.sleep(FROZEN_S)  # what is tested is that time passes
+            load.check()
+        finally:
+            send(victim, "engine", signal.SIGCONT)
+
+
+async def test_the_leading_operator_killed(scene: Scene) -> None:
+    lease = f"{scene.release.name}-operator"
+
+    def holder() -> str:
+        return str(NAMESPACE.get("lease", lease)["spec"].get("holderIdentity") or "")
+
+    first = holder()
+    leader = next(pod for pod in NAMESPACE.ready_pods(scene.release.selector("operator")) if pod in first)
+    async with scene.disturbed("the leading operator killed", lambda: delete_by_force(leader)):
+        begin = time.monotonic()
+        await scene.until("another leader", lambda: holder() not in ("", first), limit_s=30)
+        scene.times.note("from there until another operator leads", time.monotonic() - begin)
+        scene.pin(3)
+        await scene.settled(3)
+
+
+async def test_the_redis_pod_killed(scene: Scene) -> None:
+    victim = NAMESPACE.ready_pods(scene.release.selector("redis"))[0]
+    async with scene.disturbed("Redis' pod killed", lambda: delete_by_force(victim)):
+        await scene.until("Redis", lambda: NAMESPACE.ready_pods(scene.release.selector("redis")))
+
+
+@pytest.mark.parametrize("way", ["deleted", "deleted by force"])
+async def test_a_gateway_pod(scene: Scene, way: str) -> None:
+    gateways = scene.release.selector("gateway")
+    before = NAMESPACE.ready_pods(gateways)
+
+    def disturb() -> None:
+        if way == "deleted":
+            NAMESPACE.kubectl("delete", "pod", before[0], "--wait=false")
+        else:
+            delete_by_force(before[0])
+
+    async with scene.disturbed(f"a gateway pod {way}", disturb):
+        await scene.until("as many gateways", lambda: len(NAMESPACE.ready_pods(gateways)) == len(before), limit_s=90)

@@ -1,0 +1,93 @@
+"""An installed release answers: `helm test`, gRPC by two clients, and the `openai` client, all through its Service."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from checked_load import Content, Question
+from cluster_release import NAMESPACE, Times
+from kube_cluster import Release, is_ready, run, seconds_to_ready
+from openai import AuthenticationError, OpenAI
+from pagestream_client import AsyncClient, Unauthenticated
+from redis_servers import skip_for_want_of
+
+
+def test_everything_is_ready(release: Release, times: Times) -> None:
+    components = {"gateway": 2, "redis": 1, "operator": 2, "collector": 1}
+    for component, number in components.items():
+        assert len(NAMESPACE.ready_pods(release.selector(component))) == number
+    (engine,) = NAMESPACE.pods("pagestream.dev/pool=demo")
+    times.note("an engine's start-up: pod created until ready, first on this node", seconds_to_ready(engine))
+    pool = NAMESPACE.get("enginepool", "demo")
+    assert is_ready(pool)
+    assert not is_ready(pool, "Degraded")
+
+
+def test_pods_have_no_rights(release: Release) -> None:
+    """The namespace admits only what Pod Security calls restricted; beyond it, roots are read-only."""
+    pods = NAMESPACE.pods("")
+    assert len(pods) >= 7
+    for pod in pods:
+        assert pod["spec"]["securityContext"]["runAsUser"] == 65532
+        for container in pod["spec"]["containers"]:
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_helm_test(release: Release, times: Times) -> None:
+    with times.of("helm test"):
+        said = release.helm("test", release.name, "--logs", "--timeout", "120s")
+    assert "Phase:          Succeeded" in said
+
+
+async def test_a_stream_by_our_client(target: str, api_key: str) -> None:
+    async with AsyncClient([target], api_key=api_key) as client:
+        answer = await client.generate("demo", "The lighthouse", max_tokens=16, ignore_eos=True).collect()
+    assert len(answer.choices[0].token_ids) == 16
+
+
+async def test_without_a_key_nobody_is_served(release: Release, target: str) -> None:
+    async with AsyncClient([target]) as client:
+        with pytest.raises(Unauthenticated):
+            await client.generate("demo", "The lighthouse", max_tokens=4).collect()
+    url = f"http://{target.rpartition(':')[0]}:8000/v1"
+    with OpenAI(base_url=url, api_key="none", max_retries=0) as client, pytest.raises(AuthenticationError):
+        client.models.list()
+
+
+def test_a_stream_by_grpcurl(target: str, api_key: str) -> None:
+    if shutil.which("grpcurl") is None:
+        skip_for_want_of("cluster", "grpcurl is not on the PATH")
+    question = {"model": "demo", "prompt": "The lighthouse", "sampling": {"max_tokens": 8, "ignore_eos": True}}
+    headers = ["-H", f"authorization: Bearer {api_key}"]
+    said = run(
+        ["grpcurl", "-plaintext", *headers, "-d", json.dumps(question), target, "pagestream.v1.Inference/Generate"]
+    )
+    decoder, place, tokens = json.JSONDecoder(), 0, 0
+    while place < len(said.rstrip()):
+        chunk, end = decoder.raw_decode(said[place:].lstrip())
+        place += len(said[place:]) - len(said[place:].lstrip()) + end
+        tokens += len(chunk["chunk"].get("tokenIds", []))
+    assert tokens == 8
+
+
+def test_a_stream_by_the_openai_client(target: str, api_key: str) -> None:
+    url = f"http://{target.rpartition(':')[0]}:8000/v1"
+    with OpenAI(base_url=url, api_key=api_key, max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["demo"]
+        stream = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "Tell me a story about the lighthouse."}],
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert len(text) > 10
+
+
+def test_undisturbed_answers_are_long(answers: dict[int, Content], questions: list[Question]) -> None:
+    """What all that follows is held against."""
+    assert len(answers) == len(questions)
+    assert len({str(answer) for answer in answers.values()}) == len(questions)

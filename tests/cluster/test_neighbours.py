@@ -1,0 +1,102 @@
+"""A second pool with another model, and a second release in another namespace: none sees the other's."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+from checked_load import known_answers
+from cluster_release import CHART, NAMESPACE, VALUES, Scene, Times, make_namespace, wait_for_pool
+from kube_cluster import ClusterError, Namespace, Release, run
+from pagestream_client import AsyncClient, ModelNotFound, Unauthenticated
+from tiny_models import make_model
+
+OTHER = Namespace("pagestream-test-other")
+NAMESPACES = (OTHER,)
+
+
+@pytest.fixture(scope="module")
+def tiny_pool(release: Release, tmp_path_factory: pytest.TempPathFactory, times: Times) -> Iterator[str]:
+    """A pool that serves a small random model, whose files lie in a ConfigMap."""
+    folder = tmp_path_factory.mktemp("tiny")
+    changes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    make_model(folder / "model", "llama", dtype=torch.bfloat16, **changes)
+    files = {path.name: base64.b64encode(path.read_bytes()).decode() for path in (folder / "model").iterdir()}
+    objects = [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tiny-model"}, "binaryData": files},
+        {
+            "apiVersion": "pagestream.dev/v1alpha1",
+            "kind": "EnginePool",
+            "metadata": {"name": "tiny"},
+            "spec": {
+                "model": {"source": {"path": "/models/tiny"}, "servedName": "tiny"},
+                "engine": {"numGpuBlocksOverride": 128},
+                "maxReplicas": 1,
+                "template": {
+                    "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}},
+                    "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
+                    "volumes": [{"name": "tiny", "configMap": {"name": "tiny-model"}}],
+                    "volumeMounts": [{"name": "tiny", "mountPath": "/models/tiny", "readOnly": True}],
+                },
+            },
+        },
+    ]
+    NAMESPACE.kubectl("apply", "--server-side", "--filename", "-", text="\n---\n".join(map(json.dumps, objects)))
+    with times.of("a second pool with another model, until it is ready"):
+        wait_for_pool("tiny", 1)
+    yield "tiny"
+    NAMESPACE.kubectl("delete", "enginepool", "tiny", "--wait", "--timeout", "60s", limit_s=70)
+    NAMESPACE.kubectl("delete", "configmap", "tiny-model")
+
+
+async def test_a_second_pool(scene: Scene, tiny_pool: str) -> None:
+    async with AsyncClient([scene.target], api_key=scene.api_key) as client:
+        assert {model.name for model in await client.list_models()} == {"demo", "tiny"}
+        answer = await client.generate(tiny_pool, prompt_token_ids=[5, 6, 7], max_tokens=32, ignore_eos=True).collect()
+        assert len(answer.choices[0].token_ids) == 32
+    again = await known_answers([scene.target], scene.api_key, scene.questions[:2])
+    assert again == {number: scene.answers[number] for number in again}
+
+
+@pytest.fixture(scope="module")
+def other_release(release: Release, image_values: dict[str, object], times: Times) -> Iterator[Release]:
+    make_namespace(OTHER)
+    more = {
+        "pools": {"second": demo_pool(), "demo": None},
+        "gateway.autoscaling.minReplicas": 1,
+        "operator.replicas": 1,
+    }
+    other = Release("pagestream", OTHER, CHART, {**image_values, **more}, (VALUES,))
+    with times.of("a second release in another namespace, until its pool is ready"):
+        other.install()
+        wait_for_pool("second", 1, OTHER)
+    yield other
+    with suppress(ClusterError):
+        other.uninstall()
+    run(["kubectl", "delete", "namespace", OTHER.name, "--wait", "--timeout", "120s"], limit_s=130)
+
+
+def demo_pool() -> dict[str, object]:
+    """The demo model under another name."""
+    spec: dict[str, object] = NAMESPACE.get("enginepool", "demo")["spec"]
+    chosen = {each: spec[each] for each in ("engine", "template")}
+    return {"model": {"source": {"path": "/models/demo"}, "servedName": "second"}, "maxReplicas": 1, **chosen}
+
+
+async def test_a_second_release(scene: Scene, other_release: Release) -> None:
+    key = OTHER.secret("pagestream-api-key", "key")
+    there = f"{OTHER.service_address('pagestream-gateway')}:50051"
+    async with AsyncClient([there], api_key=key) as client:
+        answer = await client.generate("second", "The lighthouse", max_tokens=8, ignore_eos=True).collect()
+        assert len(answer.choices[0].token_ids) == 8
+        with pytest.raises(ModelNotFound):
+            await client.generate("demo", "The lighthouse", max_tokens=8).collect()
+    async with AsyncClient([there], api_key=scene.api_key) as client:
+        with pytest.raises(Unauthenticated):
+            await client.generate("second", "The lighthouse", max_tokens=8).collect()
+    async with AsyncClient([scene.target], api_key=scene.api_key) as client:
+        assert "second" not in {model.name for model in await client.list_models()}

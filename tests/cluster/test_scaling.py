@@ -1,0 +1,73 @@
+"""Load brings engines, by KV utilization; fewer engines, in the middle of streams, cost no token."""
+
+from __future__ import annotations
+
+import time
+
+from cluster_release import NAMESPACE, Scene
+from kube_cluster import Object, seconds_to_ready
+
+FEW_BLOCKS = 256  # 4,096 tokens: four or five of these streams fill it
+EAGER = {
+    "panic": {"holdSeconds": 5},
+    "stabilization": {"downSeconds": 5},
+    "rate": {"downPeriodSeconds": 5, "downPods": 1, "downFraction": 0},
+}
+
+
+def scaling(scene: Scene) -> Object:
+    """The last decision, as the pool's status tells it."""
+    found: Object = scene.pool.get("status", {}).get("scaling") or {}
+    return found
+
+
+async def test_kv_utilization_brings_engines(scene: Scene) -> None:
+    scene.patch(engine={"numGpuBlocksOverride": FEW_BLOCKS}, scaling=EAGER)
+    await scene.settled(1)
+    limits: set[str] = set()
+
+    def decided() -> bool:
+        last = scaling(scene)
+        limits.add(last["limiting"])
+        return bool(last["desired"] >= 2)
+
+    async with scene.load(width=12) as load:
+        begin = time.monotonic()
+        await scene.until("a decision for more engines", decided)
+        scene.times.note("load until the decision for more engines is in the status", time.monotonic() - begin)
+        last = scaling(scene)
+        assert not last.get("missing")
+        assert last["reason"]
+        await scene.until("three engines", lambda: len(NAMESPACE.ready_pods(scene.engines)) == 3, limit_s=120)
+        scene.times.note("load until three engines are ready", time.monotonic() - begin)
+        await scene.until(
+            "KV utilization in the decision", lambda: any("kv" in each for each in scaling(scene)["inputs"])
+        )
+        await load.progress(6)
+    newest = max(NAMESPACE.pods(scene.engines), key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+    scene.times.note("an engine's start-up under load: pod created until ready", seconds_to_ready(newest))
+    events = [event["reason"] for event in NAMESPACE.find("events") if event["involvedObject"]["kind"] == "EnginePool"]
+    assert events, "a person who looks at the pool's events sees why it grew"
+
+
+async def test_scale_in_in_the_middle_of_streams(scene: Scene) -> None:
+    scene.pin(3)
+    await scene.settled(3)
+    async with scene.load(width=12) as load:
+        await load.middle()
+        begin = time.monotonic()
+        scene.pin(1)
+        await scene.until("two engines to drain and go", lambda: len(NAMESPACE.find("pods", scene.engines)) == 1)
+        scene.times.note("kubectl scale from 3 to 1 under load, until both pods are gone", time.monotonic() - begin)
+        await load.whole()
+        scene.times.note("scale-in: longest silence of a stream", load.longest_silence_s)
+
+
+async def test_scale_in_when_load_has_gone(scene: Scene) -> None:
+    """Unpinned, the pool goes back to its minimum by itself."""
+    scene.pin(2)
+    await scene.settled(2)
+    begin = time.monotonic()
+    scene.patch(replicas=None)
+    await scene.settled(1)
+    scene.times.note("an idle pool from 2 engines to its minimum (5 s windows)", time.monotonic() - begin)
