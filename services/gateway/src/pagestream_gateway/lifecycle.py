@@ -27,6 +27,7 @@ from pagestream_gateway.open_streams import OpenStreams
 from pagestream_gateway.queue_monitor import QueueMonitor
 from pagestream_gateway.settings import Settings
 from pagestream_gateway.tasks import end_tasks
+from pagestream_gateway.tls import Certificate
 from pagestream_gateway.tokenization import TokenizePool
 
 logger = logging.getLogger(__name__)
@@ -47,10 +48,12 @@ class Ports:
 async def running_gateway(settings: Settings) -> AsyncIterator[Ports]:
     """A gateway that serves inside the block, in this event loop.
 
-    Raises SettingsError for a key file that is wrong, StartupError when Redis does not answer or a port is taken.
+    Raises SettingsError for a key file or a certificate that is wrong, StartupError when Redis does not answer or a
+    port is taken.
     """
     keys = KeyRing(None) if settings.gateway.api_keys is None else read_key_file(settings.gateway.api_keys)
-    async with _frontend(settings) as frontend, _servers(frontend, keys) as ports:
+    certificate = _certificate(settings)
+    async with _frontend(settings) as frontend, _servers(frontend, keys, certificate) as ports:
         try:
             yield ports
         finally:
@@ -114,6 +117,11 @@ async def _frontend(settings: Settings) -> AsyncIterator[Frontend]:
             )
 
 
+def _certificate(settings: Settings) -> Certificate | None:
+    certificate, key = settings.gateway.tls_certificate, settings.gateway.tls_key
+    return None if certificate is None or key is None else Certificate(certificate, key)
+
+
 def _instance_id(settings: Settings) -> str:
     return settings.gateway.id or f"{socket.gethostname()}-{os.getpid()}"
 
@@ -123,10 +131,11 @@ def _count_reclaims(telemetry: Telemetry, session: GatewaySession) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _servers(frontend: Frontend, keys: KeyRing) -> AsyncIterator[Ports]:
+async def _servers(frontend: Frontend, keys: KeyRing, certificate: Certificate | None) -> AsyncIterator[Ports]:
     listen, limit_s = frontend.settings.gateway, frontend.settings.shutdown.close_limit_s
     async with contextlib.AsyncExitStack() as stack:
-        http = HttpServer(build_app(frontend, keys), close_limit_s=limit_s)
+        tls, credentials = (certificate.context, certificate.grpc_credentials()) if certificate else (None, None)
+        http = HttpServer(build_app(frontend, keys), close_limit_s=limit_s, tls=tls)
         http_port = await http.start(listen.host, listen.http_port)
         stack.push_async_callback(http.stop)
         metrics_port = None
@@ -136,8 +145,10 @@ async def _servers(frontend: Frontend, keys: KeyRing) -> AsyncIterator[Ports]:
             stack.push_async_callback(metrics.stop)
         grpc_server = GrpcServer(frontend, keys)
         stack.push_async_callback(grpc_server.stop, limit_s)
-        grpc_port = await grpc_server.start(listen.host, listen.grpc_port)
+        grpc_port = await grpc_server.start(listen.host, listen.grpc_port, credentials)
         tasks = [asyncio.create_task(_tell_health(frontend, grpc_server))]
+        if certificate is not None:
+            tasks.append(asyncio.create_task(certificate.keep_fresh()))
         if frontend.settings.telemetry.exports:
             period_s = frontend.settings.telemetry.export_interval_s
             tasks.append(asyncio.create_task(frontend.queue.watch(period_s)))

@@ -38,6 +38,10 @@ class GatewaySettings:
     """A second TCP port that serves only /metrics, /healthz and /readyz. They are on the HTTP port in any case."""
     api_keys: Path | None = None
     """File of `sha256 of the key -> tenant`. None: everybody is the tenant "default"."""
+    tls_certificate: Path | None = None
+    """PEM file of the certificate chain for both APIs; it is read again when it changes. None: no TLS."""
+    tls_key: Path | None = None
+    """PEM file of its private key, without a passphrase."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,8 @@ def _parser() -> argparse.ArgumentParser:
     flag("--grpc-port", "gateway.grpc_port", int, f"gRPC port (default {defaults.gateway.grpc_port}; 0 = a free one)")
     flag("--metrics-port", "gateway.metrics_port", int, "second port with /metrics, /healthz and /readyz alone")
     flag("--api-keys", "gateway.api_keys", Path, "file of sha256(key) -> tenant; without it no key is asked for")
+    flag("--tls-certificate", "gateway.tls_certificate", Path, "PEM file; both APIs then speak TLS")
+    flag("--tls-key", "gateway.tls_key", Path, "PEM file of the certificate's private key")
     flag("--gateway-id", "gateway.id", str, "name of this process in Redis (default: random)")
     flag("--otlp-endpoint", "telemetry.otlp_endpoint", str, "send metrics and spans there, by OTLP/gRPC")
     flag("--log-level", "telemetry.log_level", str, f"lowest level written (default {defaults.telemetry.log_level})")
@@ -169,6 +175,8 @@ def _check(settings: Settings) -> None:
         if name.endswith("_port") and value is not None and not 0 <= value <= 65535:
             flag = name.replace("_", "-")
             raise SettingsError(f"gateway.{name} (--{flag}): {value} is not a TCP port (0 to 65535)")
+    if (settings.gateway.tls_certificate is None) != (settings.gateway.tls_key is None):
+        raise SettingsError("gateway.tls_certificate (--tls-certificate) and gateway.tls_key (--tls-key) go together")
     scheme, separator, _ = settings.gateway.redis.partition("://")
     if f"{scheme}{separator}" not in SCHEMES:
         raise SettingsError(f"gateway.redis (--redis): expected {', '.join(SCHEMES)}..., got {scheme[:40]!r}")

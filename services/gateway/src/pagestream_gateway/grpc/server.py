@@ -36,10 +36,14 @@ class GrpcServer:
             (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME), self._server
         )
 
-    async def start(self, host: str, port: int) -> int:
-        """Serves; the port that is bound. Raises StartupError when it is taken."""
+    async def start(self, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
+        """Serves, by TLS where there are credentials; the port that is bound. Raises StartupError when it is taken."""
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+            if credentials is None:
+                bound = self._server.add_insecure_port(address)
+            else:
+                bound = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise StartupError(
                 f"cannot serve gRPC on {host}:{port}: the port is taken or the address is not of this machine"

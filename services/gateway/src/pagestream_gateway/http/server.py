@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -32,7 +33,7 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Owns the server's port; `start`, then `stop`."""
 
-    def __init__(self, app: ASGIApp, *, close_limit_s: float) -> None:
+    def __init__(self, app: ASGIApp, *, close_limit_s: float, tls: ssl.SSLContext | None = None) -> None:
         """`close_limit_s`: seconds that open connections get when the server stops."""
         config = uvicorn.Config(
             app,
@@ -44,6 +45,8 @@ class HttpServer:
             backlog=_BACKLOG,
             timeout_graceful_shutdown=round(close_limit_s),
         )
+        config.load()
+        config.ssl = tls
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 
