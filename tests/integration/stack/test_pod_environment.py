@@ -1,6 +1,7 @@
 """Engine and gateway as pods start them: one argument, everything else from the environment, probes over HTTP."""
 
 import hashlib
+import json
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pagestream_streams.embedded import find_server, server_command
 from stack import DEMO_MODEL, START_LIMIT_S, Part, free_port, wait_until
 
 KEY = "a-key-of-the-test"
+DEMO_WEIGHTS = sum(file.stat().st_size for file in DEMO_MODEL.glob("*.safetensors"))
 
 
 class Pods:
@@ -21,6 +23,7 @@ class Pods:
     def __init__(self, folder: Path) -> None:
         redis_port, self.engine_port, self.gateway_port = free_port(), free_port(), free_port()
         self.http_port = free_port()
+        self.profiles = folder / "profiles"
         data = folder / "redis"
         data.mkdir()
         keys = folder / "keys"
@@ -36,6 +39,8 @@ class Pods:
                 "PAGESTREAM_WORKER__SERVED_MODEL_NAME": "demo",
                 "PAGESTREAM_WORKER__METRICS_PORT": str(self.engine_port),
                 "PAGESTREAM_WORKER__ENGINE_ID": "demo-engine-abc",
+                "PAGESTREAM_WORKER__PROFILE_DIR": str(self.profiles),
+                "PAGESTREAM_WORKER__PROFILE_STEPS": "5",
                 "PAGESTREAM_ENGINE__MAX_NUM_SEQS": "4",
                 "PAGESTREAM_ENGINE__DTYPE": "float32",
                 "PAGESTREAM_BROKER__RETENTION_S": "60",
@@ -79,6 +84,23 @@ def status(port: int, page: str) -> int:
         return 0
 
 
+def complete(pods: Pods, key: str = KEY, max_tokens: int = 4) -> httpx.Response:
+    body = {"model": "demo", "prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.post(f"http://127.0.0.1:{pods.http_port}/v1/completions", json=body, headers=headers, timeout=30.0)
+
+
+def scraped(pods: Pods) -> list[str]:
+    return httpx.get(f"http://127.0.0.1:{pods.engine_port}/metrics", timeout=5.0).text.splitlines()
+
+
+def signalled(pods: Pods, earlier: Path) -> bool:
+    """Asks by a signal, as often as it takes: the profile before may still be written."""
+    pods.engine.signal(signal.SIGUSR2)
+    complete(pods, max_tokens=10)
+    return bool(set(pods.profiles.glob("*.json")) - {earlier})
+
+
 def test_pods_serve_and_tell_probes_how_they_are(pods: Pods) -> None:
     pods.engine.start()
     wait_until(lambda: status(pods.engine_port, "healthz") == 200, limit_s=START_LIMIT_S, what="liveness")
@@ -90,11 +112,22 @@ def test_pods_serve_and_tell_probes_how_they_are(pods: Pods) -> None:
     assert {status(port, "healthz") for port in (pods.engine_port, pods.gateway_port)} == {200}
     assert {status(port, "metrics") for port in (pods.engine_port, pods.gateway_port)} == {200}
 
-    body = {"model": "demo", "prompt": "Once", "max_tokens": 4}
-    url = f"http://127.0.0.1:{pods.http_port}/v1/completions"
-    assert httpx.post(url, json=body).status_code == 401
-    answer = httpx.post(url, json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=30.0)
-    assert answer.json()["usage"]["completion_tokens"] == 4
+    assert complete(pods, key="").status_code == 401
+    assert complete(pods).json()["usage"]["completion_tokens"] == 4
+    memory = next(
+        line for line in scraped(pods) if line.startswith("pagestream_memory_usage_bytes{") and "model" in line
+    )
+    assert float(memory.rpartition(" ")[2]) > DEMO_WEIGHTS / 2, "of a float32 copy of bfloat16 weights"
+
+    # A profile by a call, one by a signal.
+    url = f"http://127.0.0.1:{pods.engine_port}/debug/profile?steps=3"
+    begun = httpx.post(url, timeout=5.0)
+    assert begun.status_code == 202
+    complete(pods)
+    called = Path(begun.text.strip())
+    wait_until(called.exists, limit_s=START_LIMIT_S, what="the profile that was called for")
+    assert json.loads(called.read_text())["traceEvents"]
+    wait_until(lambda: signalled(pods, called), limit_s=START_LIMIT_S, what="the profile by a signal")
 
     pods.engine.signal(signal.SIGTERM)
     assert pods.engine.wait() == 0
