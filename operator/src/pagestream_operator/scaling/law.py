@@ -13,6 +13,7 @@ from pagestream_operator.scaling.restraint import Restrained, Wish, remembered, 
 from pagestream_operator.scaling.samples import Believed, believed
 from pagestream_operator.scaling.supply import Supply, supply, with_startups
 from pagestream_operator.scaling.terms import TERMS, Situation, Term
+from pagestream_operator.scaling.utilization import mean_kv_sum, with_kv_sum
 from pagestream_operator.scaling.windows import with_lowest
 from pagestream_operator.scaling.workload import with_arrivals, with_capacity, workload
 
@@ -36,9 +37,10 @@ def decide(
     after = with_arrivals(before, seen, pods, policy.backlog)
     if before.ready != len(pods.ready):
         after = replace(after, ready=len(pods.ready), ready_since_s=observation.time_s)
-    if before.rate_mean is None:  # nothing is known yet: what this sample shows is better than a belief
+    if before.work_mean is None:  # nothing is known yet: what this sample shows is better than a belief
         after = with_capacity(after, before, seen, pods, policy.backlog)
     ready_low = with_lowest(before.ready_low, observation.time_s, len(pods.ready), policy.ttft.window_s)
+    after = with_kv_sum(after, observation.time_s, seen, pods, policy)
     situation = Situation(
         policy=policy,
         replicas=observation.replicas,
@@ -46,10 +48,11 @@ def decide(
         supply=pods,
         workload=workload(after, pods, policy.backlog),
         ready_low=ready_low[0][1],
+        kv_sum=mean_kv_sum(after),
     )
     terms = [term(situation) for term in TERMS]
     wish = _wish(situation, observation.time_s, terms)
-    if before.rate_mean is not None:  # learnt afterwards, so that a heavier sample never looks like a faster pod
+    if before.work_mean is not None:  # learnt afterwards, so that a heavier sample never looks like a faster pod
         after = with_capacity(after, before, seen, pods, policy.backlog)
     after = remembered(wish, replace(after, ready_low=ready_low), policy)
     done = restrained(wish, after, policy)

@@ -11,7 +11,17 @@ from pagestream_operator.scaling.errors import MemoryInvalid
 from pagestream_operator.scaling.windows import Window
 
 _FORMAT = 1
-_PAIRS = ("arrivals", "startups", "needs", "floors", "ready_low", "replicas_low", "replicas_high", "panic_needs")
+_PAIRS = (
+    "arrivals",
+    "kv_sums",
+    "startups",
+    "needs",
+    "floors",
+    "ready_low",
+    "replicas_low",
+    "replicas_high",
+    "panic_needs",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +38,12 @@ class ScalingMemory:
     queue_time_s: float | None = None  # the last queue sample that was believed
     queue_tokens: float = 0.0  # and the backlog that it showed
     arrivals: tuple[tuple[float, float], ...] = ()  # (time, prompt tokens per second), one for each queue sample
-    rate_mean: float | None = None  # smoothed prompt tokens per second and ready pod
+    kv_sums: tuple[tuple[float, float], ...] = ()  # (time, KV utilization added over the pods that said it)
+    drain_total: float | None = None  # smoothed prompt tokens per second that leave the queue
+    work_total: float | None = None  # smoothed work per second that the pods get done for them
+    work_mean: float | None = None  # the same for one ready pod
     utilization_mean: float | None = None  # smoothed mean KV utilization of ready pods
-    capacity: float | None = None  # prompt tokens per second that a pod can do
+    capacity: float | None = None  # work per second that a pod can do
     capacity_s: float | None = None  # when it was last seen at saturation; None: known from load alone
     # -- pods
     startups: tuple[tuple[str, float], ...] = ()  # (pod, seconds from creation to ready) of the last ones seen

@@ -28,10 +28,12 @@ class KvUtilizationPolicy:
         0.80  # referenced blocks / all blocks that a pod should have; the rest is room for growth of sequences
     )
     low: float = 0.60  # below this mean, and only then, fewer pods may be enough
+    horizon: float = 0.25  # for more pods it is averaged over this part of a start-up: shorter peaks end before one
 
     def __post_init__(self) -> None:
         """Refuses a band that is empty or reaches beyond a full pool."""
         _require(0 < self.target <= 1, "kv_utilization.target", self.target, "above 0 and at most 1")
+        _require(0 <= self.horizon <= 4, "kv_utilization.horizon", self.horizon, "from 0 to 4")
         _require(
             0 <= self.low < self.target, "kv_utilization.low", self.low, f"at least 0 and below target ({self.target})"
         )
@@ -41,13 +43,16 @@ class KvUtilizationPolicy:
 class BacklogPolicy:
     """Term (b): work that arrives and waits, against what a pod gets done. Work is counted in prompt tokens."""
 
-    drain_s: float = 10.0  # a backlog should be gone so long after the pods ordered for it are ready
+    drain_s: float = 10.0  # a backlog should be gone so long after the pods ordered for it are ready ...
+    drain_startups: float = 0.5  # ... or so many start-up times, if that is longer: pods for a moment cost as long
     busy: float = 0.80  # part of a pod's measured capacity that arrivals may fill; the rest absorbs their variation
     arrival_window_s: float = 120.0  # arrival rates of so long are remembered
     arrival_quantile: float = 0.90  # of the remembered rates, the one that capacity is held for
     short_window_s: float = (
         10.0  # the mean rate of so long counts if it is higher: a step is seen before a quantile moves
     )
+    horizon: float = 0.25  # the short window has at least this part of a start-up time: noise is over before pods come
+    generated_weight: float = 4.0  # prompt tokens that an engine computes in the time of one generated token
     trend: float = 0.0  # how far a rise from window to short window is carried on over a start-up time; 0 not, 1 fully
     oldest_age_s: float = 2.0  # an oldest entry that waits longer asks for more pods, in proportion, once per start-up
     age_factor_max: float = 2.0  # and for no more than so many times the ready pods
@@ -64,6 +69,11 @@ class BacklogPolicy:
         _require_seconds("backlog.saturated_age_s", self.saturated_age_s, positive=False)
         _require(0 < self.busy <= 1, "backlog.busy", self.busy, "above 0 and at most 1")
         _require(0 <= self.arrival_quantile <= 1, "backlog.arrival_quantile", self.arrival_quantile, "from 0 to 1")
+        _require(0 <= self.drain_startups <= 10, "backlog.drain_startups", self.drain_startups, "from 0 to 10")
+        _require(0 <= self.horizon <= 4, "backlog.horizon", self.horizon, "from 0 to 4")
+        _require(
+            0 <= self.generated_weight <= 1000, "backlog.generated_weight", self.generated_weight, "from 0 to 1,000"
+        )
         _require(0 <= self.trend <= 2, "backlog.trend", self.trend, "from 0 to 2")
         _require(1 <= self.age_factor_max <= 10, "backlog.age_factor_max", self.age_factor_max, "from 1 to 10")
         _require(

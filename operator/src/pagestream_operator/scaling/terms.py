@@ -31,6 +31,7 @@ class Situation:
     supply: Supply
     workload: Workload
     ready_low: int  # fewest ready pods of the TTFT window
+    kv_sum: float  # KV utilization added over the pods, smoothed
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def kv_term(now: Situation) -> Term:
     total = sum(known)
     silent = len(ready) - len(known) + now.supply.lost
     worst = total + silent  # a pod that doesn't say counts as full where fewer pods are asked about
-    need = pods_for(total / policy.target)
+    need = pods_for(now.kv_sum / policy.target)
     mean_worst = worst / (len(known) + silent) if known or silent else 0.0
     floor = pods_for(worst / policy.target) if mean_worst < policy.low else now.replicas
     mean = total / len(known) if known else 0.0
@@ -64,7 +65,7 @@ def kv_term(now: Situation) -> Term:
         f"KV utilization is {mean:.2f} over {len(known)} of {len(ready)} ready pods, target {policy.target:.2f}: "
         f"{need} needed"
     )
-    inputs = {"kv_utilization": mean, "kv_utilization_sum": total}
+    inputs = {"kv_utilization": mean, "kv_utilization_sum": now.kv_sum}
     return Term(Limit.KV_UTILIZATION, need, max(need, floor), sentence, inputs)
 
 
@@ -73,7 +74,8 @@ def backlog_term(now: Situation) -> Term:
     policy, work, queue = now.policy.backlog, now.workload, now.believed.queue
     tokens = queue.tokens if queue is not None else 0.0
     left = _left_at_horizon(tokens, now.supply, work)
-    need = pods_for((work.arrivals_high / policy.busy + left / policy.drain_s) / work.capacity)
+    drain_s = max(policy.drain_s, policy.drain_startups * now.supply.startup_s)
+    need = pods_for((work.arrivals_high / policy.busy + left / drain_s) / work.capacity)
     wait_s = tokens / (work.capacity * len(now.supply.ready)) if now.supply.ready else 0.0
     keeps_up = queue is not None and (tokens <= 0 or (wait_s <= policy.oldest_age_s and len(now.supply.ready) > 0))
     floor = need if keeps_up else now.replicas

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from pagestream_operator.scaling.memory import ScalingMemory
-from pagestream_operator.scaling.observation import QueueSample
+from pagestream_operator.scaling.observation import PodSample, QueueSample
 from pagestream_operator.scaling.policy import BacklogPolicy
 from pagestream_operator.scaling.samples import Believed
 from pagestream_operator.scaling.supply import Supply
@@ -31,14 +31,30 @@ def throughput(believed: Believed, supply: Supply) -> float | None:
     """Prompt tokens per second that leave the queue; by the pods' own count where the queue has none."""
     if believed.queue is not None and believed.queue.drain_tokens_per_s is not None:
         return believed.queue.drain_tokens_per_s
-    rates = [believed.samples[pod.name].prompt_tokens_per_s for pod in supply.ready if pod.name in believed.samples]
+    rates = [sample.prompt_tokens_per_s for sample in _ready_samples(believed, supply)]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known else None
 
 
+def work_done(believed: Believed, supply: Supply, policy: BacklogPolicy) -> float | None:
+    """What the ready pods get done in a second, in prompt tokens computed: a generated one counts as several."""
+    known = [
+        sample.prompt_tokens_per_s + policy.generated_weight * sample.generated_tokens_per_s
+        for sample in _ready_samples(believed, supply)
+        if sample.prompt_tokens_per_s is not None and sample.generated_tokens_per_s is not None
+    ]
+    if not known:
+        return throughput(believed, supply)
+    return sum(known) / len(known) * len(supply.ready)
+
+
+def _ready_samples(believed: Believed, supply: Supply) -> list[PodSample]:
+    return [believed.samples[pod.name] for pod in supply.ready if pod.name in believed.samples]
+
+
 def mean_utilization(believed: Believed, supply: Supply) -> float | None:
     """Mean KV utilization of the ready pods whose samples are believed."""
-    known = [believed.samples[pod.name].kv_utilization for pod in supply.ready if pod.name in believed.samples]
+    known = [sample.kv_utilization for sample in _ready_samples(believed, supply)]
     return sum(known) / len(known) if known else None
 
 
@@ -68,23 +84,31 @@ def with_capacity(
 ) -> ScalingMemory:
     """Remember what a ready pod does, from a queue sample that is newer than the last one in `before`.
 
-    Nothing is learnt while the number of ready pods is new: rates lag behind it by their window.
+    Nothing of a pod is learnt while the number of ready pods is new: rates lag behind it by their window.
     """
-    queue, rate, utilization = believed.queue, throughput(believed, supply), mean_utilization(believed, supply)
-    fresh = memory.rate_mean is None
-    if queue is None or rate is None or utilization is None or memory.queue_time_s == before.queue_time_s:
+    queue, drained, work = believed.queue, throughput(believed, supply), work_done(believed, supply, policy)
+    utilization = mean_utilization(believed, supply)
+    if queue is None or memory.queue_time_s == before.queue_time_s:
         return memory
-    if not fresh and (memory.ready_since_s is None or queue.time_s - memory.ready_since_s < policy.short_window_s):
+    if drained is None or work is None or utilization is None:
         return memory
+    fresh = memory.work_mean is None
     elapsed = math.inf if fresh or before.queue_time_s is None else queue.time_s - before.queue_time_s
     weight = _weight(elapsed, policy.settle_s)
-    each = rate / len(supply.ready)
     memory = replace(
         memory,
-        rate_mean=_mixed(memory.rate_mean, each, weight),
+        drain_total=_mixed(memory.drain_total, drained, weight),
+        work_total=_mixed(memory.work_total, work, weight),
+    )
+    if not fresh and (memory.ready_since_s is None or queue.time_s - memory.ready_since_s < policy.short_window_s):
+        return memory
+    each = work / len(supply.ready)
+    memory = replace(
+        memory,
+        work_mean=_mixed(memory.work_mean, each, weight),
         utilization_mean=_mixed(memory.utilization_mean, utilization, weight),
     )
-    if each > 0 and _is_saturated(queue, rate, policy):
+    if each > 0 and _is_saturated(queue, drained, policy):
         return replace(memory, capacity=_mixed(memory.capacity, each, weight), capacity_s=queue.time_s)
     return _with_drift(memory, queue.time_s, elapsed, policy)
 
@@ -120,13 +144,15 @@ def workload(memory: ScalingMemory, supply: Supply, policy: BacklogPolicy) -> Wo
 
 
 def _levels(memory: ScalingMemory, startup_s: float, policy: BacklogPolicy) -> tuple[float, float]:
+    """The level to expect when a pod ordered now is ready: the further off, the longer the mean that foretells it."""
     if not memory.arrivals:
         return 0.0, 0.0
     newest = memory.arrivals[-1][0]
+    short_s = min(policy.arrival_window_s, max(policy.short_window_s, policy.horizon * startup_s))
     rates = [rate for _, rate in memory.arrivals]
-    short = [rate for time_s, rate in memory.arrivals if newest - time_s <= policy.short_window_s]
+    short = [rate for time_s, rate in memory.arrivals if newest - time_s <= short_s]
     mean, mean_short = sum(rates) / len(rates), sum(short) / len(short)
-    apart_s = max(policy.short_window_s, (policy.arrival_window_s - policy.short_window_s) / 2)
+    apart_s = max(policy.short_window_s, (policy.arrival_window_s - short_s) / 2)
     rise = max(0.0, mean_short - mean) / apart_s * startup_s * policy.trend
     level = max(mean, mean_short) + rise
     return level, max(level, _quantile(rates, policy.arrival_quantile))
@@ -142,22 +168,31 @@ def _quantile(values: list[float], part: float) -> float:
 
 
 def _capacity(memory: ScalingMemory, policy: BacklogPolicy) -> float:
-    """Prompt tokens per second of one pod; see docs/autoscaling.md, "What a pod can do"."""
+    """Queued prompt tokens per second of one pod; see docs/autoscaling.md, "What a pod can do"."""
     bound = _capacity_by_load(memory, policy)
+    if bound is None and memory.capacity is None:
+        return policy.prior_tokens_per_s
     loaded = (memory.utilization_mean or 0.0) >= policy.evidence_utilization
-    believed = policy.prior_tokens_per_s if memory.capacity is None else memory.capacity
-    if bound is None:
-        return believed
-    if not loaded:
-        return max(believed, memory.rate_mean or 0.0) if memory.capacity_s is not None else max(believed, bound)
-    return max(memory.rate_mean or 0.0, bound if memory.capacity_s is None else min(believed, bound))
+    done = memory.work_mean or 0.0
+    mix = _work_of_token(memory)
+    if memory.capacity is None:
+        return bound / mix if loaded and bound else max(policy.prior_tokens_per_s, (bound or 0.0) / mix)
+    if not loaded or bound is None:
+        return max(memory.capacity, done) / mix
+    return max(done, bound if memory.capacity_s is None else min(memory.capacity, bound)) / mix
+
+
+def _work_of_token(memory: ScalingMemory) -> float:
+    """The work, answers included, that comes with one queued prompt token, as requests are now."""
+    if not memory.work_total or not memory.drain_total:
+        return 1.0
+    return memory.work_total / memory.drain_total
 
 
 def _capacity_by_load(memory: ScalingMemory, policy: BacklogPolicy) -> float | None:
     """What a pod would do with its KV pool full, in proportion. An emptier pool than the evidence needs counts as
     that full: no pod is believed to do many times what it was seen doing.
     """
-    rate, utilization = memory.rate_mean, memory.utilization_mean
-    if rate is None or utilization is None or rate <= 0:
+    if not memory.work_mean or memory.utilization_mean is None:
         return None
-    return rate / max(utilization, policy.evidence_utilization)
+    return memory.work_mean / max(memory.utilization_mean, policy.evidence_utilization)
