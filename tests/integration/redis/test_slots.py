@@ -28,7 +28,7 @@ from slot_moves import SlotMove, without_owner
 from token_streams import FAST, MODEL, STILL, TENANT, Worker, card, ending, numbers, read_all, spec, tokens, worker
 
 HERE = Partition(MODEL, 0)
-WAITING = dataclasses.replace(FAST, wait_replicas=1, wait_timeout_ms=2000)
+WAITING = dataclasses.replace(FAST, wait_replicas=1, wait_timeout_ms=2000, lease_ms=6000)
 PARTITIONS = 6
 COUNT = 150
 LIMIT_S = 60.0

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="where gateways would listen (default: %(default)s)")
     parser.add_argument("--http-port", type=int, default=8000, metavar="PORT", help="default: %(default)s")
     parser.add_argument("--grpc-port", type=int, default=50051, metavar="PORT", help="default: %(default)s")
+    parser.add_argument("--redis", metavar="URL", help="a Redis to look at (default: that of the running serve)")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -33,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
     """All checks, in the order of the report."""
-    from pagestream_cli.doctor import place, software
+    from pagestream_cli.doctor import place, redis_check, software
 
     data_dir = DataDir.at(arguments.data_dir)
     ports = {"http": arguments.http_port, "grpc": arguments.grpc_port}
@@ -43,6 +44,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
         software.check_triton(),
         software.check_compiler(),
         software.check_redis(),
+        redis_check.check_running_redis(arguments.redis, data_dir),
         place.check_model(arguments.model),
         place.check_data_dir(data_dir),
         place.check_serve(data_dir),

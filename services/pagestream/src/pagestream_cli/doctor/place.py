@@ -58,7 +58,7 @@ def check_serve(data_dir: DataDir) -> Iterator[Finding]:
         return
     if record is None:
         yield ok("serve", "not running")
-    elif _runs(record):
+    elif runs(record):
         yield ok("serve", f"running: model {record.model!r} at {' '.join(record.http_urls())}")
     else:
         yield warning(
@@ -115,7 +115,8 @@ def _weights_problem(folder: Path) -> str | None:
     return None
 
 
-def _runs(record: ServeRecord) -> bool:
+def runs(record: ServeRecord) -> bool:
+    """Whether the serve that wrote the record lives."""
     return any(
         process.name == "serve" and process.pid is not None and is_alive(process.pid) for process in record.processes
     )
@@ -127,5 +128,5 @@ def _own_ports(data_dir: DataDir) -> set[int]:
     except ServeFileInvalidError:
         return set()
     return (
-        {port for process in record.processes for port in process.ports.values()} if record and _runs(record) else set()
+        {port for process in record.processes for port in process.ports.values()} if record and runs(record) else set()
     )

@@ -1,0 +1,186 @@
+"""Checks of a running Redis: whether it keeps what it is given, and can do what the settings ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pagestream_cli.datadir import DataDir
+from pagestream_cli.doctor.finding import Finding, ok, problem, warning
+from pagestream_cli.doctor.place import runs
+from pagestream_cli.doctor.redis_state import RedisState, look, servers, shown
+from pagestream_cli.doctor.software import OLDEST_REDIS
+from pagestream_cli.errors import ServeFileInvalidError
+from pagestream_cli.servefile import read_record
+
+if TYPE_CHECKING:
+    from pagestream_streams import StreamsSettings
+
+WAITAOF_VERSION = (7, 2)
+NEARLY_FULL = 0.9
+MIB = 1 << 20
+
+
+def check_running_redis(url: str | None, data_dir: DataDir) -> Iterator[Finding]:
+    """The Redis of an address; without one, that of the running serve; nothing without either."""
+    if url is None:
+        url = _own_redis(data_dir)
+    if url is None:
+        return
+    states: list[RedisState] = []
+    for each in servers(url):
+        state = _looked_at(each)
+        if isinstance(state, Finding):
+            yield state
+        else:
+            states.append(state)
+    for state in states:
+        yield check_version(state)
+        yield check_role(state, url)
+        yield check_persistence(state)
+        yield check_memory(state)
+    if states:
+        yield from check_waits(states, os.environ)
+
+
+def check_version(state: RedisState) -> Finding:
+    """The server's version."""
+    version = ".".join(map(str, state.version))
+    if state.version < OLDEST_REDIS:
+        return problem(
+            f"redis {state.place}",
+            f"{state.name} {version}",
+            f"update it: {'.'.join(map(str, OLDEST_REDIS))} is the oldest that has the commands",
+        )
+    return ok(f"redis {state.place}", f"{state.name} {version}")
+
+
+def check_role(state: RedisState, url: str) -> Finding:
+    """Whether it can write, and is reached as what it is."""
+    subject = f"role {state.place}"
+    is_named_as_cluster = url.partition("://")[0].endswith("+cluster")
+    if state.in_cluster and not is_named_as_cluster:
+        return problem(subject, "a node of a cluster", f"name it as one: redis+cluster://{state.place}")
+    if is_named_as_cluster and not state.in_cluster:
+        return problem(subject, "no node of a cluster", f"name it alone: redis://{state.place}")
+    if state.is_master:
+        return ok(subject, f"master with {state.replicas} replicas")
+    if state.in_cluster:
+        return ok(subject, "a replica of the cluster")
+    return problem(
+        subject,
+        "a replica, which takes no writes",
+        "name its master, or the Sentinels: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE",
+    )
+
+
+def check_persistence(state: RedisState) -> Finding:
+    """What a restart of the server, and of its machine, would lose."""
+    subject = f"persistence {state.place}"
+    if not state.appendonly:
+        return problem(
+            subject,
+            "appendonly no: a restart forgets requests and streams",
+            "CONFIG SET appendonly yes, and the same in its configuration file",
+        )
+    if not state.last_write_ok:
+        return problem(subject, "its last write to the append-only file failed", "look at its disk: is it full?")
+    if not state.appendfsync:
+        return warning(subject, "appendonly yes; appendfsync can't be read", "see that it is everysec or always")
+    if state.appendfsync == "no":
+        return warning(
+            subject,
+            "appendfsync no: the loss of its machine takes what the kernel has not written, half a minute perhaps",
+            "CONFIG SET appendfsync everysec, and the same in its configuration file",
+        )
+    loss = "nothing" if state.appendfsync == "always" else "up to a second"
+    return ok(subject, f"appendonly yes, appendfsync {state.appendfsync}: the loss of its machine takes {loss}")
+
+
+def check_memory(state: RedisState) -> Finding:
+    """Whether it may throw requests away."""
+    subject = f"memory {state.place}"
+    limit = f"{state.used_bytes / MIB:.1f} of {state.max_bytes / MIB:.1f} MiB" if state.max_bytes else "no limit"
+    found = f"{limit}, maxmemory-policy {state.policy}"
+    remedy = "CONFIG SET maxmemory-policy noeviction, and the same in its configuration file"
+    if state.policy != "noeviction":
+        if state.max_bytes:
+            return problem(subject, f"{found}: a full server drops requests", remedy)
+        return warning(subject, f"{found}: a full server would drop requests if it had a limit", remedy)
+    if state.max_bytes and state.used_bytes > NEARLY_FULL * state.max_bytes:
+        return warning(subject, f"{found}: new requests fail soon", "raise maxmemory, or keep finished logs less long")
+    return ok(subject, found)
+
+
+def check_waits(states: Sequence[RedisState], environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether the servers can do what PAGESTREAM_BROKER__WAIT_* asks of them."""
+    from pagestream_streams import settings_from_environment
+
+    try:
+        settings = settings_from_environment(environ)
+    except ValueError as error:
+        yield problem("waits", str(error), "correct the variable")
+        return
+    if not settings.wait_fsync and not settings.wait_replicas:
+        yield ok("waits", "none asked for (PAGESTREAM_BROKER__WAIT_FSYNC, __WAIT_REPLICAS)")
+        return
+    masters = [state for state in states if state.is_master]
+    found = [finding for state in masters for finding in _waits_of(state, settings)]
+    yield from found
+    if not found:
+        yield ok("waits", f"WAIT_FSYNC={settings.wait_fsync}, WAIT_REPLICAS={settings.wait_replicas}: can be met")
+
+
+def _waits_of(state: RedisState, settings: StreamsSettings) -> Iterator[Finding]:
+    subject = f"waits {state.place}"
+    if state.replicas < settings.wait_replicas:
+        yield problem(
+            subject,
+            f"WAIT_REPLICAS={settings.wait_replicas}, and {state.replicas} follow it: no request is accepted",
+            "start replicas, or lower PAGESTREAM_BROKER__WAIT_REPLICAS",
+        )
+    if not settings.wait_fsync:
+        return
+    if state.version < WAITAOF_VERSION:
+        yield problem(
+            subject,
+            f"WAIT_FSYNC needs WAITAOF, which {state.name} has from 7.2 on: no request is accepted",
+            "update it, or unset PAGESTREAM_BROKER__WAIT_FSYNC and CONFIG SET appendfsync always",
+        )
+    elif not state.appendonly:
+        yield problem(subject, "WAIT_FSYNC with appendonly no: no request is accepted", "CONFIG SET appendonly yes")
+    elif state.appendfsync != "always":
+        yield warning(
+            subject,
+            f"WAIT_FSYNC with appendfsync {state.appendfsync or 'unknown'}: servers are known to answer WAITAOF before "
+            "their disk has the write",
+            "CONFIG SET appendfsync always, and the same in its configuration file",
+        )
+    if settings.wait_fsync and settings.wait_replicas:
+        yield warning(
+            subject,
+            "WAIT_FSYNC with WAIT_REPLICAS waits for replicas' disks, of which they tell once a second",
+            "choose one of them, unless a second for each accepted request and each step is right",
+        )
+
+
+def _looked_at(url: str) -> RedisState | Finding:
+    from pagestream_streams import Unavailable
+
+    subject = f"redis {shown(url)}"
+    try:
+        return asyncio.run(look(url))
+    except ValueError as error:
+        return problem(subject, str(error), "give redis://HOST:PORT/0")
+    except Unavailable as error:
+        return problem(subject, str(error), "start it, and see that it can be reached from here")
+
+
+def _own_redis(data_dir: DataDir) -> str | None:
+    try:
+        record = read_record(data_dir.serve_file)
+    except ServeFileInvalidError:
+        return None
+    return record.redis_url if record is not None and runs(record) else None

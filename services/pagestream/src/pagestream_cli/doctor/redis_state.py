@@ -1,0 +1,98 @@
+"""What a running Redis says of itself, as far as it matters here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+SECTIONS = ("server", "persistence", "memory", "replication", "cluster")
+LIMIT_S = 3.0
+
+
+@dataclass(frozen=True)
+class RedisState:
+    """One server."""
+
+    place: str
+    """Host and port, or the path of its socket."""
+    name: str
+    """"redis" or "valkey"."""
+    version: tuple[int, ...]
+    is_master: bool
+    in_cluster: bool
+    replicas: int
+    """Connected to it now."""
+    appendonly: bool
+    appendfsync: str
+    """Empty where it may not be asked for."""
+    last_write_ok: bool
+    """Whether its last write to the append-only file succeeded."""
+    used_bytes: int
+    max_bytes: int
+    """0 without a limit."""
+    policy: str
+    """maxmemory-policy."""
+
+    @classmethod
+    def of(cls, place: str, info: Mapping[str, Any], appendfsync: str) -> RedisState:
+        """From INFO's fields."""
+        is_valkey = "valkey_version" in info
+        version = str(info["valkey_version" if is_valkey else "redis_version"])
+        return cls(
+            place=place,
+            name="valkey" if is_valkey else "redis",
+            version=tuple(int(part) for part in version.split(".") if part.isdecimal()),
+            is_master=info["role"] == "master",
+            in_cluster=bool(info.get("cluster_enabled", 0)),
+            replicas=int(info.get("connected_slaves", 0)),
+            appendonly=bool(info["aof_enabled"]),
+            appendfsync=appendfsync,
+            last_write_ok=info.get("aof_last_write_status", "ok") == "ok",
+            used_bytes=int(info["used_memory"]),
+            max_bytes=int(info.get("maxmemory", 0)),
+            policy=str(info.get("maxmemory_policy", "noeviction")),
+        )
+
+
+def servers(url: str) -> list[str]:
+    """One address for each server to ask: those that a cluster's address names, else the address itself."""
+    parts = urlsplit(url)
+    kind, _, cluster = parts.scheme.partition("+")
+    if cluster != "cluster":
+        return [url]
+    login, at, hosts = parts.netloc.rpartition("@")
+    return [urlunsplit((kind, login + at + host, "", parts.query, "")) for host in hosts.split(",")]
+
+
+def shown(url: str) -> str:
+    """An address without its user and password."""
+    parts = urlsplit(url)
+    return parts.netloc.rpartition("@")[2] or parts.path
+
+
+async def look(url: str) -> RedisState:
+    """Ask the server at an address, or the master that Sentinels name.
+
+    Raises:
+        ValueError: the address is malformed.
+        Unavailable: it does not answer, or refuses.
+    """
+    from pagestream_streams import StreamsSettings
+    from pagestream_streams.connection import Connection
+    from redis.exceptions import ResponseError
+
+    connection = Connection(url, StreamsSettings(connect_timeout_s=LIMIT_S, command_timeout_s=LIMIT_S))
+    try:
+        await connection.open()
+        info: dict[str, Any] = {}
+        for section in SECTIONS:
+            info |= await connection.execute("INFO", section)
+        try:
+            answer = await connection.execute("CONFIG", "GET", "appendfsync")
+        except ResponseError:  # an ACL user may not
+            answer = [b"appendfsync", b""]
+    finally:
+        await connection.close()
+    return RedisState.of(shown(url), info, answer[1].decode())
