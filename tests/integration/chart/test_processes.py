@@ -1,0 +1,239 @@
+"""The processes with the environment and the rights that the chart gives them."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from chart import CHART, Manifest, one, pods, render
+from control_plane import ADMIN_TOKEN
+from kube_api import Administrator, CommandError
+from pagestream_gateway.errors import SettingsError
+from pagestream_gateway.settings import load_settings as gateway_settings
+from pagestream_operator.settings import load_settings as operator_settings
+from pagestream_telemetry.settings import telemetry_settings
+from stack import Part, free_port, wait_until
+
+FIELDS = {"metadata.name": "pod-0", "metadata.uid": "7c0ffee0-0000-0000-0000-000000000000"}
+REDIS = "redis://:secret@redis:6379/0"
+
+
+def environment(manifests: list[Manifest], workload: str) -> dict[str, str]:
+    """What the container's process finds: ConfigMaps resolved, fields of the pod and secrets invented."""
+    (container,) = pods(manifests)[workload]["spec"]["containers"]
+    found: dict[str, str] = {}
+    for source in container.get("envFrom", ()):
+        found |= one(manifests, "ConfigMap", source["configMapRef"]["name"])["data"]
+    for variable in container["env"]:
+        value = variable.get("value", "")
+        source = variable.get("valueFrom", {})
+        if "fieldRef" in source:
+            value = FIELDS[source["fieldRef"]["fieldPath"]]
+        elif "secretKeyRef" in source:
+            value = REDIS
+        for name, known in found.items():
+            value = value.replace(f"$({name})", known)
+        found[variable["name"]] = value
+    assert not [value for value in found.values() if "$(" in value]
+    return found
+
+
+def container_ports(manifests: list[Manifest], workload: str) -> dict[str, int]:
+    (container,) = pods(manifests)[workload]["spec"]["containers"]
+    return {port["name"]: port["containerPort"] for port in container["ports"]}
+
+
+def test_a_gateway_takes_its_environment() -> None:
+    manifests = render("--set", "broker.retentionS=600,gateway.tls.enabled=true,gateway.tls.existingSecret=tls")
+    settings = gateway_settings([], environment(manifests, "Deployment/pagestream-gateway"))
+    ports = container_ports(manifests, "Deployment/pagestream-gateway")
+    gateway = settings.gateway
+    assert (gateway.http_port, gateway.grpc_port, gateway.metrics_port) == (
+        ports["http"],
+        ports["grpc"],
+        ports["metrics"],
+    )
+    assert (gateway.id, gateway.host, gateway.redis) == ("pod-0", "0.0.0.0", REDIS)  # noqa: S104
+    assert settings.broker.retention_s == 600
+    assert settings.telemetry.otlp_endpoint == "http://pagestream-collector.llm.svc:4317"
+    mounts = pods(manifests)["Deployment/pagestream-gateway"]["spec"]["containers"][0]["volumeMounts"]
+    for file in (gateway.api_keys, gateway.tls_certificate, gateway.tls_key):
+        assert file is not None
+        assert str(file.parent) in {mount["mountPath"] for mount in mounts}
+
+
+def test_an_operator_takes_its_environment() -> None:
+    manifests = render("--set", "image.registry=registry.example.com,image.pullSecrets={a,b},broker.retentionS=600")
+    environ = environment(manifests, "StatefulSet/pagestream-operator")
+    settings, ports = operator_settings(environ), container_ports(manifests, "StatefulSet/pagestream-operator")
+    assert settings.namespaces == ("llm",)
+    assert settings.identity == "pod-0"
+    assert (settings.variables.otlp_port, settings.variables.metrics_port) == (ports["otlp"], ports["metrics"])
+    assert settings.engine.image == "registry.example.com/pagestream-engine:0.1.0"
+    assert settings.engine.pull_secrets == ("a", "b")
+    assert settings.engine.redis_secret == "pagestream-redis"
+    assert settings.engine.shared["PAGESTREAM_BROKER__RETENTION_S"] == "600"
+    assert telemetry_settings(environ).exports
+
+
+def test_an_operator_of_all_namespaces_is_told_so() -> None:
+    manifests = render("--values", str(CHART / "ci" / "cluster-wide.yaml"))
+    assert operator_settings(environment(manifests, "StatefulSet/pagestream-operator")).namespaces is None
+
+
+def test_a_setting_that_does_not_exist_is_named() -> None:
+    manifests = render("--set", "broker.retention=600")
+    with pytest.raises(SettingsError, match=r"PAGESTREAM_BROKER__RETENTION: unknown"):
+        gateway_settings([], environment(manifests, "Deployment/pagestream-gateway"))
+
+
+@pytest.fixture
+def installed(admin: Administrator, namespace: str) -> str:
+    command = ("helm", "install", "pagestream", str(CHART), "--namespace", namespace, "--no-hooks", "--skip-crds")
+    # Nothing runs here, so that no pod ever ends: what a deletion waits for is short.
+    admin.run(*command, "--set", "pools.demo.drain.deletionTimeoutSeconds=1")
+    return namespace
+
+
+@pytest.fixture
+def account(admin: Administrator, installed: str, tmp_path: Path) -> Path:
+    """A kubeconfig of the operator's own account."""
+    token = admin.run("kubectl", "--namespace", installed, "create", "token", "pagestream-operator").strip()
+    file = tmp_path / "kubeconfig"
+    file.write_text(admin.kubeconfig.read_text().replace(ADMIN_TOKEN, token))
+    return file
+
+
+@pytest.fixture
+def operator(installed: str, account: Path, tmp_path: Path) -> Iterator[int]:
+    """The operator's process as the chart starts it; the port of its metrics."""
+    manifests = render(namespace=installed)
+    environ = environment(manifests, "StatefulSet/pagestream-operator")
+    port = free_port()
+    environ |= {
+        "KUBECONFIG": str(account),
+        "HOME": str(tmp_path),
+        "PAGESTREAM_OPERATOR__METRICS_PORT": str(port),
+        "PAGESTREAM_OPERATOR__OTLP_PORT": "0",
+        "PAGESTREAM_TELEMETRY__OTLP_ENDPOINT": "",
+    }
+    part = Part("operator", [sys.executable, "-m", "pagestream_operator"], tmp_path / "operator.log", environ)
+    part.start()
+    try:
+        wait_until(lambda: is_ready(port), limit_s=30, what=f"the operator\n{part.log_tail()}")
+        yield port
+    finally:
+        part.stop()
+
+
+def is_ready(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/readyz").status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+def exists(admin: Administrator, namespace: str, *what: str) -> bool:
+    try:
+        admin.run("kubectl", "--namespace", namespace, "get", *what)
+    except CommandError:
+        return False
+    return True
+
+
+def test_the_operators_rights_are_enough(admin: Administrator, installed: str, operator: int) -> None:
+    children = ("deployment/demo-engine", "service/demo-engines", "poddisruptionbudget/demo-engine")
+    children += ("configmap/demo-engine", "serviceaccount/demo-engine")
+    wait_until(lambda: exists(admin, installed, *children), limit_s=30, what="the pool's objects")
+    wait_until(lambda: bool(conditions(admin, installed)), limit_s=30, what="the pool's status")
+    pod = admin.get("--namespace", installed, "deployment/demo-engine")["spec"]["template"]["spec"]
+    assert pod["containers"][0]["image"] == "pagestream-engine:0.1.0"
+    admin.run("kubectl", "--namespace", installed, "scale", "enginepool/demo", "--replicas=2")
+    wait_until(lambda: replicas(admin, installed) == 2, limit_s=30, what="two replicas")
+    wait_until(lambda: has_events(admin, installed), limit_s=30, what="an event")
+    admin.run("kubectl", "--namespace", installed, "delete", "enginepool/demo", "--timeout=50s")
+    page = httpx.get(f"http://127.0.0.1:{operator}/metrics").text
+    assert "pagestream_operator_api_calls_total{" in page
+    assert 'code="403"' not in page
+
+
+def conditions(admin: Administrator, namespace: str) -> list[Manifest]:
+    pool = admin.get("--namespace", namespace, "enginepool/demo")
+    found: list[Manifest] = pool.get("status", {}).get("conditions", [])
+    return found
+
+
+def replicas(admin: Administrator, namespace: str) -> int:
+    found: int = admin.get("--namespace", namespace, "deployment/demo-engine")["spec"].get("replicas", 1)
+    return found
+
+
+def has_events(admin: Administrator, namespace: str) -> bool:
+    items = admin.get("--namespace", namespace, "events.events.k8s.io")["items"]
+    return any(item["regarding"]["kind"] == "EnginePool" for item in items)
+
+
+FORBIDDEN = {
+    "get": ("secrets", "enginepools.pagestream.dev --namespace=kube-system", "nodes", "leases/other"),
+    "create": ("pods", "pods/exec", "secrets", "roles", "rolebindings", "enginepools.pagestream.dev", "jobs"),
+    "delete": ("deployments", "pods", "enginepools.pagestream.dev", "persistentvolumeclaims"),
+    "patch": ("secrets", "statefulsets", "roles", "customresourcedefinitions", "nodes"),
+}
+
+
+def test_the_operators_rights_are_not_more(admin: Administrator, installed: str) -> None:
+    user = f"--as=system:serviceaccount:{installed}:pagestream-operator"
+    reviews = []
+    for verb, things in FORBIDDEN.items():
+        for thing in things:
+            resource, *namespace = thing.split()
+            namespace = namespace or [f"--namespace={installed}"]
+            try:
+                admin.run("kubectl", "auth", "can-i", verb, resource, user, *namespace)
+            except CommandError:
+                continue
+            reviews.append(f"{verb} {thing}")
+    assert reviews == []
+
+
+@pytest.mark.parametrize("account_name", ["pagestream-gateway", "pagestream-redis", "pagestream-collector"])
+def test_who_is_no_operator_has_no_rights(admin: Administrator, installed: str, account_name: str) -> None:
+    user = f"--as=system:serviceaccount:{installed}:{account_name}"
+    listed = admin.run("kubectl", "auth", "can-i", "--list", user, f"--namespace={installed}", "--no-headers")
+    assert {line.split()[0] for line in listed.splitlines() if not line.startswith(" ")} <= {
+        "selfsubjectreviews.authentication.k8s.io",
+        "selfsubjectaccessreviews.authorization.k8s.io",
+        "selfsubjectrulesreviews.authorization.k8s.io",
+    }
+
+
+def test_only_the_operator_and_the_hooks_mount_a_token() -> None:
+    mounting = {name for name, pod in pods(render()).items() if pod["spec"].get("automountServiceAccountToken", True)}
+    assert mounting == {
+        "StatefulSet/pagestream-operator",
+        "Job/pagestream-apply-crd",
+        "Job/pagestream-delete-pools",
+    }
+
+
+def test_no_pod_is_told_of_services_by_its_environment() -> None:
+    """Kubernetes would set PAGESTREAM_..._PORT=tcp://..., which no setting expects."""
+    for name, pod in pods(render()).items():
+        assert pod["spec"]["enableServiceLinks"] is False, name
+    names = {manifest["metadata"]["name"] for manifest in render() if manifest["kind"] == "Service"}
+    assert "pagestream" not in names
+
+
+def test_the_hooks_run_the_operators_commands() -> None:
+    manifests = render()
+    for hook in ("apply-crd", "delete-pools"):
+        (container,) = pods(manifests)[f"Job/pagestream-{hook}"]["spec"]["containers"]
+        assert [*container["command"], container["args"][0]] == ["pagestream-operator", hook]
+        run_module(*container["args"], "--help")
+
+
+def run_module(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pagestream_operator", *arguments]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
