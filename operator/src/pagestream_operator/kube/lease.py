@@ -171,8 +171,7 @@ class Leadership:
 
     async def _write(self, term: int) -> None:
         before = self._clock()
-        lease = self._lease(term)
-        lease["metadata"]["resourceVersion"] = self._body["metadata"]["resourceVersion"]
+        lease = self._next(term)
         if self._led and term == self.term:
             lease["spec"]["acquireTime"] = (self._body.get("spec") or {}).get("acquireTime")
         self._body = await self._client.replace(LEASE, lease)
@@ -197,12 +196,18 @@ class Leadership:
             },
         }
 
+    def _next(self, term: int) -> dict[str, Any]:
+        """What comes after the lease that was seen last; its labels and annotations are those of who made it."""
+        lease, seen = self._lease(term), self._body["metadata"]
+        kept = ("resourceVersion", "labels", "annotations", "ownerReferences")
+        lease["metadata"] |= {key: seen[key] for key in kept if key in seen}
+        return lease
+
     async def _release(self) -> None:
         if not self.is_leading:
             return
         self._valid_until = float("-inf")
-        lease = self._lease(self.term)
-        lease["metadata"]["resourceVersion"] = self._body["metadata"]["resourceVersion"]
+        lease = self._next(self.term)
         lease["spec"]["holderIdentity"] = ""
         lease["spec"]["leaseDurationSeconds"] = 1
         try:
