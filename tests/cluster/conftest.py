@@ -1,13 +1,16 @@
 """One release for all scenarios, which run in the order of `ORDER`; a table of times at the end.
 
 The cluster is KUBECONFIG's; images must lie on its nodes (tests/cluster/prepare.sh). Everything happens in namespaces
-of these tests' own. On a failure, pods, events and logs are shown.
+of these tests' own. On a failure, pods, events and logs are shown. With PAGESTREAM_KEEP_RELEASE set, the release is not
+taken away at the end and used again by the next run: for work on one scenario.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -102,17 +105,19 @@ def release(times: Times, image_values: dict[str, object]) -> Iterator[Release]:
     """The chart, installed with default values and the demo model."""
     reachable_cluster()
     release = Release("pagestream", NAMESPACE, CHART, image_values, (VALUES,))
-    with suppress(ClusterError):
-        release.uninstall()
-    with suppress(ClusterError):
-        run(["kubectl", "delete", "crd", "enginepools.pagestream.dev", "--wait", "--timeout", "60s"], limit_s=70)
-    make_namespace(NAMESPACE)
-    with times.of("helm install, until gateway, Redis, operator and collector are ready"):
-        release.install()
-    with times.of("from there until the demo pool is ready"):
-        wait_for_pool("demo", 1)
+    kept = bool(os.environ.get("PAGESTREAM_KEEP_RELEASE"))
+    if not (kept and release.is_there):
+        with suppress(ClusterError):
+            release.uninstall()
+        with suppress(ClusterError):
+            run(["kubectl", "delete", "crd", "enginepools.pagestream.dev", "--wait", "--timeout", "60s"], limit_s=70)
+        make_namespace(NAMESPACE)
+        with times.of("helm install, until gateway, Redis, operator and collector are ready"):
+            release.install()
+        with times.of("from there until the demo pool is ready"):
+            wait_for_pool("demo", 1)
     yield release
-    if not os.environ.get("PAGESTREAM_KEEP_RELEASE"):
+    if not kept:
         with suppress(ClusterError):
             release.uninstall()
         with suppress(ClusterError):
@@ -138,9 +143,10 @@ def questions() -> list[Question]:
 
 
 @pytest.fixture(scope="session")
-async def answers(target: str, api_key: str, questions: list[Question]) -> dict[int, Content]:
+def answers(target: str, api_key: str, questions: list[Question]) -> dict[int, Content]:
     """What the undisturbed release answers."""
-    return await known_answers([target], api_key, questions)
+    with ThreadPoolExecutor(1) as thread:  # where no test's event loop is
+        return thread.submit(asyncio.run, known_answers([target], api_key, questions)).result()
 
 
 @pytest.fixture(scope="session")

@@ -192,6 +192,11 @@ class Release:
         """helm in this release's namespace."""
         return run(["helm", "--namespace", self.namespace.name, *command], limit_s=limit_s, fails=fails)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it is installed."""
+        return self.name in self.helm("list", "--short").split()
+
     def install(self, **more: object) -> str:
         """Installs it and waits until it is ready."""
         settings = self._settings({key.replace("__", "."): value for key, value in more.items()})
