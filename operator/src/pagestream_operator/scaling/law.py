@@ -48,6 +48,7 @@ def decide(
         supply=pods,
         workload=workload(after, pods, policy.backlog),
         ready_low=ready_low[0][1],
+        ready_for_s=observation.time_s - (after.ready_since_s or 0.0) if memory.ready is not None else math.inf,
         kv_sum=mean_kv_sum(after),
     )
     terms = [term(situation) for term in TERMS]

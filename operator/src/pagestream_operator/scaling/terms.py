@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from pagestream_operator.scaling.decision import Limit
 from pagestream_operator.scaling.observation import LatencyWindow
-from pagestream_operator.scaling.policy import BacklogPolicy, ScalingPolicy, TtftPolicy
+from pagestream_operator.scaling.policy import ScalingPolicy, TtftPolicy
 from pagestream_operator.scaling.samples import Believed
 from pagestream_operator.scaling.supply import Supply
 from pagestream_operator.scaling.workload import Workload
@@ -31,6 +31,7 @@ class Situation:
     supply: Supply
     workload: Workload
     ready_low: int  # fewest ready pods of the TTFT window
+    ready_for_s: float  # since when as many pods are ready as now
     kv_sum: float  # KV utilization added over the pods, smoothed
 
 
@@ -74,8 +75,7 @@ def backlog_term(now: Situation) -> Term:
     policy, work, queue = now.policy.backlog, now.workload, now.believed.queue
     tokens = queue.tokens if queue is not None else 0.0
     left = _left_at_horizon(tokens, now.supply, work)
-    drain_s = max(policy.drain_s, policy.drain_startups * now.supply.startup_s)
-    need = pods_for((work.arrivals_high / policy.busy + left / drain_s) / work.capacity)
+    need = pods_for((work.arrivals_high / policy.busy + left / _drain_s(now)) / work.capacity)
     wait_s = tokens / (work.capacity * len(now.supply.ready)) if now.supply.ready else 0.0
     keeps_up = queue is not None and (tokens <= 0 or (wait_s <= policy.oldest_age_s and len(now.supply.ready) > 0))
     floor = need if keeps_up else now.replicas
@@ -96,6 +96,12 @@ def backlog_term(now: Situation) -> Term:
     return Term(Limit.BACKLOG, need, max(need, floor), sentence, inputs)
 
 
+def _drain_s(now: Situation) -> float:
+    """How long a backlog may take once the pods for it are ready."""
+    policy = now.policy.backlog
+    return max(policy.drain_s, policy.drain_startups * now.supply.startup_s)
+
+
 def _left_at_horizon(tokens: float, supply: Supply, work: Workload) -> float:
     """The backlog when a pod ordered now will be ready; pods on their way work from when they are."""
     pod_seconds = len(supply.ready) * supply.startup_s + sum(supply.startup_s - s for s in supply.arriving_s)
@@ -103,20 +109,18 @@ def _left_at_horizon(tokens: float, supply: Supply, work: Workload) -> float:
 
 
 def age_term(now: Situation) -> Term:
-    """(b) The oldest entry's age, which needs no belief about capacity; once per start-up, it can't fall sooner."""
+    """(b) The oldest entry's age, which needs no belief about capacity.
+
+    Asks once, waits until what it asked for is ready, and then for as long as a backlog may take to be drained.
+    """
     policy, queue, ready = now.policy.backlog, now.believed.queue, len(now.supply.ready)
     age_s = queue.age_s if queue is not None and queue.depth > 0 else 0.0
     late = age_s > policy.oldest_age_s
     factor = min(policy.age_factor_max, age_s / policy.oldest_age_s)
-    need = _needed_for_age(policy, ready, now.supply, factor) if late else 0
+    waits = bool(now.supply.arriving_s) or (ready > 0 and now.ready_for_s < _drain_s(now))
+    need = 0 if not late else now.supply.expected if waits else max(1, pods_for(ready * factor))
     sentence = f"the oldest request has waited {age_s:.1f} s, at most {policy.oldest_age_s:g} s wanted: {need} needed"
     return Term(Limit.AGE, need, max(need, now.replicas) if late else 0, sentence, {"queue_age_s": age_s})
-
-
-def _needed_for_age(policy: BacklogPolicy, ready: int, supply: Supply, factor: float) -> int:
-    if supply.arriving_s:
-        return supply.expected
-    return max(1, pods_for(ready * factor))
 
 
 def ttft_term(now: Situation) -> Term:
@@ -137,7 +141,7 @@ def ttft_term(now: Situation) -> Term:
     sentence = (
         f"{100 * (1 - share):.1f} % of {total:.0f} requests met the TTFT of {policy.objective_s:g} s: {need} needed"
     )
-    return Term(Limit.TTFT, need, max(need, now.replicas), sentence, inputs)
+    return Term(Limit.TTFT, need, need, sentence, inputs)
 
 
 def missed(window: LatencyWindow, objective_s: float) -> float:
