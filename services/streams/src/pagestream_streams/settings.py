@@ -16,7 +16,7 @@ class StreamsSettings:
     max_connections: int = 64  # a process needs one for each command in flight
     # -- how safe a write is before its client hears of it, see docs/durability.md
     wait_replicas: int = 0  # replicas that have it (WAIT); 0 doesn't wait
-    wait_fsync: bool = False  # whether the server's own disk has it (WAITAOF, from 7.2 on)
+    wait_fsync: bool = False  # whether the server's own disk has it (WAITAOF, from 7.2 on; with appendfsync always)
     wait_timeout_ms: int = 1000  # after which it counts as not done, and is tried again
     # -- liveness
     lease_ms: int = 3000  # an engine or gateway that is silent for so long is dead; reclaim follows within sweep_ms
