@@ -34,6 +34,12 @@ COMMANDS = (
     Command("chat", "talk to the model in the terminal", "chat", "chat"),
     Command("bench", "put a running server under load and measure it", "bench.options", "bench.command"),
     Command("replay", "generate a past request again and compare token by token", "replay.options", "replay.command"),
+    Command(
+        "simulate",
+        "run a trace through scaling laws and a model of engines, and compare",
+        "simulate.options",
+        "simulate.command",
+    ),
     Command("dead", "show requests that were quarantined, and let them go on", "dead.options", "dead.command"),
     Command("doctor", "tell what this machine has, what is wrong, and what to do", "doctor.command", "doctor.command"),
 )

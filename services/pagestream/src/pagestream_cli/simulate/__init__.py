@@ -1,0 +1,1 @@
+"""`pagestream simulate`: a trace through the scaling law and a queueing model of engines."""
