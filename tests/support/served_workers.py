@@ -15,6 +15,7 @@ from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 from pagestream_engine.worker.card import build_card
 from pagestream_engine.worker.engine_thread import EngineThread
 from pagestream_engine.worker.settings import WorkerSettings
+from pagestream_engine.worker.telemetry import WorkerTelemetry
 from pagestream_engine.worker.worker import Worker
 from pagestream_streams import Broker, EngineSession, GatewaySession
 
@@ -48,7 +49,11 @@ class Running:
 
 @asynccontextmanager
 async def running_worker(
-    broker: Broker, folder: Path, runner: type[ArithmeticRunner] = ArithmeticRunner, **options: int
+    broker: Broker,
+    folder: Path,
+    runner: type[ArithmeticRunner] = ArithmeticRunner,
+    telemetry: WorkerTelemetry | None = None,
+    **options: int,
 ) -> AsyncIterator[Running]:
     make_folder(folder, byte_level_tokenizer())
     config = EngineConfig.from_options(options)
@@ -56,7 +61,7 @@ async def running_worker(
     thread.start()
     engine = await asyncio.wrap_future(thread.loaded)
     await broker.publish_model(build_card(folder, MODEL, engine))
-    worker = Worker(thread, WorkerSettings(str(folder), "", MODEL, "worker"))
+    worker = Worker(thread, WorkerSettings(str(folder), "", MODEL, "worker"), telemetry=telemetry)
     stop = asyncio.Event()
     async with EngineSession(
         broker, model=MODEL, engine_id="worker", on_lost=worker.drop, load=worker.load, on_wanted=worker.want

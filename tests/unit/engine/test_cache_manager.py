@@ -124,3 +124,18 @@ def test_what_is_not_published_yet_is_when_the_sequence_lets_go() -> None:
     assert len(cache.pool.by_hash) == 49
     cache.publish_some(num_tokens=1)
     assert len(cache.pool.by_hash) == 49
+
+
+def test_the_waste_is_the_unused_slots_of_referenced_blocks() -> None:
+    cache = make_cache()
+    first, second = make_seq([1] * 10, "a"), make_seq([1] * 9 + [2], "b")
+    assert cache.fragmentation([]) == 0.0
+    run(cache, first)
+    assert cache.fragmentation([first]) == 3 / 12, "9 tokens in 3 blocks of 4"
+    run(cache, second)
+    assert cache.fragmentation([first, second]) == 6 / 16, "two blocks are shared"
+    cache.free(first)
+    assert cache.fragmentation([second]) == 3 / 12
+    cache.free(second)
+    assert cache.fragmentation([]) == 0.0
+    assert cache.pool.num_cached == 2

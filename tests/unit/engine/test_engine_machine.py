@@ -8,6 +8,7 @@ from arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, und
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kv_waste import check_waste
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.sampling_params import SamplingParams
@@ -102,6 +103,7 @@ class EngineMachine(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.engine.check_invariants()
             assert self.engine.has_unfinished_requests() == bool(self.expected)
+            check_waste(self.engine)
 
     def run_to_the_end(self) -> None:
         limit = 20 + sum(len(prompt) + params.max_tokens * 40 for prompt, params in self.prompts.values())  # type: ignore[operator]

@@ -11,6 +11,7 @@ from arithmetic_model import ArithmeticFacts, SeededRunner, make_folder, undistu
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kv_waste import check_waste
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.sampling_params import SamplingParams
@@ -137,6 +138,7 @@ class GroupMachine(RuleBasedStateMachine):
     def the_bookkeeping_holds(self) -> None:
         if hasattr(self, "engine"):
             self.engine.check_invariants()
+            check_waste(self.engine)
             assert self.engine.has_unfinished_requests() == bool(self.expected)
 
     def run_to_the_end(self) -> None:

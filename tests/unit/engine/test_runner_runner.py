@@ -148,3 +148,16 @@ def test_settings_that_do_not_fit_the_model_are_named(folder_of: Callable[[str],
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no GPU"):
             ModelRunner(folder_of("llama"), EngineConfig(), torch.device("cuda"))
+
+
+def test_tells_how_many_bytes_weights_and_cache_take(folder_of: Callable[[str], Path]) -> None:
+    for name in TINY_MODELS:
+        folder = folder_of(name)
+        runner = _runner(folder, dtype="float32")
+        memory = runner.memory_bytes()
+        weights = sum(tensor.numel() for tensor in reference_model(folder).parameters())
+        head = runner._model.head
+        if head.packed and runner.model_config.tie_word_embeddings:
+            weights += head.shape[0] * head.shape[1]  # a copy of the embedding, in another layout
+        assert memory["model"] == 4 * weights, name
+        assert memory["kv_pool"] == runner._backend._cache.numel() * 4

@@ -37,7 +37,12 @@ class Outside:
         self.outputs: queue.SimpleQueue[Sequence[StepOutput]] = queue.SimpleQueue()
         self.ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self.thread = EngineThread(make_engine)
-        self.thread.listen(on_outputs=self.outputs.put, on_end=self.ends.put)
+        self.steps: list[tuple[float, int]] = []
+        self.thread.listen(
+            on_outputs=self.outputs.put,
+            on_end=self.ends.put,
+            on_step=lambda duration_s, sequences: self.steps.append((duration_s, sequences)),
+        )
         self.thread.start()
         self.thread.loaded.result(LIMIT_S)
         assert made_on == [self.thread]
@@ -66,6 +71,8 @@ def test_a_sequence_runs_to_its_end(tmp_path: Path) -> None:
     outside.thread.submit(AddGroup([1, 2, 3], [Sibling("a", PARAMS, [])]))
     assert outside.tokens_of("a") == undisturbed([1, 2, 3], PARAMS, FACTS, 100)
     outside.end()
+    assert [sequences for _, sequences in outside.steps] == [1] * 20
+    assert all(duration_s > 0 for duration_s, _ in outside.steps)
 
 
 def test_siblings_that_are_refused_end_all(tmp_path: Path) -> None:

@@ -1,0 +1,17 @@
+"""The waste of KV blocks, counted slot by slot."""
+
+from pagestream_engine import Engine
+
+
+def check_waste(engine: Engine) -> None:
+    """Compares what the engine says about its blocks with a walk over all tables, between two steps."""
+    size = engine.block_size
+    filled: dict[int, int] = {}
+    for seq in engine._scheduler.running():
+        for index, block in enumerate(seq.block_table):
+            here = min(size, max(0, seq.num_computed_tokens - index * size))
+            filled[block] = max(here, filled.get(block, 0))
+    slots = len(filled) * size
+    assert engine.fragmentation() == ((slots - sum(filled.values())) / slots if slots else 0.0)
+    stats = engine.stats()
+    assert 0 <= stats.num_cached_blocks <= stats.num_free_blocks == stats.num_blocks - len(filled)
