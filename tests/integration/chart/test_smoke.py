@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from chart import CHART
@@ -61,6 +62,18 @@ def test_a_gateway_that_asks_for_no_key_where_it_should_is_found(stack: Stack) -
 
 def test_an_open_gateway_streams(stack: Stack) -> None:
     result = smoke(stack.gateways[1], model="demo")
+    assert result.returncode == 0, result.stderr
+    assert "demo over gRPC" in result.stdout
+
+
+def test_a_gateway_with_tls_streams(stack: Stack, tmp_path: Path) -> None:
+    certificate, key = str(tmp_path / "tls.crt"), str(tmp_path / "tls.key")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", key, "-out", certificate, "-subj", "/CN=gateway", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    gateway = stack.add_gateway("--tls-certificate", certificate, "--tls-key", key)
+    url = gateway.url.replace("http:", "https:")
+    result = smoke(gateway, http_url=url, ca_file=certificate, model="demo")
     assert result.returncode == 0, result.stderr
     assert "demo over gRPC" in result.stdout
 
