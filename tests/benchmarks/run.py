@@ -31,6 +31,7 @@ BENCHMARKS = (
     Benchmark("gateway_streams", "how many streams does one gateway carry?", has_short_form=False),
     Benchmark("metrics_sink", "what do the metrics of a thousand pods cost an operator?", has_short_form=True),
     Benchmark("full_path", "what do gateway, Redis and the worker cost against the engine alone?", has_short_form=True),
+    Benchmark("telemetry", "what do metrics, spans and scrapes cost?", has_short_form=True),
     Benchmark("deterministic", "what do bit-identical logits cost?", has_short_form=True),
     Benchmark("engine_throughput", "how fast is LLM.generate against transformers?", has_short_form=True),
 )
