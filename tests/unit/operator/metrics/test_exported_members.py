@@ -8,6 +8,8 @@ def test_exported_names() -> None:
         "MetricsStore",
         "PodRef",
         "PoolMetrics",
+        "PrometheusSettings",
+        "PrometheusSource",
         "SinkSettings",
         "SinkUnavailable",
         "SourceUnavailable",

@@ -1,0 +1,221 @@
+"""The second source against a real Prometheus, and against servers that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pagestream_operator.metrics import (
+    MetricsStore,
+    PoolMetrics,
+    PrometheusSettings,
+    PrometheusSource,
+    SourceUnavailable,
+)
+from processes import until
+from prometheus_servers import Pages, running_prometheus, serving_pages
+
+TARGETS = {
+    "/engine": {"k8s_namespace_name": "ns", "k8s_pod_name": "pod-0", "pagestream_pool": "demo"},
+    "/gateway": {"k8s_namespace_name": "ns", "k8s_pod_name": "gw-0"},
+}
+MODEL = 'gen_ai_request_model="demo"'
+
+
+@pytest.fixture
+def pages() -> Iterator[Pages]:
+    with serving_pages() as serving:
+        yield serving
+
+
+def engine_page(utilization: float, prompt_tokens: int) -> str:
+    return f"""
+# TYPE pagestream_kv_utilization_ratio gauge
+pagestream_kv_utilization_ratio{{{MODEL}}} {utilization}
+pagestream_requests_running{{{MODEL}}} 3
+pagestream_requests_waiting{{{MODEL}}} 1
+pagestream_engine_draining_ratio{{{MODEL}}} 0
+pagestream_engine_startup_duration_seconds{{{MODEL}}} 4.5
+# TYPE pagestream_tokens_prompt_total counter
+pagestream_tokens_prompt_total{{{MODEL}}} {prompt_tokens}
+pagestream_somebody_else_s 5
+"""
+
+
+def gateway_page(late: int) -> str:
+    latency = "gen_ai_server_time_to_first_token_seconds"
+    labels = f'{MODEL},gen_ai_operation_name="chat"'
+    return f"""
+pagestream_queue_tokens{{{MODEL}}} 900
+pagestream_queue_running{{{MODEL}}} 6
+pagestream_queue_drain_rate_per_second{{{MODEL}}} 250
+pagestream_queue_depth{{{MODEL},partition="0",class="normal"}} 3
+pagestream_queue_depth{{{MODEL},partition="1",class="normal"}} 4
+pagestream_queue_age_seconds{{{MODEL},partition="0",class="normal"}} 0.5
+pagestream_queue_age_seconds{{{MODEL},partition="1",class="normal"}} 2.5
+# TYPE {latency} histogram
+{latency}_bucket{{{labels},le="1.0"}} 10
+{latency}_bucket{{{labels},le="2.5"}} 15
+{latency}_bucket{{{labels},le="+Inf"}} {15 + late}
+{latency}_sum{{{labels}}} 30
+{latency}_count{{{labels}}} {15 + late}
+"""
+
+
+def observed(store: MetricsStore) -> PoolMetrics:
+    return store.observe(namespace="ns", pool="demo", model="demo", pods=["pod-0"])
+
+
+async def test_what_prometheus_scrapes_arrives_with_the_time_of_its_scrape(tmp_path: Path, pages: Pages) -> None:
+    store = MetricsStore()
+    began = time.time()
+    pages.pages = {"/engine": engine_page(0.4, 1000), "/gateway": gateway_page(0)}
+    with running_prometheus(tmp_path, pages, TARGETS) as url:
+        source = PrometheusSource(store, PrometheusSettings(url, interval_s=0.1))
+        stopping = asyncio.Event()
+        running = asyncio.create_task(source.run(stopping))
+        try:
+            await until(
+                lambda: bool(observed(store).samples) and observed(store).queue is not None, "the first scrapes"
+            )
+            seen = observed(store)
+            sample, queue = seen.samples["pod-0"], seen.queue
+            assert queue is not None
+            assert (sample.kv_utilization, sample.running, sample.waiting, sample.startup_s) == (0.4, 3, 1, 4.5)
+            assert (queue.tokens, queue.depth, queue.age_s, queue.running) == (900, 7, 2.5, 6)
+            assert queue.drain_tokens_per_s == 250
+            assert began <= sample.time_s <= time.time()
+
+            pages.pages = {"/engine": engine_page(0.9, 1600), "/gateway": gateway_page(7)}
+            await until(lambda: observed(store).samples["pod-0"].kv_utilization == 0.9, "the next scrape")
+            await until(lambda: sum(_ttft(store)) == 7, "the latencies")
+            rate = observed(store).samples["pod-0"].prompt_tokens_per_s
+            assert rate is not None
+            assert 0 < rate <= 600
+            assert _ttft(store) == (0, 0, 7)
+
+            del pages.pages["/engine"]
+            last = observed(store).samples["pod-0"].time_s
+            await until(lambda: _queue_time(store) > last + 2, "scrapes of the gateway alone")
+            assert observed(store).samples["pod-0"].time_s <= last + 1.1  # the last scrape that had it stays the last
+        finally:
+            stopping.set()
+            await asyncio.wait_for(running, 10)
+    assert store.outcomes["absurd"] == 0
+
+
+def _ttft(store: MetricsStore) -> tuple[float, ...]:
+    window = observed(store).ttft
+    return window.counts if window is not None else ()
+
+
+def _queue_time(store: MetricsStore) -> float:
+    queue = observed(store).queue
+    return queue.time_s if queue is not None else 0.0
+
+
+async def test_a_prometheus_that_restarts_is_asked_on(tmp_path: Path, pages: Pages) -> None:
+    store = MetricsStore()
+    pages.pages = {"/engine": engine_page(0.4, 1000), "/gateway": gateway_page(0)}
+    with running_prometheus(tmp_path, pages, TARGETS) as url:
+        port = int(url.rpartition(":")[2])
+    source = PrometheusSource(store, PrometheusSettings(url, interval_s=0.1))
+    with pytest.raises(SourceUnavailable, match=rf"127\.0\.0\.1:{port}"):
+        await source.poll()
+    stopping = asyncio.Event()
+    running = asyncio.create_task(source.run(stopping))
+    try:
+        with running_prometheus(tmp_path, pages, TARGETS, port):
+            await until(lambda: bool(observed(store).samples), "the samples after the restart")
+    finally:
+        stopping.set()
+        await asyncio.wait_for(running, 10)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "not json",
+        "[]",
+        "{}",
+        '{"status":"error","data":{"resultType":""},"error":"query too long"}',
+        '{"status":"success","data":{"resultType":"vector","result":[]}}',
+        '{"status":"success","data":{"resultType":"matrix","result":[{"metric":{}}]}}',
+        '{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[1]]}]}}',
+        '{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[1,"x"]]}]}}',
+    ],
+)
+async def test_what_is_no_answer_is_named(answer: str) -> None:
+    async with _answering(answer.encode()) as url:
+        with pytest.raises(SourceUnavailable, match=r"127\.0\.0\.1"):
+            await PrometheusSource(MetricsStore(), PrometheusSettings(url)).poll()
+
+
+async def test_an_answer_without_an_end_is_cut() -> None:
+    async with _answering(b"x" * 100_000) as url:
+        with pytest.raises(SourceUnavailable, match="more than 1000 bytes"):
+            await PrometheusSource(MetricsStore(), PrometheusSettings(url, max_answer_bytes=1000)).poll()
+
+
+async def test_refusals_are_told_and_tokens_sent(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    heard: list[bytes] = []
+    async with _answering(b"go away", status="403 Forbidden", heard=heard) as url:
+        settings = PrometheusSettings(url, bearer_token_file=token, matchers='k8s_namespace_name="ns"')
+        with pytest.raises(SourceUnavailable, match="HTTP 403: go away"):
+            await PrometheusSource(MetricsStore(), settings).poll()
+    assert b"authorization: bearer s3cret" in heard[0].lower()
+    assert b"k8s_namespace_name%3D%22ns%22" in heard[0]
+
+
+async def test_absurd_series_are_counted_and_harm_nothing() -> None:
+    now = time.time()
+    bucket = {"__name__": "gen_ai_server_time_to_first_token_seconds_bucket", "k8s_pod_name": "gw-0"}
+    result = [
+        {"metric": {**bucket, "le": "1"}, "values": [[now, "5"]]},  # no bucket without a bound
+        {"metric": {**bucket, "le": "x", "n": "1"}, "values": [[now, "5"]]},
+        {"metric": {"__name__": "pagestream_requests_running"}, "values": [[now, "5"]]},
+        {"metric": {"__name__": "pagestream_tokens_prompt_total", "pod": "p"}, "values": [[now, "NaN"]]},
+        {"metric": {"__name__": "other", "pod": "p"}, "values": [[now, "1"]]},
+    ]
+    body = json.dumps({"status": "success", "data": {"resultType": "matrix", "result": result}})
+    store = MetricsStore()
+    async with _answering(body.encode()) as url:
+        await PrometheusSource(store, PrometheusSettings(url)).poll()
+    assert store.outcomes == {"anonymous": 1, "absurd": 2, "unknown": 1}
+
+
+class _answering:  # noqa: N801 -- used as a function
+    """An HTTP server that says one thing."""
+
+    def __init__(self, body: bytes, *, status: str = "200 OK", heard: list[bytes] | None = None) -> None:
+        self._answer = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+        self._heard = [] if heard is None else heard
+
+    async def __aenter__(self) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(
+            int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
+        )
+        self._heard.append(head + await reader.readexactly(length))
+        writer.write(self._answer)
+        try:
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+        except ConnectionError:
+            return
