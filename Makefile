@@ -10,6 +10,8 @@ PYTEST := $(BIN)/python -m pytest
 # An index that offers PyTorch's CPU build, for machines without an NVIDIA GPU (see README, "Which torch").
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+# Test files that run at once; 0 is one after the other. The longest begin first, so that two cores end together.
+WORKERS ?= 0
 SEED ?= 1
 KILLS ?= 1000
 # docker, buildah, or a command: see deploy/images/build.sh.
@@ -30,7 +32,7 @@ run: $(STAMP) ## Serve the demo model and show a streamed answer (Ctrl-C ends it
 	@$(BIN)/pagestream serve --greet "Tell me a story about the lighthouse." $(ARGS)
 
 test: $(STAMP) ## Run the tests (under 15 minutes on two cores)
-	$(PYTEST) -m "not slow and not gpu" tests/unit tests/integration tests/faults $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" tests/faults tests/integration tests/unit $(PYTEST_ARGS)
 
 check: $(STAMP) ## Lint, format, types, layer order
 	$(BIN)/ruff check .

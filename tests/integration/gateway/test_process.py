@@ -55,7 +55,8 @@ async def taken_port() -> AsyncIterator[int]:
         yield listener.getsockname()[1]
 
 
-def test_redis_that_does_not_answer_is_told(taken_port: int) -> None:
+def test_redis_that_does_not_answer_is_told(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGESTREAM_BROKER__CONNECT_TIMEOUT_S", "0.5")
     status, said = failure("--redis", "redis://user:password@127.0.0.1:1/0")
     assert status == 1
     assert "pagestream-gateway: Redis does not answer at redis://127.0.0.1:1/0 (--redis)" in said

@@ -50,6 +50,11 @@ async def cut(network: FlakyNetwork) -> AsyncIterator[Broker]:
 
 async def test_a_busy_script_is_an_outage_that_ends(broker: Broker, redis_server: EmbeddedRedis) -> None:
     """BUSY: somebody's script holds the server; ours are refused until it is killed."""
+    async with await Broker.connect(redis_server.url, QUICK) as hurried:
+        await hold_up(hurried, redis_server)
+
+
+async def hold_up(broker: Broker, redis_server: EmbeddedRedis) -> None:
     async with Redis(port=redis_server.port) as other:
         await other.execute_command("CONFIG", "SET", "lua-time-limit", 20)
         looping = asyncio.create_task(other.execute_command("EVAL", BUSY_LOOP, 0))
