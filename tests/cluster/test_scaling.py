@@ -8,6 +8,7 @@ from cluster_release import NAMESPACE, Scene
 from kube_cluster import Object, seconds_to_ready
 
 FEW_BLOCKS = 256  # 4,096 tokens: four or five of these streams fill it
+EARLY = {"target": 0.4, "low": 0.2}
 EAGER = {
     "panic": {"holdSeconds": 5},
     "stabilization": {"downSeconds": 5},
@@ -22,32 +23,39 @@ def scaling(scene: Scene) -> Object:
 
 
 async def test_kv_utilization_brings_engines(scene: Scene) -> None:
-    scene.patch(engine={"numGpuBlocksOverride": FEW_BLOCKS}, scaling=EAGER)
+    """Five long streams are no backlog for one engine; it is its KV pool that they fill."""
+    scene.patch(engine={"numGpuBlocksOverride": FEW_BLOCKS}, scaling={**EAGER, "kvUtilization": EARLY})
     await scene.settled(1)
-    limits: set[str] = set()
+    decisions: list[Object] = []
 
     def decided() -> bool:
-        last = scaling(scene)
-        limits.add(last["limiting"])
-        return bool(last["desired"] >= 2)
+        decisions.append(scaling(scene))
+        return any(each["limiting"] == "KvUtilization" and each["desired"] >= 2 for each in decisions)
 
-    async with scene.load(width=12) as load:
+    async with scene.load(width=5) as load:
         begin = time.monotonic()
-        await scene.until("a decision for more engines", decided)
-        scene.times.note("load until the decision for more engines is in the status", time.monotonic() - begin)
-        last = scaling(scene)
+        await scene.until("a decision for more engines by KV utilization", decided)
+        scene.times.note("load until KV utilization's decision is in the status", time.monotonic() - begin)
+        last = decisions[-1]
+        assert last["inputs"]["kv_utilization"] > EARLY["target"]
         assert not last.get("missing")
-        assert last["reason"]
+        assert "KV" in last["reason"] or "kv" in last["reason"]
+        await scene.until("another engine", lambda: len(NAMESPACE.ready_pods(scene.engines)) >= 2, limit_s=120)
+        scene.times.note("that load until a second engine is ready", time.monotonic() - begin)
+        await load.progress(3)
+    events = [event["reason"] for event in NAMESPACE.find("events") if event["involvedObject"]["kind"] == "EnginePool"]
+    assert events, "a person who looks at the pool's events sees why it grew"
+
+
+async def test_more_load_brings_all_engines(scene: Scene) -> None:
+    scene.patch(scaling={"kvUtilization": None})
+    async with scene.load(width=16) as load:
+        begin = time.monotonic()
         await scene.until("three engines", lambda: len(NAMESPACE.ready_pods(scene.engines)) == 3, limit_s=120)
-        scene.times.note("load until three engines are ready", time.monotonic() - begin)
-        await scene.until(
-            "KV utilization in the decision", lambda: any("kv" in each for each in scaling(scene)["inputs"])
-        )
+        scene.times.note("16 streams until three engines are ready", time.monotonic() - begin)
         await load.progress(6)
     newest = max(NAMESPACE.pods(scene.engines), key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
     scene.times.note("an engine's start-up under load: pod created until ready", seconds_to_ready(newest))
-    events = [event["reason"] for event in NAMESPACE.find("events") if event["involvedObject"]["kind"] == "EnginePool"]
-    assert events, "a person who looks at the pool's events sees why it grew"
 
 
 async def test_scale_in_in_the_middle_of_streams(scene: Scene) -> None:
