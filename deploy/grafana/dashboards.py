@@ -201,7 +201,10 @@ ENGINES = Dashboard(
                             f"max by (pagestream_pool) (pagestream_operator_desired_replicas{{{_POOL}}})",
                             "{{pagestream_pool}} desired",
                         ),
-                        Query(f"max by (pagestream_pool) (pagestream_operator_ready_replicas{{{_POOL}}})", "{{pagestream_pool}} ready"),
+                        Query(
+                            f"max by (pagestream_pool) (pagestream_operator_ready_replicas{{{_POOL}}})",
+                            "{{pagestream_pool}} ready",
+                        ),
                     ],
                 ),
                 Panel(
