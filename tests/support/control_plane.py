@@ -58,6 +58,11 @@ class ControlPlane:
         self._stack = ExitStack()
 
     @property
+    def has_controllers(self) -> bool:
+        """Whether kube-controller-manager runs."""
+        return self._controllers
+
+    @property
     def url(self) -> str:
         """Its address."""
         return f"https://127.0.0.1:{self.port}"

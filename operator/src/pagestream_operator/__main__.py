@@ -14,6 +14,7 @@ from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 from pagestream_operator.app import App
 from pagestream_operator.errors import OperatorError
 from pagestream_operator.hooks import apply_crd, delete_pools
+from pagestream_operator.logs import fit_libraries
 from pagestream_operator.metrics import MetricsError
 from pagestream_operator.settings import Settings, load_settings
 
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pagestream-operator: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_BAD_OPTIONS
     configure_logs(telemetry)
+    fit_libraries()
     try:
         asyncio.run(_run(settings, telemetry))
     except (OperatorError, TelemetryError, MetricsError) as error:

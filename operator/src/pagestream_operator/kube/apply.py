@@ -9,7 +9,7 @@ from typing import Any
 
 from pagestream_operator.api import GROUP, EnginePool
 from pagestream_operator.children.manifest import MANAGED_BY, MANAGER, POOL_LABEL, Manifest
-from pagestream_operator.errors import Blocked, Gone
+from pagestream_operator.errors import Blocked, Conflict, Gone
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.compare import differs, fingerprint
 from pagestream_operator.kube.kinds import DEPLOYMENT, Kind, kind_of
@@ -17,7 +17,8 @@ from pagestream_operator.kube.lease import Leadership
 from pagestream_operator.kube.ownership import SCALER, owns_replicas, taken_over
 from pagestream_operator.kube.store import ObjectKey, ObjectStore
 
-TERM_ANNOTATION = f"{GROUP}/leader-term"
+TERM_LABEL = f"{GROUP}/leader-term"
+"""A label: a changed annotation of a Deployment counts as a new generation of it, and nothing about it is new."""
 Live = Mapping[str, Any]
 
 
@@ -61,7 +62,7 @@ class Applier:
         if managed is not None:
             live = await self._take_over(kind, live, managed)
         if kind is DEPLOYMENT and owns_replicas(live, MANAGER):
-            live = await self.scale(live, live["spec"]["replicas"])
+            live = await self._hand_over_replicas(live)
         done = await self._apply(kind, wanted, live["metadata"]["resourceVersion"])
         self._settled[key] = fingerprint(wanted, done)
         return Outcome.CHANGED
@@ -100,8 +101,26 @@ class Applier:
         if kind is not DEPLOYMENT:
             return await self._apply(kind, wanted, None)
         made = await self._apply(kind, {**wanted, "spec": {**wanted["spec"], "replicas": replicas}}, None)
-        # From here on they are the scaler's: applying without them leaves them as they are.
-        return await self.scale(made, replicas)
+        try:
+            return await self._hand_over_replicas(made)
+        except Conflict:
+            return made  # its controller was faster; they are handed over before they matter, at the next change
+
+    async def _hand_over_replicas(self, deployment: Live) -> Live:
+        """Make them the scaler's as well, as they are: then applying without them leaves them alone. Not through the
+        scale, which takes the same number for no change, and notes no owner.
+        """
+        metadata = deployment["metadata"]
+        body = {
+            "apiVersion": DEPLOYMENT.api_version,
+            "kind": DEPLOYMENT.name,
+            "metadata": {name: metadata[name] for name in ("name", "namespace", "resourceVersion")},
+            "spec": {"replicas": deployment["spec"]["replicas"]},
+        }
+        async with self._leadership.act():
+            done = await self._client.apply(body, DEPLOYMENT, manager=SCALER)
+        self._store.put(DEPLOYMENT, done)
+        return done
 
     async def _apply(self, kind: Kind, wanted: Manifest, version: str | None) -> Live:
         body = wanted
@@ -122,8 +141,8 @@ class Applier:
 
     def _with_term(self, manifest: Manifest) -> Manifest:
         metadata = manifest["metadata"]
-        annotations = {**metadata["annotations"], TERM_ANNOTATION: str(self._leadership.term)}
-        return {**manifest, "metadata": {**metadata, "annotations": annotations}}
+        labels = {**metadata["labels"], TERM_LABEL: str(self._leadership.term)}
+        return {**manifest, "metadata": {**metadata, "labels": labels}}
 
 
 def _check_owner(pool: EnginePool, kind: Kind, live: Live) -> None:

@@ -21,6 +21,8 @@ from pagestream_operator.kube.kinds import Kind
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
 _NOT_YET = frozenset({401})  # a token that was renewed; read again at the next call
 _NO_ANSWER = 0
+_MALFORMED = "failed to create typed patch object"
+"""How the API server refuses, with status 500, an object that server-side apply can't read."""
 
 
 class KubeClient:
@@ -163,7 +165,7 @@ def _failure(what: str, status: int, error: httpx2.HTTPStatusError) -> ApiFailur
         return Gone(text, status)
     if status == httpx2.codes.CONFLICT:
         return Conflict(text, status)
-    if status in _BUSY or status in _NOT_YET:
+    if (status in _BUSY or status in _NOT_YET) and _MALFORMED not in text:
         return ApiUnavailable(text, status, retry_after_s=_retry_after(error.response.headers.get("Retry-After")))
     return Rejected(text, status)
 

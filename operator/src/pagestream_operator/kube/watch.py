@@ -2,15 +2,19 @@
 
 kopf keeps the streams (lists, watches, begins again after 410 and lost connections) and holds events back until all
 kinds were listed once. Its own bookkeeping on objects is not used, so that it writes nothing: every replica of the
-operator may watch. What it does not tell is an object that ended while no watch was open; so when a kind was listed
-again, or some time has passed, it is listed here and what isn't there any more is dropped.
+operator may watch. It runs in a thread with an event loop of its own, since it takes every task of its loop for one of
+its own, and the process' signals as well.
+
+What it does not tell is an object that ended while no watch was open; so when a kind was listed again, or some time has
+passed, it is listed here and what isn't there any more is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import kopf
@@ -28,6 +32,7 @@ list."""
 _RESTART_S = 2.0
 _SETTLE_S = 1.0  # after a list was begun again: time for its events, so that many of them cost one list of ours
 _EXIT_S = 3.0
+_DEPLETE_S = 0.5
 
 
 class Watcher:
@@ -48,6 +53,7 @@ class Watcher:
         self._listed: dict[Kind, set[str]] = {kind: set() for kind in WATCHED}
         self._suspected: set[Kind] = set()
         self._wake = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop
 
     async def run(self, stop: asyncio.Event) -> None:
         """Watch until `stop` is set."""
@@ -67,21 +73,51 @@ class Watcher:
         self._wake.set()
 
     async def _watch(self, stop: asyncio.Event) -> None:
+        """Until kopf gives up, or `stop` is set."""
+        self._loop = asyncio.get_running_loop()
+        ended, flag = asyncio.Event(), threading.Event()
+
+        def run() -> None:
+            try:
+                asyncio.run(self._run_kopf(flag))
+            except Exception as error:  # noqa: BLE001 - whatever kopf met, watching must go on
+                logger.warning("watching has failed and begins again: %s", error)
+            finally:
+                self._post(ended.set)
+
+        threading.Thread(target=run, name="kopf", daemon=True).start()
+        stopping = asyncio.create_task(stop.wait())
+        ending = asyncio.create_task(ended.wait())
         try:
-            await kopf.operator(
-                registry=self._registry(),
-                settings=_kopf_settings(),
-                standalone=True,
-                clusterwide=self._namespaces is None,
-                namespaces=self._namespaces or (),
-                stop_flag=stop,
-            )
-        except Exception as error:  # noqa: BLE001 - whatever kopf met, watching must go on
-            logger.warning("watching has failed and begins again: %s", error)
+            await asyncio.wait({stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
+            flag.set()
+            await asyncio.wait({ending}, timeout=_EXIT_S)
+        finally:
+            flag.set()
+            stopping.cancel()
+            ending.cancel()
         if not stop.is_set():
             self.restarts += 1
             self.suspect(*WATCHED)
             await _sleep(_RESTART_S, stop)
+
+    async def _run_kopf(self, flag: threading.Event) -> None:
+        """In the thread."""
+        await kopf.operator(
+            registry=self._registry(),
+            settings=_kopf_settings(),
+            standalone=True,
+            clusterwide=self._namespaces is None,
+            namespaces=self._namespaces or (),
+            stop_flag=flag,
+        )
+
+    def _post(self, callback: Callable[..., object], *arguments: Any) -> None:
+        """From the thread into the loop of the store, in order."""
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:
+            logger.debug("the loop has ended before the watches")
 
     async def _wait_for_definition(self, stop: asyncio.Event) -> None:
         """kopf looks once for the kinds that there are."""
@@ -115,11 +151,11 @@ class Watcher:
         # An index, since kopf holds all events back until everything listed has passed through the indexes.
         @kopf.index(*place, id=f"index-{kind.plural}", registry=registry)
         async def take(body: Mapping[str, Any], **_: Any) -> None:
-            self._store.put(kind, _plain(body))
+            self._post(self._store.put, kind, _plain(body))
 
         @kopf.on.event(*place, id=f"event-{kind.plural}", registry=registry)
         async def see(event: Mapping[str, Any], **_: Any) -> None:
-            self._see(kind, event["type"], event["object"])
+            self._post(self._see, kind, event["type"], event["object"])
 
     def _see(self, kind: Kind, change: str | None, body: Mapping[str, Any]) -> None:
         self.synced.set()
@@ -175,7 +211,7 @@ def _kopf_settings() -> kopf.OperatorSettings:
     settings.watching.chunk_size = 500
     settings.queueing.idle_timeout = 0.5
     settings.process.ultimate_exiting_timeout = None
-    settings.queueing.exit_timeout = _EXIT_S
+    settings.queueing.exit_timeout = _DEPLETE_S
     for kind in WATCHED:
         if kind.label_selector is not None:
             settings.watching.label_selectors[kind.group, kind.version, kind.plural] = kind.label_selector

@@ -1,0 +1,130 @@
+"""Two replicas, one lease: who leads, what the death of a leader costs, and what a leader that only slept can't do."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from control_plane import ControlPlane, eventually
+from operator_process import OperatorProcess, PoolWorld, running_operator, started_operator
+
+HANDOVER_LIMIT_S = 15.0
+SHORT = {"LEASE_DURATION_S": "4", "LEASE_RENEW_S": "1", "LEASE_MARGIN_S": "1", "LEASE_LOOK_S": "0.5"}
+Pair = tuple[OperatorProcess, OperatorProcess]
+
+
+@pytest.fixture(scope="module")
+def place(kube: ControlPlane) -> PoolWorld:
+    return PoolWorld(kube, "leadership")
+
+
+@contextmanager
+def replicas(kube: ControlPlane, place: PoolWorld, **settings: str) -> Iterator[Pair]:
+    """The leader, and the other one. They start together: whoever gets the lease has it."""
+    with ExitStack() as stack:
+        both = [
+            stack.enter_context(started_operator(kube, place.namespace, name, **settings)) for name in ("one", "two")
+        ]
+        for each in both:
+            each.wait_ready()
+        eventually(lambda: any(each.leads() for each in both), "a leader", HANDOVER_LIMIT_S)
+        leader, other = sorted(both, key=lambda each: not each.leads())
+        yield leader, other
+
+
+def lease(place: PoolWorld) -> dict[str, object]:
+    found: dict[str, object] = place.kube.get(place.path("leases", "pagestream-operator"))["spec"]
+    return found
+
+
+def test_a_leader_that_stops_hands_over_at_once_and_one_that_is_killed_within_15_seconds(
+    kube: ControlPlane, place: PoolWorld, record_property: Callable[[str, object], None]
+) -> None:
+    with replicas(kube, place) as (first, second):
+        _stop_leader(first, second, place)
+        # As a StatefulSet does: the replica that has ended comes back under its name.
+        first.start()
+        first.wait_ready()
+        assert not first.leads()
+        took = _kill_leader(second, first, place)
+        record_property("handover_seconds", took)
+        print(f"from the leader's death to the next one's act: {took:.1f} s")
+
+
+def _stop_leader(first: OperatorProcess, second: OperatorProcess, place: PoolWorld) -> None:
+    place.create("stops", replicas=1)
+    place.wait_replicas(1, "stops")
+    assert not second.leads()
+    assert second.figures("pagestream_operator_reconciles_total")['result="ok"'] > 0  # it follows
+    start = time.monotonic()
+    first.signal(signal.SIGTERM)
+    eventually(second.leads, "the other one leads", HANDOVER_LIMIT_S)
+    assert first.wait() == 0
+    assert time.monotonic() - start < 6
+    place.change({"replicas": 2}, "stops")
+    place.wait_replicas(2, "stops")
+
+
+def _kill_leader(first: OperatorProcess, second: OperatorProcess, place: PoolWorld) -> float:
+    first.kill()
+    start = time.monotonic()
+    place.change({"replicas": 3}, "stops")
+    place.wait_replicas(3, "stops", HANDOVER_LIMIT_S)
+    took = time.monotonic() - start
+    assert second.leads()
+    return took
+
+
+def test_a_leader_that_slept_changes_nothing(kube: ControlPlane, place: PoolWorld) -> None:
+    """SIGSTOP: it doesn't know that time has passed. What it wakes up with belongs to a term that has ended."""
+    with replicas(kube, place, **SHORT) as (first, second):
+        place.create("slept", replicas=1)
+        place.wait_replicas(1, "slept")
+        place.wait_condition("Ready", "NoEngine", "slept")
+        first.signal(signal.SIGSTOP)
+        try:
+            eventually(second.leads, "the other one leads", HANDOVER_LIMIT_S)
+            place.change({"replicas": 4}, "slept")
+            place.wait_replicas(4, "slept")
+            term = int(str(lease(place)["leaseTransitions"]))
+            eventually(lambda: place.pool("slept")["status"]["leaderTerm"] == term, "the new term is on the pool")
+            eventually(lambda: _term(place, "slept") == str(term), "the new term is on the Deployment")
+            before = place.deployment("slept")["metadata"]["generation"]
+        finally:
+            first.signal(signal.SIGCONT)
+        eventually(lambda: first.is_alive() and not first.leads(), "it knows that it doesn't lead")
+        calls = _writes(first)
+        place.change({"replicas": 5}, "slept")
+        place.wait_replicas(5, "slept")
+        assert place.deployment("slept")["metadata"]["generation"] == before + 1
+        assert str(lease(place)["holderIdentity"]).startswith(second.name)
+        assert _writes(first) == calls
+
+
+def _term(place: PoolWorld, name: str) -> str:
+    found: str = place.deployment(name)["metadata"]["labels"]["pagestream.dev/leader-term"]
+    return found
+
+
+def _writes(operator: OperatorProcess) -> float:
+    calls = operator.figures("pagestream_operator_api_calls_total").items()
+    return sum(count for labels, count in calls if 'verb="scale"' in labels or 'verb="apply"' in labels)
+
+
+def test_a_restarted_operator_writes_nothing_but_its_term(kube: ControlPlane, place: PoolWorld) -> None:
+    """An upgrade of the operator restarts no engine: the same pool gives the same template."""
+    with running_operator(kube, place.namespace, "old") as old:
+        eventually(old.leads, "a leader", HANDOVER_LIMIT_S)
+        place.create("upgraded", replicas=2)
+        place.make_ready("upgraded", 2)
+        place.wait_condition("Ready", "EnoughEngines", "upgraded")
+    before, pods = place.deployment("upgraded"), place.pods("upgraded")
+    with running_operator(kube, place.namespace, "new") as new:
+        eventually(new.leads, "a leader", HANDOVER_LIMIT_S)
+        term = str(lease(place)["leaseTransitions"])
+        eventually(lambda: _term(place, "upgraded") == term, "the new term")
+        after = place.deployment("upgraded")
+        assert after["spec"] == before["spec"]
+        assert after["metadata"]["generation"] == before["metadata"]["generation"]
+        assert place.pods("upgraded") == pods

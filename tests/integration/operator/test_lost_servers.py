@@ -1,0 +1,86 @@
+"""An API server that dies, comes back, or can't be heard: the operator waits, asks little, and goes on."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from control_plane import ControlPlane, eventually
+from operator_process import PoolWorld, running_operator
+from tcp_proxy import TcpProxy
+
+OUTAGE_S = 6.0
+SHORT = {
+    "LEASE_DURATION_S": "4",
+    "LEASE_RENEW_S": "1",
+    "LEASE_MARGIN_S": "1",
+    "REQUEST_TIMEOUT_S": "2",
+    "RESYNC_S": "5",
+}
+CALLS_PER_S = 3.0
+"""Of one operator while nobody answers: the lease, the pools' retries, and kopf's beginnings."""
+
+
+@contextmanager
+def proxied(kube: ControlPlane) -> Iterator[tuple[TcpProxy, Path, asyncio.AbstractEventLoop]]:
+    """A way to the API server that can be cut."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    proxy = TcpProxy(kube.port)
+    try:
+        asyncio.run_coroutine_threadsafe(proxy.__aenter__(), loop).result(10)
+        yield proxy, kube.kubeconfig_at(proxy.port), loop
+    finally:
+        asyncio.run_coroutine_threadsafe(proxy.__aexit__(None, None, None), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+def test_a_killed_api_server_is_waited_for(kube: ControlPlane) -> None:
+    world = PoolWorld(kube, "outage")
+    with running_operator(kube, world.namespace) as operator:
+        eventually(operator.leads, "a leader")
+        world.create("demo", replicas=1)
+        world.wait_condition("Ready", "NoEngine")
+        kube.kill_server()
+        before, start = operator.calls(), time.monotonic()
+        time.sleep(OUTAGE_S)
+        rate = (operator.calls() - before) / (time.monotonic() - start)
+        print(f"calls per second while the API server is away: {rate:.1f}")
+        assert rate <= CALLS_PER_S
+        assert operator.page("/healthz")[0] == 200
+        kube.start_server()
+        kube.wait_ready()
+        world.change({"replicas": 3})
+        world.wait_replicas(3, limit_s=40)
+        assert world.kube.get(world.path("configmaps", "demo-engine"))
+
+
+def test_ends_that_no_watch_has_told_are_found(kube: ControlPlane) -> None:
+    """A pod and a whole pool end while the operator can't hear: kopf alone would keep them for ever."""
+    world = PoolWorld(kube, "deaf")
+    with proxied(kube) as (proxy, kubeconfig, loop):
+        with running_operator(kube, world.namespace, kubeconfig=kubeconfig, **SHORT) as operator:
+            eventually(operator.leads, "a leader")
+            world.create("kept", replicas=2, drain={"deletionTimeoutSeconds": 0})
+            world.create("lost", minReplicas=0)
+            names = world.make_ready("kept", 2)
+            world.wait_condition("Ready", "EnoughEngines", "kept")
+            world.wait_condition("Ready", "ScaledToZero", "lost")
+            loop.call_soon_threadsafe(proxy.cut)
+            world.kube.merge(world.path("enginepools", "lost"), {"metadata": {"finalizers": None}})
+            world.kube.delete(world.path("enginepools", "lost"))
+            world.kube.delete(world.path("pods", names[0]), gracePeriodSeconds=0)
+            eventually(lambda: not operator.leads(), "the lease ends: it must not act on what it remembers", 15)
+            loop.call_soon_threadsafe(proxy.heal)
+            eventually(operator.leads, "it leads again", 40)
+            eventually(
+                lambda: len(operator.figures("pagestream_operator_ready_replicas")) == 1,
+                "the lost pool is forgotten",
+                60,
+            )
+            eventually(lambda: world.pool("kept")["status"]["readyReplicas"] == 1, "the pod is no longer counted", 60)

@@ -1,0 +1,300 @@
+"""One operator, its pools, real controllers: from any state to the same objects, and nothing touched without need."""
+
+import time
+from typing import Any
+
+import pytest
+from control_plane import Refused, eventually
+from operator_process import OperatorProcess, PoolWorld
+from pagestream_operator.kube.ownership import SCALER
+from processes import wait_until
+
+CHILDREN = [
+    ("serviceaccounts", "engine"),
+    ("configmaps", "engine"),
+    ("services", "engines"),
+    ("poddisruptionbudgets", "engine"),
+    ("deployments", "engine"),
+]
+REST_S = 6.0
+
+
+def template(world: PoolWorld, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = world.deployment(name)["spec"]["template"]
+    return found
+
+
+def container(world: PoolWorld, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = template(world, name)["spec"]["containers"][0]
+    return found
+
+
+def test_a_pool_gets_its_objects_a_status_and_an_event(operator: OperatorProcess, world: PoolWorld) -> None:
+    created = world.create("whole", minReplicas=2)
+    world.wait_condition("Ready", "NoEngine", "whole")
+    for plural, suffix in CHILDREN:
+        owner = world.kube.get(world.path(plural, f"whole-{suffix}"))["metadata"]["ownerReferences"][0]
+        assert owner["uid"] == created["metadata"]["uid"]
+    names = world.make_ready("whole", 2)
+    status = eventually(lambda: world.pool("whole")["status"]["readyReplicas"] == 2 and world.pool("whole"), "ready")
+    assert status["status"]["observedGeneration"] == status["metadata"]["generation"]
+    assert status["status"]["selector"] == "app.kubernetes.io/name=pagestream-engine,pagestream.dev/pool=whole"
+    assert world.wait_condition("Ready", "EnoughEngines", "whole")["status"] == "True"
+    assert world.wait_condition("Progressing", "Settled", "whole")["status"] == "False"
+    assert world.condition("Degraded", "whole")["status"] == "False"
+    assert len(names) == 2
+    assert world.events("Created")[-1] == "Deployment whole-engine was created"
+    assert "scaling" in status["status"]
+
+
+def test_conditions_keep_their_time_until_they_change(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.create("times", minReplicas=1)
+    before = world.wait_condition("Ready", "NoEngine", "times")
+    time.sleep(1.1)  # the API's times have seconds
+    world.change({"minReplicas": 2}, "times")
+    eventually(lambda: world.pool("times")["status"]["desiredReplicas"] == 2, "the change is seen")
+    after = world.condition("Ready", "times")
+    assert after["lastTransitionTime"] == before["lastTransitionTime"]
+    assert after["message"] != before["message"]
+
+
+def drift_config(world: PoolWorld) -> None:
+    world.kube.merge(world.path("configmaps", "drift-engine"), {"data": {"PAGESTREAM_ENGINE__SEED": "9"}})
+
+
+def drift_extra_config(world: PoolWorld) -> None:
+    world.kube.merge(world.path("configmaps", "drift-engine"), {"data": {"PAGESTREAM_ENGINE__DTYPE": "float32"}})
+
+
+def drift_label(world: PoolWorld) -> None:
+    patch = {"metadata": {"labels": {"app.kubernetes.io/managed-by": None}}}
+    world.kube.merge(world.path("deployments", "drift-engine"), patch)
+
+
+def drift_image(world: PoolWorld) -> None:
+    world.kube.kubectl("-n", world.namespace, "set", "image", "deployment/drift-engine", "engine=other:1")
+
+
+def drift_variable(world: PoolWorld) -> None:
+    world.kube.kubectl("-n", world.namespace, "set", "env", "deployment/drift-engine", "EXTRA=1")
+
+
+def drift_replicas(world: PoolWorld) -> None:
+    world.kube.kubectl("-n", world.namespace, "scale", "deployment/drift-engine", "--replicas=7")
+
+
+def drift_budget(world: PoolWorld) -> None:
+    world.kube.delete(world.path("poddisruptionbudgets", "drift-engine"))
+
+
+def drift_deployment(world: PoolWorld) -> None:
+    world.kube.delete(world.path("deployments", "drift-engine"))
+
+
+def drift_service(world: PoolWorld) -> None:
+    world.kube.merge(world.path("services", "drift-engines"), {"spec": {"selector": {"app": "other"}}})
+
+
+def content(world: PoolWorld) -> dict[str, Any]:
+    """Of all objects of the pool: what people would call the same."""
+    found: dict[str, Any] = {}
+    for plural, suffix in CHILDREN:
+        body = world.kube.get(world.path(plural, f"drift-{suffix}"))
+        spec = dict(body.get("spec") or {})
+        for assigned in ("clusterIP", "clusterIPs"):
+            spec.pop(assigned, None)
+        found[plural] = (body["metadata"]["labels"], spec, body.get("data"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def drifting(operator: OperatorProcess, world: PoolWorld) -> dict[str, Any]:
+    world.create("drift", replicas=2, engine={"seed": 5}, template={"resources": {"requests": {"cpu": "1000m"}}})
+    world.wait_condition("Ready", "NoEngine", "drift")
+    return content(world)
+
+
+@pytest.mark.parametrize(
+    "drift",
+    [
+        drift_config,
+        drift_extra_config,
+        drift_label,
+        drift_image,
+        drift_variable,
+        drift_replicas,
+        drift_budget,
+        drift_service,
+        drift_deployment,
+    ],
+)
+def test_drift_is_repaired(drifting: dict[str, Any], world: PoolWorld, drift: Any) -> None:
+    drift(world)
+    eventually(lambda: content(world) == drifting, "the same objects as before")
+
+
+def test_at_rest_nothing_is_written_but_the_lease(
+    operator: OperatorProcess, world: PoolWorld, drifting: dict[str, Any], record_property: Any
+) -> None:
+    def settled() -> bool:
+        before = operator.calls()
+        time.sleep(1.5)
+        return operator.calls() - before <= 1
+
+    wait_until(settled, "an operator at rest")
+    before, start = operator.calls(), time.monotonic()
+    time.sleep(REST_S)
+    rate = (operator.calls() - before) / (time.monotonic() - start) * 60
+    record_property("calls_per_minute", rate)
+    print(f"API calls per minute at rest: {rate:.0f}")
+    assert rate <= 40
+
+
+def test_a_restart_that_somebody_asked_for_is_no_drift(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.create("restarted")
+    world.wait_condition("Ready", "NoEngine", "restarted")
+    world.kube.kubectl("-n", world.namespace, "rollout", "restart", "deployment/restarted-engine")
+    world.change({"engine": {"seed": 1}}, "restarted")
+    eventually(
+        lambda: "PAGESTREAM_ENGINE__SEED" in world.kube.get(world.path("configmaps", "restarted-engine"))["data"],
+        "the change",
+    )
+    eventually(lambda: world.deployment("restarted")["metadata"]["generation"] >= 3, "the rollout")
+    assert "kubectl.kubernetes.io/restartedAt" in template(world, "restarted")["metadata"]["annotations"]
+
+
+def test_changed_options_replace_the_pods_and_leave_the_replicas_alone(
+    operator: OperatorProcess, world: PoolWorld
+) -> None:
+    world.create("options", minReplicas=3, engine={"maxNumSeqs": 8})
+    world.wait_condition("Ready", "NoEngine", "options")
+    before = template(world, "options")
+    world.change({"engine": {"maxNumSeqs": 16}}, "options")
+    eventually(lambda: template(world, "options") != before, "another template")
+    assert world.replicas("options") == 3
+    assert world.manager_of_replicas("options") == {SCALER}
+    world.change({"engine": {"maxNumSeqs": None}, "template": {"env": [{"name": "A", "value": "1"}]}}, "options")
+    eventually(lambda: {"name": "A", "value": "1"} in container(world, "options")["env"], "a further variable")
+    world.change({"template": {"env": None}}, "options")
+    eventually(lambda: {"name": "A", "value": "1"} not in container(world, "options")["env"], "it is taken back")
+    assert world.replicas("options") == 3
+
+
+def test_kubectl_scale_pins_and_null_unpins(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.create("pinned", minReplicas=1)
+    world.wait_replicas(1, "pinned")
+    world.kube.kubectl("-n", world.namespace, "scale", "enginepool/pinned", "--replicas=4")
+    world.wait_replicas(4, "pinned")
+    pinned = world.wait_condition("ScalingActive", "Pinned", "pinned")
+    assert pinned["status"] == "False"
+    assert "set it to null" in pinned["message"]
+    world.change({"replicas": 0}, "pinned")
+    world.wait_replicas(0, "pinned")
+    world.wait_condition("Ready", "ScaledToZero", "pinned")
+    world.change({"replicas": None}, "pinned")
+    world.wait_replicas(1, "pinned")
+    eventually(lambda: world.condition("ScalingActive", "pinned")["status"] == "True", "scaling by itself")
+
+
+def test_a_paused_pool_is_left_alone_and_degraded(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.create("paused", replicas=1)
+    world.wait_condition("Ready", "NoEngine", "paused")
+    world.change({"paused": True, "engine": {"seed": 3}}, "paused")
+    assert world.wait_condition("Degraded", "Paused", "paused")["status"] == "True"
+    world.kube.kubectl("-n", world.namespace, "scale", "deployment/paused-engine", "--replicas=2")
+    eventually(lambda: world.pool("paused")["status"]["desiredReplicas"] == 2, "it is seen")
+    assert world.replicas("paused") == 2
+    assert not world.kube.get(world.path("configmaps", "paused-engine")).get("data")
+    world.change({"paused": False}, "paused")
+    world.wait_replicas(1, "paused")
+    world.wait_condition("Degraded", "AsExpected", "paused")
+
+
+def test_what_is_somebody_elses_is_not_taken(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.kube.post(world.path("configmaps"), {"metadata": {"name": "taken-engine"}, "data": {"mine": "1"}})
+    world.create("taken")
+    told = world.wait_condition("Degraded", "Blocked", "taken")
+    assert "exists and isn't the operator's: rename or delete it" in told["message"]
+    assert world.kube.get(world.path("configmaps", "taken-engine"))["data"] == {"mine": "1"}
+    world.kube.delete(world.path("configmaps", "taken-engine"))
+    world.wait_condition("Degraded", "AsExpected", "taken")
+    assert any("isn't the operator's" in note for note in world.events("Blocked"))
+
+
+def test_what_the_api_server_refuses_is_told_and_not_tried_each_second(
+    operator: OperatorProcess, world: PoolWorld
+) -> None:
+    twice = {"volumes": [{"name": "tmp", "emptyDir": {}}]}
+    world.create("refused", template=twice)
+    told = world.wait_condition("Degraded", "Rejected", "refused")
+    assert "tmp" in told["message"]
+    world.change({"template": {"volumes": None}}, "refused")
+    world.wait_condition("Degraded", "AsExpected", "refused")
+
+
+def test_trouble_of_a_pod_is_told(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.create("trouble", minReplicas=1)
+    name = world.make_ready("trouble", 1)[0]
+    waiting = {"reason": "ImagePullBackOff", "message": "no such image"}
+    container_status = {
+        "name": "engine",
+        "image": "i",
+        "imageID": "",
+        "ready": False,
+        "restartCount": 0,
+        "state": {"waiting": waiting},
+    }
+    conditions = [{"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-01T00:00:00Z"}]
+    status = {"status": {"containerStatuses": [container_status], "conditions": conditions}}
+    world.kube.merge(f"{world.path('pods', name)}/status", status)
+    assert "ImagePullBackOff: no such image" in world.wait_condition("Degraded", "PodTrouble", "trouble")["message"]
+
+
+def test_deletion_drains_first(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.create("gone", minReplicas=2)
+    names = world.make_ready("gone", 2)
+    world.wait_condition("Ready", "EnoughEngines", "gone")
+    world.kube.delete(world.path("enginepools", "gone"))
+    eventually(lambda: sorted(world.ending("gone")) == sorted(names), "both pods are told to end")
+    told = world.wait_condition("Progressing", "Deleting", "gone")
+    assert "2 engines left to drain" in told["message"]
+    assert world.pool("gone")["status"]["drainingReplicas"] == 2
+    world.end_pods("gone")
+    eventually(lambda: not world.kube.exists(world.path("enginepools", "gone")), "the pool is gone")
+    for plural, suffix in CHILDREN:
+        place = world.path(plural, f"gone-{suffix}")
+        eventually(lambda place=place: not world.kube.exists(place), f"{place} is gone")  # type: ignore[misc]
+
+
+def test_deletion_does_not_wait_for_ever(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.create("late", minReplicas=1, drain={"deletionTimeoutSeconds": 1})
+    world.make_ready("late", 1)
+    world.kube.delete(world.path("enginepools", "late"))
+    eventually(lambda: not world.kube.exists(world.path("enginepools", "late")), "the pool is gone")
+    assert any("still draining" in note for note in world.events("DrainTimedOut"))
+    world.end_pods("late")
+
+
+def test_a_pool_made_again_at_once_gets_objects_of_its_own(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.create("again", minReplicas=0)
+    world.wait_condition("Ready", "ScaledToZero", "again")
+    world.kube.delete(world.path("enginepools", "again"))
+    eventually(lambda: not world.kube.exists(world.path("enginepools", "again")), "the pool is gone")
+    uid = world.create("again", minReplicas=0)["metadata"]["uid"]
+
+    def owned() -> bool:
+        try:
+            owners = world.deployment("again")["metadata"]["ownerReferences"]
+        except Refused:
+            return False
+        return [owner["uid"] for owner in owners] == [uid]
+
+    wait_until(owned, "a Deployment of the new pool", 30)
+    world.wait_condition("Degraded", "AsExpected", "again")
+
+
+def test_probes_and_metrics_answer(operator: OperatorProcess) -> None:
+    assert operator.page("/healthz")[0] == 200
+    assert operator.page("/readyz")[0] == 200
+    assert operator.figures("pagestream_operator_reconciles_total")['result="ok"'] > 0
+    assert operator.figures("pagestream_operator_leader_ratio") == {"": 1}

@@ -1,0 +1,92 @@
+"""From metrics to replicas: one operator, real controllers, and exports as a collector sends them."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from control_plane import eventually
+from operator_process import OperatorProcess, PoolWorld
+
+SWIFT = {
+    "stabilization": {"downSeconds": 1},
+    "panic": {"holdSeconds": 1, "windowSeconds": 0},
+    "rate": {"downPeriodSeconds": 1, "upPeriodSeconds": 1, "downPods": 10, "upPods": 10},
+    "idle": {"afterSeconds": 1},
+}
+
+
+@contextmanager
+def telling(
+    world: PoolWorld, operator: OperatorProcess, shares: Callable[[], Mapping[str, float]], pool: str, waiting: int = 0
+) -> Iterator[None]:
+    """Exports every half a second, as engines and a gateway do."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(0.5):
+            world.load(operator, shares(), pool=pool, waiting=waiting)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(10)
+
+
+def test_full_caches_bring_engines_and_the_status_says_why(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.create("busy", minReplicas=1, maxReplicas=3, scaling=SWIFT)
+    names = world.make_ready("busy", 1)
+    with telling(world, operator, lambda: dict.fromkeys(names, 0.95), "busy"):
+        eventually(lambda: world.replicas("busy") > 1, "more replicas")
+        status = eventually(
+            lambda: world.pool("busy")["status"]["desiredReplicas"] > 1 and world.pool("busy")["status"], "a status"
+        )
+    assert status["scaling"]["limiting"] in ("KvUtilization", "MaxReplicas")
+    assert status["scaling"]["inputs"]["kv_utilization"] == 0.95
+    assert status["kvUtilization"] == "95%"
+    assert "from 1 to" in world.events("ScaledOut")[-1]
+
+
+def test_the_pod_that_is_cheapest_to_drain_ends(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.create("shrinks", minReplicas=1, maxReplicas=3, replicas=3, scaling=SWIFT)
+    names = world.make_ready("shrinks", 3)
+    shares = {names[0]: 0.30, names[1]: 0.02, names[2]: 0.35}
+    with telling(world, operator, lambda: shares, "shrinks"):
+        eventually(lambda: world.pool("shrinks")["status"].get("kvUtilization") == "22%", "samples")
+        world.change({"replicas": 2}, "shrinks")
+        assert eventually(lambda: world.ending("shrinks"), "a pod that ends") == [names[1]]
+        assert eventually(lambda: world.pool("shrinks")["status"]["drainingReplicas"] == 1, "it drains")
+        world.end_pods("shrinks")
+        world.wait_condition("Progressing", "Settled", "shrinks")
+
+
+def test_missing_samples_never_scale_in(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.create("silent", minReplicas=1, maxReplicas=4, replicas=3, scaling=SWIFT)
+    world.make_ready("silent", 3)
+    world.change({"replicas": None}, "silent")
+    told = world.wait_condition("ScalingActive", "SamplesMissing", "silent")
+    assert "never fewer engines" in told["message"]
+    time.sleep(3)  # several decisions, each of which might
+    assert world.replicas("silent") == 3
+
+
+def test_an_idle_pool_goes_to_zero_and_one_message_brings_it_back(
+    operator: OperatorProcess, world: PoolWorld, record_property: Callable[[str, object], None]
+) -> None:
+    world.create("idle", minReplicas=0, maxReplicas=2, replicas=1, scaling=SWIFT)
+    names = world.make_ready("idle", 1)
+    with telling(world, operator, lambda: dict.fromkeys(names, 0.0), "idle"):
+        world.change({"replicas": None}, "idle")
+        world.wait_replicas(0, "idle")
+        world.end_pods("idle")
+        world.wait_condition("Ready", "ScaledToZero", "idle")
+    start = time.monotonic()
+    world.load(operator, {}, pool="idle", waiting=1)
+    world.wait_replicas(1, "idle")
+    took = time.monotonic() - start
+    record_property("seconds_from_zero", took)
+    print(f"from one queued message to a decision at zero pods: {took:.1f} s")
+    assert took < 5
