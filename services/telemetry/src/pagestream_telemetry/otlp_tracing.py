@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import lru_cache
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -49,7 +50,6 @@ class OtlpTracing:
             )
         )
         self._tracer = self._provider.get_tracer("pagestream")
-        self._propagator = TraceContextTextMapPropagator()
 
     def start(
         self,
@@ -61,7 +61,7 @@ class OtlpTracing:
         at_s: float | None = None,
     ) -> spans.Span:
         """Begins a span; see `spans.Tracer`."""
-        context = self._propagator.extract(parent._asdict()) if parent else Context()
+        context = _place(parent)
         begun = self._tracer.start_span(name, context, _KINDS[kind], dict(attributes), start_time=_nanoseconds(at_s))
         return OtlpSpan(begun)
 
@@ -106,6 +106,12 @@ class OtlpSpan:
         """Ends it, once."""
         if self._span.is_recording():
             self._span.end(_nanoseconds(at_s))
+
+
+@lru_cache(maxsize=1024)
+def _place(parent: TraceContext) -> Context:
+    """A parent as the SDK takes it; a request's phases have the same one."""
+    return TraceContextTextMapPropagator().extract(parent._asdict()) if parent else Context()
 
 
 def _nanoseconds(at_s: float | None) -> int | None:
