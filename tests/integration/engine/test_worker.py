@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -53,6 +54,17 @@ class SlowSeededRunner(SeededRunner):
 
     def execute(self, step: ScheduledStep) -> SampledTokens:
         time.sleep(0.005)
+        return super().execute(step)
+
+
+class GatedRunner(ArithmeticRunner):
+    """Its steps wait until the gate opens."""
+
+    gate = threading.Event()
+
+    def execute(self, step: ScheduledStep) -> SampledTokens:
+        if not self.gate.wait(LIMIT_S):
+            raise TimeoutError("nobody opened the gate")
         return super().execute(step)
 
 
@@ -115,6 +127,29 @@ async def test_a_list_of_prompts_larger_than_the_pool_is_served(redis_url: str, 
             for choice, prompt in enumerate(prompts):
                 assert tokens(log, choice) == expected(prompt, 10)
             await running.end()
+
+
+async def test_a_busy_worker_leaves_to_others_what_it_could_not_compute_in_its_next_step(
+    redis_url: str, tmp_path: Path
+) -> None:
+    prompts = [[number, *range(1, 12)] for number in range(1, 11)]
+    GatedRunner.gate.clear()
+    async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
+        async with running_worker(broker, tmp_path, GatedRunner, max_num_batched_tokens=16) as busy:
+            try:
+                specs = [await accepted(gateway, prompts[0])]
+                await until(lambda: busy.worker.load()["running"] == 1)
+                specs += [await accepted(gateway, prompt) for prompt in prompts[1:]]
+                readings = [asyncio.create_task(read(gateway, spec)) for spec in specs]
+                async with running_worker(broker, tmp_path) as free:
+                    await until(lambda: sum(reading.done() for reading in readings) >= 8)
+                    await free.end()
+            finally:
+                GatedRunner.gate.set()
+            logs = await asyncio.gather(*readings)
+            await busy.end()
+    for prompt, log in zip(prompts, logs, strict=True):
+        assert tokens(log) == expected(prompt)
 
 
 async def test_a_worker_that_ends_hands_back_and_the_next_goes_on(redis_url: str, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from pagestream_engine.worker.telemetry import WorkerTelemetry, silent_worker_te
 logger = logging.getLogger(__name__)
 
 ANY_NUMBER_OF_TOKENS = 2**53
+USUAL_OF_REQUESTS = 8  # the usual size of a request is a mean over about so many
 EXIT_STALLED = 70  # EX_SOFTWARE: the engine made no progress.
 
 
@@ -69,6 +70,8 @@ class Worker:
         self._telemetry = telemetry or silent_worker_telemetry()
         self._block_size = engine.block_size
         self._max_num_seqs = engine.config.scheduler.max_num_seqs
+        self._step_tokens = engine.config.scheduler.max_num_batched_tokens
+        self._usual_tokens = float(self._step_tokens)  # of a claimed request; so the first ones are claimed one by one
         self._requests: dict[str, RunningRequest] = {}
         self._prefilling: dict[str, int] = {}  # sequence -> prompt tokens that may not have blocks yet
         self._running: set[str] = set()  # sequences that the engine has and has not ended
@@ -192,12 +195,21 @@ class Worker:
         """Return how many requests, and prompt tokens in all, fit now.
 
         An idle engine takes one of any size (a list of prompts may be larger than the pool), or it would wait for ever.
+        One that holds as many uncomputed tokens as a step takes claims nothing: what waits in the queue goes to whoever
+        computes it first, what waits here would wait beside idle engines (docs/decisions/0105).
         """
         stats = self._thread.stats()
         if not self._running:
             return 1, ANY_NUMBER_OF_TOKENS
         promised = sum(self._prefilling.values())
-        return self._max_num_seqs - len(self._running), stats.num_free_blocks * self._block_size - promised
+        ahead = self._step_tokens - promised
+        if ahead <= 0:
+            return 0, 0
+        num_requests = max(1, int(ahead / self._usual_tokens))
+        return (
+            min(num_requests, self._max_num_seqs - len(self._running)),
+            stats.num_free_blocks * self._block_size - promised,
+        )
 
     async def _wait_for_room(self) -> None:
         self._room.clear()
@@ -235,6 +247,7 @@ class Worker:
             self._prefilling[choice.seq_id] = shared + len(choice.output_token_ids)
             self._running.add(choice.seq_id)
             shared = self._block_size
+        self._usual_tokens += (len(prompt) - self._usual_tokens) / USUAL_OF_REQUESTS
         siblings = [Sibling(choice.seq_id, choice.params, choice.output_token_ids) for choice in choices]
         self._thread.submit(AddGroup(prompt, siblings))
 
@@ -275,6 +288,7 @@ class Worker:
             was_prefilling = self._prefilling.pop(output.request_id, None) is not None
             request.add_output(int(choice), output)
             if was_prefilling:
+                self._room.set()
                 self._telemetry.first_token(request, int(choice))
             if output.finish_reason is not None:
                 self._telemetry.sequence_ended(request, int(choice))

@@ -230,12 +230,11 @@ class Fleet {
             int next = head(partition, least_age);
             if (next < 0) return;
             // worker.py: an idle engine takes one of any size; others what their free blocks hold beside what they
-            // promised, and no more uncomputed prompts than one step takes
+            // promised, until they hold as many uncomputed tokens as one step takes
             if (engine.claimed) {
                 if (engine.claimed >= profile_.max_num_seqs) return;
-                int64_t prompt = requests_[next].prompt, promised = engine.promised_tokens;
-                if (prompt > engine.free_blocks * profile_.block_size - promised) return;
-                if (promised && prompt > profile_.claim_tokens - promised) return;
+                if (engine.promised_tokens >= profile_.claim_tokens) return;
+                if (requests_[next].prompt > engine.free_blocks * profile_.block_size - engine.promised_tokens) return;
             }
             auto& waiting = !resumed_[partition].empty() && resumed_[partition].front() == next ? resumed_[partition]
                                                                                              : fresh_[partition];

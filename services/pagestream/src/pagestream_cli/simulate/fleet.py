@@ -3,9 +3,10 @@
 The model follows the real parts, event by event. The queue has partitions, first come first served in each; handed back
 requests go first. An engine owns a partition by the highest hash and claims from it at once; what an owner left for
 STEAL_S is anybody's. It claims as the worker does: one request of any size when it holds none, otherwise what its free
-blocks hold beside what it has promised. It schedules as the engine does: one token budget for decodes, then chunks of
-prompts by arrival; blocks are taken as sequences grow, the latest sequence is preempted when they run out and is
-computed again. A drained engine ends its running step and hands everything back; what it had computed is lost.
+blocks hold beside what it has promised, until it holds as many uncomputed tokens as one step takes. It schedules as the
+engine does: one token budget for decodes, then chunks of prompts by arrival; blocks are taken as sequences grow, the
+latest sequence is preempted when they run out and is computed again. A drained engine ends its running step and hands
+everything back; what it had computed is lost.
 
 Left out: prefix hits (every prompt is another one), Redis' and the gateway's milliseconds, deaths.
 """

@@ -41,7 +41,7 @@ class EngineProfile:
     max_num_batched_tokens: int = 2048
     """Tokens of a step."""
     claim_tokens: int = 2**53
-    """Prompt tokens that an engine claims ahead of computing them, its free blocks permitting."""
+    """With so many uncomputed tokens at hand an engine claims nothing more."""
     source: Mapping[str, Any] = field(default_factory=dict)
     """What was measured, where, and how well the model fits it."""
 
