@@ -92,7 +92,7 @@ def draw(dashboard: Mapping[str, Any], url: str, span: Span, picture: Path) -> N
     for axes in grid[-1]:
         axes.set_xlabel("minutes", fontsize=7)
     figure.suptitle(dashboard["title"], fontsize=12)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 0.985))
     figure.savefig(picture, dpi=80)
     pyplot.close(figure)
 
