@@ -29,6 +29,20 @@ def test_a_repository_that_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> Non
         resolve_model("nobody/no-such-model")
 
 
+def test_a_revision_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--org--name"
+    (cached / "refs").mkdir(parents=True)
+    for reference, commit in (("main", "a" * 40), ("v2", "b" * 40)):
+        (cached / "refs" / reference).write_text(commit)
+        (cached / "snapshots" / commit).mkdir(parents=True)
+    assert resolve_model("org/name").name == "a" * 40
+    assert resolve_model("org/name@v2").name == "b" * 40
+    with pytest.raises(ModelNotFound):
+        resolve_model("org/name@v3")
+
+
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     assert load_tokenizer(make_folder(tmp_path)) is None
 

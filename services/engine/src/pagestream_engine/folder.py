@@ -14,7 +14,8 @@ _WANTED = ["*.safetensors", "*.json", "*.jinja"]
 
 
 def resolve_model(model: str | Path) -> Path:
-    """The folder of a model: `model` itself, or the snapshot of the Hugging Face repository of that name.
+    """The folder of a model: `model` itself, or the snapshot of the Hugging Face repository of that name; with
+    `name@revision`, of that branch, tag or commit.
 
     Raises:
         ModelNotFound: there is neither.
@@ -27,8 +28,9 @@ def resolve_model(model: str | Path) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
+    name, _, revision = model.partition("@")
     try:
-        return Path(snapshot_download(model, allow_patterns=_WANTED))
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=_WANTED))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise ModelNotFound(model, "a folder, or a Hugging Face repository that can be reached or is cached") from error
 
