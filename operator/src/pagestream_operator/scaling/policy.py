@@ -28,11 +28,13 @@ class KvUtilizationPolicy:
         0.80  # referenced blocks / all blocks that a pod should have; the rest is room for growth of sequences
     )
     low: float = 0.60  # below this mean, and only then, fewer pods may be enough
-    horizon: float = 0.25  # for more pods it is averaged over this part of a start-up: shorter peaks end before one
+    window_s: float = 15.0  # it is averaged over so long: a queue says sooner that a peak matters ...
+    horizon: float = 0.25  # ... or over this part of a start-up time, if that is longer: shorter peaks end before it
 
     def __post_init__(self) -> None:
         """Refuses a band that is empty or reaches beyond a full pool."""
         _require(0 < self.target <= 1, "kv_utilization.target", self.target, "above 0 and at most 1")
+        _require_seconds("kv_utilization.window_s", self.window_s, positive=False)
         _require(0 <= self.horizon <= 4, "kv_utilization.horizon", self.horizon, "from 0 to 4")
         _require(
             0 <= self.low < self.target, "kv_utilization.low", self.low, f"at least 0 and below target ({self.target})"

@@ -56,11 +56,11 @@ def kv_term(now: Situation) -> Term:
     policy, ready = now.policy.kv_utilization, now.supply.ready
     known = [now.believed.samples[pod.name].kv_utilization for pod in ready if pod.name in now.believed.samples]
     total = sum(known)
-    silent = len(ready) - len(known) + now.supply.lost
-    worst = total + silent  # a pod that doesn't say counts as full where fewer pods are asked about
+    silent = len(ready) - len(known) + now.supply.lost  # they count as full where fewer pods are asked about
+    counted = max(1, len(known) + silent)
     need = pods_for(now.kv_sum / policy.target)
-    mean_worst = worst / (len(known) + silent) if known or silent else 0.0
-    floor = pods_for(worst / policy.target) if mean_worst < policy.low else now.replicas
+    is_low = (now.kv_sum + silent) / counted < policy.low and (total + silent) / counted <= policy.target
+    floor = pods_for((now.kv_sum + silent) / policy.target) if is_low else now.replicas
     mean = total / len(known) if known else 0.0
     sentence = (
         f"KV utilization is {mean:.2f} over {len(known)} of {len(ready)} ready pods, target {policy.target:.2f}: "

@@ -1,4 +1,4 @@
-"""KV utilization added over the pods, smoothed over a part of the time that a pod ordered for it takes to start."""
+"""KV utilization added over the pods, smoothed: by the time a pod ordered for a peak is there, it is over."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def with_kv_sum(
 ) -> ScalingMemory:
     """Remember what the pods say now. The sum, and not the mean: it is the demand, whatever the number of pods is."""
     total = sum(believed.samples[pod.name].kv_utilization for pod in supply.ready if pod.name in believed.samples)
-    span_s = policy.kv_utilization.horizon * supply.startup_s
+    span_s = max(policy.kv_utilization.window_s, policy.kv_utilization.horizon * supply.startup_s)
     recent = [entry for entry in memory.kv_sums if now_s - entry[0] < span_s]
     return replace(memory, kv_sums=(*recent[1 - _KEPT :], (now_s, total)))
 
