@@ -10,6 +10,7 @@ from kube_cluster import Object, seconds_to_ready
 FEW_BLOCKS = 256  # 4,096 tokens: four or five of these streams fill it
 EARLY = {"target": 0.4, "low": 0.2}
 EAGER = {
+    "backlog": {"arrivalWindowSeconds": 15},
     "panic": {"holdSeconds": 5},
     "stabilization": {"downSeconds": 5},
     "rate": {"downPeriodSeconds": 5, "downPods": 1, "downFraction": 0},

@@ -137,5 +137,5 @@ class Scene:
             await asyncio.to_thread(disturb)
             yield load
             await load.whole()
-            await load.progress(WIDTH)
+            await load.progress(4)
             self.times.note(f"{what}: longest silence of a stream", load.longest_silence_s)
