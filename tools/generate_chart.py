@@ -12,9 +12,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
+from pagestream_streams import StreamsSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "helm" / "pagestream"
@@ -40,6 +41,7 @@ def schema_text() -> str:
     del pool["properties"]["replicas"]  # the operator's while it scales, `kubectl scale`'s when a pool is pinned
     schema = json.loads(SCHEMA.read_text())
     schema["$defs"]["enginePoolSpec"] = pool
+    schema["properties"]["broker"] = _broker_schema()
     return _compact(schema) + "\n"
 
 
@@ -74,6 +76,24 @@ PARTS: dict[str, Callable[[], dict[Path, str]]] = {
     "readme": lambda: {README: readme_text()},
     "collector": lambda: {COLLECTOR: collector_text()},
 }
+
+
+def _broker_schema() -> dict[str, Any]:
+    """The settings of the durable streams, in camelCase."""
+    known: dict[Any, dict[str, Any]] = {
+        bool: {"type": "boolean"},
+        int: {"type": "integer", "minimum": 0},
+        float: {"type": "number", "minimum": 0},
+    }
+    weights = {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1}}
+    properties = {camel_case(name): known.get(kind, weights) for name, kind in get_type_hints(StreamsSettings).items()}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def camel_case(field: str) -> str:
+    """`lease_ms` -> `leaseMs`."""
+    first, *others = field.split("_")
+    return first + "".join(part.title() for part in others)
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:

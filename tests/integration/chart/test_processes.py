@@ -1,5 +1,7 @@
 """The processes with the environment and the rights that the chart gives them."""
 
+import dataclasses
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +11,10 @@ import pytest
 from chart import CHART, Manifest, one, pods, render
 from control_plane import ADMIN_TOKEN
 from kube_api import Administrator, CommandError
-from pagestream_gateway.errors import SettingsError
 from pagestream_gateway.settings import load_settings as gateway_settings
 from pagestream_operator.__main__ import main as operator_main
 from pagestream_operator.settings import load_settings as operator_settings
+from pagestream_streams import StreamsSettings
 from pagestream_telemetry.settings import telemetry_settings
 from stack import Part, free_port, wait_until
 
@@ -83,10 +85,19 @@ def test_an_operator_of_all_namespaces_is_told_so() -> None:
     assert operator_settings(environment(manifests, "StatefulSet/pagestream-operator")).namespaces is None
 
 
-def test_a_setting_that_does_not_exist_is_named() -> None:
-    manifests = render("--set", "broker.retention=600")
-    with pytest.raises(SettingsError, match=r"PAGESTREAM_BROKER__RETENTION: unknown"):
-        gateway_settings([], environment(manifests, "Deployment/pagestream-gateway"))
+def test_every_setting_of_the_streams_can_be_a_value(tmp_path: Path) -> None:
+    """Numbers above a million as well, which Helm would write as 4e+06."""
+    settings = StreamsSettings(max_queued_prompt_tokens=5_000_000, tenant_weights={"a": 2, "b": 1})
+    values = {camel_case(name): value for name, value in dataclasses.asdict(settings).items()}
+    file = tmp_path / "values.yaml"
+    file.write_text(json.dumps({"broker": values}))
+    manifests = render("--values", str(file))
+    assert gateway_settings([], environment(manifests, "Deployment/pagestream-gateway")).broker == settings
+
+
+def camel_case(field: str) -> str:
+    first, *others = field.split("_")
+    return first + "".join(part.title() for part in others)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from jsonschema.validators import validator_for
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 # Where Kubernetes itself takes any name, and the two places that others check: the collector, and Helm.
-OPEN = ("strings", "quantities", "hashes", "pools", "broker", "exporters", "global")
+OPEN = ("strings", "quantities", "hashes", "pools", "tenantWeights", "exporters", "global")
 
 
 def objects(schema: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
@@ -97,6 +97,7 @@ def schema_at(path: tuple[str, ...]) -> Any:
         ({"gateway": {"replica": 2}}, "'replica' was unexpected"),
         ({"pools": {"demo": {"maxReplica": 2}}}, "'maxReplica' was unexpected"),
         ({"pools": {"demo": {"replicas": 2}}}, "'replicas' was unexpected"),
+        ({"broker": {"retention": 600}}, "'retention' was unexpected"),
         ({"gateway": {"resources": {"limit": {}}}}, "'limit' was unexpected"),
         ({"networkPolicy": {"clients": [{"podselector": {}}]}}, "'podselector' was unexpected"),
         ({"apiKeys": {"hashes": {"secret": "team"}}}, "'secret' does not match"),
