@@ -111,6 +111,7 @@ class ControlPlane:
                     "--leader-elect=false",
                     "--secure-port",
                     port,
+                    *("--kube-api-qps", "500", "--kube-api-burst", "1000"),
                 )
         except BaseException:
             self.stop()

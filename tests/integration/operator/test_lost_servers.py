@@ -1,6 +1,7 @@
 """An API server that dies, comes back, or can't be heard: the operator waits, asks little, and goes on."""
 
 import asyncio
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -58,6 +59,23 @@ def test_a_killed_api_server_is_waited_for(kube: ControlPlane) -> None:
         world.change({"replicas": 3})
         world.wait_replicas(3, limit_s=40)
         assert world.kube.get(world.path("configmaps", "demo-engine"))
+
+
+def test_a_namespace_that_ends_takes_its_operator_and_its_pools_along(kube: ControlPlane) -> None:
+    """Nobody would be left to take the finalizer away."""
+    world = PoolWorld(kube, "ending")
+    with running_operator(kube, world.namespace) as operator:
+        eventually(operator.leads, "a leader")
+        world.create("demo", replicas=1, drain={"deletionTimeoutSeconds": 3600})
+        world.make_ready("demo", 1)
+        world.wait_condition("Ready", "EnoughEngines")
+        kube.delete(f"/api/v1/namespaces/{world.namespace}")
+        # Pods go first, the operator's own among them; pools follow when all pods have ended.
+        eventually(world.ending, "its pod is told to end")
+        operator.signal(signal.SIGTERM)
+        assert operator.wait() == 0
+    world.end_pods()
+    eventually(lambda: not kube.exists(f"/api/v1/namespaces/{world.namespace}"), "the namespace is gone")
 
 
 def test_ends_that_no_watch_has_told_are_found(kube: ControlPlane) -> None:

@@ -18,9 +18,10 @@ logger = logging.getLogger(__name__)
 async def let_go(context: Context) -> None:
     """Take the finalizers from pools of namespaces that are being deleted: the operator ends with its namespace, and
     nobody would be left to take them away. Their pods end with the namespace, and drain by themselves.
+
+    Whoever ends does it, leading or not: the lease goes with the namespace, and letting go of what is lost harms
+    nobody.
     """
-    if not context.leadership.is_leading:
-        return
     for namespace in sorted({key.namespace for key in context.store.pools()}):
         if await _is_terminating(context, namespace):
             for key in [key for key in context.store.pools() if key.namespace == namespace]:
@@ -53,10 +54,8 @@ async def _release(context: Context, key: PoolKey) -> None:
         return
     left = [name for name in pool.finalizers if name != FINALIZER]
     try:
-        async with context.leadership.act():
-            await context.client.merge(
-                POOL, key.namespace, key.name, {"metadata": {"finalizers": left or None}}, manager=SCALER
-            )
+        patch = {"metadata": {"finalizers": left or None}}
+        await context.client.merge(POOL, key.namespace, key.name, patch, manager=SCALER)
         logger.info("let go, its namespace ends", extra={"pool": "/".join(key)})
     except ApiFailure as error:
         logger.warning("can't let go of a pool: %s", error, extra={"pool": "/".join(key)})
