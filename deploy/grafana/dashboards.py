@@ -335,7 +335,7 @@ ENGINES = Dashboard(
             (
                 Panel(
                     "Leader",
-                    "1 for the operator that acts. Two at once can't act: writes are fenced.",
+                    "1 for the operator that acts. What a dead one said last stays for ten seconds.",
                     [Query(f"max by (k8s_pod_name) (pagestream_operator_leader_ratio{{{_RELEASE}}})", _POD)],
                     top=2,
                 ),

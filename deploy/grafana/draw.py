@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import time
 import urllib.parse
@@ -70,11 +71,21 @@ def lines_of(target: Mapping[str, Any], url: str, span: Span) -> list[Line]:
     lines = []
     for series in found:
         pairs = [((float(moment) - span.start) / 60, float(value)) for moment, value in series["values"]]
-        pairs = [(moment, value) for moment, value in pairs if value == value]  # noqa: PLR0124 -- leaves NaN out
+        pairs = [(moment, value) for moment, value in pairs if not math.isnan(value)]
         if pairs:
-            times, values = zip(*pairs, strict=True)
+            times, values = zip(*_with_gaps(pairs, 1.5 * span.step_s / 60), strict=True)
             lines.append(Line(named(target["legendFormat"], series["metric"]), times, values))
     return lines
+
+
+def _with_gaps(pairs: Sequence[tuple[float, float]], longest: float) -> list[tuple[float, float]]:
+    """No line is drawn where there was nothing for longer than that."""
+    kept = [pairs[0]]
+    for pair in pairs[1:]:
+        if pair[0] - kept[-1][0] > longest:
+            kept.append((kept[-1][0], math.nan))
+        kept.append(pair)
+    return kept
 
 
 def draw(dashboard: Mapping[str, Any], url: str, span: Span, picture: Path) -> None:
@@ -114,7 +125,7 @@ def _draw_panel(axes: Axes, panel: Mapping[str, Any], lines: Sequence[Line]) -> 
     if not lines:
         axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", color="grey")
     elif len(lines) <= _LINES_WITH_A_LEGEND:
-        axes.legend(fontsize=6, loc="upper left")
+        axes.legend(fontsize=6, loc="upper left", framealpha=0.5)
 
 
 def _percent(value: float, _: object) -> str:
