@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from pagestream.v1.inference_pb2 import FINISH_REASON_STOP, REQUEST_STATE_QUEUED
+from pagestream.v1.inference_pb2 import FINISH_REASON_DEADLINE, FINISH_REASON_STOP, REQUEST_STATE_QUEUED
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import (
     Append,
@@ -18,10 +18,10 @@ from pagestream_streams import (
     Unavailable,
     connection,
 )
+from pagestream_streams.cluster_link import ClusterLink
 from pagestream_streams.connection import Call
 from pagestream_streams.embedded import ServerBinary
 from pagestream_streams.keys import Partition
-from pagestream_streams.links import ClusterLink
 from pagestream_streams.scripts import VIEW
 from redis_topologies import Topology, fresh, running_cluster
 from slot_moves import SlotMove, without_owner
@@ -156,6 +156,30 @@ async def test_streams_go_on_when_a_slot_has_had_no_owner(topology: Topology) ->
     await stream_through(topology, FAST, take_away)
 
 
+async def test_the_other_partitions_do_not_notice(topology: Topology) -> None:
+    """While one has no owner: requests of the others are accepted, claimed, ended by time, and go on elsewhere."""
+    async with await Broker.connect(fresh(topology), FAST) as broker:
+        await broker.publish_model(card(MODEL), partitions=PARTITIONS)
+        async with GatewaySession(broker) as gateway, worker(broker) as engine:
+            held = spec()
+            await gateway.accept(held)
+            [claim] = await engine.claim()
+            with without_owner(topology, HERE):
+                late = spec(partition=2, deadline_ms=300)
+                await gateway.accept(late)
+                assert (await read_all(gateway, late.request_id))[-1].end.reason == FINISH_REASON_DEADLINE
+                new = spec(partition=1)
+                await gateway.accept(new)
+                other = await patiently_claim(engine)
+                assert other.request_id == new.request_id
+                await asyncio.sleep(2 * FAST.lease_ms / 1000)
+                await engine.generate(other, 3, finish=True)
+                assert numbers(await read_all(gateway, new.request_id)) == [100, 101, 102]
+            await generate_stubbornly(engine, claim)
+            assert numbers(await read_all(gateway, held.request_id)) == list(range(100, 100 + COUNT))
+            assert engine.lost == []
+
+
 async def test_moved(topology: Topology, broker: Broker) -> None:
     """The slot is elsewhere by the next command."""
     async with GatewaySession(broker) as gateway, worker(broker) as engine:
@@ -187,6 +211,16 @@ async def patiently_accept(gateway: GatewaySession, request: RequestSpec) -> Non
                 return await gateway.accept(request)
             except Unavailable:
                 await asyncio.sleep(0.05)
+
+
+async def patiently_claim(engine: Worker) -> Claim:
+    """As an engine does: again after a pause."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            with suppress(Unavailable):
+                [claim] = await engine.claim()
+                return claim
+            await asyncio.sleep(0.05)
 
 
 async def half_moved(topology: Topology, gateway: GatewaySession) -> tuple[SlotMove, RequestSpec]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from redis import exceptions
 from redis.asyncio.client import PubSub
 
+from pagestream_streams.cluster_link import ClusterLink
 from pagestream_streams.durability import Durability
 from pagestream_streams.entries import Argument
 from pagestream_streams.errors import Unavailable
@@ -50,6 +51,11 @@ class Connection:
         self._connect_timeout = settings.connect_timeout_s
         self._durability = Durability.of(settings)
         self._link = open_link(url, settings)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether one part of the keys may be away while others are there."""
+        return isinstance(self._link, ClusterLink)
 
     async def open(self) -> None:
         """Waits for a server that answers. Unavailable after settings.connect_timeout_s."""
@@ -96,6 +102,16 @@ class Connection:
 
     async def run_many(self, calls: Sequence[Call]) -> list[Any]:
         """Runs scripts in one round trip, each atomic by itself. Unavailable where one of them can't run."""
+        replies = await self.run_each(calls)
+        for reply in replies:
+            if isinstance(reply, Unavailable):
+                raise reply
+        return replies
+
+    async def run_each(self, calls: Sequence[Call]) -> list[Any]:
+        """As `run_many`; in place of the reply of one that can't run is an Unavailable: where a cluster's node is away,
+        others are there. Unavailable where none can.
+        """
         if not calls:
             return []
         async with _translated():
@@ -103,11 +119,16 @@ class Connection:
                 [("EVALSHA", call.script.sha, *_keys(call.key), *call.arguments) for call in calls]
             )
         for place, (call, reply) in enumerate(zip(calls, replies, strict=True)):
-            if isinstance(reply, exceptions.NoScriptError):
-                replies[place] = await self.run(call.script, call.key, *call.arguments)
-            elif isinstance(reply, Exception):
-                async with _translated():
-                    raise reply
+            try:
+                if isinstance(reply, exceptions.NoScriptError):
+                    replies[place] = await self.run(call.script, call.key, *call.arguments)
+                elif isinstance(reply, Exception):
+                    async with _translated():
+                        raise reply
+            except Unavailable as error:
+                replies[place] = error
+        if all(isinstance(reply, Unavailable) for reply in replies):
+            raise replies[0]
         return list(replies)
 
     async def run_acknowledged(self, script: Script, key: str, *arguments: Argument) -> Any:

@@ -147,9 +147,11 @@ class EngineSession:
         one that has waited there for settings.ageing_ms, or that goes on, gets what becomes free before any other does.
         Asking again without a doorbell costs nothing until entries that others left may be old enough to take.
         A claim that is `alone` comes by itself, to an engine that holds nothing; until its log has got an entry there
-        are no others. Unavailable; then what was claimed is handed back by itself.
+        are no others. Unavailable; then what was claimed is handed back by itself. Where a cluster has some partitions
+        and not others, those that are there are asked.
         """
         claims: list[Claim] = []
+        away: Unavailable | None = None
         numbers = self._to_look_at()
         if await self._runs_alone():
             return claims
@@ -160,7 +162,13 @@ class EngineSession:
                     break
                 asked_at = time.monotonic()
                 idle = not claims and not len(self._holdings)
-                found = await self._claim_from(Partition(self._model, number), room, max_prompt_tokens, idle=idle)
+                try:
+                    found = await self._claim_from(Partition(self._model, number), room, max_prompt_tokens, idle=idle)
+                except Unavailable as error:
+                    if not self._broker.connection.is_divided:
+                        raise
+                    away = error
+                    continue
                 claims += found
                 if found and found[0].alone:
                     await self._begin_alone(found[0])
@@ -173,6 +181,8 @@ class EngineSession:
             self._hold(claims)
         if claims:
             self._doorbell.look_again()
+        elif away is not None:
+            raise away
         return claims
 
     async def wait_for_work(self, timeout_s: float) -> None:
@@ -370,18 +380,29 @@ class EngineSession:
         partitions = await self._all_partitions()
         self._partition_count = len(partitions)
         held = self._holdings.snapshot()
-        living, *beats = await self._broker.connection.run_many(
+        living, *replies = await self._broker.connection.run_each(
             [
                 Call(REGISTRY, keys.engines(self._model), (self._id, lease)),
                 *(Call(HEARTBEAT, where.prefix, self._heartbeat_arguments()) for where in partitions),
             ]
         )
-        self._own = placement.owned(self._id, len(partitions), {each.decode() for each in living})
-        await self._tell_load(lease)
-        await self._reconcile(held, {request_id.decode() for ids, _ in beats for request_id in ids})
-        self._with_suspects = {where.number for where, (_, wanted) in zip(partitions, beats, strict=True) if wanted}
-        if self._on_wanted is not None and any(wanted == CHOSEN for _, wanted in beats):
+        away = living if isinstance(living, Unavailable) else None
+        if away is None:
+            self._own = placement.owned(self._id, len(partitions), {each.decode() for each in living})
+        try:
+            await self._tell_load(lease)
+        except Unavailable as error:
+            away = error
+        # Of a partition that can't be asked, nothing is known: what was held there is held.
+        answered = zip(partitions, replies, strict=True)
+        beats = {where: each for where, each in answered if not isinstance(each, Unavailable)}
+        owned = {request_id.decode() for ids, _ in beats.values() for request_id in ids}
+        await self._reconcile(held, owned | {each for each in held if self._where(each) not in beats})
+        self._with_suspects = {where.number for where, (_, wanted) in beats.items() if wanted}
+        if self._on_wanted is not None and any(wanted == CHOSEN for _, wanted in beats.values()):
             self._on_wanted()
+        if away is not None:
+            raise away
 
     async def _owned(self, partitions: Sequence[Partition]) -> set[str]:
         """What Redis shows as this engine's, a claim included whose answer nobody waited for."""

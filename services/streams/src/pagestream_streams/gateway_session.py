@@ -214,6 +214,9 @@ class GatewaySession:
         partitions = await self._partitions()
         lease = self._settings.lease_ms
         calls = [Call(GATEWAY_HEARTBEAT, where.prefix, (self._id, lease)) for where in partitions]
-        for where, (registered, queued) in zip(partitions, await self._broker.connection.run_many(calls), strict=True):
+        for where, reply in zip(partitions, await self._broker.connection.run_each(calls), strict=True):
+            if isinstance(reply, Unavailable):
+                continue
+            registered, queued = reply
             self._queued[where] = queued
             await self._readers.compare(where, registered)

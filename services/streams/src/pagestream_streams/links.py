@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from redis import exceptions
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.client import PubSub
 from redis.asyncio.cluster import ClusterNode, RedisCluster
-from redis.asyncio.connection import Connection as Socket
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
+from pagestream_streams.cluster_link import ClusterLink
 from pagestream_streams.entries import Argument
 from pagestream_streams.settings import StreamsSettings
 
@@ -71,7 +69,7 @@ def open_link(url: str, settings: StreamsSettings) -> Link:
     if kind == "sentinel":
         return _sentinel(url, settings)
     if kind == "cluster":
-        return ClusterLink(url, settings)
+        return _cluster(url, settings)
     pool = BlockingConnectionPool.from_url(
         url, max_connections=settings.max_connections, timeout=settings.command_timeout_s, **_limits(settings)
     )
@@ -108,115 +106,6 @@ class SingleLink:
         for each in (self._redis, *self._others):
             await each.aclose()
             await each.connection_pool.disconnect()
-
-
-class ClusterLink:
-    """A cluster. Each script's keys share a hash tag, so one node has them all."""
-
-    def __init__(self, url: str, settings: StreamsSettings) -> None:
-        """ValueError for a malformed address."""
-        address = _Address(url, _REDIS_PORT)
-        if address.path:
-            raise ValueError("a cluster has one database and no service; leave out what stands behind the hosts")
-        self._cluster = RedisCluster(
-            startup_nodes=[ClusterNode(host, port) for host, port in address.hosts],
-            # A node's pool raises where this one waits: no more commands are let through than it has connections.
-            max_connections=2 * settings.max_connections,
-            require_full_coverage=False,
-            reinitialize_steps=0,  # else every fifth MOVED closes the connections on which others wait
-            ssl=address.tls,
-            **_limits(settings),
-            **address.credentials,
-            **address.options,
-        )
-        self._command: Callable[..., Awaitable[Any]] = self._cluster.execute_command
-        self._turns = asyncio.Semaphore(settings.max_connections)
-
-    async def execute(self, *command: Argument) -> Any:
-        async with self._turns:
-            if command[0] in ("PING", "TIME"):
-                # Without a key these go to many nodes, or to one that has gone.
-                return (await self.together("", [command]))[0]
-            with _torn():
-                return await self._command(*command)
-
-    async def pipeline(self, commands: Sequence[Command]) -> list[Any]:
-        async with self._turns:
-            pipe = self._cluster.pipeline()
-            for command in commands:
-                pipe.execute_command(*command)
-            with _torn():
-                replies = await pipe.execute(raise_on_error=False)
-            return [_closed() if isinstance(reply, AttributeError) else reply for reply in replies]
-
-    async def together(self, key: str, commands: Sequence[Command]) -> list[Any]:
-        with _torn():
-            await self._cluster.initialize()
-        node = self._cluster.get_node_from_key(key)
-        if node is None:
-            raise exceptions.ClusterDownError(f"no node has the slot of {key!r}")
-        socket = node.acquire_connection()
-        try:
-            with _torn():
-                replies = await _replies(node, socket, commands)
-            await self._learn(replies)
-            return replies
-        except (exceptions.ConnectionError, exceptions.TimeoutError, OSError):
-            await self._look_again()
-            raise
-        finally:
-            node.release(socket)
-
-    def pubsub(self) -> PubSub:
-        pubsub: PubSub = self._cluster.pubsub()
-        return pubsub
-
-    async def close(self) -> None:
-        await self._cluster.aclose()
-
-    async def _learn(self, replies: Sequence[Any]) -> None:
-        """Where a slot went, from what was refused; the caller tries again."""
-        for reply in replies:
-            if isinstance(reply, exceptions.MovedError):
-                await self._cluster.nodes_manager.move_slot(reply)
-                return
-            if isinstance(reply, exceptions.ClusterDownError):
-                await self._look_again()
-                return
-
-    async def _look_again(self) -> None:
-        """Asks which node has which slots, and leaves the connections on which others wait."""
-        with suppress(exceptions.RedisError, exceptions.RedisClusterException, OSError):
-            await self._cluster.nodes_manager.initialize()
-
-
-async def _replies(node: ClusterNode, socket: Socket, commands: Sequence[Command]) -> list[Any]:
-    try:
-        await socket.send_packed_command(socket.pack_commands(commands))
-        replies: list[Any] = []
-        for command in commands:
-            try:
-                replies.append(await node.parse_response(socket, str(command[0])))
-            except exceptions.ResponseError as error:
-                replies.append(error)
-        return replies
-    except BaseException:
-        # Replies that nobody waits for must not answer the next command.
-        await socket.disconnect(nowait=True)
-        raise
-
-
-@contextmanager
-def _torn() -> Iterator[None]:
-    """redis-py closes connections when it looks for slots anew; a command that is just opening one finds no writer."""
-    try:
-        yield
-    except AttributeError as error:
-        raise _closed() from error
-
-
-def _closed() -> exceptions.ConnectionError:
-    return exceptions.ConnectionError("the connection was closed while it was being opened")
 
 
 class _Address:
@@ -271,6 +160,23 @@ def _sentinel(url: str, settings: StreamsSettings) -> Link:
         **address.credentials,
     )
     return SingleLink(redis, settings.max_connections, sentinel.sentinels)
+
+
+def _cluster(url: str, settings: StreamsSettings) -> Link:
+    address = _Address(url, _REDIS_PORT)
+    if address.path:
+        raise ValueError("a cluster has one database and no service; leave out what stands behind the hosts")
+    cluster = RedisCluster(
+        startup_nodes=[ClusterNode(host, port) for host, port in address.hosts],
+        # A node's pool raises where a link waits: no more commands are let through than it has connections.
+        max_connections=2 * settings.max_connections,
+        require_full_coverage=False,
+        ssl=address.tls,
+        **_limits(settings),
+        **address.credentials,
+        **address.options,
+    )
+    return ClusterLink(cluster, settings.max_connections)
 
 
 def _limits(settings: StreamsSettings) -> Mapping[str, Any]:

@@ -46,6 +46,7 @@ class Readers:
         self._beats: defaultdict[Partition, int] = defaultdict(int)
         self._strangers: defaultdict[Partition, set[str]] = defaultdict(set)  # registered at the last look, not read
         self._away_since: float | None = None
+        self._partitions_away: dict[Partition, float] = {}
         self._closed = False
         self._keeper = Periodic("readers", self._settings.poll_ms / 4000, self._keep)
 
@@ -229,13 +230,16 @@ class Readers:
             Call(UNREGISTER, where.prefix, (self._gateway_id, *request_ids))
             for where, request_ids in by_partition.items()
         ]
+        away = set(by_partition)
         try:
-            await self._broker.connection.run_many(calls)
-        except BaseException:
-            unread = {each: where for each, where in leaving.items() if each not in self._followers}
+            replies = await self._broker.connection.run_each(calls)
+            away = {where for where, reply in zip(by_partition, replies, strict=True) if isinstance(reply, Unavailable)}
+        finally:
+            unread = {each: where for each, where in leaving.items() if where in away and each not in self._followers}
             self._leaving = unread | self._leaving
-            raise
         for request_id, where in leaving.items():
+            if where in away:
+                continue
             # Somebody began to read while the script was on its way: its registration may have been the one that was
             # taken back.
             again = {(each.request_id, each.tenant) for each in self._followers.get(request_id, ())}
@@ -252,9 +256,13 @@ class Readers:
             Call(POLL, where.prefix, [each.request_id for each in each_part])
             for where, each_part in by_partition.items()
         ]
-        replies = await self._broker.connection.run_many(calls)
+        replies = await self._broker.connection.run_each(calls)
         now = time.monotonic()
-        for followers, reply in zip(by_partition.values(), replies, strict=True):
+        for (where, followers), reply in zip(by_partition.items(), replies, strict=True):
+            if isinstance(reply, Unavailable):
+                self._note_partition_away(where, followers, reply)
+                continue
+            self._partitions_away.pop(where, None)
             for follower, next_index, finished in zip(followers, reply[::2], reply[1::2], strict=True):
                 if follower.waiting_since is not None:
                     follower.waiting_since = now
@@ -286,6 +294,12 @@ class Readers:
         self._away_since = self._away_since or now
         if now - self._away_since > self._settings.outage_limit_s:
             for follower in self._all():
+                follower.fail(error)
+
+    def _note_partition_away(self, where: Partition, followers: list[Follower], error: Unavailable) -> None:
+        now = time.monotonic()
+        if now - self._partitions_away.setdefault(where, now) > self._settings.outage_limit_s:
+            for follower in followers:
                 follower.fail(error)
 
     async def _patiently(self, operation: Callable[[], Awaitable[_T]]) -> _T:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from pagestream_streams import keys
 from pagestream_streams.broker import Broker
 from pagestream_streams.connection import Call
+from pagestream_streams.errors import Unavailable
 from pagestream_streams.keys import Partition
 from pagestream_streams.scripts import SWEEP
 from pagestream_streams.tasks import Periodic
@@ -37,10 +38,13 @@ class Sweeper:
         await self._timer.stop()
 
     async def sweep(self) -> None:
-        """Sweeps every partition once. Unavailable."""
+        """Sweeps every partition once. Unavailable, once the others are swept."""
         partitions = list(await self._partitions())
-        replies = await self._broker.connection.run_many([self._call(where) for where in partitions])
-        for where, (reclaimed, late, abandoned, restarted, poison) in zip(partitions, replies, strict=True):
+        replies = await self._broker.connection.run_each([self._call(where) for where in partitions])
+        for where, reply in zip(partitions, replies, strict=True):
+            if isinstance(reply, Unavailable):
+                continue
+            reclaimed, late, abandoned, restarted, poison = reply
             if restarted:
                 _log.info(
                     "%s: nothing had swept for a while, or Redis is another process; leases and graces start anew",
@@ -55,6 +59,9 @@ class Sweeper:
                 await self._broker.end(where, request_id.decode(), "cancelled", condition="graces")
             for request_id, index, deaths in poison:
                 await self._quarantine(where, request_id.decode(), int(index), deaths)
+        away = [reply for reply in replies if isinstance(reply, Unavailable)]
+        if away:
+            raise away[0]
 
     async def _quarantine(self, where: Partition, request_id: str, index: int, deaths: int) -> None:
         message = (
