@@ -30,7 +30,7 @@ def decide(
     """
     trouble = _clock_trouble(observation, memory)
     if trouble is not None:
-        return _held(policy, observation, trouble), ScalingMemory(startups=memory.startups, capacity=memory.capacity)
+        return _held(policy, observation, trouble), ScalingMemory(startups=memory.startups)
     seen = believed(observation, policy.samples)
     before = with_startups(memory, observation)
     pods = supply(observation, seen, before, policy.startup)

@@ -90,7 +90,7 @@ def supply(observation: PoolObservation, believed: Believed, memory: ScalingMemo
     starting += [_ordered_at(observation, memory)] * unseen
     on_time = [since for since in starting if -patience_s <= now - since <= patience_s]
     arriving = tuple(sorted(min(startup_s, max(0.0, since + startup_s - now)) for since in on_time))
-    lost = sum(pod.state is PodState.STARTING and _has_served(pod) for pod in observation.pods)
+    lost = sum(pod.state is PodState.STARTING and pod.name in memory.lost for pod in observation.pods)
     return Supply(ready, arriving, len(starting) - len(arriving), startup_s, lost)
 
 

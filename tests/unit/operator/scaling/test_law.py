@@ -132,8 +132,14 @@ def test_more_load_never_gives_fewer_pods(data: st.DataObject) -> None:
 
 @st.composite
 def impaired(draw: st.DrawFn, shown: PoolObservation) -> PoolObservation:
-    """The same pool with some samples missing, stale, from the future or absurd."""
-    pods = tuple(replace(pod, sample=draw(_impaired_sample(pod.sample))) for pod in shown.pods)
+    """The same pool with some samples missing, stale, from the future or absurd.
+
+    Those of pods that aren't ready stay: without them nobody could know that they ever served.
+    """
+    pods = tuple(
+        pod if pod.state is PodState.STARTING else replace(pod, sample=draw(_impaired_sample(pod.sample)))
+        for pod in shown.pods
+    )
     assert shown.queue is not None
     waiting = draw(
         st.sampled_from(
@@ -247,6 +253,15 @@ def test_time_that_runs_backwards_changes_nothing_and_starts_the_windows_anew() 
 def test_an_observation_without_a_time_changes_nothing() -> None:
     decision, _ = decide(CALM, replace(pool([0.9] * 3), time_s=math.nan), ScalingMemory())
     assert decision.desired == 3
+
+
+def test_a_pod_that_lost_its_readiness_and_its_voice_still_counts_as_full() -> None:
+    shown = pool([0.3] * 4)
+    lost = [replace(pod, state=PodState.STARTING, ready_s=None) for pod in shown.pods[:2]]
+    silent = [replace(pod, sample=None) for pod in lost]
+    memory = settled(CALM, shown)
+    _, memory = decide(CALM, at(replace(shown, pods=(*lost, *shown.pods[2:])), NOW - 1), memory)
+    assert desired(CALM, replace(shown, pods=(*silent, *shown.pods[2:])), memory) == 4
 
 
 # -- the terms at work
