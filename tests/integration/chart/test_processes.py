@@ -1,9 +1,13 @@
 """The processes with the environment and the rights that the chart gives them."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -100,11 +104,17 @@ def camel_case(field: str) -> str:
     return first + "".join(part.title() for part in others)
 
 
+@pytest.fixture(params=["namespaced", "cluster-wide"])
+def options(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Nothing runs here, so that no pod ever ends: what a deletion waits for is short."""
+    wide = "true" if request.param == "cluster-wide" else "false"
+    return ("--set", f"pools.demo.drain.deletionTimeoutSeconds=1,operator.clusterWide={wide}")
+
+
 @pytest.fixture
-def installed(admin: Administrator, namespace: str) -> str:
+def installed(admin: Administrator, namespace: str, options: tuple[str, ...]) -> str:
     command = ("helm", "install", "pagestream", str(CHART), "--namespace", namespace, "--no-hooks", "--skip-crds")
-    # Nothing runs here, so that no pod ever ends: what a deletion waits for is short.
-    admin.run(*command, "--set", "pools.demo.drain.deletionTimeoutSeconds=1")
+    admin.run(*command, *options)
     return namespace
 
 
@@ -118,10 +128,9 @@ def account(admin: Administrator, installed: str, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def operator(installed: str, account: Path, tmp_path: Path) -> Iterator[int]:
-    """The operator's process as the chart starts it; the port of its metrics."""
-    manifests = render(namespace=installed)
-    environ = environment(manifests, "StatefulSet/pagestream-operator")
+def operator(installed: str, account: Path, options: tuple[str, ...], tmp_path: Path) -> Iterator[Operator]:
+    """The operator's process as the chart starts it."""
+    environ = environment(render(*options, namespace=installed), "StatefulSet/pagestream-operator")
     port = free_port()
     environ |= {
         "KUBECONFIG": str(account),
@@ -133,10 +142,16 @@ def operator(installed: str, account: Path, tmp_path: Path) -> Iterator[int]:
     part = Part("operator", [sys.executable, "-m", "pagestream_operator"], tmp_path / "operator.log", environ)
     part.start()
     try:
-        wait_until(lambda: is_ready(port), limit_s=30, what=f"the operator\n{part.log_tail()}")
-        yield port
+        wait_until(lambda: is_ready(port), limit_s=60, what=f"the operator\n{part.log_tail()}")
+        yield Operator(port, part)
     finally:
         part.stop()
+
+
+@dataclass(frozen=True)
+class Operator:
+    metrics_port: int
+    part: Part
 
 
 def is_ready(port: int) -> bool:
@@ -154,7 +169,7 @@ def exists(admin: Administrator, namespace: str, *what: str) -> bool:
     return True
 
 
-def test_the_operators_rights_are_enough(admin: Administrator, installed: str, operator: int) -> None:
+def test_the_operators_rights_are_enough(admin: Administrator, installed: str, operator: Operator) -> None:
     children = ("deployment/demo-engine", "service/demo-engines", "poddisruptionbudget/demo-engine")
     children += ("configmap/demo-engine", "serviceaccount/demo-engine")
     wait_until(lambda: exists(admin, installed, *children), limit_s=30, what="the pool's objects")
@@ -165,9 +180,11 @@ def test_the_operators_rights_are_enough(admin: Administrator, installed: str, o
     wait_until(lambda: replicas(admin, installed) == 2, limit_s=30, what="two replicas")
     wait_until(lambda: has_events(admin, installed), limit_s=30, what="an event")
     admin.run("kubectl", "--namespace", installed, "delete", "enginepool/demo", "--timeout=50s")
-    page = httpx.get(f"http://127.0.0.1:{operator}/metrics").text
+    page = httpx.get(f"http://127.0.0.1:{operator.metrics_port}/metrics").text
     assert "pagestream_operator_api_calls_total{" in page
     assert 'code="403"' not in page
+    log = operator.part.log.read_text()
+    assert not re.search("forbidden|permission|not authori", log, flags=re.IGNORECASE), log
 
 
 def conditions(admin: Administrator, namespace: str) -> list[Manifest]:
@@ -194,6 +211,7 @@ FORBIDDEN = {
 }
 
 
+@pytest.mark.parametrize("options", [()])
 def test_the_operators_rights_are_not_more(admin: Administrator, installed: str) -> None:
     user = f"--as=system:serviceaccount:{installed}:pagestream-operator"
     reviews = []
@@ -209,6 +227,7 @@ def test_the_operators_rights_are_not_more(admin: Administrator, installed: str)
     assert reviews == []
 
 
+@pytest.mark.parametrize("options", [()])
 @pytest.mark.parametrize("account_name", ["pagestream-gateway", "pagestream-redis", "pagestream-collector"])
 def test_who_is_no_operator_has_no_rights(admin: Administrator, installed: str, account_name: str) -> None:
     user = f"--as=system:serviceaccount:{installed}:{account_name}"
