@@ -20,8 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
+import grpc
 from control_plane import ControlPlane, eventually
 from kube_api import kube_binary
+from opentelemetry.proto.metrics.v1.metrics_pb2 import ResourceMetrics
 from operator_process import OperatorProcess, PoolWorld, install_definition, running_operator
 from otlp_messages import export, gauge, resource
 
@@ -70,7 +72,7 @@ class Meter:
         seconds = time.monotonic() - self._start
         before, after = self._buckets, self._histogram()
         counts = {bound: after[bound] - before.get(bound, 0) for bound in after}
-        return Row(
+        row = Row(
             phase,
             seconds,
             max(counts.values()),
@@ -80,6 +82,8 @@ class Meter:
             (self._cpu() - self._cpu_s) / seconds * 100,
             self._memory(),
         )
+        print(row, flush=True)
+        return row
 
     def _histogram(self) -> dict[float, float]:
         found = {}
@@ -139,12 +143,12 @@ def exporting(world: PoolWorld, operator: OperatorProcess, pools: list[str]) -> 
     def run() -> None:
         while not stop.is_set():
             now, own = time.time(), {"namespace": world.namespace}
-            for pool in pools:
-                told = [_engine(now, pod, pool, own) for pod in pods[pool]]
-                model = {"gen_ai.request.model": pool}
-                queue = {"depth": 0, "tokens": 0, "age": 0, "running": 60, "drain_rate": 2000}
-                gauges = [gauge(f"pagestream.queue.{name}", now, value, model) for name, value in queue.items()]
-                operator.tell(export(*told, resource(gauges, **own, instance="gateway-0")))
+            told = [_engine(now, pod, pool, own) for pool in pools for pod in pods[pool]]
+            told += [_gateway(now, pools, own)]
+            try:
+                operator.tell(export(*told))
+            except grpc.RpcError as error:
+                print(f"an export was lost: {error}", file=sys.stderr)
             stop.wait(max(0.0, EXPORT_S - (time.time() - now)))
 
     thread = threading.Thread(target=run)
@@ -156,13 +160,23 @@ def exporting(world: PoolWorld, operator: OperatorProcess, pools: list[str]) -> 
         thread.join(30)
 
 
-def _engine(now: float, pod: str, pool: str, own: dict[str, str]) -> object:
+def _gateway(now: float, pools: list[str], own: dict[str, str]) -> ResourceMetrics:
+    queue = {"depth": 0, "tokens": 0, "age": 0, "running": 60, "drain_rate": 2000}
+    told = [
+        gauge(f"pagestream.queue.{name}", now, value, {"gen_ai.request.model": pool})
+        for pool in pools
+        for name, value in queue.items()
+    ]
+    return resource(told, **own, instance="gateway-0")
+
+
+def _engine(now: float, pod: str, pool: str, own: dict[str, str]) -> ResourceMetrics:
     values = {"kv.utilization": 0.7, "requests.running": 3, "requests.waiting": 0}
     gauges = [gauge(f"pagestream.{name}", now, value) for name, value in values.items()]
     return resource(gauges, **own, pool=pool, pod=pod, instance=pod)
 
 
-def measure(pools: int, pods: int, steady_s: float, folder: Path) -> list[Row]:
+def measure(pools: int, pods: int, steady_s: float, folder: Path) -> None:
     """All phases."""
     names = [f"pool-{number}" for number in range(pools)]
     with ExitStack() as stack:
@@ -180,22 +194,21 @@ def measure(pools: int, pods: int, steady_s: float, folder: Path) -> list[Row]:
         eventually(
             lambda: operator.figures("pagestream_operator_ready_replicas") == wanted, f"{pods} ready pods", LIMIT_S
         )
-        rows = [meter.row("creation to the last ready pod")]
+        meter.row("creation to the last ready pod")
         with exporting(world, operator, names):
             time.sleep(10)  # the law learns what the samples say
             meter.reset()
             time.sleep(steady_s)
-            rows.append(meter.row("samples of all pods every 2 s, a decision a second"))
+            meter.row("samples of all pods every 2 s, a decision a second")
             for name in names:
                 world.change({"engine": {"maxNumSeqs": 64}}, name)
             meter.reset()
             time.sleep(steady_s)
-            rows.append(meter.row("all pools replace all pods"))
+            meter.row("all pools replace all pods")
         time.sleep(30)
         meter.reset()
         time.sleep(steady_s)
-        rows.append(meter.row("at rest, without samples"))
-        return rows
+        meter.row("at rest, without samples")
 
 
 def main() -> None:
@@ -205,12 +218,10 @@ def main() -> None:
     parser.add_argument("--pods", type=int, default=1000)
     parser.add_argument("--steady-s", type=float, default=60)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows = measure(given.pools, given.pods, given.steady_s, Path(folder))
     print("| phase | s | passes | p50 of a pass, ms | p99, ms | API calls a minute | CPU, % of a core | memory, MiB |")
-    print("|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        print(row)
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(given.pools, given.pods, given.steady_s, Path(folder))
 
 
 if __name__ == "__main__":

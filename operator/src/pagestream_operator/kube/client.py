@@ -141,8 +141,9 @@ class KubeClient:
         try:
             yield
         except httpx2.HTTPStatusError as error:
-            status = error.response.status_code if error.response is not None else _NO_ANSWER
-            raise _failure(what, status, error) from error
+            failure = failure_of(what, error)
+            status = failure.status
+            raise failure from error
         except (httpx2.HTTPError, ConfigError, ValueError) as error:
             status = _NO_ANSWER
             raise ApiUnavailable(f"{what}: {type(error).__name__} {error}") from error
@@ -159,7 +160,10 @@ def _parse_selector(text: str | None) -> dict[str, str] | None:
     return None if text is None else dict(part.split("=") for part in text.split(","))
 
 
-def _failure(what: str, status: int, error: httpx2.HTTPStatusError) -> ApiFailure:
+def failure_of(what: str, error: httpx2.HTTPStatusError) -> ApiFailure:
+    """What an answer of the API server means to whoever asked."""
+    # An error in a stream has no response of its own.
+    status = error.response.status_code if error.response is not None else _NO_ANSWER
     text = f"{what}: {status} {error}"
     if status == httpx2.codes.NOT_FOUND:
         return Gone(text, status)
