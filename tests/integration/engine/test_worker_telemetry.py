@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import served_workers as w
+from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 from pagestream_engine.worker.health import Health
 from pagestream_engine.worker.telemetry import EngineView, WorkerTelemetry
+from pagestream_engine.worker.worker import EngineFailed
 from pagestream_streams import Broker, GatewaySession
 from pagestream_telemetry.instruments import Point
 from pagestream_telemetry.process import Telemetry, silent_telemetry
@@ -105,3 +107,24 @@ async def test_a_snapshot_tells_what_the_engine_holds(
     assert value(told, "pagestream.engine.draining") == 0
     health.end()
     assert value(told, "pagestream.engine.draining") == 1
+
+
+class BrokenRunner(w.ArithmeticRunner):
+    """Fails in its third step."""
+
+    def execute(self, step: ScheduledStep) -> SampledTokens:
+        if self.num_steps == 2:
+            raise MemoryError("no memory for the step")
+        return super().execute(step)
+
+
+async def test_an_engine_that_breaks_says_so_before_it_ends(
+    broker: Broker, tmp_path: Path, told: Telemetry, telemetry: WorkerTelemetry
+) -> None:
+    async with GatewaySession(broker) as gateway:
+        async with w.running_worker(broker, tmp_path, BrokenRunner, telemetry=telemetry) as running:
+            await w.accepted(gateway, [1, 2, 3])
+            with pytest.raises(EngineFailed):
+                await running.task
+    assert value(told, "pagestream.errors", **{"error.type": "engine_failed"}) == 1
+    assert value(told, "pagestream.cancellations") == 0

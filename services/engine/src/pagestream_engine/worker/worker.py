@@ -266,6 +266,7 @@ class Worker:
             self._thread_ended.set_result(None)
             return
         logger.critical("the engine failed", exc_info=error)
+        self._telemetry.error("engine_failed")
         failure = EngineFailed(f"the engine ended by {error!r}")
         failure.__cause__ = error
         self._thread_ended.set_exception(failure)
