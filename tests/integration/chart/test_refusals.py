@@ -1,0 +1,38 @@
+"""Values that contradict each other, or are not values of the chart, are refused in words that help."""
+
+import pytest
+from chart import render
+from kube_api import CommandError
+
+SENSELESS = {
+    "redis.external.url=redis://redis": "set redis.bundled.enabled=false to use the external one",
+    "redis.bundled.enabled=false": "say where Redis is: redis.external.url or redis.external.existingSecret",
+    "redis.bundled.enabled=false,redis.external.url=redis://redis,redis.external.existingSecret=redis": (
+        "give either url or existingSecret"
+    ),
+    f"apiKeys.existingSecret=keys,apiKeys.hashes.{'a' * 64}=team": "apiKeys.hashes must be empty",
+    "collector.enabled=false": "processes reach only one operator; set operator.replicas=1",
+    "gateway.tls.enabled=true": "name a Secret (gateway.tls.existingSecret) or let cert-manager make one",
+    "gateway.tls.enabled=true,gateway.tls.certificate.enabled=true": "name the cert-manager issuer",
+    "gateway.autoscaling.minReplicas=20": "minReplicas (20) is above maxReplicas (10)",
+    "gateway.httpRoute.enabled=true": "name the Gateway to attach to",
+    "gateway.grpcRoute.enabled=true": "name the Gateway to attach to",
+    "collector.traces.exporters={otlp_grpc/tempo}": "not described in collector.exporters",
+}
+UNKNOWN = {
+    "gateway.replica=3": "at '/gateway': additional properties 'replica' not allowed",
+    "pools.demo.maxReplica=3": "at '/pools/demo': additional properties 'maxReplica' not allowed",
+    "pools.demo.replicas=3": "at '/pools/demo': additional properties 'replicas' not allowed",
+    "pools.demo.model.servedname=x": "at '/pools/demo/model': additional properties 'servedname' not allowed",
+    "broker.retention=600": "at '/broker': additional properties 'retention' not allowed",
+    "gateway.service.type=Balancer": "value must be one of 'ClusterIP', 'NodePort', 'LoadBalancer'",
+    "apiKeys.hashes.secret=team": "'secret' does not match pattern",
+    "redis.external.url=http://redis": "does not match pattern",
+}
+
+
+@pytest.mark.parametrize("values", [*SENSELESS, *UNKNOWN])
+def test_what_is_wrong_is_said(values: str) -> None:
+    with pytest.raises(CommandError) as refused:
+        render("--set", values)
+    assert {**SENSELESS, **UNKNOWN}[values] in str(refused.value)
