@@ -39,7 +39,7 @@ def translated(what: str) -> Iterator[None]:
         kind = ApiUnavailable if status in _BUSY else kinds.get(status, Rejected)
         raise kind(f"{what}: {error.status.message}", status) from error
     except httpx2.HTTPError as error:
-        raise ApiUnavailable(f"{what}: {error or type(error).__name__}") from error
+        raise ApiUnavailable(f"{what}: {str(error) or type(error).__name__}") from error
 
 
 def wait_until(condition: Callable[[], bool], *, limit_s: float) -> bool:
