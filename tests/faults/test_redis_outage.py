@@ -38,7 +38,7 @@ async def run_through_outage(stack: Stack) -> list[Outcome]:
 async def expect_unavailable(stack: Stack) -> None:
     gateway = stack.gateways[0]
     async with grpc.aio.insecure_channel(gateway.grpc_target) as channel:
-        stub = InferenceStub(channel)  # type: ignore[no-untyped-call]
+        stub = InferenceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             async for _ in stub.Generate(chat_request(0), timeout=OUTAGE_S):
                 pass

@@ -131,7 +131,7 @@ class GrpcClient(FeatureClient):
 
     async def _read(self, place: str) -> None:
         async with grpc.aio.insecure_channel(place, options=CHANNEL_OPTIONS) as channel:
-            stub = InferenceStub(channel)  # type: ignore[no-untyped-call]
+            stub = InferenceStub(channel)
             seen = self.seen
             if self.request_id:
                 position = pb.ResumeRequest(request_id=self.request_id, next_index=seen.next_index, digest=seen.digest)

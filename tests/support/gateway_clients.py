@@ -82,7 +82,7 @@ async def grpc_stub(address: Address, *, key: str | None = None) -> AsyncIterato
     """A stub; with a key, its calls carry it."""
     interceptors = [] if key is None else [_BearerStream(key), _BearerUnary(key)]
     async with grpc.aio.insecure_channel(address.target, interceptors=interceptors) as channel:
-        yield InferenceStub(channel)  # type: ignore[no-untyped-call]
+        yield InferenceStub(channel)
 
 
 def refusal(error: grpc.aio.AioRpcError) -> Refusal:

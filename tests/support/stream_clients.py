@@ -70,7 +70,7 @@ class GrpcReader:
 
     async def _read(self, target: str, request: pb.GenerateRequest) -> None:
         async with grpc.aio.insecure_channel(target) as channel:
-            stub = InferenceStub(channel)  # type: ignore[no-untyped-call]
+            stub = InferenceStub(channel)
             seen = self.outcome
             if seen.request_id:
                 position = pb.ResumeRequest(request_id=seen.request_id, next_index=seen.next_index, digest=seen.digest)

@@ -42,7 +42,7 @@ def settings(redis_url: str, files: tuple[Path, Path]) -> Settings:
 
 async def models_over_grpc(target: str, roots: bytes) -> list[str]:
     async with grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(roots)) as channel:
-        stub = InferenceStub(channel)  # type: ignore[no-untyped-call]
+        stub = InferenceStub(channel)
         answer = await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=10)
         return [model.id for model in answer.models]
 
@@ -63,7 +63,7 @@ async def test_both_apis_speak_tls_and_nothing_else(redis_url: str, tmp_path: Pa
             with pytest.raises(httpx.HTTPError):
                 await client.get(f"{address.url}/v1/models")
         async with grpc.aio.insecure_channel(address.target) as channel:
-            stub = InferenceStub(channel)  # type: ignore[no-untyped-call]
+            stub = InferenceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError):
                 await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=2)
 

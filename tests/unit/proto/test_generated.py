@@ -12,6 +12,7 @@ GENERATED = [
     "inference_pb2.py",
     "inference_pb2.pyi",
     "inference_pb2_grpc.py",
+    "inference_pb2_grpc.pyi",
     "records_pb2.py",
     "records_pb2.pyi",
 ]

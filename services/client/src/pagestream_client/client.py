@@ -178,5 +178,5 @@ class Client:
                 else:
                     channel = grpc.secure_channel(target, credentials, options=options)
                 self._channels[target] = channel
-                self._stubs[target] = InferenceStub(channel)  # type: ignore[no-untyped-call]
+                self._stubs[target] = InferenceStub(channel)
             return self._stubs[target]

@@ -39,7 +39,7 @@ class GrpcClient:
         Raises:
             AnswerError: the call failed.
         """
-        stub = inference_pb2_grpc.InferenceStub(self._channels[self._next % len(self._channels)])  # type: ignore[no-untyped-call]
+        stub = inference_pb2_grpc.InferenceStub(self._channels[self._next % len(self._channels)])
         self._next += 1
         try:
             async for response in stub.Generate(self._message(request), metadata=self._metadata):
