@@ -128,3 +128,4 @@ def test_a_restarted_operator_writes_nothing_but_its_term(kube: ControlPlane, pl
         assert after["spec"] == before["spec"]
         assert after["metadata"]["generation"] == before["metadata"]["generation"]
         assert place.pods("upgraded") == pods
+        assert not [note for note in place.events("Updated") if "upgraded-engine" in note]

@@ -28,6 +28,8 @@ class Outcome(StrEnum):
     UNCHANGED = "unchanged"
     CREATED = "created"
     CHANGED = "changed"
+    STAMPED = "stamped"
+    """Only the leader's term is new."""
 
 
 class Applier:
@@ -56,6 +58,7 @@ class Applier:
             return Outcome.CREATED
         _check_owner(pool, kind, live)
         managed = taken_over(live)
+        before = live
         is_settled = not differs(wanted, live) or self._settled.get(key) == fingerprint(wanted, live)
         if is_settled and managed is None:
             return Outcome.UNCHANGED
@@ -65,7 +68,8 @@ class Applier:
             live = await self._hand_over_replicas(live)
         done = await self._apply(kind, wanted, live["metadata"]["resourceVersion"])
         self._settled[key] = fingerprint(wanted, done)
-        return Outcome.CHANGED
+        is_same = fingerprint(manifest, before) == fingerprint(manifest, done)
+        return Outcome.STAMPED if is_same else Outcome.CHANGED
 
     async def scale(self, deployment: Live, replicas: int) -> Live:
         """Give a Deployment so many replicas; returns it as it is then."""

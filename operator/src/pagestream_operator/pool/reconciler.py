@@ -152,7 +152,7 @@ class Reconciler:
     async def _make_right(self, pool: EnginePool, body: dict[str, Any]) -> None:
         for manifest in children(pool, self.context.defaults):
             outcome = await self.context.applier.apply(pool, manifest, replicas=first_replicas(pool))
-            if outcome is Outcome.UNCHANGED:
+            if outcome not in (Outcome.CREATED, Outcome.CHANGED):
                 continue
             what = f"{manifest['kind']} {manifest['metadata']['name']}"
             if manifest["kind"] == DEPLOYMENT.name:
