@@ -65,10 +65,11 @@ class ClusterLink:
 
     async def together(self, key: str, commands: Sequence[Command]) -> list[Any]:
         """Commands on one connection to the node that has `key`; a reply may be an exception."""
-        await self._cluster.initialize()
-        replies = await self._batch(self._node(key), commands)
-        await self._learn(replies)
-        return replies
+        async with self._turns:
+            await self._cluster.initialize()
+            replies = await self._batch(self._node(key), commands)
+            await self._learn(replies)
+            return replies
 
     def pubsub(self) -> PubSub:
         """A subscriber on a connection of its own."""
