@@ -4,6 +4,7 @@ is Unavailable and nothing worse, and trying again is harmless.
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -96,6 +97,24 @@ async def test_a_server_that_loads_its_files_is_an_outage_that_ends(tmp_path: Pa
                             break
                 assert refusals > 0
                 assert (await broker.view(request.request_id, TENANT)).attempts == 0
+
+
+async def test_a_server_that_loads_its_files_is_waited_for_at_the_start(tmp_path: Path, seven: ServerBinary) -> None:
+    """LOADING, for longer than a server that is not there would be waited for."""
+    one = server(seven, tmp_path / "data", "--key-load-delay", "400")
+    patience = dataclasses.replace(FAST, connect_timeout_s=0.3)
+    with running(Topology(f"redis://127.0.0.1:{one.port}/0", [one])) as topology:
+        one.start()
+        until(one.answers, "the server")
+        async with await Broker.connect(topology.url, FAST) as broker:
+            await broker.connection.pipeline([("SET", f"ballast:{number}", "x") for number in range(6000)])
+        one.kill()
+        one.start()
+        began = time.monotonic()
+        async with asyncio.timeout(30):
+            async with await Broker.connect(topology.url, patience) as broker:
+                assert await broker.connection.execute("DBSIZE") >= 6000
+        assert time.monotonic() - began > 2 * patience.connect_timeout_s
 
 
 async def test_a_read_only_replica_is_an_outage(broker: Broker) -> None:
