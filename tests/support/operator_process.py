@@ -134,9 +134,10 @@ class PoolWorld:
     """A namespace, its pools, and what a kubelet would say about their pods."""
 
     def __init__(self, kube: ControlPlane, namespace: str) -> None:
-        """Makes the namespace, and a node that pods can be on."""
+        """Makes the namespace, in which only pods of the restricted standard are let in, and a node for them."""
         self.kube, self.namespace = kube, namespace
-        kube.post("/api/v1/namespaces", {"metadata": {"name": namespace}})
+        labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+        kube.post("/api/v1/namespaces", {"metadata": {"name": namespace, "labels": labels}})
         if not kube.exists("/api/v1/nodes/paper"):
             kube.post("/api/v1/nodes", {"metadata": {"name": "paper"}})
         if kube.has_controllers:

@@ -1,10 +1,12 @@
 """One operator, its pools, real controllers: from any state to the same objects, and nothing touched without need."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from control_plane import Refused, eventually
+from control_plane import ControlPlane, Refused, eventually
 from operator_process import OperatorProcess, PoolWorld
 from pagestream_operator.kube.ownership import SCALER
 from processes import wait_until
@@ -208,6 +210,34 @@ def test_a_paused_pool_is_left_alone_and_degraded(operator: OperatorProcess, wor
     world.change({"paused": False}, "paused")
     world.wait_replicas(1, "paused")
     world.wait_condition("Degraded", "AsExpected", "paused")
+
+
+@contextmanager
+def newer_definition(kube: ControlPlane) -> Iterator[None]:
+    """With a data type that this operator has never heard of."""
+    place = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/enginepools.pagestream.dev"
+    at = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/engine/properties/dtype/enum"
+    kube.request("PATCH", place, [{"op": "add", "path": f"{at}/-", "value": "fp8"}], kind="application/json-patch+json")
+    try:
+        yield
+    finally:
+        kube.request("PATCH", place, [{"op": "remove", "path": f"{at}/4"}], kind="application/json-patch+json")
+
+
+def test_a_spec_of_a_newer_definition_is_told_left_alone_and_can_be_deleted(
+    operator: OperatorProcess, world: PoolWorld
+) -> None:
+    world.create("newer", replicas=1)
+    world.wait_condition("Ready", "NoEngine", "newer")
+    before = world.deployment("newer")["spec"]
+    with newer_definition(world.kube):
+        eventually(lambda: world.change({"engine": {"dtype": "fp8"}}, "newer"), "the definition is in force")
+        told = world.wait_condition("Degraded", "InvalidSpec", "newer")
+        assert "spec.engine.dtype" in told["message"]
+        assert world.condition("Ready", "newer")["reason"] == "NoEngine"
+        assert world.deployment("newer")["spec"] == before
+        world.kube.delete(world.path("enginepools", "newer"))
+        eventually(lambda: not world.kube.exists(world.path("enginepools", "newer")), "the pool is gone")
 
 
 def test_what_is_somebody_elses_is_not_taken(operator: OperatorProcess, world: PoolWorld) -> None:

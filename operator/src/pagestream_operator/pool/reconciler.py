@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagestream_operator.api import GROUP, ConditionType, EnginePool, EnginePoolStatus
-from pagestream_operator.api.status import as_status
 from pagestream_operator.children import children
 from pagestream_operator.children.manifest import engine_name, service_name
 from pagestream_operator.errors import Blocked, Conflict, Gone, OperatorError, PoolInvalid, Rejected
@@ -102,12 +101,13 @@ class Reconciler:
         self.ready = len(view.ready)
         if not self.context.leadership.is_leading:
             return
-        if reading.pool is None:
-            await self._tell_invalid(dict(body), reading.error)
-        elif reading.pool.is_deleted:
-            await self._delete(reading.pool, dict(body), view)
+        pool = reading.pool or EnginePool.without_spec(body)
+        if pool.is_deleted:
+            await self._delete(pool, dict(body), view)
+        elif reading.pool is None:
+            await self._tell_invalid(pool, dict(body), reading.error)
         else:
-            await self._reconcile(reading.pool, dict(body), verdict, is_dirty=is_dirty)
+            await self._reconcile(pool, dict(body), verdict, is_dirty=is_dirty)
 
     def _read(self, body: Any) -> _Reading:
         version = body["metadata"]["resourceVersion"]
@@ -258,10 +258,9 @@ class Reconciler:
             return True
         return self.context.clock() - self._told_s >= self.context.status_s and differs(new, old)
 
-    async def _tell_invalid(self, body: dict[str, Any], error: str) -> None:
+    async def _tell_invalid(self, pool: EnginePool, body: dict[str, Any], error: str) -> None:
         """Only what needs no spec: the rest of the status stays as it was last told."""
-        old = as_status(body)
-        pool = EnginePool.without_spec(body)
+        old = pool.status
         trouble = Trouble("InvalidSpec", error)
         found = [
             finding
