@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 from pagestream_telemetry.endpoint import Endpoint, Probes
 from pagestream_telemetry.process import running_telemetry
@@ -21,7 +22,13 @@ from pagestream_operator.kube.lease import Leadership, LeaseSettings
 from pagestream_operator.kube.store import ObjectStore
 from pagestream_operator.kube.watch import Watcher
 from pagestream_operator.manager import Manager, Observer
-from pagestream_operator.metrics import MetricsSink, MetricsStore, SinkSettings
+from pagestream_operator.metrics import (
+    MetricsSink,
+    MetricsStore,
+    PrometheusSettings,
+    PrometheusSource,
+    SinkSettings,
+)
 from pagestream_operator.pool.farewell import let_go
 from pagestream_operator.pool.reconciler import Context
 from pagestream_operator.settings import Settings
@@ -98,6 +105,9 @@ class App:
     ) -> None:
         stop_leading, stop_watching = asyncio.Event(), asyncio.Event()
         async with asyncio.TaskGroup() as group:
+            if self._settings.variables.prometheus_url:
+                asking = PrometheusSource(context.metrics, self._prometheus())
+                group.create_task(asking.run(stop_watching), name="prometheus")
             beating = group.create_task(self._keep_beating(watcher), name="heartbeat")
             group.create_task(watcher.run(stop_watching), name="watcher")
             leading = group.create_task(leadership.run(stop_leading), name="leadership")
@@ -113,6 +123,15 @@ class App:
             await leading
             stop_watching.set()
             beating.cancel()
+
+    def _prometheus(self) -> PrometheusSettings:
+        variables = self._settings.variables
+        token = variables.prometheus_token_file
+        return PrometheusSettings(
+            url=variables.prometheus_url,
+            bearer_token_file=Path(token) if token else None,
+            matchers=variables.prometheus_matchers,
+        )
 
     async def _work_when_synced(self, stop: asyncio.Event, watcher: Watcher, manager: Manager) -> None:
         """Nothing is done on half a picture: what isn't listed yet would look as if it weren't there."""

@@ -47,6 +47,12 @@ class OperatorVariables:
     """Address of the operator's own OTLP port."""
     otlp_port: int = 4317
     """TCP port on which the operator takes metrics by OTLP/gRPC. 0 takes a free one."""
+    prometheus_url: str = ""
+    """A Prometheus server to ask for metrics as well, such as http://prometheus:9090. Empty: they are pushed alone."""
+    prometheus_token_file: str = ""
+    """File with the bearer token for it, read anew for each question. Empty: none is sent."""
+    prometheus_matchers: str = ""
+    """Further label matchers for the question, in Prometheus' words: k8s_namespace_name="models"."""
     metrics_host: str = "0.0.0.0"  # noqa: S104 - probes and scrapers come from other machines
     """Address of /healthz, /readyz and /metrics."""
     metrics_port: int = 9402
@@ -78,6 +84,8 @@ class OperatorVariables:
         for name in ("otlp_port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65_535:
                 _refuse(name, getattr(self, name), "a TCP port")
+        if self.prometheus_url and not self.prometheus_url.startswith(("http://", "https://")):
+            _refuse("prometheus_url", self.prometheus_url, "a URL with http:// or https://")
         if self.engine_image_pull_policy not in PULL_POLICIES:
             _refuse("engine_image_pull_policy", self.engine_image_pull_policy, " or ".join(PULL_POLICIES))
         if self.lease_renew_s + self.lease_margin_s >= self.lease_duration_s:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from control_plane import ControlPlane, eventually
+from operator_process import PoolWorld, running_operator
 from pagestream_operator.metrics import (
     MetricsStore,
     PoolMetrics,
@@ -116,6 +118,30 @@ def _ttft(store: MetricsStore) -> tuple[float, ...]:
 def _queue_time(store: MetricsStore) -> float:
     queue = observed(store).queue
     return queue.time_s if queue is not None else 0.0
+
+
+def test_an_operator_that_is_told_to_asks_prometheus(
+    kube: ControlPlane, new_world: Callable[[], PoolWorld], tmp_path: Path, pages: Pages
+) -> None:
+    world = new_world()
+    world.create("asked", minReplicas=1, maxReplicas=3)
+    with (
+        running_prometheus(tmp_path, pages, {"/engine": {"k8s_namespace_name": world.namespace}}) as url,
+        running_operator(kube, world.namespace, PROMETHEUS_URL=url),
+    ):
+        (pod,) = eventually(lambda: world.make_ready("asked", 1), "a pod")
+        labels = f'{{k8s_pod_name="{pod}",pagestream_pool="asked",{MODEL}}}'
+        queue = f'{{k8s_pod_name="gw-0",{MODEL}}}'.replace("demo", "asked")
+        pages.pages["/engine"] = f"""
+pagestream_kv_utilization_ratio{labels} 0.95
+pagestream_requests_running{labels} 9
+pagestream_requests_waiting{labels} 0
+pagestream_queue_tokens{queue} 0
+pagestream_queue_running{queue} 9
+"""
+        world.wait_replicas(2, "asked")
+        status = eventually(lambda: world.pool("asked")["status"].get("kvUtilization") == "95%", "the status")
+    assert status
 
 
 async def test_a_prometheus_that_restarts_is_asked_on(tmp_path: Path, pages: Pages) -> None:

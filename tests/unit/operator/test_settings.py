@@ -31,6 +31,7 @@ def test_namespaces(given: str, expected: tuple[str, ...] | None) -> None:
         ({"decide_s": "0"}, "PAGESTREAM_OPERATOR__DECIDE_S"),
         ({"lease_duration_s": "5"}, r"more than lease_renew_s \+ lease_margin_s"),
         ({"engine_image_pull_policy": "Sometimes"}, "Always or IfNotPresent or Never"),
+        ({"prometheus_url": "prometheus:9090"}, "a URL with http:// or https:// is expected"),
         ({"lease_name": ""}, "PAGESTREAM_OPERATOR__LEASE_NAME"),
     ],
 )

@@ -26,7 +26,7 @@ class _Slot:
 class Latencies:
     """One model's histogram over all gateways and attribute sets."""
 
-    window_s: float
+    kept_s: float
     watched_s: float
     series_limit: int
     series: dict[tuple[str, Attributes], Accumulator] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Latencies:
 
     def _drop_silent(self, now_s: float) -> bool:
         for key, accumulator in list(self.series.items()):
-            if accumulator.time_s is None or now_s - accumulator.time_s > self.window_s:
+            if accumulator.time_s is None or now_s - accumulator.time_s > self.kept_s:
                 del self.series[key], self.bounds[key]
         return len(self.series) < self.series_limit
 
@@ -70,19 +70,20 @@ class Latencies:
                 slot.counts = [old + new for old, new in zip(slot.counts, increment.amounts, strict=True)]
                 return
         self.slots.append(_Slot(index, bounds, list(increment.amounts)))
-        oldest = math.floor((increment.to_s - self.window_s) / _SLOT_S) - 1
+        oldest = math.floor((increment.to_s - self.kept_s) / _SLOT_S) - 1
         while self.slots and (self.slots[0].index < oldest or len(self.slots) > self.slots_limit):
             self.slots.popleft()
 
-    def read(self, now_s: float) -> LatencyWindow | None:
-        """The window up to `now_s`; None if no process ever said anything."""
+    def read(self, now_s: float, window_s: float) -> LatencyWindow | None:
+        """The window up to `now_s`, of at most what is kept; None if no process ever said anything."""
         if math.isinf(self.first_s):
             return None
-        current = [slot for slot in self.slots if now_s - self.window_s < (slot.index + 1) * _SLOT_S]
+        window_s = min(window_s, self.kept_s)
+        current = [slot for slot in self.slots if now_s - window_s < (slot.index + 1) * _SLOT_S]
         bounds = tuple(sorted({bound for slot in current for bound in slot.bounds}))
         counts = [0.0] * (len(bounds) + 1)
         for slot in current:
             for (_, high), count in zip(pairwise((0.0, *slot.bounds, math.inf)), slot.counts, strict=True):
                 counts[bisect_left(bounds, high)] += count  # where bounds differ, as late as it can have been
-        span_s = min(self.window_s, max(_SLOT_S, now_s - self.first_s))
+        span_s = min(window_s, max(_SLOT_S, now_s - self.first_s))
         return LatencyWindow(bounds, tuple(counts), span_s)

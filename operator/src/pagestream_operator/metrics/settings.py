@@ -18,7 +18,7 @@ class StoreSettings:
     forget_s: float = 300.0  # a process that was silent for so long is dropped
     future_s: float = 5.0  # a point that claims to be from further ahead would hide all that follow: refused
     rate_window_s: float = 6.0  # token rates are taken over so long: three exports
-    latency_window_s: float = 60.0  # the TTFT term's window
+    latency_kept_s: float = 300.0  # the longest window of a TTFT term
     gateways_apart_s: float = 5.0  # gateways that are this close to the newest one count: two exports and a bit
 
 

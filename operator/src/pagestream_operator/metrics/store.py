@@ -175,7 +175,7 @@ class MetricsStore:
             if len(self._models) >= self.settings.max_models:
                 return None
             settings = self.settings
-            latencies = Latencies(settings.latency_window_s, self._watched_s, settings.max_latency_series)
+            latencies = Latencies(settings.latency_kept_s, self._watched_s, settings.max_latency_series)
             state = self._models[key] = _ModelState(latencies)
         return state
 
@@ -210,7 +210,14 @@ class MetricsStore:
     # -- answering
 
     def observe(
-        self, *, namespace: str, pool: str, model: str, pods: Iterable[PodRef | str], now_s: float | None = None
+        self,
+        *,
+        namespace: str,
+        pool: str,
+        model: str,
+        pods: Iterable[PodRef | str],
+        now_s: float | None = None,
+        ttft_window_s: float = 60.0,
     ) -> PoolMetrics:
         """What is known of `pods` of `pool`, and of the queue of the served name `model`, however old.
 
@@ -227,7 +234,7 @@ class MetricsStore:
         state = self._models.get((namespace, model)) or self._models.get(("", model))
         if state is None:
             return PoolMetrics(samples, None, None)
-        return PoolMetrics(samples, self._queue(state), state.latencies.read(now))
+        return PoolMetrics(samples, self._queue(state), state.latencies.read(now, ttft_window_s))
 
     def _queue(self, state: _ModelState) -> QueueSample | None:
         reports = [report for gauges in state.gateways.values() if (report := _report_of(gauges)) is not None]

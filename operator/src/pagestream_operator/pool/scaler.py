@@ -29,11 +29,11 @@ class Scaler:
 
     def decide(self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float) -> Verdict:
         """What the law says now. Call it about once a second."""
-        observation = self._observe(pool, view, now_s)
+        observation = self._observe(pool, policy, view, now_s)
         decision, self._memory = decide(policy, observation, self._memory)
         return Verdict(decision, observation)
 
-    def _observe(self, pool: EnginePool, view: PoolView, now_s: float) -> PoolObservation:
+    def _observe(self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float) -> PoolObservation:
         pods = [pod for pod in view.pods if not pod.has_ended]
         known = self._metrics.observe(
             namespace=pool.namespace,
@@ -41,6 +41,7 @@ class Scaler:
             model=pool.spec.model.served_name,
             pods=[PodRef(pod.name, pod.uid) for pod in pods],
             now_s=now_s,
+            ttft_window_s=policy.ttft.window_s,
         )
         return PoolObservation(
             time_s=now_s,

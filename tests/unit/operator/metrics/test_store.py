@@ -289,6 +289,9 @@ def test_latencies_leave_the_window(listener: Listener) -> None:
     window = listener.observe().ttft
     assert window is not None
     assert window.span_s == 60
+    wider = listener.store.observe(namespace="ns", pool="demo", model="demo", pods=[], ttft_window_s=100).ttft
+    assert wider is not None
+    assert (wider.counts, wider.span_s) == ((8, 0, 0, 5), 62)
     listener.now = START + 1000
     assert sum(listener.ttft()) == 0
 
