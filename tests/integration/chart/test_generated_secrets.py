@@ -15,11 +15,12 @@ def secret(admin: Administrator, namespace: str, name: str) -> dict[str, str]:
     return {key: base64.b64decode(value).decode() for key, value in data.items()}
 
 
-@pytest.fixture
-def installed(admin: Administrator, namespace: str) -> str:
-    """No nodes, so no hooks and nothing runs: what is stored is what counts here."""
-    helm(admin, "install", namespace)
-    return namespace
+@pytest.fixture(scope="module")
+def installed(admin: Administrator) -> str:
+    """A release for all tests here. No nodes, so no hooks and nothing runs: what is stored is what counts."""
+    admin.run("kubectl", "create", "namespace", "generated-secrets")
+    helm(admin, "install", "generated-secrets")
+    return "generated-secrets"
 
 
 def helm(admin: Administrator, verb: str, namespace: str, *options: str) -> None:
