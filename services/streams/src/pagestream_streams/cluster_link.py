@@ -14,6 +14,7 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.connection import Connection as Socket
 
 from pagestream_streams.entries import Argument
+from pagestream_streams.tasks import cancel
 
 Command = Sequence[Argument]
 
@@ -37,6 +38,7 @@ class ClusterLink:
         self._cluster = cluster
         self._turns = asyncio.Semaphore(most)
         self._looked_at = float("-inf")
+        self._looking: asyncio.Task[None] | None = None
 
     async def execute(self, *command: Argument) -> Any:
         """One command. Errors are redis-py's."""
@@ -78,6 +80,8 @@ class ClusterLink:
 
     async def close(self) -> None:
         """Closes every connection."""
+        if self._looking is not None:
+            await cancel(self._looking)
         await self._cluster.aclose()
 
     def _node(self, key: Argument) -> ClusterNode:
@@ -118,15 +122,19 @@ class ClusterLink:
             if isinstance(reply, exceptions.MovedError):
                 await self._cluster.nodes_manager.move_slot(reply)
             elif isinstance(reply, (exceptions.ClusterDownError, exceptions.SlotNotCoveredError, *_LOST)):
-                await self._look_again()
+                self._look_again()
                 return
 
-    async def _look_again(self) -> None:
-        """Leaves the connections on which others wait. Not again and again: the nodes need time to agree."""
+    def _look_again(self) -> None:
+        """Beside the commands, since a node that hangs may be asked first. Nodes need time to agree: not at each call."""
         now = asyncio.get_running_loop().time()
-        if now - self._looked_at < _LOOK_PAUSE_S:
-            return
-        self._looked_at = now
+        is_looking = self._looking is not None and not self._looking.done()
+        if not is_looking and now - self._looked_at >= _LOOK_PAUSE_S:
+            self._looked_at = now
+            self._looking = asyncio.create_task(self._look(), name="look for slots")
+
+    async def _look(self) -> None:
+        """Leaves the connections on which others wait."""
         with suppress(exceptions.RedisError, exceptions.RedisClusterException, OSError):
             await self._cluster.nodes_manager.initialize()
 
