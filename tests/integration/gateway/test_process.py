@@ -80,7 +80,7 @@ def test_wrong_flags_are_told(redis_url: str, tmp_path: Path) -> None:
         (["--host"], "--host"),
     ):
         status, said = failure("--redis", redis_url, *flags)
-        assert status != 0
+        assert status == 2
         assert word in said
         assert "Traceback" not in said
 

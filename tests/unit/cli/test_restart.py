@@ -55,3 +55,17 @@ def test_a_kill_between_failed_starts_begins_the_count_anew() -> None:
     assert not record.hopeless
     record.add(crash(was_ready=False, exit_code=1))
     assert record.hopeless
+
+
+def test_one_refusal_of_its_options_is_hopeless() -> None:
+    record = RestartRecord(POLICY)
+    record.add(crash(was_ready=False, exit_code=2))
+    assert (record.refused, record.hopeless) == (True, True)
+
+
+def test_the_same_code_says_nothing_about_a_part_that_has_run() -> None:
+    record = RestartRecord(POLICY)
+    record.add(crash(was_ready=True, exit_code=2))
+    for _ in range(5):
+        record.add(crash(was_ready=False, exit_code=2))
+    assert (record.refused, record.hopeless) == (False, False)

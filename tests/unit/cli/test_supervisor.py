@@ -117,22 +117,28 @@ async def test_a_part_that_dies_repeatedly_waits_longer_each_time(tmp_path: Path
     assert journal.deaths[:5] == [("a", 3, delay) for delay in (0.0, 0.01, 0.02, 0.04, 0.04)]
 
 
-async def test_a_part_that_cannot_start_ends_everything_with_its_last_words(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("code", "deaths"), [(1, 2), (2, 0)])
+async def test_a_part_that_cannot_start_ends_everything_with_its_last_words(
+    tmp_path: Path, code: int, deaths: int
+) -> None:
+    """The third exit, or the first that says that the options are wrong, is the last one, and told as the failure."""
+
     async def never() -> bool:
         return False
 
     good = part(tmp_path, "good", SLEEPER)
-    bad = part(tmp_path, "bad", "import sys; print('no such option', file=sys.stderr); sys.exit(2)", probe=never)
+    bad = part(tmp_path, "bad", f"import sys; print('no such option', file=sys.stderr); sys.exit({code})", probe=never)
     journal = Journal()
     supervisor = Supervisor([good, bad], journal, QUICK)
     task = asyncio.create_task(supervisor.run())
     await until(lambda: pid_of(supervisor, "good") is not None, "the good one runs")
     pid = pid_of(supervisor, "good")
-    with pytest.raises(PartFailedError, match=r"bad cannot start \(exit code 2\)") as caught:
+    with pytest.raises(PartFailedError, match=rf"bad cannot start \(exit code {code}\)") as caught:
         async with asyncio.timeout(30):
             await task
     assert "no such option" in str(caught.value)
-    assert [name for name, _, _ in journal.deaths] == ["bad"] * 3
+    assert caught.value.exit_code == code
+    assert [name for name, _, _ in journal.deaths] == ["bad"] * deaths
     assert pid is not None
     assert not is_running(pid)
 

@@ -8,15 +8,18 @@ import setproctitle
 import uvloop
 from pagestream_telemetry.logs import configure_logs
 
-from pagestream_gateway.errors import GatewayError
+from pagestream_gateway.errors import GatewayError, SettingsError
 from pagestream_gateway.lifecycle import serve
 from pagestream_gateway.settings import load_settings
 
 _YOUNG_OBJECTS = 20_000  # between two collections; a few MB
+EXIT_BAD_OPTIONS = 2
 
 
 def main() -> None:
-    """Serves until SIGTERM or SIGINT. Exits with 1 where settings are wrong or what it needs to start is not there."""
+    """Serves until SIGTERM or SIGINT. Exits with 2 where settings are wrong, with 1 where what it needs to start is
+    not there.
+    """
     setproctitle.setproctitle("pagestream-gateway")
     try:
         settings = load_settings()
@@ -24,6 +27,9 @@ def main() -> None:
         _calm_collector()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
+    except SettingsError as error:
+        print(f"pagestream-gateway: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(EXIT_BAD_OPTIONS)
     except GatewayError as error:
         sys.exit(f"pagestream-gateway: {error}")
 

@@ -39,6 +39,12 @@ class PartFailedError(CliError):
     """A part of serve cannot be started."""
 
 
+class PartOptionsError(PartFailedError):
+    """A part of serve refuses what it was started with."""
+
+    exit_code = 2
+
+
 class ServerNotFoundError(CliError):
     """No server answers where one was expected."""
 

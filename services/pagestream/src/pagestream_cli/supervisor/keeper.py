@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pagestream_cli.errors import PartFailedError
+from pagestream_cli.errors import PartFailedError, PartOptionsError
 from pagestream_cli.supervisor.output import PartOutput, pipe_reader
 from pagestream_cli.supervisor.part import PartSpec, PartState, PartView
 from pagestream_cli.supervisor.restart import Death, RestartPolicy, RestartRecord
@@ -57,7 +57,7 @@ class Keeper:
         """Start the part again whenever it dies, until `drain` or `kill`.
 
         Raises:
-            PartFailedError: it cannot be started.
+            PartFailedError: it cannot be started. PartOptionsError where it said that its options are wrong.
         """
         with self._output:
             try:
@@ -127,9 +127,10 @@ class Keeper:
             return 0.0
         self.last_delay_s = self._record.add(death)
         self._state = PartState.WAITING
-        self._on_change(self, death)
+        self._on_change(self, None if self._record.hopeless else death)
         if self._record.hopeless:
-            raise PartFailedError(
+            failure = PartOptionsError if self._record.refused else PartFailedError
+            raise failure(
                 f"{self.spec.name} cannot start (exit code {death.exit_code}):\n"
                 + "\n".join(f"    {line}" for line in self._output.tail),
                 hint=f"its whole output is in {self.spec.log_path}",

@@ -17,6 +17,10 @@ class RestartPolicy:
     """A part that lived as long as this starts with a clean record."""
     hopeless_starts: int = 3
     """So many exits in a row before it was ever ready mean that it cannot start."""
+    refusal_code: int = 2
+    """One exit with this code before it was ever ready means the same: our programs and argparse end with it where
+    their options, or what those name, are wrong.
+    """
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class RestartRecord:
         self._deaths_in_row = 0
         self._failed_starts = 0
         self._ever_ready = False
+        self._refused = False
 
     def add(self, death: Death) -> float:
         """Seconds until the next start."""
@@ -50,13 +55,22 @@ class RestartRecord:
             self._deaths_in_row = 0
         self._ever_ready = self._ever_ready or death.was_ready
         self._failed_starts = self._failed_starts + 1 if death.by_itself and not death.was_ready else 0
+        self._refused = not self._ever_ready and death.exit_code == self._policy.refusal_code
         self._deaths_in_row += 1
         return self._delay()
 
     @property
+    def refused(self) -> bool:
+        """It never ran, and said with its exit code that its options are wrong."""
+        return self._refused
+
+    @property
     def hopeless(self) -> bool:
-        """It never ran, and gave up by itself again and again: the cause is in how it was started."""
-        return not self._ever_ready and self._failed_starts >= self._policy.hopeless_starts
+        """It never ran, and refused its options or gave up by itself again and again: the cause is in how it was
+        started.
+        """
+        failed = not self._ever_ready and self._failed_starts >= self._policy.hopeless_starts
+        return failed or self._refused
 
     def _delay(self) -> float:
         if self._deaths_in_row == 1:
