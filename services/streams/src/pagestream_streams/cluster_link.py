@@ -126,7 +126,7 @@ class ClusterLink:
                 return
 
     def _look_again(self) -> None:
-        """Beside the commands, since a node that hangs may be asked first. Nodes need time to agree: not at each call."""
+        """Beside the commands, as a node that hangs may be asked first. Not at each call: nodes need time to agree."""
         now = asyncio.get_running_loop().time()
         is_looking = self._looking is not None and not self._looking.done()
         if not is_looking and now - self._looked_at >= _LOOK_PAUSE_S:
