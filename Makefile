@@ -17,7 +17,7 @@ KILLS ?= 1000
 # docker, buildah, or a command: see deploy/images/build.sh.
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
-.PHONY: help setup run test check bench faults faults-campaign topologies model-check images cluster-test proto demo-model kernels constraints clean
+.PHONY: help setup run test check bench faults faults-campaign topologies model-check images cluster-test operator-scale proto demo-model kernels constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -64,6 +64,9 @@ cluster-test: $(STAMP) ## Install the chart on a real cluster and disturb it (KU
 
 kernels: $(STAMP) ## Every kernel in every shape, interpreted and compiled ahead of time (long; cached by source)
 	$(BIN)/python tests/campaigns/kernels.py $(ARGS)
+
+operator-scale: $(STAMP) ## One operator, 50 pools, 1,000 pods that kwok pretends to run: times, calls, memory (minutes)
+	$(BIN)/python tests/benchmarks/operator_scale.py $(ARGS)
 
 proto: $(STAMP) ## Generate the Python code of the wire contract
 	$(BIN)/python tools/generate_proto.py
