@@ -93,7 +93,7 @@ MUTANTS = [
     Mutant("sweep", "    note_death(engine, now)\n", ""),
     Mutant("sweep", "call('SADD', lapsed, id)", ""),
     Mutant("sweep", "\n    remove_reader(id, gateway, now)", ""),
-    Mutant("sweep", "storms(found[1] .. (found[4] or ''), found[2], now, window)", "false"),
+    Mutant("sweep", "storms(found[1] .. (found[3] or ''), found[2], now, window)", "false"),
     Mutant("sweep", "if call('HGET', prefix .. 'req:' .. id, 'owner') == engine then", "if false then"),
     Mutant("unregister", "remove_reader(ARGV[i], ARGV[1], now)", ""),
     Mutant("view", "found[10] ~= ARGV[2]", "false"),

@@ -39,6 +39,7 @@ class Omission:
 
 OMITTED: Mapping[str, Omission] = {
     "test_model_check": Omission(CROWDS, "drives scripts on one connection and in virtual time, past every link"),
+    "test_storm_recovery": Omission(CROWDS, "drives scripts on one connection and in virtual time, past every link"),
     "test_model_mutants": Omission(PLACES, "starts a server of its own: broken scripts are caught once"),
     "test_machine_loss": Omission(PLACES, "starts servers of its own: it cuts their append-only files by hand"),
     "test_outage": Omission(PLACES, "starts a server of its own: it kills and starts it by hand"),

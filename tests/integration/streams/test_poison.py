@@ -165,6 +165,10 @@ class TestWhatCounts:
             assert not (await claim_and_run(engine)).alone
 
 
+async def knows_of_suspects(session: EngineSession) -> bool:
+    return bool(session._with_suspects)
+
+
 async def not_suspect(broker: Broker, request: RequestSpec) -> bool:
     return not await is_suspect(broker, request.request_id)
 
@@ -224,6 +228,34 @@ class TestAlone:
                 await busy.generate(claim, 1, finish=True)
                 [claim] = await busy.claim()
                 assert claim.request_id == long.request_id
+
+    async def test_the_next_suspect_follows_one_that_has_passed(self, broker: Broker, gateway: GatewaySession) -> None:
+        """Not only when the first has ended: a crowd of suspects takes a prefill each, no more."""
+        suspects = {(await accepted(gateway)).request_id for _ in range(2)}
+        for name in "ab":
+            async with mortal(broker, name) as engine:
+                claims = await engine.claim(2)
+                await engine.session.mark(running=[claim.request_id for claim in claims])
+                await die(broker, engine)
+        wanted = asyncio.Event()
+        session = EngineSession(broker, model=MODEL, engine_id="trial", on_lost=ignore, on_wanted=wanted.set)
+        async with session:
+            trial = Worker(session)
+            [first] = await trial.claim()
+            assert first.alone
+            await eventually(lambda: knows_of_suspects(session))
+            await trial.generate(first, 1)
+            assert wanted.is_set()
+            await session.hand_back([first.request_id])
+            wanted.clear()
+            [second] = await trial.claim()
+            assert (second.alone, {first.request_id, second.request_id}) == (True, suspects)
+            await session._heartbeat.stop()
+            await session._beat()
+            await trial.generate(second, 1)
+            assert not wanted.is_set(), "none waits behind it"
+            [again] = await trial.claim()
+            assert (again.request_id, again.alone, again.next_index) == (first.request_id, False, 1)
 
     async def test_what_is_lost_on_the_way_stays_a_suspect(self, broker: Broker, gateway: GatewaySession) -> None:
         suspect = await accepted(gateway)
@@ -386,3 +418,20 @@ class TestStorms:
                 await die(broker, engine)
         codes = [(await task)[-1].end.error.code for task in ended]
         assert codes == ["quarantined"] * 2
+
+    async def test_nor_do_those_that_kill_in_turns(self, broker: Broker, gateway: GatewaySession) -> None:
+        """Each one's first deaths, with neighbours, acquit the other; those must not do so for ever."""
+        requests = [await accepted(gateway, partition=number) for number in (0, 1)]
+        for name in "abcd":
+            await kill_with(broker, name)
+        ended = [asyncio.create_task(read_all(gateway, request.request_id)) for request in requests]
+        async with asyncio.timeout(60):
+            while not all(task.done() for task in ended):
+                async with mortal(broker, "next") as engine:
+                    claims: list[Claim] = []
+                    while not claims and not all(task.done() for task in ended):
+                        claims = await engine.session.claim(max_requests=1, max_prompt_tokens=100)
+                        await asyncio.wait(ended, timeout=0.02)
+                    await engine.session.mark(running=[claim.request_id for claim in claims])
+                    await die(broker, engine)
+        assert [(await task)[-1].end.error.code for task in ended] == ["quarantined"] * 2

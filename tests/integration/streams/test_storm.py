@@ -14,6 +14,7 @@ from token_streams import MODEL, TENANT, Worker, ending, numbers, read_all, spec
 NUM_TOKENS = 6
 NUM_REQUESTS = 8
 STEP_S = 0.03
+LEAST_KILLS = 20
 
 
 class Slot:
@@ -77,6 +78,9 @@ async def test_nothing_is_quarantined(broker: Broker, num_slots: int) -> None:
         reading = [asyncio.create_task(read_all(gateway, request.request_id)) for request in requests]
         try:
             await asyncio.wait([*running, *reading], timeout=8, return_when=asyncio.FIRST_EXCEPTION)
+            async with asyncio.timeout(60):  # a busy machine starts engines slowly
+                while sum(slot.kills for slot in slots) < LEAST_KILLS:
+                    await asyncio.wait(running, timeout=0.1)
             storm_ends.set()
             logs = await asyncio.gather(*reading)
         finally:
@@ -86,6 +90,5 @@ async def test_nothing_is_quarantined(broker: Broker, num_slots: int) -> None:
             assert numbers(entries) == list(range(100, 100 + NUM_TOKENS))
             assert (await broker.view(request.request_id, TENANT)).finish_reason == FINISH_REASON_STOP
         assert await broker.dead(MODEL) == []
-    assert sum(slot.kills for slot in slots) > 20
     # How many were suspected is a matter of chance and of the machine's load; test_poison.py has the certain cases.
     print(f"{sum(slot.kills for slot in slots)} kills, {sum(slot.runs_alone for slot in slots)} runs alone")

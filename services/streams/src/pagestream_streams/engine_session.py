@@ -173,6 +173,8 @@ class EngineSession:
                 if found and found[0].alone:
                     await self._begin_alone(found[0])
                     break
+                if idle:
+                    self._with_suspects.discard(number)
                 max_prompt_tokens -= sum(_tokens(claim) for claim in found)
                 if self._blocked is not None:
                     break
@@ -355,13 +357,18 @@ class EngineSession:
 
     def _settle(self, appends: Sequence[Append], outcomes: Sequence[AppendOutcome]) -> None:
         for each, outcome in zip(appends, outcomes, strict=True):
-            finished = outcome.kind is AppendKind.OK and each.entries and each.entries[-1].HasField("end")
+            finished = outcome.kind is AppendKind.OK and bool(each.entries) and each.entries[-1].HasField("end")
             if (finished or outcome.lost) and self._holdings.fence(each.request_id) == (each.epoch, each.nonce):
                 self._holdings.drop([each.request_id])
             alone = self._alone
             if alone is not None and alone.request_id == each.request_id and outcome.next_index > alone.index:
-                alone.passed = True
-                self._doorbell.look_again()
+                self._pass(alone, ended=finished or outcome.lost)
+
+    def _pass(self, alone: Alone, *, ended: bool) -> None:
+        if not alone.passed and not ended and self._with_suspects and self._on_wanted is not None:
+            self._on_wanted()  # the next suspect waits: what passed goes on elsewhere, or here behind it
+        alone.passed = True
+        self._doorbell.look_again()
 
     def _where(self, request_id: str) -> Partition:
         """A claimed request's partition, which its id names; Redis may have lost the model meanwhile."""

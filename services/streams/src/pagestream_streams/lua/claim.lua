@@ -98,11 +98,12 @@ local function choose()
 end
 
 local function take(name)
+  -- The entry is acknowledged below: one consumer for all engines, or the dead ones' would pile up.
   local queue = prefix .. 'queue:' .. name
-  local read = redis.pcall('XREADGROUP', 'GROUP', GROUP, engine, 'COUNT', 1, 'STREAMS', queue, '>')
+  local read = redis.pcall('XREADGROUP', 'GROUP', GROUP, GROUP, 'COUNT', 1, 'STREAMS', queue, '>')
   if read and read.err then
     ensure_group(queue)
-    read = call('XREADGROUP', 'GROUP', GROUP, engine, 'COUNT', 1, 'STREAMS', queue, '>')
+    read = call('XREADGROUP', 'GROUP', GROUP, GROUP, 'COUNT', 1, 'STREAMS', queue, '>')
   end
   -- An entry that the group was given by hand is a head like any other: its request's state tells whether it still waits.
   local entry = read and read[1][2][1] or call('XRANGE', queue, '-', '+', 'COUNT', 1)[1]

@@ -91,7 +91,8 @@ local function words(text)
 end
 
 -- Poison, see docs/decisions/0024. Of a request: died_at is the index at which engines died with it in the running step, died_on their ids,
--- died_alone those that ran nothing else, died_first when the first one died; died_near are engines that died with it outside the step.
+-- died_alone those that ran nothing else, died_first when the first one died, or when it was acquitted last; died_near are engines that died with
+-- it outside the step.
 local SUSPECT, CONDEMNED, MOST_NAMED = 2, 2, 16
 
 -- Puts a running request back, before all that were never claimed; a suspect to those that are run alone. The empty nonce fences its former
@@ -113,10 +114,6 @@ end
 local function control_is_over(now, control)
   local found = call('HMGET', prefix .. 'meta', 'up', 'alone_died')
   return found[1] and (not found[2] or age(math.max(found[1], found[2]), now) >= control)
-end
-
-local function control_time(deaths, control)
-  return control * 2 ^ math.min(math.max(deaths - 3, 0), 4)
 end
 
 local function named(engines, engine)
@@ -151,7 +148,7 @@ local function requeue_after_death(id, engine, now, control)
     call('ZADD', prefix .. 'verdicts', now + control, id)
     disown(id, engine)
   else
-    requeue(id, engine, alone ~= '' and now + control_time(words(on), control) or now)
+    requeue(id, engine, alone ~= '' and now + control or now)
   end
   return true
 end

@@ -37,7 +37,7 @@ if restarted then
   restart_graces()
   call('HDEL', meta, 'up')
   for _, key in ipairs({'suspects', 'verdicts'}) do
-    for _, id in ipairs(call('ZRANGEBYSCORE', prefix .. key, now + control * 16, '+inf')) do
+    for _, id in ipairs(call('ZRANGEBYSCORE', prefix .. key, '(' .. now + control, '+inf')) do
       call('ZADD', prefix .. key, now, id)
     end
   end
@@ -87,18 +87,24 @@ else
   abandoned = due('graces')
 end
 
-local poison = {}
+-- What acquits need not wait for the verdict's time. What engines died of before is judged with the acquittal: its account begins anew.
+local acquitted, poison = {}, {}
+for _, id in ipairs(call('ZRANGE', prefix .. 'verdicts', 0, -1)) do
+  local found = call('HMGET', prefix .. 'req:' .. id, 'died_on', 'died_first', 'died_near')
+  if found[1] and storms(found[1] .. (found[3] or ''), found[2], now, window) then
+    call('HSET', prefix .. 'req:' .. id, 'died_alone', '', 'died_first', now)
+    call('ZREM', prefix .. 'verdicts', id)
+    call('ZADD', prefix .. 'suspects', now, id)
+    acquitted[#acquitted + 1] = id
+  end
+end
+if #acquitted > 0 then
+  call('PUBLISH', ARGV[6], ARGV[7])
+end
 if call('ZCARD', prefix .. 'verdicts') > 0 and control_is_over(now, control) then
   for _, id in ipairs(due('verdicts')) do
-    local req = prefix .. 'req:' .. id
-    local found = call('HMGET', req, 'died_on', 'died_first', 'next', 'died_near')
-    if found[1] and storms(found[1] .. (found[4] or ''), found[2], now, window) then
-      call('HSET', req, 'died_alone', '')
-      call('ZREM', prefix .. 'verdicts', id)
-      call('ZADD', prefix .. 'suspects', now + control_time(words(found[1]), control), id)
-    else
-      poison[#poison + 1] = {id, found[3] or '0', words(found[1] or '')}
-    end
+    local found = call('HMGET', prefix .. 'req:' .. id, 'died_on', 'next')
+    poison[#poison + 1] = {id, found[2] or '0', words(found[1] or '')}
   end
 end
 return {reclaimed, due('deadlines'), abandoned, restarted and 1 or 0, poison}
