@@ -40,9 +40,9 @@ from scaling_worlds import (
 )
 
 CALM = ScalingPolicy(min_replicas=1, max_replicas=20)
-fast = settings(deadline=None, max_examples=50)  # two cores shared with others say nothing about this code
-thorough = settings(deadline=None, max_examples=150)
-worlds = settings(deadline=None, max_examples=20)
+fast = settings(deadline=None, max_examples=25)  # two cores shared with others say nothing about this code
+thorough = settings(deadline=None, max_examples=75)
+worlds = settings(deadline=None, max_examples=10)
 ABSURD = (math.nan, math.inf, -math.inf, -1.0, 1.5)
 
 
@@ -475,8 +475,8 @@ def test_noisy_constant_load_gives_constant_pods(load: float, noise: list[float]
         start, lambda t: arrivals[int(t) % len(arrivals)], replace(CALM, max_replicas=60), startup_s=startup_s
     )
     world.noise = lambda t: noise[int(t) // 3 % len(noise)]
-    world.run(900)
-    later = world.run(400)
+    world.run(700)
+    later = world.run(200)
     assert len(set(later)) == 1
     assert later[0] * 1000 >= 1000 * load
 
