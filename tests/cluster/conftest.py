@@ -57,12 +57,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 _times = Times()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     if not _times.rows:
         return
     terminalreporter.section("times")
     terminalreporter.write(_times.table())
-    if config.getoption("--record-times", default=False):
+    if exitstatus == 0 and config.getoption("--record-times", default=False):
         head = TABLE.read_text().partition("| what |")[0]
         TABLE.write_text(head + _times.table())
 
