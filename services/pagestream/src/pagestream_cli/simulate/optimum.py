@@ -22,9 +22,9 @@ from pagestream_cli.simulate.terms import Terms
 
 SLOT_S = 5.0
 WINDOW_S = 1.0
-PEAK_SHARES = (0.25, 0.5)
+PEAK_SHARES = (0.25,)
 """How much of a slot's busiest second counts beside its mean: each is tried."""
-_STEPS = 6
+_STEPS = 7
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]

@@ -27,7 +27,7 @@ from pagestream_cli.simulate.search import search
 from pagestream_cli.simulate.spaces import Setting, Space, spaces
 from pagestream_cli.simulate.terms import Terms, read_terms
 
-PLAN_CHANGES = 25
+PLAN_CHANGES = 0
 """Changes of a plan that are tried for the optimum."""
 KEPT_TRIALS = 5
 

@@ -77,7 +77,7 @@ class SignalTerms:
 class SearchTerms:
     """How settings are chosen."""
 
-    trials: int = 60
+    trials: int = 24
     seed: int = 0
 
 
