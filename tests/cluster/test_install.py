@@ -13,13 +13,19 @@ from kube_cluster import Release, is_ready, run, seconds_to_ready
 from openai import AuthenticationError, OpenAI
 from pagestream.v1 import inference_pb2
 from pagestream_client import AsyncClient, Unauthenticated
+from processes import wait_until
 from redis_servers import skip_for_want_of
 
 
 def test_everything_is_ready(release: Release, times: Times) -> None:
     components = {"gateway": 2, "redis": 1, "operator": 2, "collector": 1}
-    for component, number in components.items():
-        assert len(NAMESPACE.ready_pods(release.selector(component))) == number
+
+    def all_there() -> bool:
+        ready = {each: len(NAMESPACE.ready_pods(release.selector(each))) for each in components}
+        return ready == components
+
+    # The HPA brings the second gateway a moment after `helm --wait` has seen the first.
+    wait_until(all_there, f"as many pods as {components}", 60)
     (engine,) = NAMESPACE.pods("pagestream.dev/pool=demo")
     times.note("an engine's start-up: pod created until ready, first on this node", seconds_to_ready(engine))
     pool = NAMESPACE.get("enginepool", "demo")
