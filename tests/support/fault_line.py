@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from types import TracebackType
 from typing import Self
 
 from pagestream_streams.fault_points import FaultPoint
+
+_POLL_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,17 @@ class FaultLine:
         self._tell(pid, "go\n")
 
     async def stop(self, limit_s: float) -> Stop:
-        """The next process that stands still. TimeoutError."""
-        async with asyncio.timeout(limit_s):
-            return await self.stops.get()
+        """The next process that stands still. TimeoutError that says who could have.
+
+        Asks again and again: nobody who waited before can keep a stop for himself.
+        """
+        end = time.monotonic() + limit_s
+        while self.stops.empty():
+            if time.monotonic() > end:
+                known = sorted(self._writers)
+                raise TimeoutError(f"nobody stood still for {limit_s:g} s; orders {self._orders}, processes {known}")
+            await asyncio.sleep(_POLL_S)
+        return self.stops.get_nowait()
 
     def waiting(self) -> list[Stop]:
         """Processes that stand still and that nobody has asked for."""
