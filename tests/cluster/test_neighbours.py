@@ -58,7 +58,7 @@ def tiny_pool(release: Release, tmp_path_factory: pytest.TempPathFactory, times:
 async def test_a_second_pool(scene: Scene, tiny_pool: str) -> None:
     async with AsyncClient([scene.target], api_key=scene.api_key) as client:
         async with asyncio.timeout(LISTED_LIMIT_S):
-            while {model.name for model in await client.list_models()} != {"demo", "tiny"}:
+            while {model.name for model in await client.list_models()} != {"demo", "tiny"}:  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
         answer = await client.generate(tiny_pool, prompt_token_ids=[5, 6, 7], max_tokens=32, ignore_eos=True).collect()
         assert len(answer.choices[0].token_ids) == 32
