@@ -119,11 +119,12 @@ class CacheManager:
         `sequences` are all that hold blocks; of each only the last block can be partly filled.
         """
         size = self.block_size
-        unused = {
-            seq.block_table[-1]: len(seq.block_table) * size - seq.num_computed_tokens
-            for seq in sequences
-            if seq.block_table
-        }
+        unused: dict[int, int] = {}
+        for seq in sequences:
+            if seq.block_table:
+                last = seq.block_table[-1]
+                here = len(seq.block_table) * size - seq.num_computed_tokens
+                unused[last] = min(here, unused.get(last, here))  # siblings may have come less far in a shared block
         used = self.pool.num_blocks - self.pool.num_free
         return sum(unused.values()) / (used * size) if used else 0.0
 
