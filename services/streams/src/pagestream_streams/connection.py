@@ -32,6 +32,7 @@ _CHANGING = (
 )
 
 _RECONNECT_PAUSE_S = 0.1
+_LOADING_LIMIT_S = 900.0  # for a server that reads its files: 126 MB of logs took 16 s on two busy cores
 
 
 class Call(NamedTuple):
@@ -60,17 +61,18 @@ class Connection:
     async def open(self) -> None:
         """Waits for a server that answers. Unavailable after settings.connect_timeout_s without one.
 
-        A server that loads its files says so, and is waited for however long it takes: 16 s for 126 MB were seen.
+        A server that loads its files says so, and is waited for up to _LOADING_LIMIT_S.
         """
         loop = asyncio.get_running_loop()
         limit = loop.time() + self._connect_timeout
+        loaded_by = loop.time() + _LOADING_LIMIT_S
         while True:
             try:
                 await self.execute("PING")
             except Unavailable as error:
                 if isinstance(error.__cause__, exceptions.BusyLoadingError):
-                    limit = loop.time() + self._connect_timeout
-                elif loop.time() > limit:
+                    limit = min(loop.time() + self._connect_timeout, loaded_by)
+                if loop.time() > limit:
                     raise
                 await asyncio.sleep(_RECONNECT_PAUSE_S)
             else:
