@@ -139,3 +139,14 @@ def test_the_waste_is_the_unused_slots_of_referenced_blocks() -> None:
     cache.free(second)
     assert cache.fragmentation([]) == 0.0
     assert cache.pool.num_cached == 2
+
+
+def test_a_shared_block_is_counted_by_the_sibling_that_is_past_it() -> None:
+    cache = make_cache()
+    parent, child = make_seq([1] * 10, "a"), make_seq([1] * 6, "b")
+    run(cache, parent)
+    child.state = SequenceState.RUNNING
+    cache.fork(parent, child, 5)
+    assert cache.fragmentation([parent, child]) == 3 / 12, (
+        "the second block is full, though the child has one of its tokens"
+    )
