@@ -14,10 +14,11 @@ PYTEST_ARGS ?=
 WORKERS ?= 0
 SEED ?= 1
 KILLS ?= 1000
+ROUNDS ?= 10
 # docker, buildah, or a command: see deploy/images/build.sh.
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
-.PHONY: help setup run test check bench faults faults-campaign topologies model-check images cluster-test operator-scale proto demo-model kernels constraints clean
+.PHONY: help setup run test check bench faults faults-campaign topologies properties model-check images cluster-test operator-scale proto demo-model kernels constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -45,6 +46,9 @@ bench: $(STAMP) ## Print the benchmarks' ratios (minutes; a quiet machine is bes
 
 faults: $(STAMP) ## Kill, stop and cut off every part at every moment: 84 cells, and a table (15 minutes)
 	$(BIN)/python tests/campaigns/fault_matrix.py $(ARGS)
+
+properties: $(STAMP) ## The property tests with fresh examples, ROUNDS times over (a minute a round)
+	for round in $$(seq $(ROUNDS)); do $(PYTEST) -q -m "hypothesis and not gpu" tests/unit $(PYTEST_ARGS) || exit 1; done
 
 model-check: $(STAMP) ## The protocol's scripts on virtual time, and every broken variant of them (minutes)
 	$(PYTEST) -m "slow or not slow" tests/integration/streams/test_model_check.py tests/integration/streams/test_model_mutants.py

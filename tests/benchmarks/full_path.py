@@ -101,26 +101,29 @@ async def run_full_path(target: str, prompts: Sequence[Sequence[int]], output_to
     """Run the requests through the gateway, each a stream."""
     sampling = pb.SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
 
-    async def read(stub: InferenceStub, prompt: Sequence[int], at: float, times: list[float]) -> None:
-        await asyncio.sleep(started + at - time.perf_counter())
+    async def read(stub: InferenceStub, prompt: Sequence[int], number: int, times: list[float]) -> None:
+        await asyncio.sleep(started + due[number] - time.perf_counter())
+        if paced:
+            sent[number] = time.perf_counter() - started
         request = pb.GenerateRequest(model="demo", prompt_token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
         async for response in stub.Generate(request):
             now = time.perf_counter() - started
             times.extend([now] * len(response.chunk.token_ids))
 
     arrivals: list[list[float]] = [[] for _ in prompts]
+    sent, paced = list(due), any(due)  # where requests come one by one, this process' own delay is not the path's
     async with grpc.aio.insecure_channel(target) as channel:
         await channel.channel_ready()
         stub = InferenceStub(channel)
         cpu = time.process_time()
         started = time.perf_counter()
-        calls = zip(prompts, due, arrivals, strict=True)
-        await asyncio.gather(*(read(stub, prompt, at, times) for prompt, at, times in calls))
+        calls = enumerate(zip(prompts, arrivals, strict=True))
+        await asyncio.gather(*(read(stub, prompt, number, times) for number, (prompt, times) in calls))
         wall_s = time.perf_counter() - started
         load_s = (time.process_time() - cpu) / (os.cpu_count() or 1)
     if any(len(times) != output_tokens for times in arrivals):
         raise RuntimeError("a stream lost or repeated tokens")
-    return summarise(arrivals, due, wall_s=wall_s, load_s=load_s)
+    return summarise(arrivals, sent, wall_s=wall_s, load_s=load_s)
 
 
 def best(runs: Sequence[Run]) -> Run:

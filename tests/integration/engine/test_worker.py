@@ -152,6 +152,39 @@ async def test_a_busy_worker_leaves_to_others_what_it_could_not_compute_in_its_n
         assert tokens(log) == expected(prompt)
 
 
+async def test_a_worker_with_short_steps_claims_the_next_ones_prompts_while_a_step_runs(
+    redis_url: str, tmp_path: Path
+) -> None:
+    prompts = [[number, *range(1, 12)] for number in range(1, 11)]
+    GatedRunner.gate.set()
+    async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
+
+        async def num_claimed() -> int:
+            views = [await broker.view(spec.request_id, TENANT) for spec in specs]
+            return sum(view.attempts > 0 for view in views)
+
+        async with running_worker(broker, tmp_path, GatedRunner, max_num_batched_tokens=12) as running:
+            first = await accepted(gateway, prompts[0])
+            await read(gateway, first)  # its steps were short
+            GatedRunner.gate.clear()
+            try:
+                specs = [await accepted(gateway, prompts[0])]
+                readings = [asyncio.create_task(read(gateway, specs[0]))]
+                await until(lambda: running.worker.load()["running"] == 1)
+                specs += [await accepted(gateway, prompt) for prompt in prompts[1:]]
+                readings += [asyncio.create_task(read(gateway, spec)) for spec in specs[1:]]
+                async with asyncio.timeout(LIMIT_S):
+                    while await num_claimed() < 2:
+                        await asyncio.sleep(0.01)
+                assert await num_claimed() == 2, "the running step's and the next one's"
+            finally:
+                GatedRunner.gate.set()
+            logs = await asyncio.gather(*readings)
+            await running.end()
+    for prompt, log in zip(prompts, logs, strict=True):
+        assert tokens(log) == expected(prompt)
+
+
 async def test_a_worker_that_ends_hands_back_and_the_next_goes_on(redis_url: str, tmp_path: Path) -> None:
     async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
         spec = RequestSpec()

@@ -115,6 +115,11 @@ class EngineSession:
         """Requests of dead engines that this process has put back."""
         return self._sweeper.num_reclaimed
 
+    @property
+    def head_start_s(self) -> float:
+        """How long the entries of an own partition are left to this engine."""
+        return self._settings.steal_after_ms / 1000
+
     async def __aenter__(self) -> Self:
         """Registers the engine. ModelNotFound where its card wasn't published; Unavailable."""
         await self._broker.partitions(self._model)

@@ -10,9 +10,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from math import inf
 
 from pagestream_streams.fault_points import FaultPoint, reach
 
@@ -66,6 +67,10 @@ def _ignore_change(_: StepChange) -> None:
     """Nobody wants to know who is in the step."""
 
 
+def _ignore_prefill(_: Mapping[str, int]) -> None:
+    """Nobody waits for room."""
+
+
 class EngineThread(threading.Thread):
     """Makes an engine, and steps it while it has work.
 
@@ -83,6 +88,8 @@ class EngineThread(threading.Thread):
         self._on_end: Callable[[BaseException | None], None] = _ignore
         self._on_change: Callable[[StepChange], Future[None] | None] = _ignore_change
         self._on_step: Callable[[float, int], None] = _ignore_step
+        self._on_prefill: Callable[[Mapping[str, int]], None] = _ignore_prefill
+        self._is_prefilling = False
         self._step_set = StepSet()
         self._step_started: float | None = None
         self._num_scheduled = 0
@@ -90,6 +97,8 @@ class EngineThread(threading.Thread):
         self._look_at = 0.0
         self.fragmentation = 0.0
         """As the engine tells it; at most LOOK_PERIOD_S old while there is work."""
+        self.last_prefill_step_s = inf
+        """Seconds that the last step took which computed prompt tokens; before the first one, longer than anything."""
 
     def listen(
         self,
@@ -98,13 +107,16 @@ class EngineThread(threading.Thread):
         on_end: Callable[[BaseException | None], None],
         on_change: Callable[[StepChange], Future[None] | None] = _ignore_change,
         on_step: Callable[[float, int], None] = _ignore_step,
+        on_prefill: Callable[[Mapping[str, int]], None] = _ignore_prefill,
     ) -> None:
         """Say, before the first command, who gets each step's outputs, who hears of the end and its error, who hears
-        which sequences come into a step before it runs, and who gets each step's seconds and number of sequences.
+        which sequences come into a step before it runs, who gets each step's seconds and number of sequences, and who
+        hears, before a step computes prompt tokens, how many each of these sequences lacks after it.
 
         All are called on this thread. A step waits for the future that `on_change` returns, for a limited time.
         """
         self._on_outputs, self._on_end, self._on_change, self._on_step = on_outputs, on_end, on_change, on_step
+        self._on_prefill = on_prefill
 
     def submit(self, command: Command) -> None:
         """Hand over a command; it is carried out before the next step."""
@@ -143,7 +155,10 @@ class EngineThread(threading.Thread):
         started = self._step_started = time.monotonic()
         outputs = self._profiled_step(engine) if self._is_profiling else engine.step()
         self._step_started = None
-        self._on_step(time.monotonic() - started, self._num_scheduled)
+        duration = time.monotonic() - started
+        if self._is_prefilling:
+            self.last_prefill_step_s = duration
+        self._on_step(duration, self._num_scheduled)
         for output in outputs:
             if output.finish_reason is not None:
                 self._step_set.discard(output.request_id)
@@ -171,6 +186,9 @@ class EngineThread(threading.Thread):
 
     def _note_step(self, step: ScheduledStep, num_preemptions: int) -> None:
         self._num_scheduled = len(step.decodes) + sum(1 + len(chunk.siblings) for chunk in step.prefills)
+        self._is_prefilling = bool(step.prefills)
+        if self._is_prefilling:
+            self._on_prefill(_lacking(step))
         self._tell_change(self._step_set.update(step, num_preemptions))
 
     def _tell_change(self, change: StepChange | None) -> None:
@@ -203,6 +221,15 @@ class EngineThread(threading.Thread):
             engine.add_group(command.prompt_token_ids, command.siblings)
         except InvalidRequest as error:
             self._on_outputs([_refused(sibling, error) for sibling in command.siblings])
+
+
+def _lacking(step: ScheduledStep) -> dict[str, int]:
+    """Tokens that each prefilling sequence has still to compute after the step."""
+    lacking = {sibling.seq_id: 0 for chunk in step.prefills for sibling in chunk.siblings}
+    for chunk in step.prefills:
+        seq = chunk.seq
+        lacking[seq.seq_id] = len(seq.token_ids) - seq.num_computed_tokens - chunk.num_new_tokens
+    return lacking
 
 
 def _refused(sibling: Sibling, error: InvalidRequest) -> StepOutput:

@@ -74,6 +74,7 @@ class Worker:
         self._usual_tokens = float(self._step_tokens)  # of a claimed request; so the first ones are claimed one by one
         self._requests: dict[str, RunningRequest] = {}
         self._prefilling: dict[str, int] = {}  # sequence -> prompt tokens that may not have blocks yet
+        self._ahead: dict[str, int] = {}  # sequence -> prompt tokens that no step that has begun computes
         self._running: set[str] = set()  # sequences that the engine has and has not ended
         self._is_ending = False
         self._loop = asyncio.get_running_loop()
@@ -89,6 +90,7 @@ class Worker:
             on_end=self._post_end,
             on_change=self._post_change,
             on_step=self._telemetry.step,
+            on_prefill=self._post_prefill,
         )
 
     # -- life --
@@ -195,14 +197,15 @@ class Worker:
         """Return how many requests, and prompt tokens in all, fit now.
 
         An idle engine takes one of any size (a list of prompts may be larger than the pool), or it would wait for ever.
-        One that holds as many uncomputed tokens as a step takes claims nothing: what waits in the queue goes to whoever
-        computes it first, what waits here would wait beside idle engines (docs/decisions/0105).
+        One that holds as many tokens as a step takes, beside those that its running step computes, claims nothing: what
+        waits in the queue goes to whoever computes it first, what waits here would wait beside idle engines
+        (docs/decisions/0105).
         """
         stats = self._thread.stats()
         if not self._running:
             return 1, ANY_NUMBER_OF_TOKENS
         promised = sum(self._prefilling.values())
-        ahead = self._step_tokens - promised
+        ahead = self._step_tokens - sum(self._ahead.values())
         if ahead <= 0:
             return 0, 0
         num_requests = max(1, int(ahead / self._usual_tokens))
@@ -244,7 +247,7 @@ class Worker:
         prompt = list(choices[0].prompt.ids)
         shared = len(prompt)  # The first is counted with the prompt, the others with what they add to it.
         for choice in choices:
-            self._prefilling[choice.seq_id] = shared + len(choice.output_token_ids)
+            self._prefilling[choice.seq_id] = self._ahead[choice.seq_id] = shared + len(choice.output_token_ids)
             self._running.add(choice.seq_id)
             shared = self._block_size
         self._usual_tokens += (len(prompt) - self._usual_tokens) / USUAL_OF_REQUESTS
@@ -255,6 +258,21 @@ class Worker:
 
     def _post_outputs(self, outputs: Sequence[StepOutput]) -> None:
         self._loop.call_soon_threadsafe(self._take_outputs_or_end, outputs)
+
+    def _post_prefill(self, lacking: Mapping[str, int]) -> None:
+        """Have the next step's prompts claimed while this step runs, on the engine's thread.
+
+        Not where it takes longer than others have to leave an own partition's requests to us: they could compute them
+        sooner than a step that has not begun.
+        """
+        if self._session is not None and self._thread.last_prefill_step_s <= self._session.head_start_s:
+            self._loop.call_soon_threadsafe(self._take_prefill, lacking)
+
+    def _take_prefill(self, lacking: Mapping[str, int]) -> None:
+        for seq_id, num_tokens in lacking.items():
+            if seq_id in self._ahead:
+                self._ahead[seq_id] = num_tokens
+        self._room.set()
 
     def _post_end(self, error: BaseException | None) -> None:
         self._loop.call_soon_threadsafe(self._take_end, error)
@@ -287,6 +305,7 @@ class Worker:
             if request is None or request.claim.nonce != nonce:
                 continue  # dropped while the step ran
             was_prefilling = self._prefilling.pop(output.request_id, None) is not None
+            self._ahead.pop(output.request_id, None)
             request.add_output(int(choice), output)
             if was_prefilling:
                 self._room.set()
@@ -345,6 +364,7 @@ class Worker:
         appends = [request.pending(limit) for request in self._requests.values() if request.has_pending]
         if not appends:
             return True
+        appends.sort(key=lambda each: each.first_index > 0)  # whoever waits for a first token is told first
         try:
             outcomes = await session.append(appends)
         except Unavailable as error:
@@ -398,6 +418,7 @@ class Worker:
         running = request.running_seq_ids()
         for seq_id in running:
             self._prefilling.pop(seq_id, None)
+            self._ahead.pop(seq_id, None)
         self._running.difference_update(running)
         self._room.set()
         self._thread.submit(AbortSequences(running))
