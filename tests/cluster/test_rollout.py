@@ -6,6 +6,9 @@ import time
 
 from cluster_release import Scene
 
+LONGEST_SILENCE_S = 15.0
+"""Half of `fingerprint_grace_ms`: a stream that had to wait for the grace would be silent for twice as long."""
+
 
 async def test_options_that_leave_the_numerics_alone(scene: Scene) -> None:
     scene.pin(2)
@@ -23,18 +26,19 @@ async def test_options_that_leave_the_numerics_alone(scene: Scene) -> None:
 
 
 async def test_options_that_change_the_numerics(scene: Scene) -> None:
-    """Other blocks are other orders of additions. Old pods go on with what they began as long as there are any, then
-    new ones take over after the grace. No stream is cut, and none is spliced: its digests would differ, and the client
-    raise."""
+    """Other blocks are other orders of additions. Old pods finish what has tokens: the last one of them stays until it
+    has, so no stream waits for the grace, and all that were under way have the old pods' tokens."""
     scene.pin(2)
+    scene.patch(drain={"graceSeconds": 180})
     await scene.settled(2)
     async with scene.load(compared=False) as load:
         await load.middle()
         begin = time.monotonic()
         scene.patch(engine={"blockSize": 32, "numGpuBlocksOverride": 128})
-        await scene.settled(2, limit_s=150)
-        scene.times.note("rolling update to other numerics under load", time.monotonic() - begin)
         await load.whole()
-        scene.times.note("other numerics: longest silence of a stream (the grace is 30 s)", load.longest_silence_s)
-    scene.patch(engine={"blockSize": None, "numGpuBlocksOverride": 256})
+        assert load.longest_silence_s < LONGEST_SILENCE_S, "a stream waited for an engine that computes as its last one"
+        scene.times.note("other numerics: longest silence of a stream that was under way", load.longest_silence_s)
+        await scene.settled(2, limit_s=240)
+        scene.times.note("rolling update to other numerics under load", time.monotonic() - begin)
+    scene.patch(engine={"blockSize": None, "numGpuBlocksOverride": 256}, drain={"graceSeconds": 30})
     await scene.settled(2)

@@ -53,6 +53,9 @@ async def running_worker(
     folder: Path,
     runner: type[ArithmeticRunner] = ArithmeticRunner,
     telemetry: WorkerTelemetry | None = None,
+    *,
+    fingerprint: str = "",
+    finish_timeout_s: float = 0.0,
     **options: int,
 ) -> AsyncIterator[Running]:
     make_folder(folder, byte_level_tokenizer())
@@ -61,10 +64,17 @@ async def running_worker(
     thread.start()
     engine = await asyncio.wrap_future(thread.loaded)
     await broker.publish_model(build_card(folder, MODEL, engine))
-    worker = Worker(thread, WorkerSettings(str(folder), "", MODEL, "worker"), telemetry=telemetry)
+    settings = WorkerSettings(str(folder), "", MODEL, "worker", finish_timeout_s=finish_timeout_s)
+    worker = Worker(thread, settings, telemetry=telemetry)
     stop = asyncio.Event()
     async with EngineSession(
-        broker, model=MODEL, engine_id="worker", on_lost=worker.drop, load=worker.load, on_wanted=worker.want
+        broker,
+        model=MODEL,
+        engine_id="worker",
+        on_lost=worker.drop,
+        load=worker.load,
+        on_wanted=worker.want,
+        fingerprint=fingerprint,
     ) as session:
         task = asyncio.create_task(worker.run(session, stop))
         running = Running(worker, task, stop)

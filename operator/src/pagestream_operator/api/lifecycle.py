@@ -17,7 +17,9 @@ class DrainPolicy(ApiModel):
     """How a pod ends: it hands its requests back to the queue, where other pods go on with them at the same token."""
 
     grace_seconds: Annotated[int, Field(ge=10, le=3600)] = 30
-    """Seconds from the order to end until the pod is killed. A pod needs about 10, however long its generations are."""
+    """Seconds from the order to end until the pod is killed. A pod needs about 10, however long its generations are.
+    The others are for a rollout to other numerics (block size, dtype, kernels): there the last old pod finishes what
+    has tokens, so give it as long as a generation takes."""
     deletion_timeout_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
     """Seconds that the deletion of a pool waits for its pods to end. Then the pool is gone, and its pods end by
     themselves. 0 doesn't wait."""

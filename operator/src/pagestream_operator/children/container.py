@@ -13,6 +13,9 @@ from pagestream_operator.settings import EngineDefaults
 _CACHES = {"HOME": "/tmp", "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor", "TRITON_CACHE_DIR": "/tmp/triton"}  # noqa: S108
 """The root is read-only: what libraries write goes to the pod's own emptyDir."""
 
+_HAND_BACK_S = 10
+"""What a pod needs to hand everything back and to exit."""
+
 
 def engine_container(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
     """The container `engine`."""
@@ -73,11 +76,18 @@ def _env(pool: EnginePool, defaults: EngineDefaults) -> list[dict[str, Any]]:
         {"name": "PAGESTREAM_WORKER__SERVED_MODEL_NAME", "value": pool.spec.model.served_name},
         {"name": "PAGESTREAM_WORKER__ENGINE_ID", "value": "$(POD_NAME)"},
         {"name": "PAGESTREAM_WORKER__METRICS_PORT", "value": str(METRICS_PORT)},
+        *_finish(pool),
         *_telemetry(defaults),
         *model_variables(pool.spec.model),
         *(variable.to_object() for variable in pool.spec.template.env or []),
     ]
     return list({variable["name"]: variable for variable in variables}.values())
+
+
+def _finish(pool: EnginePool) -> list[dict[str, Any]]:
+    """What a pod has for finishing requests that nobody else computes alike, before it hands the rest back."""
+    seconds = pool.spec.drain.grace_seconds - _HAND_BACK_S
+    return [{"name": "PAGESTREAM_WORKER__FINISH_TIMEOUT_S", "value": str(seconds)}] if seconds > 0 else []
 
 
 def _telemetry(defaults: EngineDefaults) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 Load = Callable[[], Mapping[str, str | int | float]]
 
+_FINGERPRINT = "fingerprint"  # field of an engine's hash
 CHOSEN = 2  # heartbeat.lua's word for the engine that is to hand everything back
 _TO_JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
 
@@ -95,6 +96,7 @@ class EngineSession:
         self._on_wanted = on_wanted
         self._card = card
         self._alone: Alone | None = None
+        self._is_retired = False
         self._with_suspects: set[int] = set()  # partitions where one waited for an idle engine at the last beat
         self._holdings = Holdings()
         self._own: list[int] = []
@@ -191,6 +193,23 @@ class EngineSession:
         elif away is not None:
             raise away
         return claims
+
+    async def retire(self) -> bool:
+        """Leaves the work to come to others: its partitions are theirs at once. Claim nothing from now on.
+
+        Returns whether what it holds had better end here: others serve the model, and all of them compute otherwise.
+        Unavailable; a retry is harmless.
+        """
+        self._is_retired = True
+        self._own = []
+        registry = keys.engines(self._model)
+        await self._broker.connection.execute("ZREM", registry, self._id)
+        living = await self._broker.connection.run(REGISTRY, registry, "", 0)
+        prints = await self._broker.connection.pipeline(
+            [("HGET", keys.engine(each.decode()), _FINGERPRINT) for each in living]
+        )
+        alike = {self._fingerprint.encode(), b""}
+        return bool(prints and self._fingerprint) and not any(each in alike for each in prints)
 
     async def wait_for_work(self, timeout_s: float) -> None:
         """Waits until a claim may find something, at most so long."""
@@ -394,12 +413,12 @@ class EngineSession:
         held = self._holdings.snapshot()
         living, *replies = await self._broker.connection.run_each(
             [
-                Call(REGISTRY, keys.engines(self._model), (self._id, lease)),
+                Call(REGISTRY, keys.engines(self._model), ("" if self._is_retired else self._id, lease)),
                 *(Call(HEARTBEAT, where.prefix, self._heartbeat_arguments()) for where in partitions),
             ]
         )
         away = living if isinstance(living, Unavailable) else None
-        if away is None:
+        if away is None and not self._is_retired:
             self._own = placement.owned(self._id, len(partitions), {each.decode() for each in living})
         try:
             await self._tell_load(lease)
@@ -433,7 +452,8 @@ class EngineSession:
             return await self._broker.directory.all_partitions(self._model)
 
     def _heartbeat_arguments(self) -> tuple[Argument, ...]:
-        can_hand_back = self._on_wanted is not None and self._alone is None and len(self._holdings) > 0
+        serves = self._on_wanted is not None and not self._is_retired
+        can_hand_back = serves and self._alone is None and len(self._holdings) > 0
         settings = self._settings
         return self._id, settings.lease_ms, int(can_hand_back), settings.alone_after_ms, settings.control_ms
 
@@ -449,7 +469,7 @@ class EngineSession:
 
     async def _tell_load(self, lease_ms: int) -> None:
         load = dict(self._load()) if self._load else {}
-        fields: list[Argument] = ["model", self._model]
+        fields: list[Argument] = ["model", self._model, _FINGERPRINT, self._fingerprint]
         for name, value in load.items():
             fields += [name, str(value)]
         key = keys.engine(self._id)

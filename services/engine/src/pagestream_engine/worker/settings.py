@@ -43,8 +43,11 @@ class WorkerSettings:
     """Steps of a profile that a signal asks for."""
     idle_poll_s: float = 0.1
     """Seconds between looks at the queue when no doorbell rings: bounds what a lost doorbell costs."""
+    finish_timeout_s: float = 0.0
+    """Seconds after SIGTERM for which requests that have tokens go on here, where all other engines compute otherwise (in
+    a rollout to other numerics). In every other case, and after that, they are handed back."""
     drain_timeout_s: float = 8.0
-    """Seconds for the last appends and the hand-back after SIGTERM; pods are killed after ten."""
+    """Seconds for the last appends and the hand-back after that."""
     exit_timeout_s: float = 9.5
     """Seconds from the end of serving to the end of the process, whatever still hangs."""
     stall_timeout_s: float = 120.0

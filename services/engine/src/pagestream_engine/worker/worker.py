@@ -14,6 +14,7 @@ from typing import Any
 from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach
+from pagestream_streams.tasks import cancel
 
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.outputs import StepOutput
@@ -76,7 +77,9 @@ class Worker:
         self._prefilling: dict[str, int] = {}  # sequence -> prompt tokens that may not have blocks yet
         self._ahead: dict[str, int] = {}  # sequence -> prompt tokens that no step that has begun computes
         self._running: set[str] = set()  # sequences that the engine has and has not ended
+        self._is_retiring = False  # claims nothing, and goes on
         self._is_ending = False
+        self._is_empty = asyncio.Event()  # set when the last request has gone
         self._loop = asyncio.get_running_loop()
         self._room = asyncio.Event()
         self._pending = asyncio.Event()
@@ -109,6 +112,8 @@ class Worker:
         try:
             ends: list[asyncio.Future[Any]] = [stopping, self._thread_ended, *tasks]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set() and self._settings.finish_timeout_s > 0:
+                await self._finish(session, tasks[0], [self._thread_ended, *tasks[1:]])
         finally:
             self._health.end()
             stopping.cancel()
@@ -119,6 +124,33 @@ class Worker:
                 raise result
         if not stop.is_set():
             self._thread_ended.result()
+
+    async def _finish(
+        self, session: EngineSession, claiming: asyncio.Task[None], ends: Sequence[asyncio.Future[Any]]
+    ) -> None:
+        """Where nobody else computes as we do, go on with what has tokens, for a limited time; others' is the rest."""
+        self._health.end()
+        self._is_retiring = True
+        self._is_empty.clear()
+        await cancel(claiming)
+        try:
+            is_last = await session.retire()
+        except Unavailable as error:
+            logger.warning("Redis does not tell who else could go on: %s", error)
+            return
+        begun = {request_id for request_id, request in self._requests.items() if request.num_output_tokens}
+        if not is_last or not begun:
+            return
+        others = [request_id for request_id in self._requests if request_id not in begun]
+        await self._hand_back(session, others)
+        self._telemetry.handed_back(others)
+        self.drop(others)
+        logger.info("all others compute otherwise: finishes %d requests that have tokens", len(begun))
+        emptied = asyncio.create_task(self._is_empty.wait(), name="finish")
+        await asyncio.wait(
+            [emptied, *ends], timeout=self._settings.finish_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        emptied.cancel()
 
     async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
         # A cancellation can get lost inside a Redis command, so the loops also look at a flag.
@@ -161,7 +193,7 @@ class Worker:
     # -- claiming --
 
     async def _claim_forever(self, session: EngineSession) -> None:
-        while not self._is_ending:
+        while not (self._is_ending or self._is_retiring):
             if self._is_wanted:
                 await self._hand_all_back(session)
             max_requests, max_prompt_tokens = self._capacity()
@@ -393,6 +425,7 @@ class Worker:
             request.acknowledge(outcome.next_index)
             if request.is_complete:
                 del self._requests[append.request_id]
+                self._note_gone()
                 self._telemetry.completed(request)
             elif request.has_pending:
                 self._pending.set()
@@ -413,6 +446,11 @@ class Worker:
                 logger.warning("dropped: no longer this engine's", extra=_ids(request))
                 self._telemetry.dropped(request_id)
                 self._abort(request)
+        self._note_gone()
+
+    def _note_gone(self) -> None:
+        if not self._requests:
+            self._is_empty.set()
 
     def _abort(self, request: RunningRequest) -> None:
         running = request.running_seq_ids()
