@@ -21,12 +21,14 @@ from pagestream_gateway.metrics import Metrics
 from pagestream_gateway.models import LoadedModel, ModelCache
 from pagestream_gateway.open_streams import OpenStreams
 from pagestream_gateway.queue_monitor import QueueMonitor
-from pagestream_gateway.requests import Draft, PreparedRequest, build_spec, check_draft, prepare
+from pagestream_gateway.requests import Draft, PreparedRequest, TokenPrompt, build_spec, check_draft, prepare
 from pagestream_gateway.settings import Settings
 from pagestream_gateway.tokenization import TokenizePool
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_FEW_TOKENS = 4096  # are checked in less time than a thread takes to answer
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class Frontend:
         limits = self.settings.limits
         check_draft(draft, limits)
         model = await self._model(draft.model)
+        if _is_tokenized(draft):
+            return model, prepare(draft, model, limits)
         return model, await self.pool.run(lambda: prepare(draft, model, limits))
 
     def _spec(
@@ -203,6 +207,13 @@ class Frontend:
         except TimeoutError as error:
             logger.warning("Redis took longer to answer than %g s", self.settings.gateway.answer_limit_s)
             raise Unavailable("Redis took too long to answer") from error
+
+
+def _is_tokenized(draft: Draft) -> bool:
+    """Whether to prepare it is less work than to hand it to a thread."""
+    if draft.echo or not all(isinstance(prompt, TokenPrompt) for prompt in draft.prompts):
+        return False
+    return sum(len(prompt.token_ids) for prompt in draft.prompts if isinstance(prompt, TokenPrompt)) <= _FEW_TOKENS
 
 
 def now_s() -> int:

@@ -58,6 +58,11 @@ class Connection:
         """Whether one part of the keys may be away while others are there."""
         return isinstance(self._link, ClusterLink)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a write counts only when it is on disk or on replicas, as the settings ask."""
+        return self._durability.waits
+
     async def open(self) -> None:
         """Waits for a server that answers. Unavailable after settings.connect_timeout_s without one.
 

@@ -217,7 +217,7 @@ class EngineSession:
 
     async def append(self, appends: Sequence[Append]) -> list[AppendOutcome]:
         """Appends a step's entries to their logs: one script for each partition, then one wake-up for each gateway
-        that reads.
+        that reads. Who waits for a first entry is woken by the script itself, a round trip sooner.
 
         Outcomes come in the order of `appends`. Unavailable; then some may have been appended: a retry of the same is
         harmless.
@@ -226,8 +226,9 @@ class EngineSession:
         for place, each in enumerate(appends):
             places[self._where(each.request_id)].append(place)
         retention_ms = self._settings.retention_s * 1000
+        wakes = not self._broker.connection.waits
         calls = [
-            Call(APPEND, where.prefix, _arguments(retention_ms, [appends[i] for i in mine]))
+            Call(APPEND, where.prefix, _arguments(retention_ms, [appends[i] for i in mine], wakes=wakes))
             for where, mine in places.items()
         ]
         fault_points.before_append(appends)
@@ -476,12 +477,18 @@ class EngineSession:
         await self._broker.connection.pipeline([("HSET", key, *fields), ("PEXPIRE", key, lease_ms)])
 
 
-def _arguments(retention_ms: int, appends: Sequence[Append]) -> list[Argument]:
+def _arguments(retention_ms: int, appends: Sequence[Append], *, wakes: bool) -> list[Argument]:
+    """`wakes`: the script sends the wake-ups of first entries. Not where they have to wait for disk or replicas."""
     values: list[str | int] = []
-    arguments: list[Argument] = [retention_ms, ""]
+    arguments: list[Argument] = [retention_ms, "", keys.wake_ups("")]
     for each in appends:
         cached = "" if each.cached_tokens is None else each.cached_tokens
         values += (each.request_id, str(each.epoch), each.nonce, each.first_index, cached, len(each.entries))
+        if wakes and each.first_index == 0:
+            arguments.append(wakeups.one(_slice(each)))
+            values.append(len(arguments))
+        else:
+            values.append("")
         for entry in each.entries:
             for value in to_values(entry):
                 if isinstance(value, bytes):

@@ -19,6 +19,11 @@ def gateways(readers: bytes) -> list[str]:
     return readers.decode().split()
 
 
+def one(log_slice: LogSlice) -> bytes:
+    """A wake-up of one slice. Several of them, one behind the other, are a wake-up of all."""
+    return WakeUp(slices=[log_slice]).SerializeToString()
+
+
 async def publish(connection: Connection, slices: Iterable[tuple[LogSlice, bytes]]) -> None:
     """Sends each slice to its readers: one message for each gateway. A slice without entries says: look into the log.
 

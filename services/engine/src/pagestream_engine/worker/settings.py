@@ -44,8 +44,8 @@ class WorkerSettings:
     idle_poll_s: float = 0.1
     """Seconds between looks at the queue when no doorbell rings: bounds what a lost doorbell costs."""
     finish_timeout_s: float = 0.0
-    """Seconds after SIGTERM for which requests that have tokens go on here, where all other engines compute otherwise (in
-    a rollout to other numerics). In every other case, and after that, they are handed back."""
+    """Seconds after SIGTERM for which requests that have tokens go on here, where all other engines compute otherwise
+    (a rollout to other numerics). In every other case, and after that, they are handed back."""
     drain_timeout_s: float = 8.0
     """Seconds for the last appends and the hand-back after that."""
     exit_timeout_s: float = 9.5

@@ -1,13 +1,15 @@
 -- Appends to the logs of many requests of one partition, each fenced by (epoch, nonce) and contiguous. Retry: harmless, entries that the log
 -- has already are skipped where their digest is equal.
 -- ARGV: retention in ms; a JSON array, since one value of it costs less than one argument of a command: for each request: id, epoch (a string),
---       nonce, first index, cached prompt tokens ('': unchanged), number of entries, then for each entry six values: kind, choice, value, text,
---       digest, extra, numbers among them as strings:
+--       nonce, first index, cached prompt tokens ('': unchanged), number of entries, wake-up, then for each entry six values: kind, choice,
+--       value, text, digest, extra, numbers among them as strings:
 --         't': token id, text delta, logprobs; 'f': reason, held back text, stop reason; 'e': reason, usage, error
---       logprobs are bytes, which JSON can't hold: '' for none, or their place in ARGV
--- Returns for each request {outcome, next index, readers}; outcomes as in records.py. The readers are told with outcome OK only.
+--       logprobs are bytes, which JSON can't hold: '' for none, or their place in ARGV; so are wake-ups
+--       the beginning of gateways' channels: wake-ups that are given are sent from here, one for each gateway
+-- Returns for each request {outcome, next index, readers}; outcomes as in records.py. The readers, with outcome OK only, are those whom the
+-- caller has to wake.
 local OK, FENCED, CONFLICT, GAP, ENDED, MISSING = 0, 1, 2, 3, 4, 5
-local HEAD, WIDTH = 6, 6
+local HEAD, WIDTH = 7, 6
 local retention, values, format = ARGV[1], cjson.decode(ARGV[2]), string.format
 
 local function digest_at(id, index)
@@ -86,10 +88,27 @@ local function append(id, epoch, nonce, first, cached, count, at)
   return {OK, next_index, state[5]}
 end
 
+local wake_ups = {}
+
+local function wake(reply, place)
+  if reply[1] == OK and place ~= '' then
+    for gateway in string.gmatch(reply[3], '%S+') do
+      local message = wake_ups[gateway] or {}
+      message[#message + 1], wake_ups[gateway] = ARGV[place], message
+    end
+    reply[3] = ''
+  end
+  return reply
+end
+
 local out, i = {}, 1
 while values[i] do
   local count = values[i + 5]
-  out[#out + 1] = append(values[i], values[i + 1], values[i + 2], values[i + 3], values[i + 4], count, i + HEAD)
+  local reply = append(values[i], values[i + 1], values[i + 2], values[i + 3], values[i + 4], count, i + HEAD)
+  out[#out + 1] = wake(reply, values[i + 6])
   i = i + HEAD + count * WIDTH
+end
+for gateway, message in pairs(wake_ups) do
+  call('PUBLISH', ARGV[3] .. gateway, table.concat(message))
 end
 return out
