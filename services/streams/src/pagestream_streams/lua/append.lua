@@ -109,6 +109,6 @@ while values[i] do
   i = i + HEAD + count * WIDTH
 end
 for gateway, message in pairs(wake_ups) do
-  call('PUBLISH', ARGV[3] .. gateway, table.concat(message))
+  redis.pcall('PUBLISH', ARGV[3] .. gateway, table.concat(message)) -- what is lost costs its reader a poll
 end
 return out
