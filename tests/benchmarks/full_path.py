@@ -126,13 +126,18 @@ async def run_full_path(target: str, prompts: Sequence[Sequence[int]], output_to
     return summarise(arrivals, sent, wall_s=wall_s, load_s=load_s)
 
 
-def best(runs: Sequence[Run]) -> Run:
-    """Return the fastest run: whatever else the machine does can only slow one down."""
-    return max(runs, key=lambda run: run.tokens_per_s)
+def summary(runs: Sequence[Run]) -> Run:
+    """Return the highest throughput (whatever else the machine does can only lower it), and the median delays."""
+    return Run(
+        tokens_per_s=max(run.tokens_per_s for run in runs),
+        uncorrected_tokens_per_s=max(run.uncorrected_tokens_per_s for run in runs),
+        ttft_p50_ms=round(median(run.ttft_p50_ms for run in runs), 2),
+        itl_p50_ms=round(median(run.itl_p50_ms for run in runs), 2),
+    )
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[Run, Run]:
-    """Run both sides in turn; returns the best of the engine alone and of the full path."""
+    """Run both sides in turn; returns what came out for the engine alone and for the full path."""
     num_requests, output_tokens = (16, 16) if options.short else (64, 64)
     prompts = make_prompts(num_requests)
     due = due_times(num_requests, options.rate)
@@ -163,7 +168,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[Run, Run]:
         engine_module=module,
     ) as stack:
         rounds(stack)
-    return best(alone), best(full)
+    return summary(alone), summary(full)
 
 
 def main() -> None:
