@@ -156,7 +156,7 @@ def test_every_metric_arrives_under_its_name(collector: Collector, stack: Stack)
         assert (sample.start_ns > 0) == (metric.kind is not Kind.GAUGE)
         assert sample.resource["pagestream.pool"] == "pool-of-the-test"
     assert {sample.instance for sample in samples} >= {"engine-0", "gateway-0", "gateway-1"}
-    # All gateways tell the same of the queue, for the same partitions. (Other classes exist only while a request waits.)
+    # All gateways tell the same of the queue, for the same partitions. Other classes exist only while requests wait.
     depths = {
         instance: {
             each.attributes["partition"]
