@@ -296,7 +296,7 @@ STALLING = """
                 await asyncio.sleep(30)
 
     settings = w.WorkerSettings
-    w.WorkerSettings = lambda *arguments: settings(*arguments, stall_timeout_s=0.3)
+    w.WorkerSettings = lambda *arguments, **given: settings(*arguments, **given, stall_timeout_s=0.3)
     asyncio.run(main())
 """
 

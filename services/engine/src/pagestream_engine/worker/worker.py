@@ -394,19 +394,27 @@ class Worker:
         """Send what the logs don't have yet, once. Returns whether Redis took it."""
         limit = self._settings.append_limit
         appends = [request.pending(limit) for request in self._requests.values() if request.has_pending]
-        if not appends:
-            return True
-        appends.sort(key=lambda each: each.first_index > 0)  # whoever waits for a first token is told first
-        try:
-            outcomes = await session.append(appends)
-        except Unavailable as error:
-            logger.warning("append of %d requests put off: %s", len(appends), error)
-            self._telemetry.error("redis_unavailable")
-            return False
-        torn = [each.request_id for each, outcome in zip(appends, outcomes, strict=True) if self._settle(each, outcome)]
+        first = [each for each in appends if each.first_index == 0]
+        rest = [each for each in appends if each.first_index > 0]
+        # Beside each other, and whoever waits for a first token before the others: a script answers for all in it.
+        parts = [part for part in (first, rest) if part]
+        answers = await asyncio.gather(*(session.append(part) for part in parts), return_exceptions=True)
+        torn: list[str] = []
+        is_taken = True
+        for part, answer in zip(parts, answers, strict=True):
+            if isinstance(answer, Unavailable):
+                logger.warning("append of %d requests put off: %s", len(part), answer)
+                self._telemetry.error("redis_unavailable")
+                is_taken = False
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                torn += [
+                    each.request_id for each, outcome in zip(part, answer, strict=True) if self._settle(each, outcome)
+                ]
         if torn:
             await self._hand_back(session, torn)
-        return True
+        return is_taken
 
     async def _hand_back(self, session: EngineSession, request_ids: Sequence[str]) -> None:
         try:
