@@ -11,8 +11,8 @@ FEW_BLOCKS = 256  # 4,096 tokens: four or five of these streams fill it
 EARLY = {"target": 0.4, "low": 0.2}
 EAGER = {
     "backlog": {"arrivalWindowSeconds": 15},
-    "panic": {"holdSeconds": 5},
-    "stabilization": {"downSeconds": 5},
+    "panic": {"holdSeconds": 5, "holdStartups": 0},
+    "stabilization": {"downSeconds": 5, "downStartups": 0, "watchSeconds": 5},
     "rate": {"downPeriodSeconds": 5, "downPods": 1, "downFraction": 0},
 }
 

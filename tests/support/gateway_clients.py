@@ -1,6 +1,7 @@
 """Gateways in the test's own event loop, and what their clients see."""
 
 import json
+import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -68,6 +69,16 @@ def gateway_settings(
         stream=StreamSettings(keep_alive_s=keep_alive_s, disconnect_grace_s=grace_s),
         shutdown=ShutdownSettings(drain_s=0.05, close_limit_s=5.0),
     )
+
+
+def issue_certificate(folder: Path, serial: int) -> tuple[Path, Path]:
+    """A certificate for the loopback address that signed itself, in the same two files each time."""
+    certificate, key = folder / "tls.crt", folder / "tls.key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-set_serial", str(serial)]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
 
 
 @asynccontextmanager

@@ -1,6 +1,7 @@
 """The worker with the small arithmetic model in place of a large one, on a real queue in the test's own process."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -30,6 +31,17 @@ class SlowRunner(ArithmeticRunner):
 
     def execute(self, step: ScheduledStep) -> SampledTokens:
         time.sleep(0.005)
+        return super().execute(step)
+
+
+class GatedRunner(ArithmeticRunner):
+    """Its steps wait until the gate opens."""
+
+    gate = threading.Event()
+
+    def execute(self, step: ScheduledStep) -> SampledTokens:
+        if not self.gate.wait(LIMIT_S):
+            raise TimeoutError("nobody opened the gate")
         return super().execute(step)
 
 

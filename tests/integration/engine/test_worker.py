@@ -5,7 +5,6 @@ import logging
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from served_workers import (
     LIMIT_S,
     MODEL,
     TENANT,
+    GatedRunner,
     SlowRunner,
     accepted,
     expected,
@@ -54,17 +54,6 @@ class SlowSeededRunner(SeededRunner):
 
     def execute(self, step: ScheduledStep) -> SampledTokens:
         time.sleep(0.005)
-        return super().execute(step)
-
-
-class GatedRunner(ArithmeticRunner):
-    """Its steps wait until the gate opens."""
-
-    gate = threading.Event()
-
-    def execute(self, step: ScheduledStep) -> SampledTokens:
-        if not self.gate.wait(LIMIT_S):
-            raise TimeoutError("nobody opened the gate")
         return super().execute(step)
 
 

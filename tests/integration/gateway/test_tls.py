@@ -1,14 +1,13 @@
 """TLS on both ports, and a certificate that is renewed while the process runs."""
 
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
-from gateway_clients import Address
+from gateway_clients import Address, issue_certificate
 from pagestream.v1 import inference_pb2
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream_gateway import Settings, running_gateway
@@ -22,16 +21,6 @@ from redis_servers import emptied, running_server
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with running_server(tmp_path_factory.mktemp("redis")) as server:
         yield emptied(server)
-
-
-def issue(folder: Path, serial: int) -> tuple[Path, Path]:
-    """A certificate for the loopback address that signed itself, in the same two files each time."""
-    certificate, key = folder / "tls.crt", folder / "tls.key"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-set_serial", str(serial)]
-    subprocess.run(command, check=True, capture_output=True)
-    return certificate, key
 
 
 def settings(redis_url: str, files: tuple[Path, Path]) -> Settings:
@@ -54,7 +43,7 @@ async def status_over_http(port: int, roots: Path) -> int:
 
 
 async def test_both_apis_speak_tls_and_nothing_else(redis_url: str, tmp_path: Path) -> None:
-    files = issue(tmp_path, 1)
+    files = issue_certificate(tmp_path, 1)
     async with running_gateway(settings(redis_url, files)) as ports:
         address = Address(ports.http, ports.grpc)
         assert await status_over_http(ports.http, files[0]) == 200
@@ -72,12 +61,12 @@ async def test_a_renewed_certificate_is_taken_by_new_connections(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagestream_gateway.tls._LOOK_PERIOD_S", 0.05)
-    files = issue(tmp_path, 1)
+    files = issue_certificate(tmp_path, 1)
     old = tmp_path / "old.crt"
     old.write_bytes(files[0].read_bytes())
     async with running_gateway(settings(redis_url, files)) as ports:
         assert await status_over_http(ports.http, old) == 200
-        files = issue(tmp_path, 2)
+        files = issue_certificate(tmp_path, 2)
         await until_taken(ports.http, files[0])
         assert await models_over_grpc(f"127.0.0.1:{ports.grpc}", files[0].read_bytes()) == []
         with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
@@ -97,7 +86,7 @@ async def until_taken(port: int, roots: Path) -> None:
 
 
 def test_files_that_do_not_fit_are_left_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    certificate, key = issue(tmp_path, 1)
+    certificate, key = issue_certificate(tmp_path, 1)
     held = Certificate(certificate, key)
     assert not held.refresh()
     good = key.read_bytes()
@@ -105,7 +94,7 @@ def test_files_that_do_not_fit_are_left_and_told(tmp_path: Path, caplog: pytest.
     assert not held.refresh()
     assert "is not taken" in caplog.text
     key.write_bytes(good)
-    issue(tmp_path, 2)
+    issue_certificate(tmp_path, 2)
     assert held.refresh()
     assert not held.refresh()
 
@@ -113,7 +102,7 @@ def test_files_that_do_not_fit_are_left_and_told(tmp_path: Path, caplog: pytest.
 def test_what_can_not_be_read_is_named_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"--tls-certificate .*nothing\.crt"):
         Certificate(tmp_path / "nothing.crt", tmp_path / "nothing.key")
-    certificate, key = issue(tmp_path, 1)
+    certificate, key = issue_certificate(tmp_path, 1)
     key.write_bytes(b"no key")
     with pytest.raises(SettingsError, match="--tls-key"):
         Certificate(certificate, key)

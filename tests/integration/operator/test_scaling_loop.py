@@ -9,8 +9,8 @@ from control_plane import eventually
 from operator_process import OperatorProcess, PoolWorld
 
 SWIFT = {
-    "stabilization": {"downSeconds": 1},
-    "panic": {"holdSeconds": 1, "windowSeconds": 0},
+    "stabilization": {"downSeconds": 1, "downStartups": 0, "watchSeconds": 1},
+    "panic": {"holdSeconds": 1, "holdStartups": 0, "windowSeconds": 0},
     "rate": {"downPeriodSeconds": 1, "upPeriodSeconds": 1, "downPods": 10, "upPods": 10},
     "idle": {"afterSeconds": 1},
 }

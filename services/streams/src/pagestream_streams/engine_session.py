@@ -96,7 +96,7 @@ class EngineSession:
         self._on_wanted = on_wanted
         self._card = card
         self._alone: Alone | None = None
-        self._is_retired = False
+        self._is_retired = self._takes_its_kind = False
         self._with_suspects: set[int] = set()  # partitions where one waited for an idle engine at the last beat
         self._holdings = Holdings()
         self._own: list[int] = []
@@ -159,6 +159,8 @@ class EngineSession:
         """
         claims: list[Claim] = []
         away: Unavailable | None = None
+        if self._is_retired and not self._takes_its_kind:
+            return claims
         numbers = self._to_look_at()
         if await self._runs_alone():
             return claims
@@ -168,7 +170,7 @@ class EngineSession:
                 if room <= 0 or max_prompt_tokens <= 0:
                     break
                 asked_at = time.monotonic()
-                idle = not claims and not len(self._holdings)
+                idle = not (claims or len(self._holdings) or self._is_retired)
                 try:
                     found = await self._claim_from(Partition(self._model, number), room, max_prompt_tokens, idle=idle)
                 except Unavailable as error:
@@ -195,10 +197,11 @@ class EngineSession:
         return claims
 
     async def retire(self) -> bool:
-        """Leaves the work to come to others: its partitions are theirs at once. Claim nothing from now on.
+        """Leaves the work to come to others: this engine's partitions are theirs at once, and it claims nothing more.
 
         Returns whether what it holds had better end here: others serve the model, and all of them compute otherwise.
-        Unavailable; a retry is harmless.
+        Then it still claims what began as it computes, which others like it may hand back. Unavailable; a retry is
+        harmless.
         """
         self._is_retired = True
         self._own = []
@@ -208,8 +211,17 @@ class EngineSession:
         prints = await self._broker.connection.pipeline(
             [("HGET", keys.engine(each.decode()), _FINGERPRINT) for each in living]
         )
-        alike = {self._fingerprint.encode(), b""}
-        return bool(prints and self._fingerprint) and not any(each in alike for each in prints)
+        alike = {self._fingerprint.encode(), b"", None}  # an engine that has not told yet may be
+        self._takes_its_kind = bool(prints and self._fingerprint) and not any(each in alike for each in prints)
+        return self._takes_its_kind
+
+    async def its_kind_waits(self) -> bool:
+        """Whether there are queued requests that began as this engine computes. Unavailable."""
+        partitions = await self._broker.directory.all_partitions(self._model)
+        lengths = await self._broker.connection.pipeline(
+            [("XLEN", where.resumes(self._fingerprint)) for where in partitions]
+        )
+        return any(lengths)
 
     async def wait_for_work(self, timeout_s: float) -> None:
         """Waits until a claim may find something, at most so long."""
@@ -310,6 +322,7 @@ class EngineSession:
             self._fingerprint,
             settings.fingerprint_grace_ms,
             settings.control_ms,
+            int(self._takes_its_kind),
         )
         now, is_blocked, *rows = reply
         if where.number in self._own:
@@ -419,7 +432,9 @@ class EngineSession:
             ]
         )
         away = living if isinstance(living, Unavailable) else None
-        if away is None and not self._is_retired:
+        if self._is_retired:  # perhaps since this beat began
+            await self._broker.connection.execute("ZREM", keys.engines(self._model), self._id)
+        elif away is None:
             self._own = placement.owned(self._id, len(partitions), {each.decode() for each in living})
         try:
             await self._tell_load(lease)

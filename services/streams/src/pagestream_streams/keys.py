@@ -33,6 +33,10 @@ class Partition(NamedTuple):
         """The hash of a request."""
         return f"{self.prefix}req:{request_id}"
 
+    def resumes(self, fingerprint: str) -> str:
+        """The queue of requests whose tokens were computed so."""
+        return f"{self.prefix}queue:resume:{fingerprint}"
+
     @property
     def alone(self) -> str:
         """The hash of the engines that run a suspect alone, with its id."""

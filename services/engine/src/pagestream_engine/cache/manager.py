@@ -126,10 +126,10 @@ class CacheManager:
                 last = seq.block_table[-1]
                 here = len(seq.block_table) * size - seq.num_computed_tokens
                 unused[last] = min(here, unused.get(last, here))  # siblings may have come less far in a shared block
-        if self.copy_on_write:  # ... which one of them has filled, and is past
-            for seq in sequences:
-                for block in seq.block_table[: self._num_full_blocks(seq)]:
-                    unused.pop(block, None)
+        shared = {seq.block_table[-1]: len(seq.block_table) - 1 for seq in self.copy_on_write.forked}
+        for block, index in shared.items():  # ... which one of them has filled, and is past
+            if any(self._num_full_blocks(seq) > index and seq.block_table[index] == block for seq in sequences):
+                unused.pop(block, None)
         used = self.pool.num_blocks - self.pool.num_free
         return sum(unused.values()) / (used * size) if used else 0.0
 

@@ -153,6 +153,7 @@ class EngineThread(threading.Thread):
         if not engine.has_unfinished_requests():
             return
         started = self._step_started = time.monotonic()
+        self._is_prefilling = False
         outputs = self._profiled_step(engine) if self._is_profiling else engine.step()
         self._step_started = None
         duration = time.monotonic() - started

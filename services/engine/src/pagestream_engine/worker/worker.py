@@ -14,7 +14,6 @@ from typing import Any
 from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach
-from pagestream_streams.tasks import cancel
 
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.outputs import StepOutput
@@ -29,6 +28,8 @@ from pagestream_engine.worker.telemetry import WorkerTelemetry, silent_worker_te
 logger = logging.getLogger(__name__)
 
 ANY_NUMBER_OF_TOKENS = 2**53
+LINGER_S = 1.0  # the last of its kind waits so long for what others like it, ending at the same time, hand back
+LOOK_S = 0.1  # between two looks at whether all is finished
 USUAL_OF_REQUESTS = 8  # the usual size of a request is a mean over about so many
 EXIT_STALLED = 70  # EX_SOFTWARE: the engine made no progress.
 
@@ -77,9 +78,8 @@ class Worker:
         self._prefilling: dict[str, int] = {}  # sequence -> prompt tokens that may not have blocks yet
         self._ahead: dict[str, int] = {}  # sequence -> prompt tokens that no step that has begun computes
         self._running: set[str] = set()  # sequences that the engine has and has not ended
-        self._is_retiring = False  # claims nothing, and goes on
         self._is_ending = False
-        self._is_empty = asyncio.Event()  # set when the last request has gone
+        self._is_retiring = False  # ends, and does not know yet whether anybody can go on
         self._loop = asyncio.get_running_loop()
         self._room = asyncio.Event()
         self._pending = asyncio.Event()
@@ -113,7 +113,7 @@ class Worker:
             ends: list[asyncio.Future[Any]] = [stopping, self._thread_ended, *tasks]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set() and self._settings.finish_timeout_s > 0:
-                await self._finish(session, tasks[0], [self._thread_ended, *tasks[1:]])
+                await self._finish(session, tasks)
         finally:
             self._health.end()
             stopping.cancel()
@@ -122,35 +122,41 @@ class Worker:
         for result in results:
             if isinstance(result, Exception):
                 raise result
-        if not stop.is_set():
+        if not stop.is_set() or (self._thread_ended.done() and self._thread_ended.exception() is not None):
             self._thread_ended.result()
 
-    async def _finish(
-        self, session: EngineSession, claiming: asyncio.Task[None], ends: Sequence[asyncio.Future[Any]]
-    ) -> None:
-        """Where nobody else computes as we do, go on with what has tokens, for a limited time; others' is the rest."""
+    async def _finish(self, session: EngineSession, tasks: list[asyncio.Task[None]]) -> None:
+        """Where nobody else computes as we do, go on with what has tokens, for a limited time; `tasks` are the loops,
+        that which claims first."""
         self._health.end()
-        self._is_retiring = True
-        self._is_empty.clear()
-        await cancel(claiming)
         try:
-            is_last = await session.retire()
+            async with asyncio.timeout(self._settings.finish_timeout_s):
+                self._is_retiring = True
+                self._room.set()
+                await tasks[0]  # not cancelled: a claim that is on its way would belong to nobody for a while
+                if await session.retire():
+                    await self._finish_its_kind(session, tasks)
+        except TimeoutError:
+            logger.warning("the time to finish is over with %d requests left", len(self._requests))
         except Unavailable as error:
             logger.warning("Redis does not tell who else could go on: %s", error)
-            return
-        begun = {request_id for request_id, request in self._requests.items() if request.num_output_tokens}
-        if not is_last or not begun:
-            return
-        others = [request_id for request_id in self._requests if request_id not in begun]
-        await self._hand_back(session, others)
+
+    async def _finish_its_kind(self, session: EngineSession, tasks: list[asyncio.Task[None]]) -> None:
+        others = [request_id for request_id, request in self._requests.items() if not request.num_output_tokens]
+        logger.info("all others compute otherwise: finishes %d requests", len(self._requests) - len(others))
         self._telemetry.handed_back(others)
-        self.drop(others)
-        logger.info("all others compute otherwise: finishes %d requests that have tokens", len(begun))
-        emptied = asyncio.create_task(self._is_empty.wait(), name="finish")
-        await asyncio.wait(
-            [emptied, *ends], timeout=self._settings.finish_timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        emptied.cancel()
+        self.drop(others)  # first: the running step must not give them a token that only we can go on from
+        await self._hand_back(session, others)
+        self._is_retiring = False
+        tasks[0] = asyncio.create_task(self._claim_forever(session), name="claim")
+        linger_until = self._loop.time() + LINGER_S
+        ended: set[asyncio.Future[Any]] = set()
+        while not ended:
+            ended, _ = await asyncio.wait(
+                [self._thread_ended, *tasks], timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not self._requests and self._loop.time() > linger_until and not await session.its_kind_waits():
+                return
 
     async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
         # A cancellation can get lost inside a Redis command, so the loops also look at a flag.
@@ -433,7 +439,6 @@ class Worker:
             request.acknowledge(outcome.next_index)
             if request.is_complete:
                 del self._requests[append.request_id]
-                self._note_gone()
                 self._telemetry.completed(request)
             elif request.has_pending:
                 self._pending.set()
@@ -454,11 +459,6 @@ class Worker:
                 logger.warning("dropped: no longer this engine's", extra=_ids(request))
                 self._telemetry.dropped(request_id)
                 self._abort(request)
-        self._note_gone()
-
-    def _note_gone(self) -> None:
-        if not self._requests:
-            self._is_empty.set()
 
     def _abort(self, request: RunningRequest) -> None:
         running = request.running_seq_ids()

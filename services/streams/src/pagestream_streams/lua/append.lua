@@ -92,7 +92,7 @@ local wake_ups = {}
 
 local function wake(reply, place)
   if reply[1] == OK and place ~= '' then
-    for gateway in string.gmatch(reply[3], '%S+') do
+    for gateway in string.gmatch(reply[3] or '', '%S+') do
       local message = wake_ups[gateway] or {}
       message[#message + 1], wake_ups[gateway] = ARGV[place], message
     end

@@ -4,7 +4,7 @@
 -- Retry: claims more; what a lost reply named is handed back by reconciliation.
 -- ARGV: engine id, nonce (random), most requests, most tokens, least age of an entry in ms, ageing in ms, lease in ms, drain window in ms,
 --       whether the engine holds nothing (0 | 1), its numerics fingerprint ('': unknown), how long requests that began with another one wait
---       for such an engine in ms, control time in ms
+--       for such an engine in ms, control time in ms, whether to take only what began with this fingerprint (0 | 1)
 -- Returns {now, whether the head of a queue is larger than what is left and has waited long enough for others to wait for it (0 | 1),
 --         {id, spec, epoch, next, digest, attempts, deadline, alone (0 | 1), cached, ms that it waited in its queue}...}.
 local engine, nonce, max_requests, max_tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -74,6 +74,10 @@ for print in string.gmatch(known[2] or '', '%S+') do
 end
 if known[2] and known[2] ~= prints then
   call('HSET', meta, 'prints', prints)
+end
+if ARGV[13] == '1' then
+  local name = 'resume:' .. fingerprint
+  heads, resumes = {}, {[name] = resumes[name]}
 end
 
 local function choose()
