@@ -16,6 +16,7 @@ DAY_S = 86_400
 
 Seconds = Annotated[float, Field(ge=0, le=DAY_S)]
 SecondsAboveZero = Annotated[float, Field(gt=0, le=DAY_S)]
+Startups = Annotated[float, Field(ge=0, le=10)]
 Share = Annotated[float, Field(ge=0, le=1)]
 ShareAboveZero = Annotated[float, Field(gt=0, le=1)]
 
@@ -48,10 +49,14 @@ class Backlog(ApiModel):
     """Share of a pod's measured capacity that arrivals may fill; the rest absorbs their variation."""
     oldest_age_seconds: SecondsAboveZero = LAW.backlog.oldest_age_s
     """A request that waits longer asks for more pods."""
+    level_window_seconds: SecondsAboveZero | None = None
+    """The level of arrivals is the mean rate of so long. Unset: the operator's own value."""
     arrival_window_seconds: SecondsAboveZero | None = None
-    """Arrival rates of so long are remembered. Unset: the operator's own value."""
+    """Arrival rates of so long are remembered, for how far they rose above their level. Unset: the operator's own
+    value."""
     arrival_quantile: Share | None = None
-    """Of the remembered rates, the one that capacity is held for. Unset: the operator's own value."""
+    """Of these rises, the one that capacity is held for, where it is more than `busy` leaves. Unset: the operator's own
+    value."""
     short_window_seconds: SecondsAboveZero | None = None
     """The mean rate of so long counts where it is higher. Unset: the operator's own value."""
     trend: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -88,14 +93,17 @@ class Startup(ApiModel):
 
 
 class Panic(ApiModel):
-    """When far more pods are needed than there are, they are ordered at once, and none is given back for a while."""
+    """When far more pods are needed than there are, they are ordered at once, and none is given back until those are
+    ready."""
 
     threshold: Annotated[float, Field(gt=1, le=100)] = LAW.panic.threshold
     """Panic when the need is so many times the replicas ..."""
     window_seconds: Seconds = LAW.panic.window_s
     """... throughout this window."""
     hold_seconds: Seconds = LAW.panic.hold_s
-    """No scale-in for so long after the last such moment."""
+    """No scale-in for so long after the last such moment ..."""
+    hold_startups: Startups = LAW.panic.hold_startups
+    """... or for so many measured start-up times, if that is longer."""
 
 
 class Stabilization(ApiModel):
@@ -104,7 +112,11 @@ class Stabilization(ApiModel):
     up_seconds: Seconds = LAW.stabilization.up_s
     """0: the last need counts."""
     down_seconds: Seconds = LAW.stabilization.down_s
-    """A pod is given back only if it was not needed for so long."""
+    """A pod is given back only if it was not needed for so long ..."""
+    down_startups: Startups = LAW.stabilization.down_startups
+    """... or for so many measured start-up times, if that is longer."""
+    watch_seconds: Seconds = LAW.stabilization.watch_s
+    """An operator that has just begun to watch the pool gives nothing back for so long."""
 
 
 class Rate(ApiModel):

@@ -122,7 +122,7 @@ def _why(now: Situation, terms: list[Term], wish: Wish, done: Restrained) -> tup
 
 _RESTRAINTS = {
     Limit.STABILIZATION: "the needs of the stabilisation window ask for {done.desired}",
-    Limit.PANIC: "the pool panicked less than {policy.panic.hold_s:g} s ago, nothing is given back",
+    Limit.PANIC: "the pool panicked a moment ago, nothing is given back until what it ordered has come",
     Limit.IDLE: "nothing was queued or running for {policy.idle.after_s:g} s",
     Limit.RATE: "the rate limit allows {done.desired} now",
     Limit.MIN: "at least {done.desired} must be there",

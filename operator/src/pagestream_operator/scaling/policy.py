@@ -46,18 +46,17 @@ class BacklogPolicy:
     """Term (b): work that arrives and waits, against what a pod gets done. Work is counted in prompt tokens."""
 
     drain_s: float = 10.0  # a backlog should be gone so long after the pods ordered for it are ready ...
-    drain_startups: float = 0.5  # ... or so many start-up times, if that is longer: pods for a moment cost as long
+    drain_startups: float = 1.0  # ... or so many start-up times, if that is longer: pods for a moment cost as long
     busy: float = 0.80  # part of a pod's measured capacity that arrivals may fill; the rest absorbs their variation
-    arrival_window_s: float = 120.0  # arrival rates of so long are remembered
-    arrival_quantile: float = 0.90  # of the remembered rates, the one that capacity is held for
-    short_window_s: float = (
-        10.0  # the mean rate of so long counts if it is higher: a step is seen before a quantile moves
-    )
+    level_window_s: float = 30.0  # the level of arrivals is the mean rate of so long ...
+    short_window_s: float = 10.0  # ... or of so long, if that is higher: a step is seen before the longer mean moves
+    arrival_window_s: float = 300.0  # arrival rates of so long are remembered, for how far they rose above their level
+    arrival_quantile: float = 0.93  # of these rises, the one that capacity is held for, if it is more than busy leaves
     horizon: float = 0.25  # the short window has at least this part of a start-up time: noise is over before pods come
     generated_weight: float = 4.0  # prompt tokens that an engine computes in the time of one generated token
     trend: float = 0.0  # how far a rise from window to short window is carried on over a start-up time; 0 not, 1 fully
     oldest_age_s: float = 2.0  # an oldest entry that waits longer asks for more pods, in proportion, once per start-up
-    age_factor_max: float = 2.0  # and for no more than so many times the ready pods
+    age_factor_max: float = 1.5  # and for no more than so many times the ready pods
     saturated_age_s: float = 0.5  # a queue that is older and longer than this shows that no pod has room
     prior_tokens_per_s: float = 2000.0  # what a pod drains, believed until something was measured
     settle_s: float = 20.0  # time constant of measured capacity, rate and utilization
@@ -66,7 +65,15 @@ class BacklogPolicy:
 
     def __post_init__(self) -> None:
         """Refuses what would divide by nothing or forget at once."""
-        for name in ("drain_s", "arrival_window_s", "short_window_s", "oldest_age_s", "settle_s", "forget_s"):
+        for name in (
+            "drain_s",
+            "level_window_s",
+            "arrival_window_s",
+            "short_window_s",
+            "oldest_age_s",
+            "settle_s",
+            "forget_s",
+        ):
             _require_seconds(f"backlog.{name}", getattr(self, name))
         _require_seconds("backlog.saturated_age_s", self.saturated_age_s, positive=False)
         _require(0 < self.busy <= 1, "backlog.busy", self.busy, "above 0 and at most 1")
@@ -132,17 +139,19 @@ class StartupPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PanicPolicy:
-    """A need far above what is there: order without stabilisation, and give nothing back for a while."""
+    """A need far above what is there: order without stabilisation, and give nothing back until that has come."""
 
     threshold: float = 1.5  # panic when the need is at least so many times the replicas ...
     window_s: float = 4.0  # ... throughout this window (0: in one decision)
-    hold_s: float = 60.0  # no scale-in for so long after the last such moment
+    hold_s: float = 15.0  # no scale-in for so long after the last such moment ...
+    hold_startups: float = 1.0  # ... or for so many start-up times, if that is longer: until what was ordered is ready
 
     def __post_init__(self) -> None:
         """Refuses a threshold that any need passes."""
         _require(1 < self.threshold < math.inf, "panic.threshold", self.threshold, "above 1")
         _require_seconds("panic.window_s", self.window_s, positive=False)
         _require_seconds("panic.hold_s", self.hold_s, positive=False)
+        _require(0 <= self.hold_startups <= 10, "panic.hold_startups", self.hold_startups, "from 0 to 10")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +159,16 @@ class StabilizationPolicy:
     """Up follows the lowest need of a window, down the highest."""
 
     up_s: float = 0.0  # 0: the last need counts; a start-up costs more than a pod too many for a moment
-    down_s: float = 60.0  # a pod is given back only if it was not needed for so long
+    down_s: float = 20.0  # a pod is given back only if it was not needed for so long ...
+    down_startups: float = 0.75  # ... or so many start-up times, if that is longer: it costs as long to have it again
+    watch_s: float = 60.0  # a law without memory gives nothing back before it has watched for so long
 
     def __post_init__(self) -> None:
         """Refuses negative windows."""
         _require_seconds("stabilization.up_s", self.up_s, positive=False)
         _require_seconds("stabilization.down_s", self.down_s, positive=False)
+        _require_seconds("stabilization.watch_s", self.watch_s, positive=False)
+        _require(0 <= self.down_startups <= 10, "stabilization.down_startups", self.down_startups, "from 0 to 10")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pagestream_operator.scaling.decision import Limit
 from pagestream_operator.scaling.memory import ScalingMemory
 from pagestream_operator.scaling.policy import RatePolicy, ScalingPolicy
+from pagestream_operator.scaling.supply import startup_time
 from pagestream_operator.scaling.windows import with_highest, with_lowest
 
 _ROUNDING = 1e-9
@@ -33,6 +34,17 @@ class Restrained:
     panicking: bool
 
 
+def down_window_s(memory: ScalingMemory, policy: ScalingPolicy) -> float:
+    """For how long a pod must not have been needed: what it costs to order it again sets the scale."""
+    down = policy.stabilization
+    return max(down.down_s, down.down_startups * startup_time(memory, policy.startup))
+
+
+def hold_s(memory: ScalingMemory, policy: ScalingPolicy) -> float:
+    """How long a panic lasts after its last moment: until what it ordered is ready. Then the floors say what stays."""
+    return max(policy.panic.hold_s, policy.panic.hold_startups * startup_time(memory, policy.startup))
+
+
 def remembered(wish: Wish, memory: ScalingMemory, policy: ScalingPolicy) -> ScalingMemory:
     """The memory with this wish in its windows."""
     now, replicas = wish.time_s, wish.replicas
@@ -44,13 +56,13 @@ def remembered(wish: Wish, memory: ScalingMemory, policy: ScalingPolicy) -> Scal
         started_s=now if memory.started_s is None else memory.started_s,
         time_s=now,
         needs=with_lowest(memory.needs, now, wish.need, policy.stabilization.up_s),
-        floors=with_highest(memory.floors, now, wish.floor, policy.stabilization.down_s),
+        floors=with_highest(memory.floors, now, wish.floor, down_window_s(memory, policy)),
         panic_needs=panic_needs,
         replicas_low=with_lowest(memory.replicas_low, now, replicas, policy.rate.up_period_s),
         replicas_high=with_highest(memory.replicas_high, now, replicas, policy.rate.down_period_s),
         replicas=replicas,
         raised_s=now if rose else memory.raised_s,
-        panic_until_s=now + policy.panic.hold_s if panics else memory.panic_until_s,
+        panic_until_s=now + hold_s(memory, policy) if panics else memory.panic_until_s,
         idle_since_s=_idle_since(wish, memory),
     )
 
@@ -91,7 +103,8 @@ def _stabilized(wish: Wish, memory: ScalingMemory, policy: ScalingPolicy, panick
         return wish.replicas, []
     if panicking:
         return wish.replicas, [Limit.PANIC]
-    young = memory.started_s is None or wish.time_s - memory.started_s < policy.stabilization.down_s
+    watch_s = max(policy.stabilization.watch_s, down_window_s(memory, policy))
+    young = memory.started_s is None or wish.time_s - memory.started_s < watch_s
     floor = memory.floors[0][1]
     if young or floor >= wish.replicas:
         return wish.replicas, [Limit.STABILIZATION]

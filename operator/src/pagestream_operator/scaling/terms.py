@@ -19,6 +19,7 @@ from pagestream_operator.scaling.workload import Workload
 
 _ROUNDING = 1e-9  # 0.8 * 3 / 0.8 is a little more than 3
 _MOST = 1_000_000  # pods; keeps a need finite
+_HALF = 0.5  # requests; keeps a tail from ending at a bucket's bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +76,18 @@ def backlog_term(now: Situation) -> Term:
     policy, work, queue = now.policy.backlog, now.workload, now.believed.queue
     tokens = queue.tokens if queue is not None else 0.0
     left = _left_at_horizon(tokens, now.supply, work)
-    need = pods_for((work.arrivals_high / policy.busy + left / _drain_s(now)) / work.capacity)
+    need = pods_for((work.held_for + left / _drain_s(now)) / work.capacity)
     wait_s = tokens / (work.capacity * len(now.supply.ready)) if now.supply.ready else 0.0
     keeps_up = queue is not None and (tokens <= 0 or (wait_s <= policy.oldest_age_s and len(now.supply.ready) > 0))
     floor = need if keeps_up else now.replicas
     believed = "measured" if work.measured else "believed"
     sentence = (
-        f"{work.arrivals_high:.0f} prompt tokens/s arrive and {tokens:.0f} wait, "
+        f"{work.arrivals:.0f} prompt tokens/s arrive, capacity is held for {work.held_for:.0f}/s, {tokens:.0f} wait, "
         f"a pod does {work.capacity:.0f}/s ({believed}): {need} needed"
     )
     inputs = {
         "arrivals": work.arrivals,
-        "arrivals_high": work.arrivals_high,
+        "arrivals_high": work.held_for,
         "backlog_tokens": tokens,
         "backlog_left": left,
         "capacity": work.capacity,
@@ -145,16 +146,22 @@ def ttft_term(now: Situation) -> Term:
 
 
 def missed(window: LatencyWindow, objective_s: float) -> float:
-    """How many were later than `objective_s`; within a bucket in proportion, beyond the last bound all."""
-    late, below = 0.0, 0.0
+    """How many were later than `objective_s`.
+
+    Within the objective's bucket the tail is taken for exponential, as that of a wait is: a straight line would count
+    a third of all that came between 1 and 2.5 s as later than 2 s, where most of them had only just missed the first
+    second. Where nobody came later than the bucket, half a request counts as there: the tail goes on.
+    """
+    beyond_low = sum(window.counts)  # later than the bucket's lower bound
     for low, high, count in zip((0.0, *window.bounds_s), (*window.bounds_s, math.inf), window.counts, strict=True):
         if low >= objective_s or math.isinf(high):
-            late += count
-        elif high > objective_s:
-            late += count * (high - objective_s) / (high - low)
-        else:
-            below += count
-    return late
+            return beyond_low
+        beyond_high = max(0.0, beyond_low - count)
+        if high > objective_s:
+            part = (objective_s - low) / (high - low)
+            return min(beyond_low, math.pow(beyond_low, 1 - part) * math.pow(max(beyond_high, _HALF), part))
+        beyond_low = beyond_high
+    return beyond_low
 
 
 def _congested(now: Situation) -> bool:

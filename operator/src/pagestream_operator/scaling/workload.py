@@ -21,8 +21,8 @@ _CAPACITY_MIN = (
 class Workload:
     """What the backlog term is computed from; rates in prompt tokens per second."""
 
-    arrivals: float  # what arrives now: the mean of the short window, or of the whole one if that is higher
-    arrivals_high: float  # what capacity is held for
+    arrivals: float  # the level of arrivals: the mean of the short window, or of the longer one if that is higher
+    held_for: float  # what capacity is held for: the level with its margin, or with the rises that came before
     capacity: float  # of one pod
     measured: bool  # whether the capacity was measured rather than believed
 
@@ -139,23 +139,49 @@ def _is_saturated(queue: QueueSample, rate: float, policy: BacklogPolicy) -> boo
 
 def workload(memory: ScalingMemory, supply: Supply, policy: BacklogPolicy) -> Workload:
     """What `memory` says of work and capacity."""
-    level, high = _levels(memory, supply.startup_s, policy)
-    return Workload(level, high, max(_CAPACITY_MIN, _capacity(memory, policy)), memory.capacity is not None)
+    level = _level(memory, supply.startup_s, policy)
+    held_for = max(level / policy.busy, level + _rise(memory, policy))
+    return Workload(level, held_for, max(_CAPACITY_MIN, _capacity(memory, policy)), memory.capacity is not None)
 
 
-def _levels(memory: ScalingMemory, startup_s: float, policy: BacklogPolicy) -> tuple[float, float]:
-    """The level to expect when a pod ordered now is ready: the further off, the longer the mean that foretells it."""
+def _level(memory: ScalingMemory, startup_s: float, policy: BacklogPolicy) -> float:
+    """The rate to expect when a pod ordered now is ready: the further off, the longer the mean that foretells it."""
     if not memory.arrivals:
-        return 0.0, 0.0
+        return 0.0
+    short_s = max(policy.short_window_s, policy.horizon * startup_s)
+    long_s = max(policy.level_window_s, short_s)
+    mean, mean_short = _mean_of_last(memory, long_s), _mean_of_last(memory, short_s)
+    apart_s = max(policy.short_window_s, (long_s - short_s) / 2)
+    trend = max(0.0, mean_short - mean) / apart_s * startup_s * policy.trend
+    return max(mean, mean_short) + trend
+
+
+def _mean_of_last(memory: ScalingMemory, span_s: float) -> float:
     newest = memory.arrivals[-1][0]
-    short_s = min(policy.arrival_window_s, max(policy.short_window_s, policy.horizon * startup_s))
-    rates = [rate for _, rate in memory.arrivals]
-    short = [rate for time_s, rate in memory.arrivals if newest - time_s <= short_s]
-    mean, mean_short = sum(rates) / len(rates), sum(short) / len(short)
-    apart_s = max(policy.short_window_s, (policy.arrival_window_s - short_s) / 2)
-    rise = max(0.0, mean_short - mean) / apart_s * startup_s * policy.trend
-    level = max(mean, mean_short) + rise
-    return level, max(level, _quantile(rates, policy.arrival_quantile))
+    rates = [rate for time_s, rate in memory.arrivals if newest - time_s <= span_s]
+    return sum(rates) / len(rates)
+
+
+def _rise(memory: ScalingMemory, policy: BacklogPolicy) -> float:
+    """How far above their level rates have been: the quantile of the window. What rose once may do so again."""
+    rises = _rises(memory.arrivals, policy.level_window_s)
+    return _quantile(rises, policy.arrival_quantile) if rises else 0.0
+
+
+def _rises(arrivals: tuple[tuple[float, float], ...], span_s: float) -> list[float]:
+    """Of each rate above the mean of the `span_s` that end with it, 0 where it was below.
+
+    Only the newest depends on the newest rate, and rises with it.
+    """
+    found: list[float] = []
+    total, first = 0.0, 0
+    for index, (time_s, rate) in enumerate(arrivals):
+        total += rate
+        while time_s - arrivals[first][0] > span_s:
+            total -= arrivals[first][1]
+            first += 1
+        found.append(max(0.0, rate - total / (index + 1 - first)))
+    return found
 
 
 def _quantile(values: list[float], part: float) -> float:

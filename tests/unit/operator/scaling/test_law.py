@@ -34,6 +34,7 @@ from scaling_worlds import (
     policies,
     pool,
     queue,
+    ready_pod,
     sample,
     settled,
     starting_pod,
@@ -472,7 +473,10 @@ def test_noisy_constant_load_gives_constant_pods(load: float, noise: list[float]
     """Noise that repeats within the stabilisation window: after the pool has found its size, it never changes."""
     arrivals = [1000 * load * each for each in noise]
     world = FluidPool.with_ready(
-        start, lambda t: arrivals[int(t) % len(arrivals)], replace(CALM, max_replicas=60), startup_s=startup_s
+        start,
+        lambda t: arrivals[int(t) % len(arrivals)],
+        replace(CALM, max_replicas=60, stabilization=StabilizationPolicy(down_s=75)),
+        startup_s=startup_s,
     )
     world.noise = lambda t: noise[int(t) // 3 % len(noise)]
     world.run(700)
@@ -521,6 +525,42 @@ def test_a_panicking_pool_gives_nothing_back() -> None:
     freed, _ = decide(policy, at(calm, NOW + 61), memory)
     assert freed.desired < 6
     assert not freed.panicking
+
+
+def test_a_panic_ends_when_what_it_ordered_has_come() -> None:
+    """Pods of this pool start in 10 s: 1.5 of that, and not a minute, after the last need far above what is there."""
+    panic = PanicPolicy(window_s=0, hold_s=5, hold_startups=1.5)
+    policy = replace(CALM, stabilization=StabilizationPolicy(down_s=0, down_startups=0), panic=panic)
+    flooded = pool([1.0] * 2, queue(depth=50, tokens=50_000, age_s=5, drain=2000))
+    _, memory = decide(policy, flooded, settled(policy, pool([0.1] * 2)))
+    calm = pool([0.05] * 6)
+    held, memory = decide(policy, at(calm, NOW + 14), memory)
+    assert (held.desired, held.limiting) == (6, Limit.PANIC)
+    freed, _ = decide(policy, at(calm, NOW + 16), memory)
+    assert freed.desired < 6
+
+
+def test_the_window_before_a_pod_is_given_back_follows_the_start_up_time() -> None:
+    """A floor of 15 s ago holds where start-ups take 20 s, and not where they take 10 s."""
+    for startup_s, stays in ((10.0, False), (20.0, True)):
+        policy = replace(CALM, stabilization=StabilizationPolicy(down_s=5, down_startups=1.0, watch_s=30))
+        quick = [ready_pod(f"pod-{index}", sample(utilization=0.75), startup_s=startup_s) for index in range(4)]
+        busy = replace(pool([0.75] * 4), pods=tuple(quick))
+        memory = settled(policy, busy, seconds=100)
+        calm = replace(busy, pods=tuple(replace(pod, sample=sample(utilization=0.05)) for pod in quick))
+        for second in range(-18, 0):
+            decision, memory = decide(policy, at(calm, NOW + second), memory)
+        assert (decision.desired == 4) is stays
+
+
+def test_a_law_without_memory_watches_before_it_gives_back_however_short_its_window() -> None:
+    policy = replace(CALM, stabilization=StabilizationPolicy(down_s=5, down_startups=0, watch_s=40))
+    shown, memory = pool([0.05] * 4), ScalingMemory()
+    answers = []
+    for second in range(44):
+        decision, memory = decide(policy, at(shown, NOW + second), memory)
+        answers.append(decision.desired)
+    assert answers == [4] * 40 + [2] * 4
 
 
 def test_panic_needs_its_whole_window() -> None:

@@ -14,11 +14,18 @@ def test_whole_pods(amount: float, pods: int) -> None:
     assert pods_for(amount) == pods
 
 
-def test_misses_within_a_bucket_are_counted_in_proportion_and_beyond_the_last_bound_all() -> None:
+def test_misses_within_a_bucket_follow_an_exponential_tail_and_beyond_the_last_bound_all_count() -> None:
     window = LatencyWindow((1.0, 2.5, 5.0), (10, 30, 7, 4), 60)
-    assert missed(window, 2.0) == pytest.approx(30 * 0.5 / 1.5 + 7 + 4)
+    rate = math.log(41 / 11) / 1.5  # of the tail between 1 and 2.5 s
+    assert missed(window, 2.0) == pytest.approx(41 * math.exp(-rate * 1.0))
     assert missed(window, 2.5) == 11
     assert missed(window, 60.0) == 4
+
+
+def test_requests_that_just_missed_a_bound_below_the_objective_are_no_misses() -> None:
+    """As in a healthy pool: one in twenty takes a little more than a second, none took 2.5 s."""
+    window = LatencyWindow((1.0, 2.5, 5.0), (2850, 150, 0, 0), 60)
+    assert missed(window, 2.0) < 0.01 * 3000 / 4
 
 
 @settings(deadline=None)

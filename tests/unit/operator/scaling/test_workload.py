@@ -132,7 +132,7 @@ def test_age_orders_no_more_while_what_it_ordered_drains_the_queue() -> None:
     for second in range(12, -1, -1):
         decision, memory = decide(POLICY, at(after, NOW - second), memory)
         answers.append(decision.desired)
-    assert answers == [8] * 10 + [16] * 3  # drain_s after the last pod became ready it is evidence again
+    assert answers == [8] * 10 + [12] * 3  # drain_s after the last pod became ready it is evidence again
 
 
 def test_a_rise_is_carried_on_over_the_start_up_where_that_is_asked_for() -> None:
