@@ -105,6 +105,30 @@ def test_what_arrives_is_what_left_and_what_the_backlog_grew_by() -> None:
     assert memory.arrivals[-1] == (NOW, 400 + 300)
 
 
+def test_capacity_is_held_for_rises_that_came_before_where_they_are_more_than_the_margin() -> None:
+    """Bursts of 2,000 tokens/s above a level of about 400 come every minute: steady load of that level needs less."""
+    policy = replace(POLICY, backlog=BacklogPolicy(arrival_quantile=1.0))
+    held = []
+    for burst in (0, 2000):
+        memory = ScalingMemory()
+        for step in range(90):
+            drain = 400 + (burst if step % 30 == 15 else 0)
+            shown = at(working(4, 0.5, prompt=100, generated=0, drain=drain), NOW + 2 * step)
+            decision, memory = decide(policy, shown, memory)
+        held.append(decision.inputs["arrivals_high"])
+    assert held[0] == pytest.approx(400 / policy.backlog.busy)
+    assert held[1] > 400 + 0.9 * 2000
+
+
+def test_a_level_that_has_fallen_is_not_held_for_its_height() -> None:
+    """What the window remembers are rises above the level: a day's decline is followed within `level_window_s`."""
+    memory = ScalingMemory()
+    for step in range(120):
+        shown = at(working(4, 0.5, prompt=100, generated=0, drain=4000 - 30 * step), NOW + 2 * step)
+        decision, memory = decide(POLICY, shown, memory)
+    assert decision.inputs["arrivals_high"] < (4000 - 30 * (119 - 15)) / POLICY.backlog.busy
+
+
 def test_one_sample_counts_once() -> None:
     shown = working(4, 0.5, prompt=100, generated=0, drain=400, tokens=1000)
     _, memory = decide(POLICY, shown, ScalingMemory())

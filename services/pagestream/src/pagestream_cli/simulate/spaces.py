@@ -39,11 +39,13 @@ _OWN: dict[str, tuple[float, ...]] = {
     "backlog.busy": (0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
     "backlog.arrival_window_s": (30.0, 60.0, 120.0, 300.0, 600.0, 1000.0),
     "backlog.arrival_quantile": (0.5, 0.7, 0.8, 0.9, 0.95, 1.0),
+    "backlog.level_window_s": (15.0, 30.0, 60.0, 120.0),
     "backlog.short_window_s": (2.0, 4.0, 10.0, 20.0, 30.0),
     "backlog.trend": (0.0, 0.5, 1.0),
     "backlog.oldest_age_s": (0.5, 1.0, 2.0, 4.0),
     "backlog.age_factor_max": (1.25, 1.5, 2.0, 4.0),
     "stabilization.down_s": (5.0, *_WINDOWS_S),
+    "stabilization.down_startups": (0.0, 0.5, 0.75, 1.0, 2.0),
     "rate.down_fraction": (0.1, 0.25, 0.5),
 }
 

@@ -63,8 +63,10 @@ class Study:
         self._once(f"reference {where}", lambda: self._references(trace, seed, startup_s))
         for space in spaces(self._terms).values():
             setting = self._kept[f"search {chosen_on} {space.name}"]["best"]["setting"]
-            tuned, default = (f"{space.name} tuned on {chosen_on}", setting), (f"{space.name} default", space.default)
-            for label, given in (tuned, default) if seed == self._terms.load.seeds[0] else (tuned,):
+            for label, given in (
+                (f"{space.name} tuned on {chosen_on}", setting),
+                (f"{space.name} default", space.default),
+            ):
                 self._once(
                     f"{label}: {where}",
                     lambda given=given, space=space: asdict(  # type: ignore[misc]

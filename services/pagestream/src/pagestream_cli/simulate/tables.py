@@ -10,6 +10,9 @@ from typing import Any
 
 _HEAD = "| law | attained, mean (lowest) | TTFT p50 | p99 | pod-hours | of the optimum | pods ordered |"
 _LINE = "|---|---|---|---|---|---|---|"
+_LAWS = ("pagestream", "hpa", "keda")
+_EARLIER = "earlier "
+"""Before the names of what an earlier state of the law came to."""
 Numbers = Mapping[str, Any]
 
 
@@ -27,17 +30,20 @@ def tables(kept: Numbers) -> Iterator[str]:
         yield _row("optimum", [reference["optimum"] for reference in references], best)
         yield _row("fixed fleet", [reference["fixed"] for reference in references], best)
         for on in chosen:
-            for law in ("pagestream", "hpa", "keda"):
-                label = f"{law} tuned on {on}"
-                found = [kept[f"{label}: {place}"] for place in seeds if f"{label}: {place}" in kept]
-                if found:
-                    yield _row(label, found, best)
-        for law in ("pagestream", "hpa", "keda"):
-            found = [kept[f"{law} default: {place}"] for place in seeds if f"{law} default: {place}" in kept]
-            if found:
-                yield _row(f"{law}, default (seed 0)", found, best)
+            yield from _rows(kept, [f"{law} tuned on {on}" for law in (*_LAWS, _EARLIER + _LAWS[0])], seeds, best)
+        yield from _rows(kept, [f"{law} default" for law in (*_LAWS, _EARLIER + _LAWS[0])], seeds, best)
         bound = sum(reference["lower_bound_pod_hours"] for reference in references) / len(references)
         yield f"\nNo plan can cost less than {bound:.2f} pod-hours.\n"
+
+
+def _rows(kept: Numbers, labels: Sequence[str], places: Sequence[str], best: float) -> Iterator[str]:
+    """One for each label that has numbers; which seeds, where some have none."""
+    for label in labels:
+        there = [place for place in places if f"{label}: {place}" in kept]
+        if there:
+            seeds = ", ".join(place.split(" seed ")[1].split(" ")[0] for place in there)
+            name = label if len(there) == len(places) else f"{label} (seed {seeds})"
+            yield _row(name, [kept[f"{label}: {place}"] for place in there], best)
 
 
 def _row(label: str, found: Sequence[Numbers], best: float) -> str:
