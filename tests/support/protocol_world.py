@@ -630,8 +630,9 @@ def _values(fields: dict[str, str]) -> tuple[str, ...]:
 
 
 def _append_arguments(request: str, held: Held, first: int, entries: Sequence[tuple[str, ...]]) -> list[Any]:
-    values = [request, held.epoch, held.nonce, first, "", len(entries), *(value for each in entries for value in each)]
-    return [RETENTION, json.dumps(values)]
+    wake_up = "" if first else 4  # the place of the last argument
+    head = [request, held.epoch, held.nonce, first, "", len(entries), wake_up]
+    return [RETENTION, json.dumps([*head, *(value for each in entries for value in each)]), "ps:gateway:", b"wake"]
 
 
 def _expected(
