@@ -1,8 +1,9 @@
 """Nobody reads any more: the grace, whom it concerns, and when it counts."""
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
+import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, ON_DISCONNECT_CONTINUE, REQUEST_STATE_FINISHED
 from pagestream_streams import Broker, GatewaySession
 from token_streams import FAST, MODEL, TENANT, eventually, spec, worker
@@ -40,6 +41,32 @@ async def test_a_request_that_all_readers_left_is_cancelled_after_its_grace(brok
         await eventually(lambda: finished(broker, request.request_id))
         assert (await broker.view(request.request_id, TENANT)).finish_reason == FINISH_REASON_CANCELLED
         await eventually(lambda: engine.lost == [request.request_id])
+
+
+async def test_a_reader_that_is_cancelled_while_redis_answers_has_left(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """redis-py can lose a cancellation that comes together with a reply."""
+    reading = asyncio.Event()
+
+    async def lose(*_: object) -> list[object]:
+        reading.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return []
+
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        request = spec(grace_ms=GRACE_MS)
+        await gateway.accept(request)
+        [claim] = await engine.claim()
+        monkeypatch.setattr(broker.connection, "read_acknowledged", lose)
+        task = asyncio.create_task(read_some(gateway, request.request_id))
+        await asyncio.wait_for(reading.wait(), 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 10)
+        await eventually(lambda: finished(broker, request.request_id))
+        await eventually(lambda: engine.lost == [claim.request_id])
 
 
 async def test_a_reader_who_comes_back_ends_the_grace(broker: Broker) -> None:

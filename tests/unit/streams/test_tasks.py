@@ -1,8 +1,9 @@
 import asyncio
+from contextlib import suppress
 
 import pytest
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.tasks import Periodic, cancel
+from pagestream_streams.tasks import Periodic, cancel, heed_cancellation
 
 
 async def test_rounds_go_on_after_every_kind_of_failure(caplog: pytest.LogCaptureFixture) -> None:
@@ -56,3 +57,24 @@ async def test_cancel_repeats_what_was_lost() -> None:
     await asyncio.wait_for(cancel(task), 20)
     assert task.cancelled()
     assert len(lost) == 1
+
+
+async def test_a_cancellation_that_a_library_took_is_heeded_later() -> None:
+    begun = asyncio.Event()
+
+    async def library() -> None:
+        begun.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    async def work() -> None:
+        heed_cancellation()
+        await library()
+        heed_cancellation()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 10)

@@ -19,7 +19,7 @@ from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.follower import Follower
 from pagestream_streams.keys import Partition
 from pagestream_streams.scripts import POLL, REGISTER, UNREGISTER
-from pagestream_streams.tasks import Periodic
+from pagestream_streams.tasks import Periodic, heed_cancellation
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -140,6 +140,7 @@ class Readers:
 
     async def _next(self, follower: Follower) -> list[LogEntry]:
         while True:
+            heed_cancellation()  # or a reader whose client has gone would wait for the end of the log
             if follower.failure is not None:
                 raise follower.failure
             if follower.take_loss():

@@ -37,6 +37,16 @@ async def cancel(task: asyncio.Task[None]) -> None:
         task.result()
 
 
+def heed_cancellation() -> None:
+    """Raises CancelledError where this task was cancelled and a library took that for something else.
+
+    asyncio.wait_for does so where what it waits for is done at the same moment.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 class Periodic:
     """Calls `work` every `interval_s` seconds, and at once after `nudge`.
 
