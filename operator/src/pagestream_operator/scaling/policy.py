@@ -52,7 +52,7 @@ class BacklogPolicy:
     short_window_s: float = 10.0  # ... or of so long, if that is higher: a step is seen before the longer mean moves
     arrival_window_s: float = 300.0  # arrival rates of so long are remembered, for how far they rose above their level
     arrival_quantile: float = 0.93  # of these rises, the one that capacity is held for, if it is more than busy leaves
-    horizon: float = 0.25  # the short window has at least this part of a start-up time: noise is over before pods come
+    horizon: float = 0.30  # the short window has at least this part of a start-up time: noise is over before pods come
     generated_weight: float = 4.0  # prompt tokens that an engine computes in the time of one generated token
     trend: float = 0.0  # how far a rise from window to short window is carried on over a start-up time; 0 not, 1 fully
     oldest_age_s: float = 2.0  # an oldest entry that waits longer asks for more pods, in proportion, once per start-up
