@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from math import inf
 from typing import Any
 
 from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
@@ -300,11 +301,18 @@ class Worker:
     def _post_prefill(self, lacking: Mapping[str, int]) -> None:
         """Have the next step's prompts claimed while this step runs, on the engine's thread.
 
-        Not where it takes longer than others have to leave an own partition's requests to us: they could compute them
-        sooner than a step that has not begun.
+        Not sooner before its expected end than others have to leave an own partition's requests to us: they could
+        compute them before a step that begins later. What is expected is what the last such step took.
         """
-        if self._session is not None and self._thread.last_prefill_step_s <= self._session.head_start_s:
-            self._loop.call_soon_threadsafe(self._take_prefill, lacking)
+        if self._session is not None and self._thread.last_prefill_step_s < inf:
+            delay_s = max(0.0, self._thread.last_prefill_step_s - self._session.head_start_s)
+            self._loop.call_soon_threadsafe(self._take_prefill_later, delay_s, lacking)
+
+    def _take_prefill_later(self, delay_s: float, lacking: Mapping[str, int]) -> None:
+        if delay_s > 0:
+            self._loop.call_later(delay_s, self._take_prefill, lacking)
+        else:
+            self._take_prefill(lacking)
 
     def _take_prefill(self, lacking: Mapping[str, int]) -> None:
         for seq_id, num_tokens in lacking.items():
