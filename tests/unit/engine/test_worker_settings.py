@@ -62,6 +62,8 @@ def test_the_model_may_come_from_the_environment_and_names_have_defaults() -> No
         ("PAGESTREAM_WORKER__METRICS_PORT", "tcp://10.0.0.1:80"),
         ("PAGESTREAM_WORKER__METRICS_PORT", "0"),
         ("PAGESTREAM_WORKER__STALL_TIMEOUT_S", "-1"),
+        ("PAGESTREAM_WORKER__FINISH_TIMEOUT_S", "-1"),
+        ("PAGESTREAM_WORKER__FINISH_TIMEOUT_S", "inf"),
         ("PAGESTREAM_WORKER__ENGINE_ID", "a b"),
         ("PAGESTREAM_ENGINE__MAX_NUM_SEQ", "8"),
         ("PAGESTREAM_ENGINE__MAX_NUM_SEQS", "eight"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import time
@@ -15,13 +14,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from google.protobuf.message import DecodeError
-from pagestream.v1.records_pb2 import LogSlice, ModelCard, RequestSpec
+from pagestream.v1.records_pb2 import ModelCard, RequestSpec
 
 from pagestream_streams import fault_points, ids, keys, placement, wakeups
+from pagestream_streams.appends import append_arguments, slice_of
 from pagestream_streams.broker import Broker
 from pagestream_streams.connection import Call
 from pagestream_streams.doorbell import Doorbell
-from pagestream_streams.entries import Argument, from_fields, to_values
+from pagestream_streams.entries import Argument, from_fields
 from pagestream_streams.errors import ModelNotFound, RequestNotFound, Unavailable
 from pagestream_streams.holdings import Holdings
 from pagestream_streams.keys import Partition
@@ -37,7 +37,6 @@ Load = Callable[[], Mapping[str, str | int | float]]
 
 _FINGERPRINT = "fingerprint"  # field of an engine's hash
 CHOSEN = 2  # heartbeat.lua's word for the engine that is to hand everything back
-_TO_JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
 
 
 @lru_cache(maxsize=8192)
@@ -240,7 +239,7 @@ class EngineSession:
         retention_ms = self._settings.retention_s * 1000
         wakes = not self._broker.connection.waits
         calls = [
-            Call(APPEND, where.prefix, _arguments(retention_ms, [appends[i] for i in mine], wakes=wakes))
+            Call(APPEND, where.prefix, append_arguments(retention_ms, [appends[i] for i in mine], wakes=wakes))
             for where, mine in places.items()
         ]
         fault_points.before_append(appends)
@@ -253,7 +252,7 @@ class EngineSession:
         self._settle(appends, outcomes)
         await wakeups.publish(
             self._broker.connection,
-            [(_slice(each), results[i][2]) for i, each in enumerate(appends) if results[i][2]],
+            [(slice_of(each), results[i][2]) for i, each in enumerate(appends) if results[i][2]],
         )
         return outcomes
 
@@ -490,38 +489,6 @@ class EngineSession:
             fields += [name, str(value)]
         key = keys.engine(self._id)
         await self._broker.connection.pipeline([("HSET", key, *fields), ("PEXPIRE", key, lease_ms)])
-
-
-def _arguments(retention_ms: int, appends: Sequence[Append], *, wakes: bool) -> list[Argument]:
-    """`wakes`: the script sends the wake-ups of first entries. Not where they have to wait for disk or replicas."""
-    values: list[str | int] = []
-    arguments: list[Argument] = [retention_ms, "", keys.wake_ups("")]
-    for each in appends:
-        cached = "" if each.cached_tokens is None else each.cached_tokens
-        values += (each.request_id, str(each.epoch), each.nonce, each.first_index, cached, len(each.entries))
-        if wakes and each.first_index == 0:
-            arguments.append(wakeups.one(_slice(each)))
-            values.append(len(arguments))
-        else:
-            values.append("")
-        for entry in each.entries:
-            for value in to_values(entry):
-                if isinstance(value, bytes):
-                    arguments.append(value)
-                    values.append(len(arguments))
-                else:
-                    values.append(value)
-    arguments[1] = _TO_JSON(values)
-    return arguments
-
-
-def _slice(append: Append) -> LogSlice:
-    return LogSlice(
-        request_id=append.request_id,
-        first_index=append.first_index,
-        entries=append.entries,
-        previous_digest=append.previous_digest,
-    )
 
 
 def _tokens(claim: Claim) -> int:

@@ -188,10 +188,10 @@ _MAY_BE_ZERO = {"finish_timeout_s"}
 def _check(given: Mapping[str, Any]) -> None:
     """What argparse checks of options, and that every number is above 0."""
     for name, value in given.items():
-        least = "0 or more" if name in _MAY_BE_ZERO else "above 0"
-        is_enough = isinstance(value, int | float) and (value > 0 or (name in _MAY_BE_ZERO and value == 0))
-        if isinstance(value, int | float) and not (is_enough and value < math.inf):
-            raise VariableError(variable_of(WORKER, name), f"{value} was given, a number {least} is expected")
+        if isinstance(value, int | float):
+            fits, wanted = (value >= 0, "0 or more") if name in _MAY_BE_ZERO else (value > 0, "above 0")
+            if not fits or value == math.inf:
+                raise VariableError(variable_of(WORKER, name), f"{value} was given, a number {wanted} is expected")
         if name in _CHECKED_TEXTS and value:
             try:
                 _CHECKED_TEXTS[name](value)
