@@ -30,8 +30,8 @@ MODULES = ("pagestream_engine.worker.__main__", "pagestream_gateway.__main__", "
 ENGINE_OPTIONS = ("--dtype", "float32", "--num-gpu-blocks-override", "512")
 READY_LIMIT_S = 60.0
 POLL_S = 0.05
-PAST_LEASE_S = 4.2
-"""A lease (3 s), and time for a sweep to find that it has lapsed."""
+PAST_LEASE_S = 2.6
+"""A lease (1.5 s), and time for a sweep to find that it has lapsed."""
 
 
 class Fault(StrEnum):

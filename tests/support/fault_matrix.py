@@ -140,7 +140,7 @@ async def _run_once(cluster: FaultCluster, cell: Cell, passage: tuple[FaultPoint
         cluster.hit(cell.fault, victims)
         open_streams = [client for client in clients if not client.is_done]
         result.unfinished += len(open_streams)
-        _go(cluster, standing)
+        _go(cluster, [*standing, *cluster.line.waiting()])  # the other engine may have come there before the disarming
         await cluster.mend(cell.fault, victims)
         await asyncio.gather(*running)
     finally:

@@ -77,6 +77,7 @@ class World:
     held: dict[str, dict[str, Held]] = field(default_factory=lambda: {name: {} for name in ENGINES})
     stale: list[tuple[str, Held]] = field(default_factory=list)
     unheard: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in ENGINES})
+    retired: tuple[str, ...] = ()  # those that were told to end, and finish what began as they compute
     streams: dict[tuple[str, str], list[dict[str, str]]] = field(default_factory=dict)
     late: list[tuple[str, list[Any]]] = field(default_factory=list)
 
@@ -237,12 +238,12 @@ class Protocol:
     def _claim(self, name: str, room: int, lost: bool) -> None:
         world, before, engine = self.world, self.state, self.world.engine(name)
         world.nonces += 1
-        nonce = f"n{world.nonces}"
-        idle = int(not world.held[name])
+        nonce, retired = f"n{world.nonces}", name in world.retired
+        idle = int(not world.held[name] and not retired)
         if any(requests(before).get(request, {}).get("alone") == "1" for request in world.held[name]):
             return
         arguments = engine, nonce, room, 1000, 0, 1000, LEASE, 10_000, idle, PRINTS[name], PATIENCE, CONTROL
-        _, _, *rows = self.call("claim", *arguments)
+        _, _, *rows = self.call("claim", *arguments, int(retired))
         records, after = requests(before), requests(self.state)
         must(len(rows) <= room, "claimed more than asked for")
         running = {
@@ -263,6 +264,8 @@ class Protocol:
             )
             must(not alone or (len(rows) == 1 and idle), f"{request}: a suspect isn't alone")
             must(not alone or _control_over(before, world.now), f"{request}: a suspect runs in the control time")
+            its_kind = place.startswith(f"resume:{PRINTS[name]} ")
+            must(its_kind or not retired, f"{request}: an engine that ends took it from {place}")
             printed = old.get("print", "") if int(old["next"]) else ""
             since = before["suspects"][request] if alone else int(place.split()[1].split("-")[0])
             waited = world.now - since if world.now >= since else PATIENCE
@@ -278,8 +281,9 @@ class Protocol:
         if [row for row in rows if row[7]]:
             return
         heads = [place.split() for places in waiting(before).values() for place in places if " " in place]
-        mine = [at for at in heads if at[0] in ("resume", f"resume:{PRINTS[name]}")]
-        classes = [at for at in heads if at[0].isdigit()]
+        retired = name in self.world.retired
+        mine = [at for at in heads if at[0] == f"resume:{PRINTS[name]}" or (at[0] == "resume" and not retired)]
+        classes = [at for at in heads if at[0].isdigit() and not retired]
         must(len(rows) >= min(room, len(mine) + len(classes)), f"claimed {len(rows)} of {heads}")
         if len(rows) == 1 and room == 1 and classes and not mine:
             [place] = waiting(before)[rows[0][0]]
@@ -416,6 +420,7 @@ class Protocol:
             self._drop(world.held[name], request)
         world.boots[name] += 1
         world.unheard[name] = []
+        self._begin_anew(name)
         if not expired:
             return
         leased = engine in before.get("leases", {})
@@ -436,8 +441,11 @@ class Protocol:
 
     def _beat(self, name: str, can: int) -> None:
         world, engine, before = self.world, self.world.engine(name), self.state
-        registered = self.call("registry", engine, LEASE)
-        must(engine in registered, "a living engine isn't registered")
+        retired = name in world.retired
+        registered = self.call("registry", "" if retired else engine, LEASE)
+        must(engine in registered or retired, "a living engine isn't registered")
+        listed = before.get("ps:engines:test/model", {}).get(engine, 0)  # Redis may have lost that it left
+        must(not retired or listed in (0, self._listed(engine)), "an engine that ends renewed its place")
         living = {each for each, until in self.state["ps:engines:test/model"].items() if until > world.now}
         must(set(registered) == living, f"registry answered {registered}")
         owned, wanted = self.call("heartbeat", engine, LEASE, can, 500, CONTROL)
@@ -460,6 +468,10 @@ class Protocol:
             self._handed_back([engine, BELL, 0, "stop", CONTROL, request, "", ""])
         world.unheard[name] = unknown
 
+    def _listed(self, engine: str) -> float:
+        until: float = self.state.get("ps:engines:test/model", {}).get(engine, 0)
+        return until
+
     def _leave(self, name: str) -> None:
         for request in list(self.world.held[name]):
             self._hand_back(name, request, "")
@@ -471,6 +483,24 @@ class Protocol:
         must(not _noted(self.state, engine) or _noted({"deaths": self.state["deaths"]}, engine), "left as a death")
         self.world.boots[name] += 1
         self.world.unheard[name] = []
+        self._begin_anew(name)
+
+    def _begin_anew(self, name: str) -> None:
+        self.world.retired = tuple(each for each in self.world.retired if each != name)
+
+    def _retire(self, name: str) -> None:
+        """It is told to end. Where others live (they all compute otherwise) it finishes what has tokens."""
+        world, engine = self.world, self.world.engine(name)
+        self.redis.unlist(engine)
+        self.state = self.redis.content()
+        living = self.call("registry", "", LEASE)
+        must(engine not in living, "an engine that ends is registered")
+        if not living:
+            self._leave(name)
+            return
+        world.retired = tuple(sorted({*world.retired, name}))
+        for request in [each for each, held in world.held[name].items() if not held.entries]:
+            self._hand_back(name, request, "")
 
     # -- what others and time do
 
@@ -709,6 +739,7 @@ def anything(chance: random.Random) -> Op:
             ("beat", engine, chance.choice([0, 1])),
             ("beat", engine, chance.choice([0, 1])),
             ("leave", engine),
+            ("retire", engine),
             ("cancel", request),
             ("end_due", chance.choice(["deadlines", "graces", "verdicts"]), request),
             ("sweep",),
@@ -821,7 +852,18 @@ def reissued(chance: random.Random) -> Iterator[Op]:
     yield from [("mark", "b", "p", "0", ""), ("sweep",), ("tick", 1200), ("sweep",)]
 
 
-STORIES = (poison, paused, generated, mislaid, stopped, sought, reissued, None)
+def replaced(chance: random.Random) -> Iterator[Op]:
+    """An engine is told to end while the other computes otherwise: it finishes what its kind began, and nothing else."""
+    yield from [("accept", "g", "p", 1), ("beat", "a", 0), ("beat", "b", 0), ("claim", "a", 4, False)]
+    yield from [("append", "a", "p", "1", ""), chance.choice([("hand_back", "a", "p", ""), ("crash", "a", True)])]
+    yield from [("accept", "g", "q", 1), ("accept", "h", "r", 1), ("claim", "b", 1, False), ("retire", "a")]
+    yield from [("claim", "a", 4, False), ("beat", "a", 1), ("append", "a", "p", "2", ""), ("claim", "b", 4, False)]
+    yield from [("append", "b", "q", "1", ""), ("hand_back", "b", "q", ""), ("claim", "a", 4, False)]
+    yield from [("tick", 150), ("sweep",), chance.choice([("append", "a", "p", "end", ""), ("leave", "a")])]
+    yield from [("claim", "b", 4, False), ("leave", "a"), ("claim", "a", 4, False), ("sweep",)]
+
+
+STORIES = (poison, paused, generated, mislaid, stopped, sought, reissued, replaced, None)
 
 
 def walk(seed: int) -> list[Op]:

@@ -119,6 +119,10 @@ class VirtualStreams:
         key = REGISTRY_KEY if name == "registry" else PREFIX
         return text_of(self._client.evalsha(self._sha[name], 3, key, str(now), run_id, *arguments))
 
+    def unlist(self, engine: str) -> None:
+        """Takes an engine out of the registry."""
+        self._client.zrem(REGISTRY_KEY, engine)
+
     def expire(self, now: int) -> None:
         """What Redis itself forgets when its time has come."""
         for key in cast(list[bytes], self._client.zrangebyscore("expiries", "-inf", now)):

@@ -23,7 +23,14 @@ MODEL = "arithmetic"
 POISON = 13
 NUM_TOKENS = 400
 QUICK = StreamsSettings(
-    lease_ms=1000, heartbeat_ms=100, sweep_ms=100, sweep_gap_ms=600, alone_after_ms=100, directory_ttl_s=0.2
+    lease_ms=1000,
+    heartbeat_ms=100,
+    sweep_ms=100,
+    sweep_gap_ms=600,
+    control_leases=2.0,
+    storm_leases=10.0,
+    alone_after_ms=100,
+    directory_ttl_s=0.2,
 )
 ENGINE = """
     import asyncio, os, signal, sys, time

@@ -10,6 +10,20 @@ from redis.exceptions import ResponseError
 from redis_servers import emptied
 
 WALKS = 140
+REPLACED: tuple[Op, ...] = (
+    ("retire", "a"),
+    ("claim", "a", 4, False),
+    ("claim", "b", 4, False),
+    ("append", "a", "p", "1", ""),
+    ("append", "a", "p", "end", "lost"),
+    ("hand_back", "a", "p", ""),
+    ("beat", "a", 1),
+    ("leave", "a"),
+    ("crash", "a", True),
+    ("tick", 1200),
+    ("sweep",),
+    ("lose", 2),
+)
 
 MENU: tuple[Op, ...] = (
     ("claim", "a", 4, False),
@@ -47,3 +61,11 @@ def test_every_order_of_three_steps_of_one_request(client: Redis) -> None:
     states, steps = explore(client, [("accept", "g", "p", 1)], MENU, 3)
     assert states > len(MENU)
     assert steps >= len(MENU)
+
+
+def test_every_order_of_three_steps_around_an_engine_that_ends(client: Redis) -> None:
+    begun: list[Op] = [("accept", "g", "p", 1), ("beat", "a", 0), ("beat", "b", 0), ("claim", "a", 4, False)]
+    begun += [("append", "a", "p", "1", ""), ("accept", "g", "q", 1)]
+    states, steps = explore(client, begun, REPLACED, 3)
+    assert states > len(REPLACED)
+    assert steps >= len(REPLACED)

@@ -19,11 +19,11 @@ class StreamsSettings:
     wait_fsync: bool = False  # whether the server's own disk has it (WAITAOF, from 7.2 on; with appendfsync always)
     wait_timeout_ms: int = 1000  # after which it counts as not done, and is tried again
     # -- liveness
-    lease_ms: int = 3000  # an engine or gateway that is silent for so long is dead; reclaim follows within sweep_ms
-    heartbeat_ms: int = 500  # six chances in a lease
-    sweep_ms: int = 500  # how late time's effects may be
+    lease_ms: int = 1500  # an engine or gateway that is silent for so long is dead; reclaim follows within sweep_ms
+    heartbeat_ms: int = 300  # five chances in a lease
+    sweep_ms: int = 300  # how late time's effects may be
     sweep_gap_ms: int = (
-        2000  # a longer hole in the sweeps was an outage; heartbeat_ms and it together are below lease_ms
+        1200  # a longer hole in the sweeps was an outage; heartbeat_ms and it together are below lease_ms
     )
     sweep_batch: int = 128  # requests that one sweep moves, so that no script blocks Redis for long
     # -- the queue; bounds are for each class in each partition
@@ -42,8 +42,8 @@ class StreamsSettings:
     )  # a tenant's share is its weight among those that wait; 1 where it isn't named
     tenant_alone_percent: int = 100  # what a tenant may use while no other waits; less keeps room for who comes next
     # -- poison, see docs/decisions/0024
-    control_leases: float = 2.0  # how long, in leases, engines run without suspects between two runs of suspects
-    storm_leases: float = 10.0  # how long, in leases, an engine's death speaks for requests that it did not run
+    control_leases: float = 4.0  # how long, in leases, engines run without suspects between two runs of suspects
+    storm_leases: float = 20.0  # how long, in leases, an engine's death speaks for requests that it did not run
     alone_after_ms: int = 1000  # a suspect waits so long for an idle engine; then one hands everything back for it
     dead_retention_s: int = 7 * 24 * 3600  # how long a quarantined request can be shown and requeued
     max_dead: int = 1000  # in each partition, about; the oldest go first
