@@ -853,7 +853,7 @@ def reissued(chance: random.Random) -> Iterator[Op]:
 
 
 def replaced(chance: random.Random) -> Iterator[Op]:
-    """An engine is told to end while the other computes otherwise: it finishes what its kind began, and nothing else."""
+    """An engine is told to end while the other computes otherwise: it finishes what its kind began, nothing else."""
     yield from [("accept", "g", "p", 1), ("beat", "a", 0), ("beat", "b", 0), ("claim", "a", 4, False)]
     yield from [("append", "a", "p", "1", ""), chance.choice([("hand_back", "a", "p", ""), ("crash", "a", True)])]
     yield from [("accept", "g", "q", 1), ("accept", "h", "r", 1), ("claim", "b", 1, False), ("retire", "a")]
