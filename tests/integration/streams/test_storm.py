@@ -24,6 +24,7 @@ class Slot:
         self.broker, self.name, self.chance = broker, name, chance
         self.kills = 0
         self.runs_alone = 0
+        self._dying: EngineSession | None = None
 
     async def run(self, storm_ends: asyncio.Event) -> None:
         """Engines live for a few steps at most during the storm; the last one lives on."""
@@ -40,11 +41,17 @@ class Slot:
                     return
             finally:
                 stormy.cancel()
+                self._dying = session
                 await cancel(life)
-                for part in (session._heartbeat, session._sweeper, session._subscription):
-                    await part.stop()
+            await self.bury()
             self.kills += 1
             await expire_engine(self.broker, session.engine_id)
+
+    async def bury(self) -> None:
+        """What a killed process takes with it, and does not end."""
+        if self._dying is not None:
+            for part in (self._dying._heartbeat, self._dying._sweeper, self._dying._subscription):
+                await part.stop()
 
     async def _serve(self, engine: Worker) -> None:
         claims: list[tuple[Claim, int, str]] = []
@@ -86,6 +93,8 @@ async def test_nothing_is_quarantined(broker: Broker, num_slots: int) -> None:
         finally:
             for task in running:
                 await cancel(task)
+            for slot in slots:
+                await slot.bury()
         for request, entries in zip(requests, logs, strict=True):
             assert numbers(entries) == list(range(100, 100 + NUM_TOKENS))
             assert (await broker.view(request.request_id, TENANT)).finish_reason == FINISH_REASON_STOP

@@ -84,6 +84,8 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._room = asyncio.Event()
         self._pending = asyncio.Event()
+        self._untaken: Sequence[StepOutput] = ()  # of the last step, while its first tokens are being sent
+        self._is_appending = False
         self._thread_ended: asyncio.Future[None] = self._loop.create_future()
         self._thread = thread
         self._session: EngineSession | None = None
@@ -327,6 +329,7 @@ class Worker:
         if self._thread_ended.done():
             return
         if error is None:
+            self._take_untaken()
             self._thread_ended.set_result(None)
             return
         logger.critical("the engine failed", exc_info=error)
@@ -340,9 +343,27 @@ class Worker:
         if self._thread_ended.done():
             return
         try:
-            self._take_outputs(outputs)
+            self._take_outputs(self._first_tokens(outputs))
         except Exception as error:  # noqa: BLE001 - whatever it is, this process must not write on
             self._take_end(error)
+
+    def _first_tokens(self, outputs: Sequence[StepOutput]) -> Sequence[StepOutput]:
+        """The outputs to take now: where nothing is being sent, first tokens alone, and the others once those are on
+        their way (`_untaken`).
+        """
+        self._take_outputs(self._untaken)
+        self._untaken = ()
+        if self._is_appending or not self._prefilling:
+            return outputs
+        first = [output for output in outputs if output.request_id in self._prefilling]
+        if not first:
+            return outputs
+        self._untaken = [output for output in outputs if output.request_id not in self._prefilling]
+        return first
+
+    def _take_untaken(self) -> None:
+        if self._untaken:
+            self._take_outputs_or_end(())
 
     def _take_outputs(self, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:
@@ -405,30 +426,51 @@ class Worker:
                 self._pending.set()
 
     async def _append_pending(self, session: EngineSession) -> bool:
-        """Send what the logs don't have yet, once. Returns whether Redis took it."""
-        limit = self._settings.append_limit
-        appends = [request.pending(limit) for request in self._requests.values() if request.has_pending]
+        """Send what the logs don't have yet, once. Returns whether Redis took it.
+
+        In parts beside each other, and whoever waits for a first token before the others: a script answers for all in
+        it.
+        """
+        appends = self._pending_appends(())
         first = [each for each in appends if each.first_index == 0]
         rest = [each for each in appends if each.first_index > 0]
-        # Beside each other, and whoever waits for a first token before the others: a script answers for all in it.
-        parts = [part for part in (first, rest) if part]
-        answers = await asyncio.gather(*(session.append(part) for part in parts), return_exceptions=True)
+        sending = [self._send(session, part) for part in (first, rest) if part]
+        if self._untaken:
+            sending.append(self._send_untaken(session, {each.request_id for each in appends}))
+        self._is_appending = True
+        try:
+            answers = await asyncio.gather(*sending, return_exceptions=True)
+        finally:
+            self._is_appending = False
         torn: list[str] = []
-        is_taken = True
-        for part, answer in zip(parts, answers, strict=True):
-            if isinstance(answer, Unavailable):
-                logger.warning("append of %d requests put off: %s", len(part), answer)
-                self._telemetry.error("redis_unavailable")
-                is_taken = False
-            elif isinstance(answer, BaseException):
+        for answer in answers:
+            if isinstance(answer, BaseException):
                 raise answer
-            else:
-                torn += [
-                    each.request_id for each, outcome in zip(part, answer, strict=True) if self._settle(each, outcome)
-                ]
+            torn += answer or ()
         if torn:
             await self._hand_back(session, torn)
-        return is_taken
+        return None not in answers
+
+    def _pending_appends(self, being_sent: Collection[str]) -> list[Append]:
+        limit = self._settings.append_limit
+        waiting = [each for each in self._requests.values() if each.has_pending and each.request_id not in being_sent]
+        return [request.pending(limit) for request in waiting]
+
+    async def _send(self, session: EngineSession, appends: Sequence[Append]) -> list[str] | None:
+        """Append and settle. Returns the requests that can't go on here, None where Redis did not take it."""
+        try:
+            outcomes = await session.append(appends)
+        except Unavailable as error:
+            logger.warning("append of %d requests put off: %s", len(appends), error)
+            self._telemetry.error("redis_unavailable")
+            return None
+        settled = zip(appends, outcomes, strict=True)
+        return [each.request_id for each, outcome in settled if self._settle(each, outcome)]
+
+    async def _send_untaken(self, session: EngineSession, being_sent: Collection[str]) -> list[str] | None:
+        self._take_untaken()
+        appends = self._pending_appends(being_sent)
+        return await self._send(session, appends) if appends else []
 
     async def _hand_back(self, session: EngineSession, request_ids: Sequence[str]) -> None:
         try:
