@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from pagestream_engine.sampling_params import child_seed
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 from pagestream_engine.worker.request import RunningRequest
 from pagestream_engine.worker.worker import EXIT_STALLED, EngineFailed
-from pagestream_streams import Broker, GatewaySession
+from pagestream_streams import Append, AppendOutcome, Broker, EngineSession, GatewaySession
 from served_workers import (
     FACTS,
     LIMIT_S,
@@ -173,6 +174,40 @@ async def test_a_worker_with_short_steps_claims_the_next_ones_prompts_while_a_st
             await running.end()
     for prompt, log in zip(prompts, logs, strict=True):
         assert tokens(log) == expected(prompt)
+
+
+async def test_first_tokens_are_on_their_way_before_the_steps_other_tokens_are_taken(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, list[str]]] = []
+    add_output, append = RunningRequest.add_output, EngineSession.append
+
+    def told_add_output(request: RunningRequest, choice: int, output: StepOutput) -> None:
+        done.append(("taken", [request.request_id]))
+        add_output(request, choice, output)
+
+    async def told_append(session: EngineSession, appends: Sequence[Append]) -> list[AppendOutcome]:
+        done.append(("sent", [each.request_id for each in appends]))
+        return await append(session, appends)
+
+    monkeypatch.setattr(RunningRequest, "add_output", told_add_output)
+    monkeypatch.setattr(EngineSession, "append", told_append)
+    async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
+        async with running_worker(broker, tmp_path, SlowRunner) as running:
+            long = await accepted(gateway, [1, 2], max_tokens=300)
+            reading = asyncio.create_task(read(gateway, long))
+            await until(lambda: running.worker.load()["running"] == 1)
+            new: list[str] = []
+            for number in range(20):
+                spec = await accepted(gateway, [number, 3], max_tokens=2)
+                new.append(spec.request_id)
+                assert tokens(await read(gateway, spec)) == expected([number, 3], 2)
+            assert tokens(await reading) == expected([1, 2], 300)
+            await running.end()
+    old = long.request_id
+    wanted = [[("taken", [each]), ("sent", [each]), ("taken", [old]), ("sent", [old])] for each in new]
+    # Where the step before is still being sent, all are taken at once.
+    assert any(done[place : place + 4] in wanted for place in range(len(done)))
 
 
 async def test_a_worker_that_ends_hands_back_and_the_next_goes_on(redis_url: str, tmp_path: Path) -> None:
