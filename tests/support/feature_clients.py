@@ -182,7 +182,7 @@ class GrpcClient(FeatureClient):
 
 
 class SseClient(FeatureClient):
-    """POST /v1/completions, then GET /v1/requests/ID/events with Last-Event-ID."""
+    """POST /v1/completions or /v1/chat/completions, then GET /v1/requests/ID/events with Last-Event-ID."""
 
     api = "sse"
 
@@ -203,8 +203,9 @@ class SseClient(FeatureClient):
                 )
             else:
                 body = http_body(self.row, model=self._model, seed=self._seed)
+                route = "/v1/chat/completions" if self.row.is_chat else "/v1/completions"
                 request = client.build_request(
-                    "POST", f"{place}/v1/completions", json=body, headers={"Idempotency-Key": self._key}
+                    "POST", f"{place}{route}", json=body, headers={"Idempotency-Key": self._key}
                 )
             with suppress(httpx.TransportError):
                 response = await client.send(request, stream=True)
@@ -240,6 +241,9 @@ class SseClient(FeatureClient):
             return
         self.progress.append(time.monotonic())
         request_id, index, digest = event_id.split("/")
+        if self.row.is_chat and int(index) == self.seen.next_index == 0:
+            self._last_event_id = event_id  # the roles stand before the first entry
+            return
         if request_id != self.request_id or int(index) <= self.seen.next_index:
             raise StreamBrokenError(f"{self.name}: event {event_id} after {self._last_event_id}")
         self._last_event_id = event_id
@@ -248,7 +252,7 @@ class SseClient(FeatureClient):
             self.seen.usage = (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"])
         for choice in body["choices"]:
             seen = self.seen.choices[choice["index"]]
-            seen.text += choice["text"]
+            seen.text += choice["delta"].get("content") or "" if self.row.is_chat else choice["text"]
             logprobs = choice.get("logprobs")
             if logprobs:
                 names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")

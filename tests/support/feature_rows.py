@@ -29,6 +29,8 @@ class FeatureRow:
     """How every choice ends; a row whose feature decides the end says so."""
     seed_is_chosen: bool = field(default=False)
     """The gateway chooses the seed: the undisturbed run is one under the seed that was chosen."""
+    is_chat: bool = False
+    """The prompt is a user's message, and goes through the model's chat template."""
 
 
 # The bytes of two letters and of an emoji, and a letter that is one token: characters of one to four tokens.
@@ -45,6 +47,25 @@ FEATURE_ROWS = (
         {"temperature": 0.0, "stop": ["best friend is Bruno", "a zebra"]},
         finish="stop",
     ),
+    FeatureRow(
+        "stop string kept",
+        "One day in the village",
+        {"temperature": 0.0, "stop": ["lie in the harbour"], "include_stop_str_in_output": True},
+        finish="stop",
+    ),
+    FeatureRow(
+        "stop token",
+        "The captain of the boat",
+        {"temperature": 0.9, "seed": 41, "stop_token_ids": [1054, 0]},  # the first is its 31st token
+        finish="stop",
+    ),
+    FeatureRow("min_p", "A storm came over the harbour", {"temperature": 1.1, "min_p": 0.05, "seed": 37}),
+    FeatureRow(
+        "special tokens",
+        "The baker and the boat",
+        {"temperature": 0.9, "seed": 43, "logit_bias": {EOS_TOKEN_ID: 20.0}, "skip_special_tokens": False},
+    ),
+    FeatureRow("chat", "Who lives in the lighthouse?", {"temperature": 0.7, "seed": 47, "n": 2}, is_chat=True),
     FeatureRow("multi-byte", "Say it.", {"temperature": 2.0, "seed": 11, "logit_bias": BYTES_BIAS}),
     FeatureRow("prefix cache", STORY * 6, {"temperature": 0.7, "seed": 13}),
     FeatureRow(
@@ -96,13 +117,21 @@ def sampling_of(row: FeatureRow, seed: int | None = None) -> dict[str, Any]:
 def grpc_request(row: FeatureRow, *, model: str, key: str, seed: int | None = None) -> pb.GenerateRequest:
     """The row for gRPC."""
     sampling = pb.SamplingParams(**sampling_of(row, seed))
-    return pb.GenerateRequest(model=model, prompt=row.prompt, sampling=sampling, idempotency_key=key)
+    request = pb.GenerateRequest(model=model, sampling=sampling, idempotency_key=key)
+    if row.is_chat:
+        request.chat.messages.add(role="user", content=row.prompt)
+    else:
+        request.prompt = row.prompt
+    return request
 
 
 def http_body(row: FeatureRow, *, model: str, seed: int | None = None) -> dict[str, Any]:
-    """The row for POST /v1/completions."""
+    """The row for POST /v1/completions, or /v1/chat/completions."""
     sampling = sampling_of(row, seed)
     if "logit_bias" in sampling:
         sampling["logit_bias"] = {str(token): bias for token, bias in sampling["logit_bias"].items()}
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    return {"model": model, "prompt": row.prompt, **sampling, **options}
+    asked: dict[str, Any] = {"prompt": row.prompt}
+    if row.is_chat:
+        asked = {"messages": [{"role": "user", "content": row.prompt}]}
+    return {"model": model, **asked, **sampling, **options}

@@ -23,6 +23,7 @@ class FlakyNetwork:
         self._refuses = False
         self._is_silent = False
         self._loses_answers = False
+        self._stranded: set[asyncio.StreamWriter] = set()
         self.target = ""
         """Where it listens, as "host:port"."""
         self.num_connections = 0
@@ -49,6 +50,10 @@ class FlakyNetwork:
     def silence(self) -> None:
         """Lose every byte in both directions from now on, and reset nothing: a pulled cable."""
         self._is_silent = True
+
+    def strand(self) -> None:
+        """Lose every byte of the connections that are open now; new ones live: a router that was restarted."""
+        self._stranded |= self._writers
 
     def lose_answers(self) -> None:
         """Lose what the server says from now on; what the client says arrives."""
@@ -78,7 +83,7 @@ class FlakyNetwork:
     async def _pipe(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, is_answer: bool) -> None:
         with suppress(ConnectionError):
             while data := await source.read(_CHUNK_BYTES):
-                if self._is_silent or (is_answer and self._loses_answers):
+                if self._is_silent or sink in self._stranded or (is_answer and self._loses_answers):
                     continue
                 sink.write(data)
                 await sink.drain()

@@ -39,6 +39,7 @@ from served_workers import (
     tokens,
     until,
 )
+from token_streams import FAST
 
 
 class BrokenRunner(ArithmeticRunner):
@@ -82,6 +83,24 @@ async def test_a_request_that_the_engine_refuses_fails_alone(redis_url: str, tmp
                 assert word in end.error.message
             assert tokens(await read(gateway, good)) == expected([1, 2])
             await running.end()
+
+
+async def test_a_step_that_takes_three_leases_costs_no_request_its_engine(redis_url: str, tmp_path: Path) -> None:
+    GatedRunner.gate.clear()
+    try:
+        async with await Broker.connect(redis_url, FAST) as broker, GatewaySession(broker) as gateway:
+            async with running_worker(broker, tmp_path, GatedRunner) as slow:
+                spec = await accepted(gateway, [1, 2])
+                await until(lambda: slow.worker.load()["running"] == 1)
+                async with running_worker(broker, tmp_path) as other:
+                    await asyncio.sleep(3 * FAST.lease_ms / 1000)  # the length is what is tested
+                    GatedRunner.gate.set()
+                    assert tokens(await read(gateway, spec)) == expected([1, 2])
+                    assert (await broker.view(spec.request_id, TENANT)).attempts == 1
+                    await other.end()
+                await slow.end()
+    finally:
+        GatedRunner.gate.set()
 
 
 async def test_a_cancelled_request_frees_the_engine(redis_url: str, tmp_path: Path) -> None:

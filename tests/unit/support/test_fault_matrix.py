@@ -4,7 +4,8 @@ from fault_campaign import PASSAGES as CAMPAIGN_PASSAGES
 from fault_campaign import Plan
 from fault_cluster import Fault
 from fault_matrix import FACTORS, PASSAGES, Moment, Target, all_cells, covering_cells
-from feature_rows import FEATURE_ROWS
+from feature_rows import FEATURE_ROWS, sampling_of
+from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream_streams.fault_points import FaultPoint
 
 
@@ -30,6 +31,12 @@ def test_a_hit_follows_from_the_seed_and_its_number_alone() -> None:
     assert hits != [Plan.draw(8, number) for number in range(500)]
     assert {hit.point for hit in hits} == set(FaultPoint)
     assert {hit.fault for hit in hits} == set(Fault)
+
+
+def test_every_sampling_parameter_has_a_row() -> None:
+    refused = {"best_of", "prompt_logprobs"}  # by the gateway: a stream shows each choice as it comes
+    fields = {field.name for field in SamplingParams.DESCRIPTOR.fields} - refused
+    assert {name for row in FEATURE_ROWS for name in sampling_of(row)} == fields
 
 
 def test_rows_have_distinct_names_and_prompts() -> None:

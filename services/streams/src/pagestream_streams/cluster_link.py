@@ -78,6 +78,11 @@ class ClusterLink:
         pubsub: PubSub = self._cluster.pubsub()
         return pubsub
 
+    async def drop_idle(self) -> None:
+        """Closes the connections that nothing waits on: what is sent next connects anew."""
+        idle = [connection for node in self._cluster.get_nodes() for connection in node._free]
+        await asyncio.gather(*(connection.disconnect() for connection in idle), return_exceptions=True)
+
     async def close(self) -> None:
         """Closes every connection."""
         if self._looking is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
 from redis import exceptions
@@ -194,6 +194,11 @@ class Connection:
             except exceptions.NoScriptError:
                 # EVAL caches the text as well. A restarted server has forgotten it.
                 return await self._link.execute("EVAL", script.text, *_keys(key), *arguments)
+
+    async def drop_idle(self) -> None:
+        """Closes the connections that nothing waits on: one of them may be as silent as one that was waited on."""
+        with suppress(exceptions.RedisError, OSError):
+            await self._link.drop_idle()
 
     def pubsub(self) -> PubSub:
         """A subscriber on a connection of its own."""

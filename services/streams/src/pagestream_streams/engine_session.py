@@ -8,7 +8,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
 from typing import Any, Self
@@ -23,13 +22,13 @@ from pagestream_streams.connection import Call
 from pagestream_streams.doorbell import Doorbell
 from pagestream_streams.entries import Argument, from_fields
 from pagestream_streams.errors import ModelNotFound, RequestNotFound, Unavailable
-from pagestream_streams.holdings import Holdings
+from pagestream_streams.holdings import Alone, Holdings
 from pagestream_streams.keys import Partition
 from pagestream_streams.records import Append, AppendKind, AppendOutcome, Claim
 from pagestream_streams.scripts import APPEND, CLAIM, HAND_BACK, HEARTBEAT, LEAVE, MARK, REGISTRY
 from pagestream_streams.subscription import Subscription
 from pagestream_streams.sweeper import Sweeper
-from pagestream_streams.tasks import Periodic
+from pagestream_streams.tasks import Periodic, within
 
 _log = logging.getLogger(__name__)
 
@@ -45,15 +44,6 @@ def _partition_number(request_id: str) -> int:
     if name is None:
         raise RequestNotFound(request_id)
     return name.partition
-
-
-@dataclass
-class Alone:
-    """The request that this engine runs with nothing beside it, until its log is longer than `index`."""
-
-    request_id: str
-    index: int
-    passed: bool = False
 
 
 class EngineSession:
@@ -103,7 +93,8 @@ class EngineSession:
         self._partition_count = 0
         self._doorbell = Doorbell(self._settings.steal_after_ms / 1000)
         self._subscription = Subscription(broker.connection, [keys.doorbell(model)], self._ring, self._missed)
-        self._heartbeat = Periodic("engine heartbeat", self._settings.heartbeat_ms / 1000, self._beat)
+        self._partitions: Sequence[Partition] = ()
+        self._heartbeat = Periodic("engine heartbeat", self._settings.heartbeat_ms / 1000, self._beat_soon)
         self._sweeper = Sweeper(broker, lambda: broker.directory.all_partitions(model))
 
     @property
@@ -419,24 +410,33 @@ class EngineSession:
         self._doorbell.ring_all()
         self._heartbeat.nudge()
 
-    async def _beat(self) -> None:
-        lease = self._settings.lease_ms
-        partitions = await self._all_partitions()
+    async def _beat_soon(self) -> None:
+        try:
+            await self._beat(self._settings.beat_limit_s)
+        except Unavailable:
+            await self._broker.connection.drop_idle()
+            raise
+
+    async def _beat(self, limit_s: float | None = None) -> None:
+        """`limit_s`: how much of the lease its answer is worth. The first beat waits as long as it takes."""
+        lease, short_s = self._settings.lease_ms, None if limit_s is None else limit_s / 2
+        partitions = await self._known_partitions(short_s)
         self._partition_count = len(partitions)
         held = self._holdings.snapshot()
-        living, *replies = await self._broker.connection.run_each(
-            [
-                Call(REGISTRY, keys.engines(self._model), ("" if self._is_retired else self._id, lease)),
-                *(Call(HEARTBEAT, where.prefix, self._heartbeat_arguments()) for where in partitions),
-            ]
-        )
+        beat = [
+            Call(REGISTRY, keys.engines(self._model), ("" if self._is_retired else self._id, lease)),
+            *(Call(HEARTBEAT, where.prefix, self._heartbeat_arguments()) for where in partitions),
+        ]
+        async with within(limit_s, "a beat"):
+            living, *replies = await self._broker.connection.run_each(beat)
         away = living if isinstance(living, Unavailable) else None
         if self._is_retired:  # perhaps since this beat began
             await self._broker.connection.execute("ZREM", keys.engines(self._model), self._id)
         elif away is None:
             self._own = placement.owned(self._id, len(partitions), {each.decode() for each in living})
         try:
-            await self._tell_load(lease)
+            async with within(short_s, "the engine's load"):
+                await self._tell_load(lease)
         except Unavailable as error:
             away = error
         # Of a partition that can't be asked, nothing is known: what was held there is held.
@@ -455,16 +455,22 @@ class EngineSession:
         calls = [Call(HEARTBEAT, where.prefix, self._heartbeat_arguments()) for where in partitions]
         return {request_id.decode() for ids, _ in await self._broker.connection.run_many(calls) for request_id in ids}
 
-    async def _all_partitions(self) -> Sequence[Partition]:
+    async def _known_partitions(self, limit_s: float | None) -> Sequence[Partition]:
+        """A node of a cluster that does not answer must not keep the beats from the others."""
         try:
-            return await self._broker.directory.all_partitions(self._model)
+            async with within(limit_s, "a look for the model's partitions"):
+                self._partitions = await self._broker.directory.all_partitions(self._model)
+        except Unavailable:
+            if not self._partitions:
+                raise
         except ModelNotFound:
             if self._card is None:
                 raise
             _log.warning("%s: Redis has lost the model's card; it is published again", self._id)
             counted = {"partitions": self._partition_count} if self._partition_count else {}
             await self._broker.publish_model(self._card, **counted)
-            return await self._broker.directory.all_partitions(self._model)
+            self._partitions = await self._broker.directory.all_partitions(self._model)
+        return self._partitions
 
     def _heartbeat_arguments(self) -> tuple[Argument, ...]:
         serves = self._on_wanted is not None and not self._is_retired

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 Fence = tuple[int | str, str]
 
 _ANY_CLAIM: Fence = ("", "")
+
+
+@dataclass
+class Alone:
+    """The request that an engine runs with nothing beside it, until its log is longer than `index`."""
+
+    request_id: str
+    index: int
+    passed: bool = False
 
 
 class Holdings:

@@ -50,6 +50,9 @@ class Link(Protocol):
     def pubsub(self) -> PubSub:
         """A subscriber on a connection of its own."""
 
+    async def drop_idle(self) -> None:
+        """Closes the connections that nothing waits on: what is sent next connects anew."""
+
     async def close(self) -> None:
         """Closes every connection."""
 
@@ -100,6 +103,9 @@ class SingleLink:
 
     def pubsub(self) -> PubSub:
         return self._redis.pubsub()
+
+    async def drop_idle(self) -> None:
+        await self._redis.connection_pool.disconnect(inuse_connections=False)
 
     async def close(self) -> None:
         for each in (self._redis, *self._others):

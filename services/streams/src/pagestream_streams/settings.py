@@ -22,9 +22,7 @@ class StreamsSettings:
     lease_ms: int = 1500  # an engine or gateway that is silent for so long is dead; reclaim follows within sweep_ms
     heartbeat_ms: int = 300  # five chances in a lease
     sweep_ms: int = 300  # how late time's effects may be
-    sweep_gap_ms: int = (
-        1200  # a longer hole in the sweeps was an outage; heartbeat_ms and it together are below lease_ms
-    )
+    sweep_gap_ms: int = 900  # a longer hole in the sweeps was an outage; two heartbeats less than lease_ms, or more
     sweep_batch: int = 128  # requests that one sweep moves, so that no script blocks Redis for long
     # -- the queue; bounds are for each class in each partition
     max_queued_requests: int = 1024  # about 10 MB of Redis memory at 2,000 prompt tokens a request
@@ -62,6 +60,11 @@ class StreamsSettings:
     directory_ttl_s: float = 1.0  # how old a process' knowledge of models and engines may be
 
     @property
+    def beat_limit_s(self) -> float:
+        """How long an engine waits for the answer to a beat: when that is lost, another one comes within the lease."""
+        return self.lease_ms / 3000
+
+    @property
     def control_ms(self) -> int:
         """`control_leases` in milliseconds."""
         return int(self.control_leases * self.lease_ms)
@@ -82,11 +85,11 @@ class StreamsSettings:
             raise ValueError(f"tenant_alone_percent must be 1 to 100, not {self.tenant_alone_percent}")
         if any(weight < 1 for weight in self.tenant_weights.values()):
             raise ValueError(f"tenant_weights must be whole numbers from 1 on, not {dict(self.tenant_weights)}")
-        if self.sweep_gap_ms + self.heartbeat_ms > self.lease_ms:
+        if self.sweep_gap_ms + 2 * self.heartbeat_ms > self.lease_ms:
             raise ValueError(
-                f"lease_ms ({self.lease_ms}) must not be below sweep_gap_ms + heartbeat_ms "
-                f"({self.sweep_gap_ms} + {self.heartbeat_ms}): "
-                "an engine that lived through an outage shorter than the gap would be taken for dead"
+                f"lease_ms ({self.lease_ms}) must not be below sweep_gap_ms + 2 * heartbeat_ms "
+                f"({self.sweep_gap_ms} + 2 * {self.heartbeat_ms}): an engine that lived through an outage shorter "
+                "than the gap, and whose next beat is late, would be taken for dead"
             )
         if self.sweep_gap_ms <= self.sweep_ms:
             raise ValueError(

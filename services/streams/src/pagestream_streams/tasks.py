@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 from pagestream_streams.errors import Unavailable
 
@@ -23,6 +24,16 @@ async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
         async with asyncio.timeout(timeout_s):
             await event.wait()
     return event.is_set()
+
+
+@asynccontextmanager
+async def within(seconds: float | None, what: str) -> AsyncIterator[None]:
+    """Raises Unavailable where Redis has not answered in time: what waits for it has more to do than to wait."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise Unavailable(f"{what} was not answered within {seconds} s") from error
 
 
 async def cancel(task: asyncio.Task[None]) -> None:
@@ -48,7 +59,7 @@ def heed_cancellation() -> None:
 
 
 class Periodic:
-    """Calls `work` every `interval_s` seconds, and at once after `nudge`.
+    """Calls `work` every `interval_s` seconds, its own time included up to a half of that, and at once after `nudge`.
 
     Unavailable is expected and ends a round only; anything else is a bug, which is logged with its trace and ends a
     round as well: leases must be renewed all the same.
@@ -81,10 +92,12 @@ class Periodic:
     async def _run(self) -> None:
         while True:
             self._nudged.clear()
+            began = time.monotonic()
             try:
                 await self._work()
             except Unavailable as error:
                 _log.info("%s: %s", self._name, error)
             except Exception:  # noqa: BLE001
                 _log.exception("%s failed; it goes on with its next round", self._name)
-            await wait_for_event(self._nudged, self._interval)
+            rest = self._interval - (time.monotonic() - began)
+            await wait_for_event(self._nudged, max(rest, self._interval / 2))

@@ -7,7 +7,7 @@ the append of step n is under way goes out together in the next: a slow Redis ma
 import asyncio
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from math import inf
 from typing import Any
@@ -137,12 +137,18 @@ class Worker:
                 self._is_retiring = True
                 self._room.set()
                 await tasks[0]  # not cancelled: a claim that is on its way would belong to nobody for a while
-                if await session.retire():
+                if await self._patiently(session.retire):
                     await self._finish_its_kind(session, tasks)
         except TimeoutError:
             logger.warning("the time to finish is over with %d requests left", len(self._requests))
-        except Unavailable as error:
-            logger.warning("Redis does not tell who else could go on: %s", error)
+
+    async def _patiently(self, ask: Callable[[], Awaitable[bool]]) -> bool:
+        while True:
+            try:
+                return await ask()
+            except Unavailable as error:
+                logger.warning("Redis does not tell who else could go on: %s", error)
+                await asyncio.sleep(self._settings.retry_delay_s)
 
     async def _finish_its_kind(self, session: EngineSession, tasks: list[asyncio.Task[None]]) -> None:
         others = [request_id for request_id, request in self._requests.items() if not request.num_output_tokens]
@@ -150,15 +156,22 @@ class Worker:
         self._telemetry.handed_back(others)
         self.drop(others)  # first: the running step must not give them a token that only we can go on from
         await self._hand_back(session, others)
-        self._is_retiring = False
-        tasks[0] = asyncio.create_task(self._claim_forever(session), name="claim")
         linger_until = self._loop.time() + LINGER_S
         ended: set[asyncio.Future[Any]] = set()
         while not ended:
+            if self._is_retiring:
+                self._is_retiring = False
+                tasks[0] = asyncio.create_task(self._claim_forever(session), name="claim")
             ended, _ = await asyncio.wait(
                 [self._thread_ended, *tasks], timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
             )
-            if not self._requests and self._loop.time() > linger_until and not await session.its_kind_waits():
+            if ended or self._requests or self._loop.time() < linger_until:
+                continue
+            # A claim that is on its way has emptied the queue, and what it took is not here yet: its answer first.
+            self._is_retiring = True
+            self._room.set()
+            await tasks[0]
+            if not self._requests and not await self._patiently(session.its_kind_waits):
                 return
 
     async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
@@ -264,6 +277,8 @@ class Worker:
             pass
 
     def _start(self, claim: Claim) -> None:
+        # It can come back before the answer that says it is lost was looked at.
+        self.drop([claim.request_id])
         request = RunningRequest(claim)
         self._requests[request.request_id] = request
         self._telemetry.claimed(request)
@@ -326,10 +341,10 @@ class Worker:
         self._loop.call_soon_threadsafe(self._take_end, error)
 
     def _take_end(self, error: BaseException | None) -> None:
+        self._take_untaken()  # that may be what fails
         if self._thread_ended.done():
             return
         if error is None:
-            self._take_untaken()
             self._thread_ended.set_result(None)
             return
         logger.critical("the engine failed", exc_info=error)
@@ -348,18 +363,18 @@ class Worker:
             self._take_end(error)
 
     def _first_tokens(self, outputs: Sequence[StepOutput]) -> Sequence[StepOutput]:
-        """The outputs to take now: where nothing is being sent, first tokens alone, and the others once those are on
-        their way (`_untaken`).
+        """The outputs to take now: where nothing is being sent, those of requests with first tokens alone, and the
+        others once those are on their way (`_untaken`). Whole requests: the order of a log must not hang on it.
         """
-        self._take_outputs(self._untaken)
-        self._untaken = ()
+        untaken, self._untaken = self._untaken, ()
+        self._take_outputs(untaken)
         if self._is_appending or not self._prefilling:
             return outputs
-        first = [output for output in outputs if output.request_id in self._prefilling]
-        if not first:
+        begin = {_request_id(output.request_id) for output in outputs if output.request_id in self._prefilling}
+        if not begin:
             return outputs
-        self._untaken = [output for output in outputs if output.request_id not in self._prefilling]
-        return first
+        self._untaken = [output for output in outputs if _request_id(output.request_id) not in begin]
+        return [output for output in outputs if _request_id(output.request_id) in begin]
 
     def _take_untaken(self) -> None:
         if self._untaken:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pagestream_streams import Broker
 
 LIMIT_S = 5.0
-"""Later than this the lease (3 s) has lapsed by itself."""
+"""By then its lease has lapsed by itself."""
 
 
 class QueueLink:
@@ -27,7 +27,7 @@ class QueueLink:
     def expire(self, engine_id: str) -> None:
         """Have the requests of a dead engine go on at once.
 
-        Comes back immediately; where it fails, its lease ends three seconds later.
+        Comes back immediately; where it fails, its lease ends soon.
         """
         task = asyncio.create_task(self._expire(engine_id))
         self._telling.add(task)

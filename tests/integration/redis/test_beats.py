@@ -1,0 +1,64 @@
+"""Beats that are not answered: an engine lives as long as one of them comes through."""
+
+import asyncio
+import dataclasses
+
+from flaky_network import FlakyNetwork
+from pagestream_streams import Broker, EmbeddedRedis, GatewaySession, StreamsSettings
+from token_streams import FAST, Worker, spec, worker
+
+SHIPPED = StreamsSettings()
+AS_SHIPPED = dataclasses.replace(
+    FAST,
+    lease_ms=SHIPPED.lease_ms,
+    heartbeat_ms=SHIPPED.heartbeat_ms,
+    sweep_ms=SHIPPED.sweep_ms,
+    sweep_gap_ms=SHIPPED.sweep_gap_ms,
+    command_timeout_s=SHIPPED.command_timeout_s,
+)
+STRANDED = 4
+
+
+async def claims_nothing(other: Worker, seconds: float) -> None:
+    until = asyncio.get_running_loop().time() + seconds
+    while asyncio.get_running_loop().time() < until:
+        assert await other.session.claim(max_requests=1, max_prompt_tokens=100) == []
+        await other.session.wait_for_work(0.05)
+
+
+async def test_connections_that_fall_silent_cost_no_lease(broker: Broker, redis_server: EmbeddedRedis) -> None:
+    """Other commands wait for their answer for longer than a lease; a beat does not, and the next one connects anew."""
+    async with (
+        FlakyNetwork(redis_server.port) as network,
+        await Broker.connect(redis_server.url, AS_SHIPPED) as near,
+        await Broker.connect(f"redis://{network.target}/0", AS_SHIPPED) as far,
+        GatewaySession(near) as gateway,
+        worker(far, "a") as a,
+        worker(near, "b") as b,
+    ):
+        request = spec()
+        await gateway.accept(request)
+        [claim] = await a.claim()
+        await asyncio.gather(*(far.connection.execute("PING") for _ in range(STRANDED)))
+        assert network.num_connections > STRANDED
+        network.strand()
+        await claims_nothing(b, 2.5 * SHIPPED.lease_ms / 1000)
+        assert a.lost == []
+        await a.generate(claim, 2, finish=True)
+
+
+async def test_a_pause_of_redis_that_is_no_outage_costs_no_lease(broker: Broker, redis_server: EmbeddedRedis) -> None:
+    """Shorter than the hole that starts leases anew, and at any time between two beats."""
+    async with (
+        await Broker.connect(redis_server.url, AS_SHIPPED) as near,
+        GatewaySession(near) as gateway,
+        worker(near, "a") as a,
+        worker(near, "b") as b,
+    ):
+        await gateway.accept(spec())
+        [claim] = await a.claim()
+        for _ in range(4):
+            await near.connection.execute("CLIENT", "PAUSE", SHIPPED.sweep_gap_ms - 50, "ALL")
+            await claims_nothing(b, 0.45)
+        assert a.lost == []
+        await a.generate(claim, 2, finish=True)
