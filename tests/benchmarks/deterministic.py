@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from engine_throughput import DTYPES, make_model, make_prompts
+from goals import tell
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.config import EngineOptions
 from pagestream_engine.runner import ModelRunner
@@ -156,6 +157,8 @@ def main() -> None:
                 f"(goal: at most {GOAL_PERCENT:g})",
                 flush=True,
             )
+            wanted = f"<= {GOAL_PERCENT:g} %"
+            tell(f"deterministic mode, {result.workload}", wanted, f"{result.cost_percent:+} %")
     if options.json is not None:
         rows = {"dtype": options.dtype, "threads": options.threads, "results": [asdict(result) for result in results]}
         options.json.write_text(json.dumps(rows, indent=2) + "\n")

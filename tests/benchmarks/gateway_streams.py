@@ -20,6 +20,7 @@ from statistics import quantiles
 import grpc.aio
 import psutil
 import uvloop
+from goals import tell
 from pagestream.v1 import inference_pb2 as pb
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 from stack import Part, Stack, wait_until
@@ -199,6 +200,7 @@ def measure(options: argparse.Namespace, folder: Path) -> int:
         return 1
     print("a stream's tokens apart:", describe([gap for result in results for gap in result["gaps_s"]]))
     print("first token:            ", describe([gap for result in results for gap in result["first_s"]]))
+    tell("streams through one gateway without an error", "2,000", f"{options.streams}, {len(errors)} errors")
     for name, seconds in spent.items():
         print(f"{name}: {seconds:.2f} s of processor, {seconds / tokens * 1e6:.1f} us a token")
     for client, result in zip(clients, results, strict=True):

@@ -7,10 +7,16 @@ import argparse
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "support"))
+
+from goals import MARK  # noqa: E402 - a folder beside this one
+
 LIMIT_S = 1800
 
 
@@ -21,6 +27,9 @@ class Benchmark:
     name: str
     asks: str
     has_short_form: bool
+    script: str = ""
+    """Where it isn't called as the benchmark is."""
+    arguments: Sequence[str] = ()
 
 
 BENCHMARKS = (
@@ -31,20 +40,43 @@ BENCHMARKS = (
     Benchmark("gateway_streams", "how many streams does one gateway carry?", has_short_form=False),
     Benchmark("metrics_sink", "what do the metrics of a thousand pods cost an operator?", has_short_form=True),
     Benchmark("full_path", "what do gateway, Redis and the worker cost against the engine alone?", has_short_form=True),
+    Benchmark(
+        "full_path_gpu",
+        "what do they cost beside a model that takes none of their cores?",
+        has_short_form=True,
+        script="full_path",
+        arguments=("--step-ms", "30"),
+    ),
+    Benchmark(
+        "full_path_first_token",
+        "what do they add to a first token, requests coming one by one?",
+        has_short_form=True,
+        script="full_path",
+        arguments=("--step-ms", "30", "--rate", "15", "--repeats", "7"),
+    ),
     Benchmark("telemetry", "what do metrics, spans and scrapes cost?", has_short_form=True),
     Benchmark("deterministic", "what do bit-identical logits cost?", has_short_form=True),
     Benchmark("engine_throughput", "how fast is LLM.generate against transformers?", has_short_form=True),
 )
 
 
-def run(benchmark: Benchmark, *, short: bool) -> int:
-    """Run one benchmark in a process of its own; returns its exit status."""
+def run(benchmark: Benchmark, goals: list[str], *, short: bool) -> int:
+    """Run one benchmark in a process of its own; returns its exit status. What it says of goals is kept."""
     print(f"== {benchmark.name}: {benchmark.asks}", flush=True)
-    command = [sys.executable, str(HERE / f"{benchmark.name}.py")]
+    command = [sys.executable, str(HERE / f"{benchmark.script or benchmark.name}.py"), *benchmark.arguments]
     if short and benchmark.has_short_form:
         command.append("--short")
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "support")}
-    return subprocess.run(command, env=environment, timeout=LIMIT_S, check=False).returncode
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        limit = threading.Timer(LIMIT_S, process.kill)
+        limit.start()
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            if line.startswith(MARK):
+                goals.append(f"| {benchmark.name}{line.removeprefix('goal').rstrip()}")
+        status = process.wait()
+        limit.cancel()
+    return status
 
 
 def main() -> int:
@@ -58,7 +90,10 @@ def main() -> int:
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(names)}")
     chosen = [benchmark for benchmark in BENCHMARKS if not options.names or benchmark.name in options.names]
-    failed = [benchmark.name for benchmark in chosen if run(benchmark, short=options.short)]
+    goals: list[str] = []
+    failed = [benchmark.name for benchmark in chosen if run(benchmark, goals, short=options.short)]
+    if goals:
+        print("\n".join(["", "| benchmark | what | wanted | measured |", "|---|---|---|---|", *goals]))
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from goals import tell
 from pagestream.v1.inference_pb2 import SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import LogEntry, ModelCard, RequestSpec
 from pagestream_streams import Append, Broker, Claim, EmbeddedRedis, EngineSession, GatewaySession, digests, ids
@@ -113,6 +114,8 @@ async def compare(broker: Broker, requests: int, steps: int, rounds: int) -> Non
         print(
             f"fenced rate / plain rate: median {statistics.median(ratios):.2f} of {rounds} rounds, {requests} requests"
         )
+        tell("rate of fenced appends, of plain XADDs' rate", ">= 0.60", f"{statistics.median(ratios):.2f}")
+        tell("appends a second", "300,000 where the machine allows", f"{tokens / fenced_s:,.0f}")
         print(f"plain server CPU / fenced server CPU: median {statistics.median(cpu_ratios):.2f}")
 
 
