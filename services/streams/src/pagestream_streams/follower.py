@@ -59,12 +59,20 @@ class Follower:
 
     def offer(self, log_slice: LogSlice) -> None:
         """Takes what a wake-up brought. A consumer that is too slow for the buffer is sent to the log."""
+        if self._look:
+            self._wake()
+            return  # the log will be read, and has it
         count = len(log_slice.entries)
         # Where the first read is still to come, wake-ups only tell that the log has come to where it waits.
         passes = log_slice.first_index + count > self.next_index
         if not count or self._buffered + count > self._limit or (passes and not self._anchored):
             self.look()
             return
+        if self._slices:
+            # A part of a message keeps the whole of it in memory: what waits would keep what others have read.
+            waiting = LogSlice()
+            waiting.CopyFrom(log_slice)
+            log_slice = waiting
         self._slices.append(log_slice)
         self._buffered += count
         self._wake()

@@ -1,0 +1,224 @@
+"""Clients that stop reading: what they have not read stays in Redis, not in the gateway, and nobody waits for them."""
+
+import asyncio
+import itertools
+import json
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc.aio
+import psutil
+import pytest
+from pagestream.v1 import inference_pb2 as api
+from pagestream.v1.inference_pb2 import FINISH_REASON_LENGTH, Usage
+from pagestream.v1.inference_pb2_grpc import InferenceStub
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
+from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, digests
+from stack import Gateway, Stack, wait_until
+from synthetic_engine import MODEL, synthetic_card
+from token_streams import Worker
+
+LIMIT_S = 60.0
+TOKEN_BYTES = 1000  # of a token's text: as much as its twenty likeliest alternatives would take
+NUM_STEPS = 160
+MB = 1_000_000
+BOUND = 16 * MB
+"""Of the gateway's growth. Measured: 9 MB; 63 MB where buffers have no bound, 41 MB where what waits in them keeps the
+whole wake-ups that it came in."""
+HOLE_S = 2.0  # in what quick clients get; at most 0.3 s were measured, on busy cores
+
+
+def token_text(index: int) -> str:
+    """No two tokens of a log are alike."""
+    return f"{index} ".ljust(TOKEN_BYTES, ".")
+
+
+class Client(ABC):
+    """Reads one answer, as much of it as it is told to. Its prompt is its number."""
+
+    def __init__(self, gateway: Gateway, number: int, tokens_a_step: int) -> None:
+        self.gateway = gateway
+        self.number = number
+        self.tokens_a_step = tokens_a_step
+        self.num_tokens = NUM_STEPS * tokens_a_step
+        self.texts: list[str] = []
+        self._num_bytes = 0
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Asks, and reads that the request was accepted."""
+
+    @abstractmethod
+    async def more(self) -> bool:
+        """Reads on; whether there may be more."""
+
+    async def reach(self, num_tokens: int) -> None:
+        """Reads until so many tokens have come."""
+        while self._num_bytes < num_tokens * TOKEN_BYTES:
+            assert await self.more()
+
+    async def rest(self) -> None:
+        """Reads to the end, and checks that every token came once and in order."""
+        while await self.more():
+            pass
+        assert "".join(self.texts) == "".join(map(token_text, range(self.num_tokens)))
+
+    def take(self, text: str) -> None:
+        self.texts.append(text)
+        self._num_bytes += len(text)
+
+
+class SseClient(Client):
+    """Server-sent events on a socket with the least room of its own."""
+
+    async def open(self) -> None:
+        self._loop, self._unparsed = asyncio.get_running_loop(), b""
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        self._socket.setblocking(False)
+        await self._loop.sock_connect(self._socket, ("127.0.0.1", self.gateway.http_port))
+        asked = {"model": MODEL, "prompt": [self.number], "max_tokens": self.num_tokens, "stream": True}
+        body = json.dumps(asked)
+        head = f"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        await self._loop.sock_sendall(self._socket, (head + body).encode())
+        received = b""
+        while not received.endswith(b"\r\n\r\n"):
+            received += await self._loop.sock_recv(self._socket, 1)
+        assert b" 200 " in received
+
+    async def more(self) -> bool:
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MB)
+        received = await self._loop.sock_recv(self._socket, MB)
+        *events, self._unparsed = (self._unparsed + received).split(b"\n\n")
+        for event in events:
+            _, _, data = event.partition(b"data: ")
+            if data and data != b"[DONE]":
+                self.take("".join(choice["text"] for choice in json.loads(data)["choices"]))
+        if not received:
+            self._socket.close()
+        return bool(received)
+
+
+class GrpcClient(Client):
+    """gRPC with the least window, on a connection of its own."""
+
+    async def open(self) -> None:
+        options = (("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
+        self._channel = grpc.aio.insecure_channel(self.gateway.grpc_target, options=options)
+        request = api.GenerateRequest(
+            model=MODEL,
+            prompt_token_ids=api.TokenIds(ids=[self.number]),
+            sampling=api.SamplingParams(max_tokens=self.num_tokens),
+        )
+        self._call = InferenceStub(self._channel).Generate(request)
+        assert await self.more()
+
+    async def more(self) -> bool:
+        response = await self._call.read()
+        if not isinstance(response, api.GenerateResponse):
+            await self._channel.close()
+            return False
+        self.take(response.chunk.text)
+        return True
+
+
+@dataclass
+class Log:
+    """A claimed request's log, as far as it is written."""
+
+    claim: Claim
+    length: int = 0
+    digest: str = ""
+
+    def append(self, entries: Sequence[LogEntry]) -> Append:
+        """What puts these behind what is there."""
+        chained, claim = digests.chained(self.digest, entries), self.claim
+        append = Append(claim.request_id, claim.epoch, claim.nonce, self.length, chained, previous_digest=self.digest)
+        self.length, self.digest = self.length + len(chained), chained[-1].digest
+        return append
+
+    def tokens(self, count: int) -> Append:
+        numbers = range(self.length, self.length + count)
+        return self.append([LogEntry(token_id=number % 256, text=token_text(number)) for number in numbers])
+
+    def end(self) -> Append:
+        usage = Usage(prompt_tokens=1, completion_tokens=self.length)
+        finish = LogEntry(finish=ChoiceFinish(reason=FINISH_REASON_LENGTH))
+        return self.append([finish, LogEntry(end=LogEnd(reason=FINISH_REASON_LENGTH, usage=usage))])
+
+
+@dataclass
+class Run:
+    """An engine that writes what it is told to, and a gateway process."""
+
+    engine: Worker
+    gateway: Gateway
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(10))
+
+    def clients(self, *kinds: type[Client], tokens_a_step: int) -> list[Client]:
+        return [kind(self.gateway, next(self._numbers), tokens_a_step) for kind in kinds]
+
+    async def growth(self, slow: Sequence[Client], quick: Sequence[Client]) -> int:
+        """By how many bytes the gateway grew at most while all logs were written, and only the quick ones read."""
+        clients = [*slow, *quick]
+        logs = await self._logs(clients)
+        before, most = self._resident(), 0
+        for number in range(1, NUM_STEPS + 1):
+            await self._step([log.tokens(client.tokens_a_step) for client, log in zip(clients, logs, strict=True)])
+            async with asyncio.timeout(HOLE_S):
+                await asyncio.gather(*(client.reach(number * client.tokens_a_step) for client in quick))
+            most = max(most, self._resident())
+        await self._step([log.end() for log in logs])
+        await asyncio.gather(*(client.rest() for client in quick))
+        return max(most, self._resident()) - before
+
+    async def _logs(self, clients: Sequence[Client]) -> list[Log]:
+        """Of the clients' requests, once they are accepted."""
+        await asyncio.gather(*(client.open() for client in clients))
+        claimed = {claim.spec.prompts[0].ids[0]: Log(claim) for claim in await self.engine.claim(len(clients))}
+        return [claimed[client.number] for client in clients]
+
+    async def _step(self, appends: Sequence[Append]) -> None:
+        outcomes = await self.engine.session.append(appends)
+        assert {outcome.kind for outcome in outcomes} == {AppendKind.OK}
+
+    def _resident(self) -> int:
+        assert self.gateway.process is not None
+        resident: int = psutil.Process(self.gateway.process.pid).memory_info().rss
+        return resident
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[Run]:
+    stack = Stack(tmp_path, model=Path(), engine_options=())
+    try:
+        stack.redis.start()
+        gateway = stack.add_gateway()
+        async with await Broker.connect(stack.redis_url) as broker:
+            await broker.publish_model(synthetic_card(max_model_len=2**20))
+            async with EngineSession(broker, model=MODEL, on_lost=lambda _: None) as session:
+                await asyncio.to_thread(wait_until, gateway.is_ready, limit_s=LIMIT_S, what=gateway.name)
+                yield Run(Worker(session), gateway)
+    finally:
+        stack.stop()
+
+
+async def test_what_slow_clients_have_not_read_stays_in_redis(run: Run) -> None:
+    """41 MB are written for clients that have stopped reading."""
+    slow = run.clients(SseClient, GrpcClient, SseClient, GrpcClient, tokens_a_step=64)
+    quick = run.clients(SseClient, GrpcClient, tokens_a_step=1)
+    async with asyncio.timeout(LIMIT_S):
+        assert await run.growth(slow, quick) < BOUND
+        await asyncio.gather(*(client.rest() for client in slow))
+
+
+async def test_a_slow_client_keeps_nothing_of_what_others_have_read(run: Run) -> None:
+    """41 MB are written for clients that read, in steps that have tokens of one that does not."""
+    [slow] = run.clients(GrpcClient, tokens_a_step=8)
+    quick = run.clients(*[SseClient, GrpcClient] * 8, tokens_a_step=16)
+    async with asyncio.timeout(LIMIT_S):
+        assert await run.growth([slow], quick) < BOUND
+        await slow.rest()
