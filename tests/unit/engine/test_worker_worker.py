@@ -1,7 +1,7 @@
 """Interleavings of the worker's event loop that no real queue brings about at will."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +12,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_engine.outputs import StepOutput
 from pagestream_engine.worker import worker as worker_module
 from pagestream_engine.worker.engine_thread import EngineThread, Stop
+from pagestream_engine.worker.request import Choice, RunningRequest
 from pagestream_engine.worker.settings import WorkerSettings
 from pagestream_engine.worker.worker import EngineFailed, Worker
 from pagestream_streams import Append, AppendOutcome, Claim, EngineSession
@@ -112,6 +113,21 @@ async def test_a_request_that_comes_back_before_its_loss_is_seen_leaves_no_seat_
     requests, tokens = worker._capacity()
     assert requests == 1
     assert tokens > STEP_TOKENS
+
+
+async def test_a_request_that_cannot_be_read_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: RunningRequest) -> Iterator[Sequence[Choice]]:
+        raise OverflowError("no such number")
+        yield ()
+
+    worker, _ = idle_worker()
+    with monkeypatch.context() as patch:
+        patch.setattr(RunningRequest, "open_groups", broken)
+        worker._start(claim("n"))
+    [*_, end] = worker._requests["r"].pending(100).entries
+    assert end.end.error.code == "engine_error"
+    assert "number" not in end.end.error.message
+    assert worker._capacity()[0] == 1
 
 
 async def test_the_last_outputs_are_taken_before_the_end_and_may_be_what_fails() -> None:

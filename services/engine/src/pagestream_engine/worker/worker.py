@@ -198,8 +198,10 @@ class Worker:
                 self._telemetry.handed_back(unfinished)
                 logger.info("handed back %d requests", len(unfinished))
         except (TimeoutError, Unavailable) as error:
-            # Nothing is lost: the lease lapses and another engine reclaims what the logs hold.
-            logger.warning("could not hand back %d requests: %r", len(self._requests), error)
+            # Nothing is lost: the session hands back what it holds when it closes, or the lease does, as the logs have it.
+            logger.warning(
+                "ends with %d requests whose last tokens may not be in the log: %r", len(self._requests), error
+            )
 
     async def _watch_engine(self) -> None:
         while True:
@@ -285,9 +287,12 @@ class Worker:
         try:
             groups = list(request.open_groups())
         except InvalidRequest as error:
-            self._telemetry.failed(request.request_id, "unsupported")
-            request.fail("unsupported", str(error))
-            self._pending.set()
+            self._refuse(request, "unsupported", str(error))
+            return
+        except Exception:
+            # A request that no engine can read would end one engine after the other.
+            logger.exception("failed: it could not be read", extra=_ids(request))
+            self._refuse(request, "engine_error", "the engine could not read this request")
             return
         for choices in groups:
             self._submit(choices)
@@ -297,6 +302,11 @@ class Worker:
             "claimed",
             extra=_ids(request) | {"attempt": claim.attempts, "next_index": claim.next_index, "alone": claim.alone},
         )
+
+    def _refuse(self, request: RunningRequest, code: str, message: str) -> None:
+        self._telemetry.failed(request.request_id, code)
+        request.fail(code, message)
+        self._pending.set()
 
     def _submit(self, choices: Sequence[Choice]) -> None:
         """Have the choices of one prompt run as a group."""
