@@ -198,10 +198,9 @@ class Worker:
                 self._telemetry.handed_back(unfinished)
                 logger.info("handed back %d requests", len(unfinished))
         except (TimeoutError, Unavailable) as error:
-            # Nothing is lost: the session hands back what it holds when it closes, or the lease does, as the logs have it.
-            logger.warning(
-                "ends with %d requests whose last tokens may not be in the log: %r", len(self._requests), error
-            )
+            # Nothing is lost: the session hands back what it holds when it closes, or its lease lapses.
+            unfinished = list(self._requests)
+            logger.warning("ends before the last tokens of %d requests are in the log: %r", len(unfinished), error)
 
     async def _watch_engine(self) -> None:
         while True:
