@@ -86,6 +86,10 @@ def idle_worker(**settings: float) -> tuple[Worker, StillThread]:
     return Worker(cast(EngineThread, thread), WorkerSettings("m", "", "m", "e", **settings)), thread  # type: ignore[arg-type]
 
 
+def free(worker: Worker) -> tuple[int, int]:
+    return worker._seats.free(worker._thread.stats().num_free_blocks)
+
+
 def claim(nonce: str, *, prompts: int = 1, length: int = 2) -> Claim:
     spec = RequestSpec(request_id="r", prompts=[TokenIds(ids=[1] * length)] * prompts)
     return Claim(spec=spec, epoch=1, nonce=nonce, next_index=0, digest="", attempts=1, cached_tokens=0, deadline=None)
@@ -106,11 +110,11 @@ async def test_the_order_of_a_log_does_not_hang_on_what_is_being_sent(is_appendi
 async def test_a_request_that_comes_back_before_its_loss_is_seen_leaves_no_seat_taken() -> None:
     worker, _ = idle_worker()
     worker._start(claim("old", length=STEP_TOKENS + 100))
-    assert worker._capacity() == (0, 0)
+    assert free(worker) == (0, 0)
     worker._start(claim("new", length=STEP_TOKENS + 100))
     worker._take_outputs_or_end([StepOutput("r/old/0", 1, "")])
     worker._take_outputs_or_end([StepOutput("r/new/0", 1, "", "length")])
-    requests, tokens = worker._capacity()
+    requests, tokens = free(worker)
     assert requests == 1
     assert tokens > STEP_TOKENS
 
@@ -127,7 +131,7 @@ async def test_a_request_that_cannot_be_read_fails_alone(monkeypatch: pytest.Mon
     [*_, end] = worker._requests["r"].pending(100).entries
     assert end.end.error.code == "engine_error"
     assert "number" not in end.end.error.message
-    assert worker._capacity()[0] == 1
+    assert free(worker)[0] == 1
 
 
 async def test_the_last_outputs_are_taken_before_the_end_and_may_be_what_fails() -> None:

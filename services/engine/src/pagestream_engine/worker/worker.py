@@ -22,16 +22,15 @@ from pagestream_engine.sibling import Sibling
 from pagestream_engine.worker.engine_thread import AbortSequences, AddGroup, EngineThread, Stop
 from pagestream_engine.worker.health import Health
 from pagestream_engine.worker.request import Choice, RunningRequest
+from pagestream_engine.worker.seats import Seats
 from pagestream_engine.worker.settings import WorkerSettings
 from pagestream_engine.worker.step_set import StepChange
 from pagestream_engine.worker.telemetry import WorkerTelemetry, silent_worker_telemetry
 
 logger = logging.getLogger(__name__)
 
-ANY_NUMBER_OF_TOKENS = 2**53
 LINGER_S = 1.0  # the last of its kind waits so long for what others like it, ending at the same time, hand back
 LOOK_S = 0.1  # between two looks at whether all is finished
-USUAL_OF_REQUESTS = 8  # the usual size of a request is a mean over about so many
 EXIT_STALLED = 70  # EX_SOFTWARE: the engine made no progress.
 
 
@@ -71,14 +70,13 @@ class Worker:
         self._settings = settings
         self._health = health or Health(settings.stall_timeout_s)
         self._telemetry = telemetry or silent_worker_telemetry()
-        self._block_size = engine.block_size
-        self._max_num_seqs = engine.config.scheduler.max_num_seqs
-        self._step_tokens = engine.config.scheduler.max_num_batched_tokens
-        self._usual_tokens = float(self._step_tokens)  # of a claimed request; so the first ones are claimed one by one
+        scheduler = engine.config.scheduler
+        self._seats = Seats(
+            block_size=engine.block_size,
+            max_num_seqs=scheduler.max_num_seqs,
+            step_tokens=scheduler.max_num_batched_tokens,
+        )
         self._requests: dict[str, RunningRequest] = {}
-        self._prefilling: dict[str, int] = {}  # sequence -> prompt tokens that may not have blocks yet
-        self._ahead: dict[str, int] = {}  # sequence -> prompt tokens that no step that has begun computes
-        self._running: set[str] = set()  # sequences that the engine has and has not ended
         self._is_ending = False
         self._is_retiring = False  # ends, and does not know yet whether anybody can go on
         self._loop = asyncio.get_running_loop()
@@ -219,7 +217,7 @@ class Worker:
         while not (self._is_ending or self._is_retiring):
             if self._is_wanted:
                 await self._hand_all_back(session)
-            max_requests, max_prompt_tokens = self._capacity()
+            max_requests, max_prompt_tokens = self._seats.free(self._thread.stats().num_free_blocks)
             if max_requests < 1 or max_prompt_tokens < 1:
                 await self._wait_for_room()
                 continue
@@ -247,27 +245,6 @@ class Worker:
         await self._hand_back(session, request_ids)
         self._telemetry.handed_back(request_ids)
         self.drop(request_ids)
-
-    def _capacity(self) -> tuple[int, int]:
-        """Return how many requests, and prompt tokens in all, fit now.
-
-        An idle engine takes one of any size (a list of prompts may be larger than the pool), or it would wait for ever.
-        One that holds as many tokens as a step takes, beside those that its running step computes, claims nothing: what
-        waits in the queue goes to whoever computes it first, what waits here would wait beside idle engines
-        (docs/decisions/0105).
-        """
-        stats = self._thread.stats()
-        if not self._running:
-            return 1, ANY_NUMBER_OF_TOKENS
-        promised = sum(self._prefilling.values())
-        ahead = self._step_tokens - sum(self._ahead.values())
-        if ahead <= 0:
-            return 0, 0
-        num_requests = max(1, int(ahead / self._usual_tokens))
-        return (
-            min(num_requests, self._max_num_seqs - len(self._running)),
-            stats.num_free_blocks * self._block_size - promised,
-        )
 
     async def _wait_for_room(self) -> None:
         self._room.clear()
@@ -310,12 +287,7 @@ class Worker:
     def _submit(self, choices: Sequence[Choice]) -> None:
         """Have the choices of one prompt run as a group."""
         prompt = list(choices[0].prompt.ids)
-        shared = len(prompt)  # The first is counted with the prompt, the others with what they add to it.
-        for choice in choices:
-            self._prefilling[choice.seq_id] = self._ahead[choice.seq_id] = shared + len(choice.output_token_ids)
-            self._running.add(choice.seq_id)
-            shared = self._block_size
-        self._usual_tokens += (len(prompt) - self._usual_tokens) / USUAL_OF_REQUESTS
+        self._seats.take(len(prompt), [(choice.seq_id, len(choice.output_token_ids)) for choice in choices])
         siblings = [Sibling(choice.seq_id, choice.params, choice.output_token_ids) for choice in choices]
         self._thread.submit(AddGroup(prompt, siblings))
 
@@ -341,9 +313,7 @@ class Worker:
             self._take_prefill(lacking)
 
     def _take_prefill(self, lacking: Mapping[str, int]) -> None:
-        for seq_id, num_tokens in lacking.items():
-            if seq_id in self._ahead:
-                self._ahead[seq_id] = num_tokens
+        self._seats.begin_step(lacking)
         self._room.set()
 
     def _post_end(self, error: BaseException | None) -> None:
@@ -377,9 +347,10 @@ class Worker:
         """
         untaken, self._untaken = self._untaken, ()
         self._take_outputs(untaken)
-        if self._is_appending or not self._prefilling:
+        if self._is_appending or not self._seats.await_first_tokens:
             return outputs
-        begin = {_request_id(output.request_id) for output in outputs if output.request_id in self._prefilling}
+        awaited = [output.request_id for output in outputs if self._seats.awaits_first_token(output.request_id)]
+        begin = {_request_id(seq_id) for seq_id in awaited}
         if not begin:
             return outputs
         self._untaken = [output for output in outputs if _request_id(output.request_id) not in begin]
@@ -395,16 +366,15 @@ class Worker:
             request = self._requests.get(request_id)
             if request is None or request.claim.nonce != nonce:
                 continue  # dropped while the step ran
-            was_prefilling = self._prefilling.pop(output.request_id, None) is not None
-            self._ahead.pop(output.request_id, None)
+            is_first = self._seats.made_token(output.request_id)
             request.add_output(int(choice), output)
-            if was_prefilling:
+            if is_first:
                 self._room.set()
                 self._telemetry.first_token(request, int(choice))
             if output.finish_reason is not None:
                 self._telemetry.sequence_ended(request, int(choice))
                 reach(FaultPoint.LAST_TOKEN)
-                self._running.discard(output.request_id)
+                self._seats.give_up([output.request_id])
                 self._room.set()
             if output.error is not None:
                 logger.error("failed: %s", output.error, extra=_ids(request))
@@ -536,10 +506,7 @@ class Worker:
 
     def _abort(self, request: RunningRequest) -> None:
         running = request.running_seq_ids()
-        for seq_id in running:
-            self._prefilling.pop(seq_id, None)
-            self._ahead.pop(seq_id, None)
-        self._running.difference_update(running)
+        self._seats.give_up(running)
         self._room.set()
         self._thread.submit(AbortSequences(running))
 
