@@ -59,7 +59,7 @@ model-check: $(STAMP) ## The protocol's scripts on virtual time, and every broke
 	$(PYTEST) -m "slow or not slow" tests/integration/streams/test_model_check.py tests/integration/streams/test_model_mutants.py
 
 topologies: $(STAMP) ## The streams' tests on the oldest and newest server, a cluster, behind Sentinels (minutes)
-	$(PYTEST) -m "slow or not slow" tests/integration/redis tests/integration/streams --ignore-glob='*/test_model_*' $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "slow or not slow" tests/integration/redis tests/integration/streams --ignore-glob='*/test_model_*' $(PYTEST_ARGS)
 
 faults-campaign: $(STAMP) ## Random kills under continuous load: SEED=1 KILLS=1000; goes on after an interruption
 	$(BIN)/python tests/campaigns/faults.py --seed $(SEED) --kills $(KILLS) $(ARGS)

@@ -14,6 +14,7 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.connection import Connection as Socket
 
 from pagestream_streams.entries import Argument
+from pagestream_streams.idle import close_idle
 from pagestream_streams.tasks import cancel
 
 Command = Sequence[Argument]
@@ -80,8 +81,7 @@ class ClusterLink:
 
     async def drop_idle(self) -> None:
         """Closes the connections that nothing waits on: what is sent next connects anew."""
-        idle = [connection for node in self._cluster.get_nodes() for connection in node._free]
-        await asyncio.gather(*(connection.disconnect() for connection in idle), return_exceptions=True)
+        await asyncio.gather(*(close_idle(node._free) for node in self._cluster.get_nodes()))
 
     async def close(self) -> None:
         """Closes every connection."""

@@ -413,8 +413,9 @@ class EngineSession:
     async def _beat_soon(self) -> None:
         try:
             await self._beat(self._settings.beat_limit_s)
-        except Unavailable:
-            await self._broker.connection.drop_idle()
+        except Unavailable as error:
+            if isinstance(error.__cause__, TimeoutError):  # not a refusal: nothing was heard
+                await self._broker.connection.drop_idle()
             raise
 
     async def _beat(self, limit_s: float | None = None) -> None:

@@ -16,6 +16,7 @@ from redis.backoff import NoBackoff
 
 from pagestream_streams.cluster_link import ClusterLink
 from pagestream_streams.entries import Argument
+from pagestream_streams.idle import close_idle
 from pagestream_streams.settings import StreamsSettings
 
 Command = Sequence[Argument]
@@ -105,7 +106,7 @@ class SingleLink:
         return self._redis.pubsub()
 
     async def drop_idle(self) -> None:
-        await self._redis.connection_pool.disconnect(inuse_connections=False)
+        await close_idle(self._redis.connection_pool._available_connections)
 
     async def close(self) -> None:
         for each in (self._redis, *self._others):
