@@ -6,10 +6,15 @@ Unlike `tcp_proxy`, it loses bytes: what is taken up afterwards is a new connect
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
+from collections import deque
 from contextlib import suppress
 from typing import Self
 
 _CHUNK_BYTES = 1 << 16
+_KEPT = 64  # chunks
+_NO_LINGER = struct.pack("ii", 1, 0)  # a socket that is closed with it sends RST
 
 
 class FlakyNetwork:
@@ -19,6 +24,7 @@ class FlakyNetwork:
         self._port = port
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._to_callers: set[asyncio.StreamWriter] = set()
         self._pipes: set[asyncio.Task[None]] = set()
         self._refuses = False
         self._is_silent = False
@@ -28,6 +34,8 @@ class FlakyNetwork:
         """Where it listens, as "host:port"."""
         self.num_connections = 0
         """Accepted so far."""
+        self.heard: deque[bytes] = deque(maxlen=_KEPT)
+        """What clients said last; the server's sockets have it."""
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -45,6 +53,14 @@ class FlakyNetwork:
         """Reset all connections, and new ones as well until `mend`."""
         self._refuses = True
         for writer in self._writers:
+            writer.transport.abort()
+
+    def reset_callers(self) -> None:
+        """Reset the clients' ends of all connections: the server gets what they said, then the end. New ones live."""
+        for writer in self._to_callers:
+            if writer.is_closing():
+                continue
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             writer.transport.abort()
 
     def silence(self) -> None:
@@ -75,6 +91,7 @@ class FlakyNetwork:
             writer.transport.abort()
             return
         self._writers |= {writer, asks}
+        self._to_callers.add(writer)
         for source, sink, is_answer in ((reader, asks, False), (answers, writer, True)):
             task = asyncio.create_task(self._pipe(source, sink, is_answer))
             self._pipes.add(task)
@@ -87,5 +104,8 @@ class FlakyNetwork:
                     continue
                 sink.write(data)
                 await sink.drain()
+                if not is_answer:
+                    self.heard.append(data)
         sink.transport.abort()
         self._writers.discard(sink)
+        self._to_callers.discard(sink)

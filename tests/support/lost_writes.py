@@ -1,10 +1,17 @@
-"""A machine that dies: Redis comes back on an append-only file that is behind what it had answered."""
+"""A machine that dies: Redis comes back on an append-only file that is behind what it had answered, and that may end in
+the middle of what one script wrote.
+"""
 
 import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
-from pagestream_streams import Broker, EmbeddedRedis
+from pagestream_streams import Broker, EmbeddedRedis, Unavailable
+from pagestream_streams.embedded import ServerBinary
 
 _PAUSE_S = 0.005
 _LIMIT_S = 20.0
@@ -22,9 +29,11 @@ async def disk_state(server: EmbeddedRedis, broker: Broker) -> DiskState:
     """What the disk has once everything that was answered until now is written."""
     async with asyncio.timeout(_LIMIT_S):
         while True:
-            info = await broker.connection.execute("INFO", "persistence")
-            if not int(info["aof_buffer_length"]) and not int(info["aof_rewrite_in_progress"]):
-                break
+            with suppress(Unavailable):  # a connection was closed
+                info = await broker.connection.execute("INFO", "persistence")
+                rewrites = int(info["aof_rewrite_in_progress"]) or int(info["aof_rewrite_scheduled"])
+                if not int(info["aof_buffer_length"]) and not rewrites:
+                    break
             await asyncio.sleep(_PAUSE_S)
     file = growing_file(server.data_dir)
     return DiskState(file, file.stat().st_size)
@@ -36,9 +45,124 @@ def growing_file(data_dir: Path) -> Path:
     return increments[-1] if increments else data_dir / "appendonly.aof"
 
 
+class Cut(StrEnum):
+    """Where the file ends, seen from the last script: its writes stand between MULTI and EXEC."""
+
+    BEFORE_MULTI = "before-multi"
+    BEHIND_MULTI = "behind-multi"
+    IN_THE_FIRST_WRITE = "in-the-first-write"
+    BEHIND_THE_FIRST_WRITE = "behind-the-first-write"
+    IN_THE_LAST_WRITE = "in-the-last-write"
+    BEFORE_EXEC = "before-exec"
+    IN_EXEC = "in-exec"
+    BEHIND_EXEC = "behind-exec"
+
+
+TORN = (Cut.BEHIND_MULTI, Cut.IN_THE_LAST_WRITE, Cut.BEFORE_EXEC)
+TORN_COMMANDS = (Cut.IN_THE_LAST_WRITE, Cut.IN_EXEC)
+
+
+async def cut_state(server: EmbeddedRedis, broker: Broker, key: str, cut: Cut) -> DiskState:
+    """As `disk_state`, where the disk has the last script that wrote to `key` up to the cut only. ValueError where none
+    did in more than one write.
+    """
+    state = await disk_state(server, broker)
+    data = state.file.read_bytes()[: state.size]
+    return DiskState(state.file, _place(data, _last_transaction(data, key.encode()), cut))
+
+
+class Command(NamedTuple):
+    """A command in an append-only file, from byte `begin` up to, not including, `end`."""
+
+    begin: int
+    end: int
+    arguments: Sequence[bytes]
+
+
+def commands(data: bytes) -> Iterator[Command]:
+    """All of them; ValueError where the file holds anything else."""
+    place = 0
+    while place < len(data):
+        begin, arguments = place, []
+        count, place = _number(data, place, b"*")
+        for _ in range(count):
+            length, place = _number(data, place, b"$")
+            arguments.append(data[place : place + length])
+            place += length + len(b"\r\n")
+        yield Command(begin, place, arguments)
+
+
+def _number(data: bytes, place: int, kind: bytes) -> tuple[int, int]:
+    """What a line of this kind says, and where the next one begins."""
+    end = data.index(b"\r\n", place)
+    if data[place : place + 1] != kind:
+        raise ValueError(f"expected {kind!r} at byte {place}, got {data[place:end]!r}")
+    return int(data[place + 1 : end]), end + len(b"\r\n")
+
+
+def _last_transaction(data: bytes, key: bytes) -> Sequence[Command]:
+    """From MULTI to EXEC."""
+    found: Sequence[Command] = ()
+    running: list[Command] = []
+    for command in commands(data):
+        if command.arguments[0] == b"MULTI":
+            running = []
+        running.append(command)
+        if command.arguments[0] == b"EXEC":
+            if any(each.arguments[1:2] == [key] for each in running):
+                found = running
+            running = []
+    if len(found) < len(("MULTI", "a write", "a write", "EXEC")):
+        raise ValueError(f"no script wrote to {key!r} in more than one write")
+    return found
+
+
+def _place(data: bytes, transaction: Sequence[Command], cut: Cut) -> int:
+    multi, first, *_, last, end = transaction
+    return {
+        Cut.BEFORE_MULTI: multi.begin,
+        Cut.BEHIND_MULTI: multi.end,
+        Cut.IN_THE_FIRST_WRITE: _middle(data, first),
+        Cut.BEHIND_THE_FIRST_WRITE: first.end,
+        Cut.IN_THE_LAST_WRITE: _middle(data, last),
+        Cut.BEFORE_EXEC: end.begin,
+        Cut.IN_EXEC: _middle(data, end),
+        Cut.BEHIND_EXEC: end.end,
+    }[cut]
+
+
+def _middle(data: bytes, command: Command) -> int:
+    """Of its longest argument."""
+    longest = max(command.arguments, key=len)
+    return data.index(longest, command.begin) + len(longest) // 2
+
+
 async def die_behind(server: EmbeddedRedis, state: DiskState) -> None:
     """Lose everything after `state`, as a machine does whose disk was behind, and start again."""
     server.kill()
     with state.file.open("rb+") as file:
         file.truncate(state.size)
     await server.start()
+
+
+async def start_again(server: EmbeddedRedis, broker: Broker) -> None:
+    """Kill it once its file has everything, and start it on that."""
+    await disk_state(server, broker)
+    server.kill()
+    await server.start()
+
+
+def forgets_half_transactions(binary: ServerBinary) -> bool:
+    """Whether a server that starts on a file which ends in the middle of a transaction takes all of that out of it.
+
+    Valkey 9.1.2 does. Redis 6.2 and 7.0 do where the file ends between two commands; else they leave MULTI and the
+    commands that are whole, and run these at the next start, with the first transaction that came behind them
+    (valkey-io/valkey pull request 4342). A file that is written anew, as by BGREWRITEAOF, has none of it.
+    """
+    return binary.path.name == "valkey-server" and binary.version >= (9, 1, 2)
+
+
+async def write_anew(server: EmbeddedRedis, broker: Broker) -> None:
+    """The append-only file, from what the server has in memory."""
+    await broker.connection.execute("BGREWRITEAOF")
+    await disk_state(server, broker)

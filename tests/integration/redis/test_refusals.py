@@ -4,22 +4,45 @@ is Unavailable and nothing worse, and trying again is harmless.
 
 import asyncio
 import dataclasses
+import os
+import signal
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from flaky_network import FlakyNetwork
 from pagestream.v1.inference_pb2 import REQUEST_STATE_QUEUED
 from pagestream_streams import Append, AppendKind, Broker, EmbeddedRedis, GatewaySession, Unavailable
 from pagestream_streams.embedded import ServerBinary, find_servers
+from pagestream_streams.keys import Partition
+from pagestream_streams.scripts import ACCEPT, APPEND, CLAIM, Script
 from redis.asyncio import Redis
 from redis_servers import emptied, running_server
 from redis_topologies import Topology, running, running_tls_server, server, until
-from token_streams import FAST, STILL, TENANT, card, ending, numbers, read_all, spec, tokens, worker
+from token_streams import (
+    FAST,
+    LIMIT_S,
+    MODEL,
+    STILL,
+    TENANT,
+    card,
+    ending,
+    eventually,
+    numbers,
+    read_all,
+    spec,
+    tokens,
+    worker,
+)
+
+T = TypeVar("T")
 
 QUICK = dataclasses.replace(FAST, command_timeout_s=0.5)
+# Says nothing by itself: a test knows whose command it was that the network heard.
+QUIET = dataclasses.replace(STILL, command_timeout_s=5.0)
 BUSY_LOOP = "while true do end"
 
 
@@ -163,9 +186,7 @@ async def test_an_append_whose_reply_is_lost_is_repeated_without_harm(
         assert numbers(await read_all(gateway, request.request_id)) == [100, 101]
 
 
-async def test_a_connection_that_is_reset_in_the_middle_of_a_script(
-    broker: Broker, network: FlakyNetwork, cut: Broker
-) -> None:
+async def test_a_connection_that_is_reset_before_a_script(broker: Broker, network: FlakyNetwork, cut: Broker) -> None:
     async with GatewaySession(broker) as gateway, worker(cut) as engine:
         request = spec()
         await gateway.accept(request)
@@ -178,6 +199,153 @@ async def test_a_connection_that_is_reset_in_the_middle_of_a_script(
         network.mend()
         [outcome] = await engine.session.append([append])
         assert (outcome.kind, outcome.next_index) == (AppendKind.OK, 1)
+
+
+@pytest.fixture
+async def quiet(network: FlakyNetwork) -> AsyncIterator[Broker]:
+    """A broker behind the network that speaks only when it is asked to."""
+    async with await Broker.connect(f"redis://{network.target}/0", QUIET) as behind:
+        yield behind
+
+
+@contextmanager
+def inside_a_call(server: EmbeddedRedis) -> Iterator[None]:
+    """The server is stopped: its sockets take what it is told, and it goes on with that at the end of the block."""
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED)
+        yield
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+def num_heard(network: FlakyNetwork, script: Script) -> int:
+    return sum(script.sha.encode() in said for said in network.heard)
+
+
+async def has_heard(network: FlakyNetwork, script: Script) -> None:
+    await eventually(lambda: num_heard(network, script) > 0)
+
+
+async def repeated(step: Callable[[], Awaitable[T]]) -> T:
+    """Until Redis answers: other connections have been reset as well."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                return await step()
+            except Unavailable:
+                await asyncio.sleep(0.02)
+
+
+async def num_calls(broker: Broker, command: str) -> int:
+    """How often the server has run it, for scripts as well."""
+    statistics = await broker.connection.execute("INFO", "commandstats")
+    return int(statistics.get(f"cmdstat_{command}", {}).get("calls", 0))
+
+
+async def test_an_append_whose_connection_is_reset_in_the_middle_of_the_script_is_repeated_without_harm(
+    broker: Broker, redis_server: EmbeddedRedis, network: FlakyNetwork, quiet: Broker
+) -> None:
+    """The script runs once with its caller gone; the same append once more finds its entries there."""
+    async with GatewaySession(broker) as gateway, worker(quiet) as engine:
+        request = spec()
+        await gateway.accept(request)
+        [claim] = await engine.claim()
+        entries = tokens([100, 101, 102])
+        await engine.append(claim, 0, entries[:1])  # the server has the script
+        before = await num_calls(broker, "xadd")
+        network.heard.clear()
+        with inside_a_call(redis_server):
+            appending = asyncio.create_task(engine.append(claim, 1, entries[1:]))
+            await has_heard(network, APPEND)
+            assert not appending.done()
+            network.reset_callers()
+            with pytest.raises(Unavailable, match="reset by peer"):
+                await appending
+        log = Partition(MODEL, 0).log(request.request_id)
+
+        async def is_there() -> bool:
+            return int(await broker.connection.execute("XLEN", log)) == 3
+
+        await eventually(is_there)
+        outcome = await repeated(lambda: engine.append(claim, 1, entries[1:]))
+        assert (outcome.kind, outcome.next_index) == (AppendKind.OK, 3)
+        assert await num_calls(broker, "xadd") - before == 2
+        outcome = await repeated(lambda: engine.append(claim, 3, ending(entries[-1].digest, count=3)))
+        assert (outcome.kind, outcome.next_index) == (AppendKind.OK, 5)
+        read = await read_all(gateway, request.request_id)
+        assert [entry.digest for entry in read[:3]] == [entry.digest for entry in entries]
+        assert numbers(read) == [100, 101, 102]
+
+
+async def test_an_accept_whose_connection_is_reset_in_the_middle_of_the_script_is_queued_once(
+    broker: Broker, redis_server: EmbeddedRedis, network: FlakyNetwork, quiet: Broker
+) -> None:
+    """The session says it again by itself, on another connection: the id that the first one queued is known."""
+    async with GatewaySession(quiet) as gateway, worker(broker) as engine:
+        await gateway.accept(spec(partition=1))  # the server has the script
+        request = spec()
+        network.heard.clear()
+        with inside_a_call(redis_server):
+            accepting = asyncio.create_task(gateway.accept(request))
+            await has_heard(network, ACCEPT)
+            assert not accepting.done()
+            network.reset_callers()
+        await accepting
+        assert num_heard(network, ACCEPT) == 2
+        await repeated(lambda: gateway.accept(request))
+        assert await broker.connection.execute("XLEN", f"{Partition(MODEL, 0).prefix}queue:0") == 1
+        claims = {claim.request_id: claim for claim in await engine.claim(2)}
+        assert claims[request.request_id].attempts == 1
+        await engine.generate(claims[request.request_id], 2, finish=True)
+        assert await engine.session.claim(max_requests=1, max_prompt_tokens=100) == []
+        async with GatewaySession(broker) as other:
+            assert numbers(await read_all(other, request.request_id)) == [100, 101]
+
+
+async def test_a_claim_whose_connection_is_reset_in_the_middle_of_the_script_leaves_nothing_that_nobody_serves(
+    broker: Broker, redis_server: EmbeddedRedis, network: FlakyNetwork, quiet: Broker
+) -> None:
+    """Redis shows a request as its engine's that never heard of it: it is handed back, and counts as tried once."""
+    places = [Partition(MODEL, number) for number in range(2)]
+    async with GatewaySession(broker) as gateway, worker(quiet) as engine:
+        assert await engine.session.claim(max_requests=1, max_prompt_tokens=100) == []  # the server has the script
+        requests = [spec(partition=where.number) for where in places]
+        for request in requests:
+            await gateway.accept(request)
+        await engine.session.wait_for_work(5.0)
+        network.heard.clear()
+        with inside_a_call(redis_server):
+            claiming = asyncio.create_task(engine.session.claim(max_requests=1, max_prompt_tokens=100))
+            await has_heard(network, CLAIM)
+            assert not claiming.done()
+            network.reset_callers()
+            with pytest.raises(Unavailable, match="reset by peer"):
+                await claiming
+
+        async def num_attempts() -> int:
+            records = [where.request(request.request_id) for where, request in zip(places, requests, strict=True)]
+            return sum(
+                int(each) for each in await broker.connection.pipeline([("HGET", key, "attempts") for key in records])
+            )
+
+        async def has_run() -> bool:
+            return await num_attempts() == 1
+
+        await eventually(has_run)
+        assert len(engine.session._holdings) == 0
+        for _ in range(3):
+            await repeated(engine.session._beat)
+        claims = await repeated(lambda: engine.claim(2))
+        assert sorted(claim.attempts for claim in claims) == [1, 2]
+        assert await num_attempts() == 3
+        for claim in claims:
+            await engine.generate(claim, 2, finish=True)
+        for request in requests:
+            assert numbers(await read_all(gateway, request.request_id)) == [100, 101]
+        owned = [("SCARD", f"{where.prefix}owned:{engine.session.engine_id}") for where in places]
+        assert await broker.connection.pipeline(owned) == [0, 0]
 
 
 async def test_a_claim_whose_reply_is_lost_is_handed_back_by_itself(broker: Broker, network: FlakyNetwork) -> None:

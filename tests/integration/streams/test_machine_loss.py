@@ -6,9 +6,21 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
+from typing import Any
 
 import pytest
-from lost_writes import DiskState, die_behind, disk_state
+from lost_writes import (
+    TORN,
+    TORN_COMMANDS,
+    Cut,
+    DiskState,
+    cut_state,
+    die_behind,
+    disk_state,
+    forgets_half_transactions,
+    start_again,
+    write_anew,
+)
 from pagestream.v1.inference_pb2 import REQUEST_STATE_RUNNING
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams import (
@@ -23,6 +35,7 @@ from pagestream_streams import (
     Unavailable,
     ids,
 )
+from pagestream_streams.keys import Partition
 from redis_servers import newest_server, oldest_server, running_server
 from token_streams import FAST, LIMIT_S, MODEL, TENANT, Worker, card, ending, eventually, numbers, spec, tokens, worker
 
@@ -330,3 +343,192 @@ async def test_a_hand_back_that_is_lost_is_done_again(
         await reader.task
         assert numbers(reader.seen) == list(range(100, 106))
         assert (await broker.view(request.request_id, TENANT)).state != REQUEST_STATE_RUNNING
+
+
+WHERE = Partition(MODEL, 0)
+
+
+async def written(broker: Broker, request: RequestSpec, engine: Worker) -> list[Any]:
+    """What an append or a claim writes: the record, the log, what the engine owns, the queue and its account."""
+    queue = f"{WHERE.prefix}queue:0"
+    commands = (
+        ("HGETALL", WHERE.request(request.request_id)),
+        ("XRANGE", WHERE.log(request.request_id), "-", "+"),
+        ("SMEMBERS", owned(engine)),
+        ("XRANGE", queue, "-", "+"),
+        ("XPENDING", queue, "engines"),
+        ("HGETALL", f"{WHERE.prefix}tenants:0"),
+        ("HMGET", f"{WHERE.prefix}meta", "tokens:0", "weights:0", "drained"),
+    )
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                return await broker.connection.pipeline(commands)
+            except Unavailable:
+                await asyncio.sleep(0.02)
+
+
+async def finished(engine: Worker, claim: Claim, count: int) -> None:
+    """All tokens in one append, then the end."""
+    entries = tokens(range(100, 100 + count))
+    for first, some in ((0, entries), (count, ending(entries[-1].digest, count=count))):
+        assert await appended(engine, claim, first, some) is AppendKind.OK
+
+
+def owned(engine: Worker) -> str:
+    return f"{WHERE.prefix}owned:{engine.session.engine_id}"
+
+
+async def everything(gateway: GatewaySession, request: RequestSpec) -> list[LogEntry]:
+    """What a client gets that comes now."""
+    reader = Reader(gateway, request)
+    await reader.task
+    return reader.seen
+
+
+class TestTheFileEndsInTheMiddleOfATransaction:
+    """What a script wrote is wholly there after the start, or not at all."""
+
+    async def lose_append(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession, engine: Worker, cut: Cut
+    ) -> tuple[Reader, RequestSpec, Claim]:
+        """Five tokens are seen, the last three of them by the append in which the file ends."""
+        request = spec()
+        await stubbornly_accept(gateway, request)
+        reader = Reader(gateway, request)
+        claim = await claimed(engine)
+        entries = tokens(range(100, 105))
+        assert await appended(engine, claim, 0, entries[:2]) is AppendKind.OK
+        before = await written(broker, request, engine)
+        assert await appended(engine, claim, 2, entries[2:]) is AppendKind.OK
+        await reader.has_seen(5)
+        after = await written(broker, request, engine)
+        await die_behind(server, await cut_state(server, broker, WHERE.log(request.request_id), cut))
+        assert await written(broker, request, engine) == (after if cut is Cut.BEHIND_EXEC else before)
+        return reader, request, claim
+
+    async def lose_claim(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession, engine: Worker, cut: Cut
+    ) -> tuple[Reader, RequestSpec, Claim]:
+        """Three tokens are seen; the file ends in the claim before them."""
+        request = spec()
+        await stubbornly_accept(gateway, request)
+        reader = Reader(gateway, request)
+        before = await written(broker, request, engine)
+        claim = await claimed(engine)
+        after = await written(broker, request, engine)
+        disk = await cut_state(server, broker, owned(engine), cut)
+        assert await appended(engine, claim, 0, tokens(range(100, 103))) is AppendKind.OK
+        await reader.has_seen(3)
+        await die_behind(server, disk)
+        assert await written(broker, request, engine) == (after if cut is Cut.BEHIND_EXEC else before)
+        return reader, request, claim
+
+    @pytest.mark.parametrize("cut", Cut)
+    async def test_an_append_is_there_wholly_or_not_at_all_and_goes_on(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession, cut: Cut
+    ) -> None:
+        async with worker(broker) as engine:
+            reader, request, claim = await self.lose_append(server, broker, gateway, engine, cut)
+            entries = tokens(range(100, 107))
+            if cut is Cut.BEHIND_EXEC:
+                assert await appended(engine, claim, 5, entries[5:]) is AppendKind.OK
+            else:
+                assert await appended(engine, claim, 5, entries[5:]) is AppendKind.GAP
+                assert await appended(engine, claim, 2, entries[2:]) is AppendKind.OK
+            assert await appended(engine, claim, 7, ending(entries[-1].digest, count=7)) is AppendKind.OK
+            await reader.task
+            assert numbers(reader.seen) == list(range(100, 107))
+            assert engine.lost == []
+            await start_again(server, broker)
+            assert await everything(gateway, request) == reader.seen
+
+    @pytest.mark.parametrize("cut", Cut)
+    async def test_a_claim_is_there_wholly_or_not_at_all_and_goes_on(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession, cut: Cut
+    ) -> None:
+        async with worker(broker, "a") as a, worker(broker, "b") as b:
+            reader, request, claim = await self.lose_claim(server, broker, gateway, a, cut)
+            if cut is Cut.BEHIND_EXEC:
+                rest = tokens([103], reader.seen[-1].digest)
+                assert await appended(a, claim, 3, rest) is AppendKind.GAP
+                await finished(a, claim, 6)
+            else:
+                again = await claimed(b)
+                assert (again.epoch, again.attempts, again.next_index) == (1, 1, 0)
+                await finished(b, again, 6)
+            await reader.task
+            assert numbers(reader.seen) == list(range(100, 106))
+            await start_again(server, broker)
+            assert await everything(gateway, request) == reader.seen
+
+    @pytest.mark.parametrize("cut", TORN)
+    async def test_an_epoch_that_is_issued_twice_splices_nothing(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession, cut: Cut
+    ) -> None:
+        async with worker(broker, "a") as a, worker(broker, "b") as b:
+            reader, request, old = await self.lose_claim(server, broker, gateway, a, cut)
+            new = await claimed(b)
+            assert new.epoch == old.epoch
+            assert new.nonce != old.nonce
+            others = tokens([7, 8])
+            assert await appended(b, new, 0, others) is AppendKind.OK
+            for first, entries in ((0, tokens([100])), (2, tokens([9], others[-1].digest))):
+                assert await appended(a, old, first, entries) is AppendKind.FENCED
+            assert await appended(b, new, 2, ending(others[-1].digest, count=2)) is AppendKind.OK
+            with pytest.raises(DigestMismatch):
+                await reader.task
+            assert numbers(reader.seen) == [100, 101, 102]
+            assert numbers(await everything(gateway, request)) == [7, 8]
+
+    async def replace_half(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession, engine: Worker, other: Worker, *, cut: Cut
+    ) -> RequestSpec:
+        """Where half an append was, another engine puts other tokens: who saw the first ones hears of it."""
+        reader, request, _ = await self.lose_append(server, broker, gateway, engine, cut)
+
+        async def hand_back() -> AppendKind:
+            await engine.session.hand_back([request.request_id])
+            return AppendKind.OK
+
+        await stubbornly(hand_back)
+        claim = await claimed(other)
+        assert (claim.next_index, numbers(claim.entries)) == (2, [100, 101])
+        others = tokens([7, 8], claim.digest)
+        assert await appended(other, claim, 2, [*others, *ending(others[-1].digest, count=4)]) is AppendKind.OK
+        with pytest.raises(DigestMismatch):
+            await reader.task
+        assert numbers(reader.seen) == list(range(100, 105))
+        assert numbers(await everything(gateway, request)) == [100, 101, 7, 8]
+        return request
+
+    @pytest.mark.parametrize("cut", TORN_COMMANDS)
+    async def test_other_tokens_in_the_place_of_half_an_append_are_data_loss_and_so_they_stay(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession, cut: Cut
+    ) -> None:
+        """Also after a second start, which on some servers runs the half that the first one did not."""
+        async with worker(broker, "a") as a, worker(broker, "b") as b:
+            request = await self.replace_half(server, broker, gateway, a, b, cut=cut)
+            await start_again(server, broker)
+            reader = Reader(gateway, request)
+            await asyncio.wait([reader.task])
+            failure = reader.task.exception()
+            if failure is None:
+                assert numbers(reader.seen) == [100, 101, 7, 8]
+            else:
+                assert not forgets_half_transactions(server.binary)
+                assert isinstance(failure, DigestMismatch)
+                seen = numbers(reader.seen)
+                assert seen in ([100, 101, 7, 8][: len(seen)], list(range(100, 105))[: len(seen)])
+
+    @pytest.mark.parametrize("cut", TORN_COMMANDS)
+    async def test_a_second_start_on_a_file_that_was_written_anew_is_like_the_first(
+        self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession, cut: Cut
+    ) -> None:
+        async with worker(broker, "a") as a, worker(broker, "b") as b:
+            request = await self.replace_half(server, broker, gateway, a, b, cut=cut)
+            await write_anew(server, broker)
+            before = await written(broker, request, a)
+            await start_again(server, broker)
+            assert await written(broker, request, a) == before
+            assert numbers(await everything(gateway, request)) == [100, 101, 7, 8]
