@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagestream_streams import Broker, EmbeddedRedis, Unavailable
-from pagestream_streams.embedded import ServerBinary
 
 _PAUSE_S = 0.005
 _LIMIT_S = 20.0
@@ -150,19 +149,3 @@ async def start_again(server: EmbeddedRedis, broker: Broker) -> None:
     await disk_state(server, broker)
     server.kill()
     await server.start()
-
-
-def forgets_half_transactions(binary: ServerBinary) -> bool:
-    """Whether a server that starts on a file which ends in the middle of a transaction takes all of that out of it.
-
-    Valkey 9.1.2 does. Redis 6.2 and 7.0 do where the file ends between two commands; else they leave MULTI and the
-    commands that are whole, and run these at the next start, with the first transaction that came behind them
-    (valkey-io/valkey pull request 4342). A file that is written anew, as by BGREWRITEAOF, has none of it.
-    """
-    return binary.path.name == "valkey-server" and binary.version >= (9, 1, 2)
-
-
-async def write_anew(server: EmbeddedRedis, broker: Broker) -> None:
-    """The append-only file, from what the server has in memory."""
-    await broker.connection.execute("BGREWRITEAOF")
-    await disk_state(server, broker)

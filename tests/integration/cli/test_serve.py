@@ -1,5 +1,6 @@
 """`pagestream serve` with the demo model: real processes, from the client to the tokens and back."""
 
+import asyncio
 import json
 import os
 import signal
@@ -13,7 +14,9 @@ from typing import Any
 import httpx
 import pytest
 from pagestream_cli.servefile import ServeRecord, read_record
+from pagestream_streams import EmbeddedRedis
 from processes import is_running, wait_until
+from redis import Redis
 
 START_LIMIT_S = 90.0
 PROMPT = "Tell me a story about the lighthouse."
@@ -257,3 +260,23 @@ def test_a_wrong_engine_option_ends_serve_with_the_engines_words(tmp_path: Path)
     assert done.returncode == 2
     assert done.stderr.count("engine-0 cannot start") == 1
     assert "--max-model-len" in done.stderr
+
+
+def test_a_file_of_redis_that_was_torn_in_a_transaction_is_written_anew(tmp_path: Path) -> None:
+    """A machine died in the middle of a write: the next start but one would run the half that it left."""
+    data = tmp_path / "data"
+    server = EmbeddedRedis(data / "redis")
+    asyncio.run(server.start())
+    with Redis(port=server.port) as redis:
+        redis.set("kept", 1)
+    asyncio.run(server.stop())
+    [file] = [*(data / "redis").rglob("*.incr.aof"), *(data / "redis").glob("appendonly.aof")][:1]
+    with file.open("ab") as torn:
+        torn.write(b"*1\r\n$5\r\nMULTI\r\n*3\r\n$3\r\nSET\r\n$4\r\nhalf\r\n$1\r\n1\r\n*3\r\n$3\r\nSE")
+    serve = start(data)
+    try:
+        with Redis.from_url(serve.record.redis_url) as redis:
+            assert (redis.get("kept"), redis.get("half")) == (b"1", None)
+            wait_until(lambda: "cmdstat_bgrewriteaof" in redis.info("commandstats"), "the file is written anew")
+    finally:
+        end(serve)

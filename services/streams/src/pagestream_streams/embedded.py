@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -88,6 +89,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+TORN = "Truncating the AOF"
+"""What a server says that finds a command cut off at the end of its file.
+
+Redis up to 7 at least, and Valkey before 9.1.2, take that command away and leave the beginning of its transaction: what
+is written next stands behind it, and the start after this one runs both as one (valkey-io/valkey pull request 4342).
+BGREWRITEAOF, at once, makes the file what the memory is.
+"""
+
+
 class EmbeddedRedis:
     """A server on its own data folder. It can be stopped, killed and started again on the same files and port."""
 
@@ -114,15 +124,17 @@ class EmbeddedRedis:
         return self.data_dir / "redis.log"
 
     async def start(self) -> None:
-        """Starts it and waits until it has loaded its files. Unavailable, with the end of its log, if it doesn't come
-        up.
+        """Starts it and waits until it has loaded its files; a torn one is written anew. Unavailable, with the end of
+        its log, if it doesn't come up.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
+        said = self.log_file.stat().st_size if self.log_file.exists() else 0
         command = server_command(self.binary, self.data_dir, self.port)
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)  # noqa: ASYNC220
         try:
             await asyncio.to_thread(self._wait_until_ready, self._process)
+            await asyncio.to_thread(self._mend, said)
         except BaseException:
             self.kill()
             raise
@@ -159,6 +171,20 @@ class EmbeddedRedis:
         raise Unavailable(
             f"{self.binary.path} did not answer on port {self.port} within {_START_TIMEOUT_S} s: {self._last_words()}"
         )
+
+    def _mend(self, said: int) -> None:
+        with self.log_file.open("rb") as log:
+            log.seek(said)
+            is_torn = TORN.encode() in log.read()
+        if is_torn:
+            with Redis(port=self.port) as client:
+                client.bgrewriteaof()
+                for _ in range(int(_START_TIMEOUT_S / _PAUSE_S)):
+                    info = client.info("persistence")
+                    if not info["aof_rewrite_in_progress"] and not info["aof_rewrite_scheduled"]:
+                        return
+                    time.sleep(_PAUSE_S)
+            raise Unavailable(f"{self.binary.path} did not write its torn file anew within {_START_TIMEOUT_S} s")
 
     def _last_words(self) -> str:
         return " | ".join(self.log_file.read_text(errors="replace").splitlines()[-5:])

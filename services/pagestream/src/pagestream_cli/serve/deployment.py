@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 
 from pagestream_cli.serve.engines import EngineNews
-from pagestream_cli.serve.plan import Plan
+from pagestream_cli.serve.plan import REDIS, Plan
 from pagestream_cli.serve.queue import QueueLink
+from pagestream_cli.serve.redis_server import says_torn
 from pagestream_cli.serve.report import Reporter
 from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
 from pagestream_cli.supervisor import PartSpec, PartState, Supervisor
@@ -102,6 +103,8 @@ class Deployment:
         """Hear what a part wrote."""
         if spec.name in self._engine_names:
             self._news.hear(spec.name, text)
+        elif spec.name == REDIS and says_torn(text):
+            self._queue.rewrite()
         self._reporter.line(spec, text)
 
     def _write(self) -> None:

@@ -24,6 +24,13 @@ def redis_command(data_dir: Path, port: int) -> list[str]:
         ) from error
 
 
+def says_torn(line: str) -> bool:
+    """Whether our own Redis says that its file ended in the middle of a command: it has to be written anew."""
+    from pagestream_streams.embedded import TORN
+
+    return TORN in line
+
+
 async def check_redis(url: str) -> None:
     """Check that somebody else's Redis answers, before anything starts.
 
