@@ -38,7 +38,7 @@ async def test_kv_utilization_brings_engines(scene: Scene) -> None:
         await scene.until("a decision for more engines by KV utilization", decided)
         scene.times.note("load until KV utilization's decision is in the status", time.monotonic() - begin)
         last = decisions[-1]
-        assert last["inputs"]["kv_utilization"] > EARLY["target"]
+        assert last["inputs"]["kv_utilization_sum"] > EARLY["target"], "the one engine's, smoothed"
         assert not last.get("missing")
         assert "KV" in last["reason"] or "kv" in last["reason"]
         await scene.until("another engine", lambda: len(NAMESPACE.ready_pods(scene.engines)) >= 2, limit_s=120)

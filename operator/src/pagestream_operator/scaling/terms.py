@@ -64,8 +64,8 @@ def kv_term(now: Situation) -> Term:
     floor = pods_for((now.kv_sum + silent) / policy.target) if is_low else now.replicas
     mean = total / len(known) if known else 0.0
     sentence = (
-        f"KV utilization is {mean:.2f} over {len(known)} of {len(ready)} ready pods, target {policy.target:.2f}: "
-        f"{need} needed"
+        f"KV utilization was {now.kv_sum / max(1, len(ready)):.2f} of late, {mean:.2f} now, over {len(known)} of "
+        f"{len(ready)} ready pods, target {policy.target:.2f}: {need} needed"
     )
     inputs = {"kv_utilization": mean, "kv_utilization_sum": now.kv_sum}
     return Term(Limit.KV_UTILIZATION, need, max(need, floor), sentence, inputs)

@@ -647,7 +647,7 @@ def test_memory_stays_small() -> None:
 def test_the_reason_is_a_sentence_with_its_numbers() -> None:
     decision, _ = decide(CALM, pool([0.9, 0.92, 0.94]), ScalingMemory())
     assert decision.desired == 4
-    assert decision.reason == "KV utilization is 0.92 over 3 of 3 ready pods, target 0.80: 4 needed"
+    assert decision.reason == "KV utilization was 0.92 of late, 0.92 now, over 3 of 3 ready pods, target 0.80: 4 needed"
     assert decision.inputs["kv_utilization"] == pytest.approx(0.92)
     assert decision.inputs["replicas"] == 3
 
