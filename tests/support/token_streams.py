@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from pagestream.v1.inference_pb2 import (
     FINISH_REASON_STOP,
@@ -24,9 +25,12 @@ from pagestream_streams import (
     EngineSession,
     GatewaySession,
     StreamsSettings,
+    Unavailable,
     digests,
     ids,
 )
+
+T = TypeVar("T")
 
 MODEL = "test/model"
 TENANT = "tenant-a"
@@ -106,6 +110,16 @@ async def eventually(condition: Callable[[], Awaitable[bool]] | Callable[[], boo
             if (await result) if isinstance(result, Awaitable) else result:
                 return
             await asyncio.sleep(0.01)
+
+
+async def once_there(step: Callable[[], Awaitable[T]]) -> T:
+    """What the step gives, as soon as Redis is there."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                return await step()
+            except Unavailable:
+                await asyncio.sleep(0.02)
 
 
 async def read_all(

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -24,7 +24,6 @@ from redis_servers import emptied, running_server
 from redis_topologies import Topology, running, running_tls_server, server, until
 from token_streams import (
     FAST,
-    LIMIT_S,
     MODEL,
     STILL,
     TENANT,
@@ -32,6 +31,7 @@ from token_streams import (
     ending,
     eventually,
     numbers,
+    once_there,
     read_all,
     spec,
     tokens,
@@ -228,16 +228,6 @@ async def has_heard(network: FlakyNetwork, script: Script) -> None:
     await eventually(lambda: num_heard(network, script) > 0)
 
 
-async def repeated(step: Callable[[], Awaitable[T]]) -> T:
-    """Until Redis answers: other connections have been reset as well."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            try:
-                return await step()
-            except Unavailable:
-                await asyncio.sleep(0.02)
-
-
 async def num_calls(broker: Broker, command: str) -> int:
     """How often the server has run it, for scripts as well."""
     statistics = await broker.connection.execute("INFO", "commandstats")
@@ -269,10 +259,10 @@ async def test_an_append_whose_connection_is_reset_in_the_middle_of_the_script_i
             return int(await broker.connection.execute("XLEN", log)) == 3
 
         await eventually(is_there)
-        outcome = await repeated(lambda: engine.append(claim, 1, entries[1:]))
+        outcome = await once_there(lambda: engine.append(claim, 1, entries[1:]))
         assert (outcome.kind, outcome.next_index) == (AppendKind.OK, 3)
         assert await num_calls(broker, "xadd") - before == 2
-        outcome = await repeated(lambda: engine.append(claim, 3, ending(entries[-1].digest, count=3)))
+        outcome = await once_there(lambda: engine.append(claim, 3, ending(entries[-1].digest, count=3)))
         assert (outcome.kind, outcome.next_index) == (AppendKind.OK, 5)
         read = await read_all(gateway, request.request_id)
         assert [entry.digest for entry in read[:3]] == [entry.digest for entry in entries]
@@ -294,7 +284,7 @@ async def test_an_accept_whose_connection_is_reset_in_the_middle_of_the_script_i
             network.reset_callers()
         await accepting
         assert num_heard(network, ACCEPT) == 2
-        await repeated(lambda: gateway.accept(request))
+        await once_there(lambda: gateway.accept(request))
         assert await broker.connection.execute("XLEN", f"{Partition(MODEL, 0).prefix}queue:0") == 1
         claims = {claim.request_id: claim for claim in await engine.claim(2)}
         assert claims[request.request_id].attempts == 1
@@ -336,8 +326,8 @@ async def test_a_claim_whose_connection_is_reset_in_the_middle_of_the_script_lea
         await eventually(has_run)
         assert len(engine.session._holdings) == 0
         for _ in range(3):
-            await repeated(engine.session._beat)
-        claims = await repeated(lambda: engine.claim(2))
+            await once_there(engine.session._beat)
+        claims = await once_there(lambda: engine.claim(2))
         assert sorted(claim.attempts for claim in claims) == [1, 2]
         assert await num_attempts() == 3
         for claim in claims:

@@ -7,7 +7,7 @@ the test needs it, "stuck" makes one sync take so long.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,20 @@ from pagestream_streams import (
 from pagestream_streams.embedded import LEAST_VERSION, ServerBinary, find_servers
 from redis_servers import skip_for_want_of
 from synced_files import WatchedServer, built_watch, is_watched
-from token_streams import FAST, LIMIT_S, TENANT, Worker, card, ending, eventually, numbers, spec, tokens, worker
+from token_streams import (
+    FAST,
+    LIMIT_S,
+    TENANT,
+    Worker,
+    card,
+    ending,
+    eventually,
+    numbers,
+    once_there,
+    spec,
+    tokens,
+    worker,
+)
 
 # A lease that no disk lets lapse: nobody dies here but a server. No command is given up while a disk is stuck.
 CALM = dataclasses.replace(FAST, lease_ms=6000, sweep_gap_ms=4000, command_timeout_s=15.0)
@@ -142,16 +155,6 @@ async def reading(gateway: GatewaySession, request: RequestSpec, *, keeps_spec: 
     async with asyncio.timeout(2 * LIMIT_S), asyncio.TaskGroup() as group:
         group.create_task(reader.run())
         yield reader
-
-
-async def once_there(step: Callable[[], Awaitable[T]]) -> T:
-    """What the step gives, as soon as Redis is there again."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            try:
-                return await step()
-            except Unavailable:
-                await asyncio.sleep(0.02)
 
 
 async def length(broker: Broker, request: RequestSpec) -> int | None:

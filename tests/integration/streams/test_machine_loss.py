@@ -4,7 +4,7 @@ is compared, and two histories are never mixed.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -35,7 +35,21 @@ from pagestream_streams import (
 )
 from pagestream_streams.keys import Partition
 from redis_servers import newest_server, oldest_server, running_server
-from token_streams import FAST, LIMIT_S, MODEL, TENANT, Worker, card, ending, eventually, numbers, spec, tokens, worker
+from token_streams import (
+    FAST,
+    LIMIT_S,
+    MODEL,
+    TENANT,
+    Worker,
+    card,
+    ending,
+    eventually,
+    numbers,
+    once_there,
+    spec,
+    tokens,
+    worker,
+)
 
 
 @pytest.fixture(params=[oldest_server, newest_server], ids=["oldest", "newest"])
@@ -75,21 +89,11 @@ class Reader:
         await eventually(lambda: len(self.seen) >= count)
 
 
-async def stubbornly(step: Callable[[], Awaitable[AppendKind]]) -> AppendKind:
-    """Until Redis is there."""
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            try:
-                return await step()
-            except Unavailable:
-                await asyncio.sleep(0.02)
-
-
 async def appended(engine: Worker, claim: Claim, first: int, entries: Sequence[LogEntry]) -> AppendKind:
     async def step() -> AppendKind:
         return (await engine.append(claim, first, entries)).kind
 
-    return await stubbornly(step)
+    return await once_there(step)
 
 
 async def claimed(engine: Worker) -> Claim:
@@ -218,7 +222,7 @@ async def stubbornly_accept(gateway: GatewaySession, request: RequestSpec) -> No
         await gateway.accept(request)
         return AppendKind.OK
 
-    await stubbornly(step)
+    await once_there(step)
 
 
 async def is_known(broker: Broker, request: RequestSpec) -> bool:
@@ -250,7 +254,7 @@ class TestTokensAreLost:
                 assert (outcome.kind, outcome.next_index) == (AppendKind.GAP, 2)
                 return outcome.kind
 
-            await stubbornly(step)
+            await once_there(step)
             assert await appended(engine, claim, 2, entries[2:]) is AppendKind.OK
             assert await appended(engine, claim, 6, ending(entries[-1].digest, count=6)) is AppendKind.OK
             await reader.task
@@ -489,7 +493,7 @@ class TestTheFileEndsInTheMiddleOfATransaction:
             await engine.session.hand_back([request.request_id])
             return AppendKind.OK
 
-        await stubbornly(hand_back)
+        await once_there(hand_back)
         claim = await claimed(other)
         assert (claim.next_index, numbers(claim.entries)) == (2, [100, 101])
         others = tokens([7, 8], claim.digest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from redis import exceptions
@@ -197,8 +197,7 @@ class Connection:
 
     async def drop_idle(self) -> None:
         """Closes the connections that nothing waits on: one of them may be as silent as one that was waited on."""
-        with suppress(exceptions.RedisError, OSError):
-            await self._link.drop_idle()
+        await self._link.drop_idle()
 
     def pubsub(self) -> PubSub:
         """A subscriber on a connection of its own."""

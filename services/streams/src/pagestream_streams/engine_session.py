@@ -461,9 +461,10 @@ class EngineSession:
         try:
             async with within(limit_s, "a look for the model's partitions"):
                 self._partitions = await self._broker.directory.all_partitions(self._model)
-        except Unavailable:
+        except Unavailable as error:
             if not self._partitions:
                 raise
+            _log.info("%s: goes on with the partitions that it knows: %s", self._id, error)
         except ModelNotFound:
             if self._card is None:
                 raise
