@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from disturbed_runs import run_all
+from disturbed_runs import open_ids, run_all
 from stack import Part, running_stack, wait_until
 from stream_clients import GrpcReader
 
@@ -16,14 +16,16 @@ pytestmark = pytest.mark.timeout(180)
 def test_a_zombie_writes_nothing_and_serves_again(tmp_path: Path) -> None:
     with running_stack(tmp_path, engines=2) as stack:
         undisturbed = asyncio.run(run_all(stack))
-        zombie: Part = stack.busiest_engine()
+        paused: list[Part] = []
 
         def pause(readers: Sequence[GrpcReader]) -> None:
-            zombie.signal(signal.SIGSTOP)
+            paused.append(stack.engine_with_most_of(open_ids(readers)))
+            paused[0].signal(signal.SIGSTOP)
 
         disturbed = asyncio.run(run_all(stack, disturb=pause))
         assert [outcome.content() for outcome in disturbed] == [outcome.content() for outcome in undisturbed]
 
+        zombie = paused[0]
         zombie.signal(signal.SIGCONT)
         wait_until(lambda: "dropped" in zombie.log_tail(), limit_s=10, what="the zombie to drop what it had")
         for other in stack.engines:

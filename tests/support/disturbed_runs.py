@@ -28,4 +28,9 @@ async def run_all(stack: Stack, *, disturb: Callable[[Sequence[GrpcReader]], obj
 
 def unfinished(readers: Sequence[GrpcReader]) -> int:
     """Return how many streams have not ended."""
-    return sum(reader.outcome.usage is None for reader in readers)
+    return len(open_ids(readers))
+
+
+def open_ids(readers: Sequence[GrpcReader]) -> list[str]:
+    """Return the ids of the streams that have not ended."""
+    return [reader.outcome.request_id for reader in readers if reader.outcome.usage is None]

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -187,9 +187,19 @@ class Stack:
         """All processes, clients' side first."""
         return [*self.gateways, *self.engines, self.redis]
 
-    def busiest_engine(self) -> Part:
-        """Return the engine that has claimed most: which one owns the prompts' partitions is decided by chance."""
-        return max(self.engines, key=lambda engine: engine.log.read_text(errors="replace").count('"claimed"'))
+    def engine_with_most_of(self, request_ids: Collection[str]) -> Part:
+        """Return the engine that has claimed most of the requests. Raises StackError where none has claimed any.
+
+        Ask while they run: which engine owns their partitions is decided by chance, and anew when engines come.
+        """
+        claims = [engine.log.read_text(errors="replace").splitlines() for engine in self.engines]
+        counts = [
+            sum('"claimed"' in line and any(f'"{each}"' in line for each in request_ids) for line in lines)
+            for lines in claims
+        ]
+        if not any(counts):
+            raise StackError(f"no engine says that it has claimed any of {len(request_ids)} requests")
+        return self.engines[counts.index(max(counts))]
 
     def wait_ready(self) -> None:
         """Wait until every gateway is ready and every engine has said so."""
