@@ -67,7 +67,7 @@ async def timed(
 
 def request() -> RequestSpec:
     return RequestSpec(
-        request_id=ids.new(MODEL, 0),
+        request_id=ids.new(MODEL, 0, "t"),
         model=MODEL,
         tenant="t",
         prompts=[TokenIds(ids=range(100))],

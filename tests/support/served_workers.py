@@ -99,7 +99,7 @@ async def running_worker(
 
 async def accepted(gateway: GatewaySession, prompt: list[int], **sampling: object) -> RequestSpec:
     spec = RequestSpec(
-        request_id=await gateway.place(MODEL, prompt),
+        request_id=await gateway.place(MODEL, prompt, TENANT),
         model=MODEL,
         tenant=TENANT,
         prompts=[TokenIds(ids=prompt)],

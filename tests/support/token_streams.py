@@ -72,7 +72,7 @@ def spec(
     on_disconnect: OnDisconnect = ON_DISCONNECT_CANCEL,
 ) -> RequestSpec:
     return RequestSpec(
-        request_id=request_id or ids.new(MODEL, partition),
+        request_id=request_id or ids.new(MODEL, partition, tenant),
         model=MODEL,
         tenant=tenant,
         prompts=[TokenIds(ids=prompt)],

@@ -131,7 +131,7 @@ async def test_who_comes_while_it_is_full_hears_so_and_is_accepted_under_its_id_
             await memory(1)
             await appends_are_put_off(caplog)
             late = RequestSpec(
-                request_id=await gateway.place(MODEL, [3, 4]),
+                request_id=await gateway.place(MODEL, [3, 4], TENANT),
                 model=MODEL,
                 tenant=TENANT,
                 prompts=[TokenIds(ids=[3, 4])],

@@ -124,7 +124,7 @@ async def test_a_list_of_prompts_larger_than_the_pool_is_served(redis_url: str, 
             prompts = [[number, *range(1, 30)] for number in range(1, 6)]
             assert sum(map(len, prompts)) > 4 * 16
             spec = RequestSpec(
-                request_id=await gateway.place(MODEL, prompts[0]),
+                request_id=await gateway.place(MODEL, prompts[0], TENANT),
                 model=MODEL,
                 tenant=TENANT,
                 prompts=[TokenIds(ids=prompt) for prompt in prompts],
@@ -310,7 +310,7 @@ async def test_a_request_whose_choices_fail_together_leaves_room_for_any_size(re
             assert (await read(gateway, bad))[-1].end.reason == FinishReason.FINISH_REASON_ERROR
             prompts = [[number, *range(1, 30)] for number in range(1, 6)]
             large = RequestSpec(
-                request_id=await gateway.place(MODEL, prompts[0]),
+                request_id=await gateway.place(MODEL, prompts[0], TENANT),
                 model=MODEL,
                 tenant=TENANT,
                 prompts=[TokenIds(ids=prompt) for prompt in prompts],

@@ -59,7 +59,7 @@ ENGINE = """
 
 async def accepted(gateway: GatewaySession, prompt: list[int]) -> RequestSpec:
     spec = RequestSpec(
-        request_id=await gateway.place(MODEL, prompt),
+        request_id=await gateway.place(MODEL, prompt, "tenant"),
         model=MODEL,
         tenant="tenant",
         prompts=[TokenIds(ids=prompt)],

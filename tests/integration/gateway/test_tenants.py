@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from gateway_clients import Address, gateway_settings, grpc_stub, refusal, running_address
+from gateway_clients import Address, gateway_settings, grpc_stub, lose, refusal, running_address
 from pagestream.v1 import inference_pb2 as api
 from synthetic_engine import MODEL, SyntheticEngine
 
@@ -71,6 +71,19 @@ async def test_another_tenants_request_does_not_exist_over_grpc(guarded: Address
             assert refusal(caught.value).code == grpc.StatusCode.NOT_FOUND
         view = await ours.GetRequest(api.GetRequestRequest(request_id=name))
     assert view.finish_reason == api.FINISH_REASON_LENGTH
+
+
+async def test_a_lost_request_is_accepted_again_for_its_own_tenant_alone(guarded: Address, redis_url: str) -> None:
+    asked = api.GenerateRequest(model=MODEL, prompt="hello", sampling=api.SamplingParams(max_tokens=2, seed=1))
+    async with grpc_stub(guarded, key="key-a") as ours, grpc_stub(guarded, key="key-b") as others:
+        chunks = [answer.chunk async for answer in ours.Generate(asked)]
+        place = api.ResumeRequest(request_id=chunks[0].request_id, request=asked)
+        await lose(redis_url, place.request_id)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await others.Resume(place).read()
+        assert refusal(caught.value).code == grpc.StatusCode.NOT_FOUND
+        again = [answer.chunk async for answer in ours.Resume(place)]
+    assert again[-1].digest == chunks[-1].digest
 
 
 async def test_grpc_asks_for_a_key(guarded: Address) -> None:

@@ -191,7 +191,7 @@ class TestPlacement:
         async with GatewaySession(broker) as gateway:
             places = set()
             for end in range(10):
-                placed = ids.parse(await gateway.place(MODEL, [*range(FAST.placement_tokens), end]))
+                placed = ids.parse(await gateway.place(MODEL, [*range(FAST.placement_tokens), end], TENANT))
                 assert placed is not None
                 places.add(placed.partition)
             assert len(places) == 1
@@ -199,7 +199,7 @@ class TestPlacement:
     async def test_unknown_model(self, broker: Broker) -> None:
         async with GatewaySession(broker) as gateway:
             with pytest.raises(ModelNotFound, match="nothing"):
-                await gateway.place("nothing", [1])
+                await gateway.place("nothing", [1], TENANT)
 
 
 async def test_a_full_redis_is_unavailable_with_its_reason(broker: Broker, redis_server: Place) -> None:

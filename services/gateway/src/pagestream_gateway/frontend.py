@@ -54,7 +54,7 @@ class Frontend:
         request that nobody begins to follow counts as one without a reader.
         """
         model, prepared = await self._prepared(draft)
-        request_id = await self._within_limit(self.session.place(model.name, prepared.prompts[0]))
+        request_id = await self._within_limit(self.session.place(model.name, prepared.prompts[0], tenant))
         spec = self._spec(draft, prepared, request_id, tenant=tenant, model=model, trace=call.context)
         if not draft.idempotency_key:
             await self._within_limit(self.session.accept(spec))
@@ -84,7 +84,12 @@ class Frontend:
         model, prepared = await self._prepared(draft)
         name = ids.parse(request_id)
         partitions = await self._within_limit(self.broker.partitions(model.name))
-        if name is None or name.model_tag != ids.model_tag(model.name) or name.partition >= partitions:
+        if (
+            name is None
+            or name.model_tag != ids.model_tag(model.name)
+            or name.partition >= partitions
+            or not name.is_of(tenant)
+        ):
             raise RequestNotFound(request_id)
         spec = self._spec(draft, prepared, request_id, tenant=tenant, model=model, trace=call.context)
         await self._within_limit(self.session.accept(spec))

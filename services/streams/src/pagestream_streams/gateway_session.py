@@ -73,15 +73,15 @@ class GatewaySession:
         await self._subscription.stop()
         await self._readers.stop()
 
-    async def place(self, model: str, prompt_token_ids: Sequence[int]) -> str:
-        """A fresh request id on the partition of the prompt's first tokens, or on a second one where that is
-        overloaded.
+    async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str) -> str:
+        """A fresh request id of the tenant, on the partition of the prompt's first tokens or on a second one where
+        that is overloaded.
 
         ModelNotFound, Unavailable.
         """
         partitions = await self._broker.partitions(model)
         first, second = placement.choices(prompt_token_ids, partitions, self._settings.placement_tokens)
-        return ids.new(model, second if self._overloaded(model, first, second) else first)
+        return ids.new(model, second if self._overloaded(model, first, second) else first, tenant)
 
     async def accept(self, spec: RequestSpec) -> None:
         """Accepts a request durably, and registers this gateway as its reader. Accepting an id again changes nothing.

@@ -1,5 +1,6 @@
-"""Request ids: "<model tag>-<partition, 4 hex digits>-<128 random bits, 32 hex digits>", so that an id alone finds its
-keys.
+"""Request ids: "<model tag>-<partition, 4 hex digits>-<96 random bits, 24 hex digits><tenant tag, 8 hex digits>".
+
+An id alone finds its keys, and tells whose it is when Redis has lost what it names.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import NamedTuple
 
 _FORM = re.compile(r"([0-9a-f]{8})-([0-9a-f]{4})-([0-9a-f]{32})", re.ASCII)
 
+_RANDOM_DIGITS = 24
+
 MAX_PARTITIONS = 0x10000
 
 
@@ -20,6 +23,10 @@ class RequestId(NamedTuple):
     model_tag: str
     partition: int
     unique: str
+
+    def is_of(self, tenant: str) -> bool:
+        """Whether it was made for the tenant; of ids that were made for another one, one in 2**32 passes."""
+        return self.unique[_RANDOM_DIGITS:] == _tenant_tag(self.unique[:_RANDOM_DIGITS], tenant)
 
     def __str__(self) -> str:
         """The id as clients see it."""
@@ -31,9 +38,10 @@ def model_tag(model: str) -> str:
     return hashlib.sha256(model.encode()).hexdigest()[:8]
 
 
-def new(model: str, partition: int) -> str:
-    """A fresh id. The random part is what keeps ids from being guessed."""
-    return str(RequestId(model_tag(model), partition, secrets.token_hex(16)))
+def new(model: str, partition: int, tenant: str) -> str:
+    """A fresh id of a tenant. The random part is what keeps ids from being guessed."""
+    random = secrets.token_hex(_RANDOM_DIGITS // 2)
+    return str(RequestId(model_tag(model), partition, random + _tenant_tag(random, tenant)))
 
 
 def parse(text: str) -> RequestId | None:
@@ -43,3 +51,8 @@ def parse(text: str) -> RequestId | None:
         return None
     tag, partition, unique = match.groups()
     return RequestId(tag, int(partition, 16), unique)
+
+
+def _tenant_tag(random: str, tenant: str) -> str:
+    # The random digits go in, so that ids don't show which of them are one tenant's.
+    return hashlib.sha256(f"{random}:{tenant}".encode()).hexdigest()[:8]

@@ -47,7 +47,7 @@ async def by_deployment(broker: Broker, spec: RequestSpec, limit_s: float) -> li
     copy.on_disconnect, copy.disconnect_grace_ms, copy.deadline_ms = ON_DISCONNECT_CANCEL, GRACE_MS, 0
     copy.traceparent = copy.tracestate = ""
     async with GatewaySession(broker, "replay") as session:
-        copy.request_id = await session.place(spec.model, spec.prompts[0].ids)
+        copy.request_id = await session.place(spec.model, spec.prompts[0].ids, copy.tenant)
         await session.accept(copy)
         try:
             async with asyncio.timeout(limit_s):
