@@ -1,6 +1,7 @@
 """The supervisor, against real small programs."""
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from pagestream_cli.errors import PartFailedError
 from pagestream_cli.supervisor import PartSpec, PartState, RestartPolicy, Supervisor
+from pagestream_cli.supervisor.output import PartOutput
 from pagestream_cli.supervisor.part import PartView
 from pagestream_cli.supervisor.restart import Death
 from processes import is_running, until
@@ -63,9 +65,9 @@ def part(
 
 @asynccontextmanager
 async def running(
-    parts: Sequence[PartSpec], policy: RestartPolicy = QUICK
+    parts: Sequence[PartSpec], policy: RestartPolicy = QUICK, journal: Journal | None = None
 ) -> AsyncIterator[tuple[Supervisor, Journal]]:
-    journal = Journal()
+    journal = journal or Journal()
     supervisor = Supervisor(parts, journal, policy)
     task = asyncio.create_task(supervisor.run())
     try:
@@ -274,3 +276,73 @@ async def test_a_very_long_line_and_a_cut_one_arrive(tmp_path: Path) -> None:
     async with running([part(tmp_path, "a", code)], policy) as (_, journal):
         await until(lambda: any(text == "rest" for _, text in journal.lines), "the cut line was told")
     assert "".join(text for _, text in journal.lines).startswith("x" * 200_000)
+
+
+class Forgotten(Journal):
+    """Its terminal has gone: it fails with whatever it tells."""
+
+    def changed(self, views: Sequence[PartView]) -> None:
+        super().changed(views)
+        raise OSError(errno.EIO, "Input/output error")
+
+    def died(self, view: PartView, death: Death, restart_delay_s: float) -> None:
+        super().died(view, death, restart_delay_s)
+        raise OSError(errno.EIO, "Input/output error")
+
+    def line(self, spec: PartSpec, text: str) -> None:
+        super().line(spec, text)
+        raise OSError(errno.EIO, "Input/output error")
+
+
+async def test_a_listener_that_fails_ends_no_part(tmp_path: Path) -> None:
+    parts = [part(tmp_path, "a", SLEEPER), part(tmp_path, "b", SLEEPER)]
+    async with running(parts, journal=Forgotten()) as (supervisor, journal):
+        await until(lambda: ups(journal) == ups(journal, "b") == 1, "both are up")
+        first, other = pid_of(supervisor, "a"), pid_of(supervisor, "b")
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: ups(journal) == 2, "it is up again")
+        assert pid_of(supervisor, "b") == other
+        assert not supervisor.stopping
+    assert journal.deaths == [("a", -signal.SIGKILL, 0.0)]
+
+
+async def test_a_listener_that_fails_does_not_hold_up_a_part_that_writes_much(tmp_path: Path) -> None:
+    code = f"print(('x' * 999 + '\\n') * 1000, flush=True); {SLEEPER}"
+    async with running([part(tmp_path, "a", code)], journal=Forgotten()) as (_, journal):
+        await until(lambda: ups(journal) == 1, "it has written all")
+    assert journal.deaths == []
+
+
+async def test_a_part_whose_output_is_read_no_more_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    follow, lives = PartOutput.follow, list[int]()
+
+    async def fail_once(self: PartOutput, pipe: asyncio.StreamReader) -> None:
+        lives.append(len(lives))
+        if len(lives) == 1:
+            await pipe.read(1)
+            raise MemoryError
+        await follow(self, pipe)
+
+    monkeypatch.setattr(PartOutput, "follow", fail_once)
+    async with running([part(tmp_path, "a", SLEEPER)]) as (_, journal):
+        await until(lambda: ups(journal) == 1, "it was started again")
+    assert journal.deaths == [("a", -signal.SIGKILL, 0.0)]
+    assert "a cannot be looked after" in caplog.text
+
+
+async def test_a_part_whose_probe_fails_is_started_again(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    async def probe() -> bool:
+        asked.append(len(asked))
+        if len(asked) == 1:
+            raise ValueError("an answer of another form")
+        return True
+
+    async with running([part(tmp_path, "a", SLEEPER, probe=probe)]) as (supervisor, journal):
+        async with asyncio.timeout(30):
+            await supervisor.wait_ready("a")
+    assert journal.deaths == [("a", -signal.SIGKILL, 0.0)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib
 import signal
 import time
@@ -22,6 +23,7 @@ from pagestream_cli.serve.redis_server import check_redis, redis_command
 from pagestream_cli.serve.report import Reporter
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Except those that whoever started this process has it ignore, as nohup does."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,7 +56,8 @@ async def _serve(plan: Plan, deployment: Deployment, reporter: Reporter) -> None
     if plan.options.redis_url is not None:
         await check_redis(plan.options.redis_url)
     loop = asyncio.get_running_loop()
-    for number in ENDING_SIGNALS:
+    heeded = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in heeded:
         loop.add_signal_handler(number, _stop, deployment, reporter)
     reporter.say(f"starting {plan.model.name!r} from {plan.model.source} (data: {plan.options.data_dir.path})")
     running = asyncio.create_task(deployment.run())
@@ -69,7 +72,7 @@ async def _serve(plan: Plan, deployment: Deployment, reporter: Reporter) -> None
         reporter.loaded()
         hosting.cancel()
         await asyncio.gather(hosting, return_exceptions=True)
-        for number in ENDING_SIGNALS:
+        for number in heeded:
             loop.remove_signal_handler(number)
     if failure is not None:
         raise failure
@@ -89,10 +92,12 @@ async def _host(plan: Plan, deployment: Deployment, reporter: Reporter) -> None:
 async def _greet(options: ServeOptions, deployment: Deployment, prompt: str) -> None:
     from pagestream_cli.serve.greet import examples, greet
 
-    await greet(deployment.record, prompt, api_key=api_key())
     if options.exit_after_greet:
+        await greet(deployment.record, prompt, api_key=api_key())
         deployment.supervisor.stop()
-    else:
+        return
+    with contextlib.suppress(OSError):  # the terminal has gone; the deployment is there for others too
+        await greet(deployment.record, prompt, api_key=api_key())
         say(examples(deployment.record))
 
 

@@ -95,9 +95,9 @@ class Deployment:
     def died(self, view: PartView, death: Death, restart_delay_s: float) -> None:
         """Hear of the supervisor that a part died."""
         self._fallen.add(view.spec.name)
-        self._reporter.died(view, death, restart_delay_s)
         if (engine_id := self._news.forget(view.spec.name)) is not None:
             self._queue.expire(engine_id)
+        self._reporter.died(view, death, restart_delay_s)
 
     def line(self, spec: PartSpec, text: str) -> None:
         """Hear what a part wrote."""
@@ -108,4 +108,7 @@ class Deployment:
         self._reporter.line(spec, text)
 
     def _write(self) -> None:
-        write_record(self._plan.options.data_dir.serve_file, self.record)
+        try:
+            write_record(self._plan.options.data_dir.serve_file, self.record)
+        except OSError as error:  # a full disk; the parts serve on without it
+            self._reporter.say(f"serve.json is not up to date, and is written again with the next change: {error}")

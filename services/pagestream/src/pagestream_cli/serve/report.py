@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """One line for each thing that happens; while the model loads and somebody looks on, a line that moves."""
+    """One line for each thing that happens; while the model loads and somebody looks on, a line that moves.
+
+    Where the terminal or the pipe has gone, nobody is there to be told: the parts' logs have it all, and serve goes on.
+    """
 
     def __init__(self, *, started: float, verbose: bool) -> None:
         self._started = started
@@ -37,21 +41,24 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """A line, above the moving one."""
-        if self._console is None:
-            say(text)
-        else:
-            self._console.print(text, markup=False, soft_wrap=True)
+        with contextlib.suppress(OSError):
+            if self._console is None:
+                say(text)
+            else:
+                self._console.print(text, markup=False, soft_wrap=True)
 
     def loading(self, text: str) -> None:
         """Show that something takes its time; only when somebody looks on."""
         if self._console is not None:
             self._status = self._console.status(text)
-            self._status.start()
+            with contextlib.suppress(OSError):
+                self._status.start()
 
     def loaded(self) -> None:
         """Take that back."""
         if self._status is not None:
-            self._status.stop()
+            with contextlib.suppress(OSError):
+                self._status.stop()
             self._status = None
 
     def ready(self, record: ServeRecord) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ PROBE_INTERVAL_S = 0.1
 """Between two looks whether a part is ready: part of the time to the first token."""
 OUTPUT_LIMIT_S = 1.0
 """For the rest of a dead process's output; what it had started may hold the pipe open."""
+_log = logging.getLogger(__name__)
 GUARD = Path(__file__).with_name("guard.py")
 
 
@@ -94,6 +96,8 @@ class Keeper:
             os.close(write_end)
             output = asyncio.create_task(self._output.follow(reader))
             probing = asyncio.create_task(self._probe())
+            for task in (output, probing):
+                task.add_done_callback(lambda ended: self._look_at(ended, process))
             try:
                 exit_code = await process.wait()
             finally:
@@ -105,6 +109,16 @@ class Keeper:
         was_ready = self.ready.is_set()
         self.ready.clear()
         return Death(time.monotonic() - started, was_ready, exit_code)
+
+    def _look_at(self, ended: asyncio.Task[None], process: asyncio.subprocess.Process) -> None:
+        """Take a part's process for lost where the task that reads or probes it failed: unread it would stand still at
+        a full pipe, unprobed it would never be ready.
+        """
+        if ended.cancelled() or (error := ended.exception()) is None:
+            return
+        _log.error("%s cannot be looked after, and is started again", self.spec.name, exc_info=error)
+        if process.returncode is None:
+            _kill_group(process.pid)
 
     async def _start(self, output: int) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(

@@ -7,9 +7,12 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
+
+from pagestream_cli.supervisor.tell import tell
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 14
@@ -40,13 +43,16 @@ async def pipe_reader() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
 class PartOutput:
     """The output of one part over all its lives.
 
-    Reads a pipe rather than giving the part the file, so that the file stays bounded.
+    Reads a pipe rather than giving the part the file, so that the file stays bounded. Reading goes on whatever becomes
+    of what was read: a part whose pipe is full stands still in its next write.
     """
 
     def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
         self._path = path
         self._on_line = on_line
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
+        self._lost_bytes = 0
+        self._why_lost = ""
         self._rest = b""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         """The last lines, for the message when it cannot start."""
@@ -58,9 +64,7 @@ class PartOutput:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._close()
 
     async def follow(self, pipe: asyncio.StreamReader) -> None:
         """Take what one process writes until its end."""
@@ -70,19 +74,39 @@ class PartOutput:
         if self._rest:
             self._tell(b"\n")
 
-    def _rotate(self) -> None:
-        if self._file is not None:
-            self._file.close()
+    def _rotate(self) -> FileIO:
+        self._close()
         if self._path.exists():
             self._path.replace(self._path.with_name(self._path.name + ".1"))
-        self._file = self._path.open("wb")
+        self._file = FileIO(self._path, "w")  # unbuffered: what a full disk refused is not written later, out of order
+        return self._file
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # all was written before; the descriptor is closed all the same
+                file.close()
 
     def _keep(self, data: bytes) -> None:
-        if self._file is None or self._file.tell() > MAX_FILE_BYTES:
-            self._rotate()
-        if self._file is not None:
-            self._file.write(data)
-            self._file.flush()
+        """What the disk does not take is lost, and said in the file once the disk takes something again."""
+        written = 0
+        try:
+            file = self._file
+            if file is None or file.tell() > MAX_FILE_BYTES:
+                file = self._rotate()
+            if self._lost_bytes:
+                self._mark_loss(file)
+            while written < len(data):
+                written += file.write(data[written:])
+        except OSError as error:
+            self._lost_bytes += len(data) - written
+            self._why_lost = str(error)
+
+    def _mark_loss(self, file: FileIO) -> None:
+        mark = f"[{self._lost_bytes} bytes of output were lost here: error in writing this file: {self._why_lost}]"
+        file.write(f"\n{mark}\n".encode())
+        self._lost_bytes = 0
+        tell(self._on_line, mark)
 
     def _tell(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -92,4 +116,4 @@ class PartOutput:
         for line in lines:
             if text := line.decode(errors="replace").rstrip():
                 self.tail.append(text)
-                self._on_line(text)
+                tell(self._on_line, text)

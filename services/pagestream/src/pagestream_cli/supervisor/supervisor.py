@@ -10,10 +10,11 @@ from typing import Protocol
 from pagestream_cli.supervisor.keeper import Keeper
 from pagestream_cli.supervisor.part import PartSpec, PartView
 from pagestream_cli.supervisor.restart import Death, RestartPolicy
+from pagestream_cli.supervisor.tell import tell
 
 
 class Listener(Protocol):
-    """Hears what happens. Called from the event loop; must not block."""
+    """Hears what happens. Called from the event loop; must not block. What it raises is logged and ends nothing."""
 
     def changed(self, views: Sequence[PartView]) -> None:
         """A process was started, became ready, died or ended."""
@@ -85,7 +86,7 @@ class Supervisor:
     def _keeper(self, spec: PartSpec, policy: RestartPolicy) -> Keeper:
         def on_change(keeper: Keeper, death: Death | None) -> None:
             if death is not None:
-                self._listener.died(keeper.view, death, keeper.last_delay_s)
-            self._listener.changed(self.views)
+                tell(self._listener.died, keeper.view, death, keeper.last_delay_s)
+            tell(self._listener.changed, self.views)
 
         return Keeper(spec, policy=policy, on_change=on_change, on_line=lambda text: self._listener.line(spec, text))
