@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pagestream_streams import Broker, GatewaySession
 from pagestream_streams.errors import Unavailable
+from pagestream_streams.tasks import Periodic
 from pagestream_telemetry import table
 from pagestream_telemetry.process import Telemetry, running_telemetry
 
@@ -26,7 +27,6 @@ from pagestream_gateway.models import ModelCache
 from pagestream_gateway.open_streams import OpenStreams
 from pagestream_gateway.queue_monitor import QueueMonitor
 from pagestream_gateway.settings import Settings
-from pagestream_gateway.tasks import end_tasks
 from pagestream_gateway.tls import Certificate
 from pagestream_gateway.tokenization import TokenizePool
 
@@ -146,21 +146,25 @@ async def _servers(frontend: Frontend, keys: KeyRing, certificate: Certificate |
         grpc_server = GrpcServer(frontend, keys)
         stack.push_async_callback(grpc_server.stop, limit_s)
         grpc_port = await grpc_server.start(listen.host, listen.grpc_port, credentials)
-        tasks = [asyncio.create_task(_tell_health(frontend, grpc_server))]
+        timers = [Periodic("health", _HEALTH_PERIOD_S, lambda: _tell_health(frontend, grpc_server))]
         if certificate is not None:
-            tasks.append(asyncio.create_task(certificate.keep_fresh()))
+            timers.append(certificate.watch())
         if frontend.settings.telemetry.exports:
-            period_s = frontend.settings.telemetry.export_interval_s
-            tasks.append(asyncio.create_task(frontend.queue.watch(period_s)))
-        stack.push_async_callback(end_tasks, *tasks)
+            timers.append(frontend.queue.watch(frontend.settings.telemetry.export_interval_s))
+        for timer in timers:
+            timer.start()
+            stack.push_async_callback(timer.stop)
         yield Ports(http_port, grpc_port, metrics_port)
 
 
 async def _tell_health(frontend: Frontend, server: GrpcServer) -> None:
-    """Keeps what gRPC health checks hear equal to /readyz."""
-    while True:
-        await server.set_serving(serving=await frontend.is_ready())
-        await asyncio.sleep(_HEALTH_PERIOD_S)
+    """Lets gRPC health checks hear what /readyz answers, which is no OK where the question itself fails."""
+    try:
+        serving = await frontend.is_ready()
+    except Exception:
+        await server.set_serving(serving=False)
+        raise
+    await server.set_serving(serving=serving)
 
 
 def _without_password(url: str) -> str:

@@ -5,8 +5,9 @@ import logging
 import time
 
 from pagestream_streams import Broker
-from pagestream_streams.errors import Unavailable
+from pagestream_streams.errors import StreamsError
 from pagestream_streams.queues import QueueState, queue_states
+from pagestream_streams.tasks import Periodic
 from pagestream_telemetry import table
 from pagestream_telemetry.instruments import Registry
 
@@ -30,23 +31,27 @@ class QueueMonitor:
         self._read_at = float("-inf")
 
     async def refresh(self, fresh_s: float = _FRESH_S) -> None:
-        """Looks, unless somebody has done so in the last `fresh_s` seconds."""
+        """Looks, unless somebody has done so in the last `fresh_s` seconds.
+
+        No figures follow from Redis being away, nor from its having come back without the models that it had.
+        """
         if time.monotonic() - self._read_at < fresh_s:
             return
         try:
             async with asyncio.timeout(_LIMIT_S):
                 states = await queue_states(self._broker)
-        except (TimeoutError, Unavailable) as error:
+        except (TimeoutError, StreamsError) as error:
             logger.debug("the queue can't be read: %s", error)
             states = {}
+        except Exception:
+            self._set({})  # a defect, which is its caller's to tell; old figures must not outlive it
+            raise
         self._read_at = time.monotonic()
         self._set(states)
 
-    async def watch(self, period_s: float) -> None:
-        """Looks every `period_s` seconds until cancelled."""
-        while True:
-            await self.refresh(period_s / 2)
-            await asyncio.sleep(period_s)
+    def watch(self, period_s: float) -> Periodic:
+        """Looks every `period_s` seconds, once it is started."""
+        return Periodic("queue figures", period_s, lambda: self.refresh(period_s / 2))
 
     def _set(self, states: dict[str, list[QueueState]]) -> None:
         told: set[tuple[str, ...]] = set()

@@ -2,7 +2,6 @@
 process runs. Open connections keep the one that they began with.
 """
 
-import asyncio
 import logging
 import ssl
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import grpc
+from pagestream_streams.tasks import Periodic
 
 from pagestream_gateway.errors import SettingsError
 
@@ -73,11 +73,13 @@ class Certificate:
         logger.info("the certificate in %s is another one", self._certificate_file)
         return True
 
-    async def keep_fresh(self) -> None:
-        """Looks at the files again and again, until it is cancelled."""
-        while True:
-            await asyncio.sleep(_LOOK_PERIOD_S)
+    def watch(self) -> Periodic:
+        """Looks at the files again and again, once it is started."""
+
+        async def look() -> None:
             self.refresh()
+
+        return Periodic("certificate", _LOOK_PERIOD_S, look)
 
     def _read(self) -> _Pair:
         return _Pair(self._certificate_file.read_bytes(), self._key_file.read_bytes())

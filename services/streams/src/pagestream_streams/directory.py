@@ -83,18 +83,20 @@ class Directory:
         card = self._cards.get(entry.digest)
         if card is None:
             stored, digest = await self._connection.execute("HMGET", keys.model(name), "card", "digest")
+            if stored is None or digest is None:  # Redis has lost it since the entry was read
+                raise ModelNotFound(name)
             card = ModelCard.FromString(stored)
             self._cards[digest.decode()] = card
         return card
 
     async def infos(self) -> list[ModelInfo]:
         """All models by name, with their living engines counted now."""
-        names = await self.names()
-        living = await self._connection.run_many([Call(REGISTRY, keys.engines(name), ("", 0)) for name in names])
-        entries = [self._entries[name] for name in names]
+        await self._refresh()
+        models = sorted(self._entries.items())  # other entries may be there once the engines are counted
+        living = await self._connection.run_many([Call(REGISTRY, keys.engines(name), ("", 0)) for name, _ in models])
         return [
             ModelInfo(name, entry.created, entry.digest, len(engines), entry.partitions)
-            for name, entry, engines in zip(names, entries, living, strict=True)
+            for (name, entry), engines in zip(models, living, strict=True)
         ]
 
     async def locate(self, request_id: str) -> Partition:

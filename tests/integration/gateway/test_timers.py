@@ -1,0 +1,130 @@
+"""What a gateway does on its own timers goes on, whatever one round met."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from gateway_clients import Address, issue_certificate
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from pagestream_gateway.frontend import Frontend
+from pagestream_gateway.queue_monitor import QueueMonitor
+from pagestream_gateway.tls import Certificate
+from pagestream_streams import Broker, StreamsSettings, Unavailable, keys
+from pagestream_streams.queues import queue_states
+from pagestream_telemetry.instruments import Registry
+from processes import until
+from redis.asyncio import Redis
+from token_streams import MODEL, card
+
+
+def tells(registry: Registry) -> bool:
+    return any(family.points for family in registry.collect())
+
+
+@asynccontextmanager
+async def watched(broker: Broker) -> AsyncIterator[Registry]:
+    registry = Registry()
+    timer = QueueMonitor(broker, registry).watch(0.02)
+    timer.start()
+    try:
+        yield registry
+    finally:
+        await timer.stop()
+
+
+async def test_figures_go_and_come_back_with_the_models(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Redis is away when the names are asked for, and back without its data when the partitions are."""
+    settings = StreamsSettings(directory_ttl_s=0.01)
+    async with Redis.from_url(redis_url) as redis, await Broker.connect(redis_url, settings) as broker:
+        await broker.publish_model(card(MODEL), partitions=1)
+        execute, lost = broker.connection.execute, asyncio.Event()
+
+        async def lose(*command: Any) -> Any:
+            if command == ("HGETALL", keys.MODELS) and not lost.is_set():
+                lost.set()
+                await redis.flushall()
+                await asyncio.sleep(settings.directory_ttl_s)
+                raise Unavailable("connection refused")
+            return await execute(*command)
+
+        async with watched(broker) as registry:
+            await until(lambda: tells(registry), "there are figures")
+            monkeypatch.setattr(broker.connection, "execute", lose)
+            await until(lost.is_set, "Redis has lost its data")
+            await until(lambda: not tells(registry), "there are none")
+            await broker.publish_model(card(MODEL), partitions=1)
+            await until(lambda: tells(registry), "there are figures again")
+    assert "failed" not in caplog.text, "no defect of ours"
+
+
+async def test_figures_do_not_outlive_a_look_that_failed(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    defect = asyncio.Event()
+
+    async def states(broker: Broker) -> Any:
+        if defect.is_set():
+            raise KeyError(MODEL)
+        return await queue_states(broker)
+
+    monkeypatch.setattr("pagestream_gateway.queue_monitor.queue_states", states)
+    async with await Broker.connect(redis_url) as broker:
+        await broker.publish_model(card(MODEL), partitions=1)
+        async with watched(broker) as registry:
+            await until(lambda: tells(registry), "there are figures")
+            defect.set()
+            await until(lambda: not tells(registry), "there are none")
+            defect.clear()
+            await until(lambda: tells(registry), "there are figures again")
+
+
+async def test_health_is_told_again_after_a_round_that_failed(
+    gateway: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_: Frontend) -> bool:
+        raise KeyError(MODEL)
+
+    async with grpc.aio.insecure_channel(gateway.target) as channel:
+        heard = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+
+        async def hear(status: HealthCheckResponse.ServingStatus) -> None:
+            async with asyncio.timeout(30):
+                while (await heard.read()).status != status:
+                    pass
+
+        await hear(HealthCheckResponse.SERVING)
+        with monkeypatch.context() as broken:
+            broken.setattr(Frontend, "is_ready", fail)
+            await hear(HealthCheckResponse.NOT_SERVING)
+        await hear(HealthCheckResponse.SERVING)
+        heard.cancel()
+
+
+async def test_a_certificate_is_looked_at_again_after_a_look_that_failed(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refresh, looks = Certificate.refresh, list[bool]()
+
+    def fail_once(self: Certificate) -> bool:
+        if not looks:
+            looks.append(False)
+            raise RuntimeError("once")
+        looks.append(refresh(self))
+        return looks[-1]
+
+    monkeypatch.setattr("pagestream_gateway.tls._LOOK_PERIOD_S", 0.02)
+    monkeypatch.setattr(Certificate, "refresh", fail_once)
+    issue_certificate(tmp_path, 1)
+    certificate = Certificate(tmp_path / "tls.crt", tmp_path / "tls.key")
+    timer = certificate.watch()
+    timer.start()
+    try:
+        issue_certificate(tmp_path, 2)
+        await until(lambda: any(looks), "the new certificate is taken")
+    finally:
+        await timer.stop()
