@@ -117,6 +117,31 @@ def test_siblings_take_turns_whoever_was_first_after_a_resume(first: int) -> Non
     assert [entry.digest for entry in play(successor, rest)] == [entry.digest for entry in whole[2:]]
 
 
+@pytest.mark.parametrize("limit", range(1, 9))
+def test_a_successor_of_siblings_writes_the_same_log_wherever_an_append_was_cut(limit: int) -> None:
+    """A choice's last token without its finish would give its turn to the others."""
+    whole = play(RunningRequest(claim(n=2)), SCRIPT)
+    request = RunningRequest(claim(n=2))
+    for choice, output in SCRIPT:
+        request.add_output(choice, output)
+    written: list[LogEntry] = []
+    while True:
+        append = request.pending(limit)
+        assert len(append.entries) <= limit + 1
+        written += append.entries
+        request.acknowledge(len(written))
+        if written[-1].HasField("end"):
+            break
+        tokens = [sum(entry.HasField("token_id") and entry.choice == choice for entry in written) for choice in (0, 1)]
+        made = [[each for each in SCRIPT if each[0] == choice][tokens[choice] :] for choice in (0, 1)]
+        finished = {entry.choice for entry in written if entry.HasField("finish")}
+        successor = RunningRequest(claim(list(written), n=2, nonce="b"))
+        # What ran on goes first now; a choice without its finish is computed until it has it.
+        rest = [each for choice in (1, 0) if choice not in finished for each in made[choice]]
+        successor.end_if_complete()
+        assert [entry.digest for entry in written + play(successor, rest)] == [entry.digest for entry in whole]
+
+
 def test_a_gap_is_sent_again_from_where_the_log_says() -> None:
     request = RunningRequest(claim(n=2))
     list(request.open_choices())

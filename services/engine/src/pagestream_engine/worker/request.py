@@ -204,14 +204,19 @@ class RunningRequest:
         return self._ended and not self.has_pending
 
     def pending(self, limit: int) -> Append:
-        """Return the next append, of at most `limit` entries."""
+        """Return the next append, of at most `limit` entries, or one more: a choice's last token and its finish go
+        together. An engine that goes on in between would let the other choices of the prompt go first.
+        """
         start = self._acknowledged - self._first_index
+        end = start + limit
+        if self._entries[end : end + 1] and self._entries[end].HasField("finish"):
+            end += 1
         return Append(
             request_id=self.request_id,
             epoch=self.claim.epoch,
             nonce=self.claim.nonce,
             first_index=self._acknowledged,
-            entries=self._entries[start : start + limit],
+            entries=self._entries[start:end],
             previous_digest=self._entries[start - 1].digest if start else self.claim.digest,
             cached_tokens=self._cached_tokens if start == 0 else None,
         )
