@@ -7,7 +7,7 @@ from typing import Any
 
 from virtual_streams import Content
 
-LEASE, CONTROL, HOLE, STORM, PATIENCE, RETENTION, GRACE = 1000, 1500, 5000, 5000, 2000, 60_000, 1000
+LEASE, CONTROL, HOLE, STORM, PATIENCE, RETENTION, GRACE, SILENCE = 1000, 1500, 5000, 5000, 2000, 60_000, 1000, 700
 
 
 class ViolationError(AssertionError):

@@ -16,6 +16,7 @@ from protocol_rules import (
     LEASE,
     PATIENCE,
     RETENTION,
+    SILENCE,
     STORM,
     ViolationError,
     after_death,
@@ -266,11 +267,10 @@ class Protocol:
             must(not alone or _control_over(before, world.now), f"{request}: a suspect runs in the control time")
             its_kind = place.startswith(f"resume:{PRINTS[name]} ")
             must(its_kind or not retired, f"{request}: an engine that ends took it from {place}")
-            printed = old.get("print", "") if int(old["next"]) else ""
             since = before["suspects"][request] if alone else int(place.split()[1].split("-")[0])
             waited = world.now - since if world.now >= since else PATIENCE
             must(told == max(0, world.now - since), f"{request}: is said to have waited {told} ms")
-            must(printed in ("", PRINTS[name]) or waited >= PATIENCE, f"{request}: goes on by other numbers")
+            must(self._may_run(name, old, waited), f"{request}: goes on by other numbers")
             must(new["print"] == PRINTS[name], f"{request}: whose numbers?")
             if not lost:
                 entries = [_values(fields) for fields in log(self.state, request)]
@@ -448,14 +448,18 @@ class Protocol:
         must(not retired or listed in (0, self._listed(engine)), "an engine that ends renewed its place")
         living = {each for each, until in self.state["ps:engines:test/model"].items() if until > world.now}
         must(set(registered) == living, f"registry answered {registered}")
-        owned, wanted = self.call("heartbeat", engine, LEASE, can, 500, CONTROL)
+        owned, wanted = self.call("heartbeat", engine, LEASE, can, 500, CONTROL, PRINTS[name], PATIENCE)
         must(self.state["leases"][engine] == world.now + LEASE, "the lease wasn't renewed")
         must(sorted(owned) == self.state.get(f"owned:{engine}", []), f"heartbeat answered {owned}")
         for request, record in requests(self.state).items():
             if f"lapsed:{engine}" in before and request in before[f"lapsed:{engine}"] and record["state"] != "finished":
                 must(engine not in record.get("died_on", "").split(), "a living engine's death still counts")
         must(not _noted(self.state, engine), "a living engine counts as dead")
-        waited = [world.now - since for since in self.state.get("suspects", {}).values() if since <= world.now]
+        waited = [
+            world.now - since
+            for request, since in self.state.get("suspects", {}).items()
+            if since <= world.now and self._may_run(name, requests(self.state)[request], world.now - since)
+        ]
         runnable = bool(waited) and _control_over(self.state, world.now)
         must((wanted > 0) == runnable, f"heartbeat wants {wanted} of {waited}")
         must(wanted < 2 or before.get("vacating", engine) == engine, "two engines were chosen")
@@ -467,6 +471,10 @@ class Protocol:
         for request in [each for each in unknown if each in world.unheard[name]]:
             self._handed_back([engine, BELL, 0, "stop", CONTROL, request, "", ""])
         world.unheard[name] = unknown
+
+    def _may_run(self, name: str, record: Mapping[str, Any], waited: float) -> bool:
+        printed = record.get("print", "") if int(record["next"]) else ""
+        return printed in ("", PRINTS[name]) or waited >= PATIENCE
 
     def _listed(self, engine: str) -> float:
         until: float = self.state.get("ps:engines:test/model", {}).get(engine, 0)
@@ -532,7 +540,7 @@ class Protocol:
         meta, leases = before.get("meta", {}), before.get("leases", {})
         swept = int(meta.get("swept", 0))
         hole = not swept or world.now - swept > HOLE or world.now < swept or meta["run_id"] != f"{world.process:x}"
-        arguments = 100, HOLE, LEASE, LEASE, 64, BELL, 0, CONTROL, STORM
+        arguments = 100, HOLE, LEASE, LEASE, 64, BELL, 0, CONTROL, STORM, SILENCE
         _, late, abandoned, restarted, poison = self.call("sweep", *arguments)
         early = not hole and world.now - swept < 100
         must(restarted == int(hole), f"sweep answered restarted {restarted}")
@@ -550,13 +558,17 @@ class Protocol:
             wanted = dict.fromkeys(leases, world.now + LEASE)
             must(self.state.get("leases", {}) == wanted, "a lease didn't start anew after an outage")
             for request, until in self.state.get("graces", {}).items():
-                must(until == world.now + GRACE, f"the grace of {request} didn't start anew after an outage")
+                full = world.now + GRACE + SILENCE
+                must(until == full, f"the grace of {request} didn't start anew after an outage")
         else:
             must(not dead & set(self.state.get("leases", {})), "a lapsed lease stays")
         gone = set() if hole else {each for each, until in before.get("gateways", {}).items() if until <= world.now}
         must(not gone & set(self.state.get("gateways", {})), "a dead gateway stays")
         for key in self.state:
             must(not key.startswith("reads:") or key[6:] not in gone, "a dead gateway reads")
+        for request in self.state.get("graces", {}).keys() - before.get("graces", {}).keys():
+            full = world.now + GRACE + SILENCE
+            must(self.state["graces"][request] == full, f"{request}: its client had no time to notice")
         must(
             set(late) == {each for each, at in self.state.get("deadlines", {}).items() if at <= world.now}, "deadlines"
         )

@@ -43,6 +43,7 @@ FAST = StreamsSettings(
     sweep_gap_ms=400,
     control_leases=2.0,
     storm_leases=10.0,
+    silence_ms=50,
     poll_ms=60,
     steal_after_ms=20,
     accepted_unread_ms=300,
@@ -70,6 +71,7 @@ def spec(
     deadline_ms: int = 0,
     grace_ms: int = 60_000,
     on_disconnect: OnDisconnect = ON_DISCONNECT_CANCEL,
+    key: str = "",
 ) -> RequestSpec:
     return RequestSpec(
         request_id=request_id or ids.new(MODEL, partition, tenant),
@@ -81,6 +83,7 @@ def spec(
         deadline_ms=deadline_ms,
         disconnect_grace_ms=grace_ms,
         on_disconnect=on_disconnect,
+        idempotency_key=key,
     )
 
 

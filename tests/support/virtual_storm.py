@@ -125,7 +125,7 @@ class Storm:
         self.now += TICK_MS
         self.streams.expire(self.now)
         if self.now % SWEEP_MS == 0:
-            *_, poison = self.call("sweep", SWEEP_MS // 2, GAP, LEASE, LEASE, 128, BELL, 0, CONTROL, WINDOW)
+            *_, poison = self.call("sweep", SWEEP_MS // 2, GAP, LEASE, LEASE, 128, BELL, 0, CONTROL, WINDOW, 0)
             self.poisoned += [str(each) for each in poison]
         for engine in self.engines:
             self._live(engine)
@@ -152,7 +152,7 @@ class Storm:
         engine.beats_at = self.now + BEAT_MS
         alone = any(run.alone for run in engine.runs.values())
         can = int(bool(engine.runs) and not alone)
-        _, wanted = self.call("heartbeat", engine.id, LEASE, can, PATIENCE, CONTROL)
+        _, wanted = self.call("heartbeat", engine.id, LEASE, can, PATIENCE, CONTROL, "", 0)
         engine.with_suspects = wanted != 0
         if wanted == CHOSEN:
             self._hand_back(engine)

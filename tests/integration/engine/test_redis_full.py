@@ -137,16 +137,17 @@ async def test_who_comes_while_it_is_full_hears_so_and_is_accepted_under_its_id_
                 prompts=[TokenIds(ids=[3, 4])],
                 sampling=SamplingMessage(seed=1, ignore_eos=True, max_tokens=SHORT),
                 disconnect_grace_ms=60_000,
+                idempotency_key="key",
             )
             for _ in range(2):
                 with pytest.raises(Unavailable, match="maxmemory"):
                     await gateway.accept(late)
                 with pytest.raises(Unavailable, match="maxmemory"):
-                    await gateway.accept_once(late, key="key", body_digest="digest")
+                    await gateway.accept_once(late, body_digest="digest")
             with pytest.raises(RequestNotFound):
                 await view(broker, late)
             await memory(0)
-            assert await gateway.accept_once(late, key="key", body_digest="digest") == late.request_id
+            assert await gateway.accept_once(late, body_digest="digest") == late
             await gateway.accept(late)
             check(await read(gateway, late), [3, 4], SHORT)
             check(await reading, [1, 2], MIDDLE)

@@ -1,6 +1,7 @@
 """Nobody reads any more: the grace, whom it concerns, and when it counts."""
 
 import asyncio
+import dataclasses
 from contextlib import aclosing, suppress
 
 import pytest
@@ -126,6 +127,36 @@ async def test_a_dead_gateway_s_reads_get_their_grace_in_full(broker: Broker) ->
             await die(dead)
             await eventually(lambda: finished(broker, request.request_id))
         assert alive.gateway_id
+
+
+async def test_who_could_not_know_that_its_gateway_died_has_time_to_notice(broker: Broker, redis_url: str) -> None:
+    """A client that left said so; that of a silent gateway still waits for an answer."""
+    # A hole in the sweeps would start all graces anew, as if nobody could know.
+    slow = dataclasses.replace(FAST, silence_ms=600_000, lease_ms=2400, sweep_gap_ms=2200)
+    async with (
+        await Broker.connect(redis_url, slow) as patient,
+        GatewaySession(patient) as alive,
+        GatewaySession(patient) as dead,
+    ):
+        requests = spec(grace_ms=60_000), spec(grace_ms=60_000)
+        graces = (await broker.directory.locate(requests[0].request_id)).prefix + "graces"
+        for gateway, request in zip((alive, dead), requests, strict=True):
+            await gateway.accept(request)
+        reading = asyncio.create_task(read_some(dead, requests[1].request_id))
+        await eventually(lambda: not dead._readers._expected)
+        await die(dead)
+        scores: dict[str, float] = {}
+
+        async def both_wait() -> bool:
+            found = await broker.connection.execute("ZRANGE", graces, 0, -1, "WITHSCORES")
+            scores.update({found[i].decode(): float(found[i + 1]) for i in range(0, len(found), 2)})
+            return len(scores) == 2
+
+        await eventually(both_wait)
+        left, silent = (scores[request.request_id] for request in requests)
+        assert 500_000 < silent - left < 700_000
+        reading.cancel()
+        await asyncio.wait([reading])
 
 
 async def test_graces_don_t_count_while_no_gateway_lives(broker: Broker) -> None:

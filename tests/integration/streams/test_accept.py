@@ -2,9 +2,11 @@
 
 import asyncio
 import dataclasses
+import time
 
 import pytest
-from pagestream.v1.inference_pb2 import REQUEST_STATE_QUEUED, REQUEST_STATE_RUNNING
+from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE, REQUEST_STATE_QUEUED, REQUEST_STATE_RUNNING
+from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import (
     Broker,
     GatewaySession,
@@ -14,13 +16,19 @@ from pagestream_streams import (
     RequestNotFound,
     Unavailable,
     ids,
+    keys,
 )
 from redis_topologies import Place, ask_all
-from token_streams import FAST, MODEL, TENANT, numbers, read_all, spec, worker
+from token_streams import FAST, MODEL, TENANT, eventually, numbers, read_all, spec, worker
 
 
 async def queued(broker: Broker, partition: int = 0, name: str = "0") -> int:
     return int(await broker.connection.execute("XLEN", f"ps:{{{MODEL}/{partition}}}:queue:{name}"))
+
+
+async def read_with(gateway: GatewaySession, request: RequestSpec) -> None:
+    async for _ in gateway.read(request.request_id, tenant=TENANT, spec=request):
+        pass
 
 
 async def test_accept_is_idempotent_by_id(broker: Broker) -> None:
@@ -120,8 +128,8 @@ class TestBoundedExactly:
         bounded = dataclasses.replace(FAST, max_queued_requests=10)
         async with await Broker.connect(redis_url, bounded) as narrow, GatewaySession(narrow) as gateway:
             results = await asyncio.gather(*(gateway.accept(spec()) for _ in range(40)), return_exceptions=True)
-            assert sum(result is None for result in results) == 10
-            assert all(result is None or isinstance(result, QueueFull) for result in results)
+            assert sum(result is True for result in results) == 10
+            assert all(result is True or isinstance(result, QueueFull) for result in results)
 
 
 class TestTenants:
@@ -150,20 +158,21 @@ class TestTenants:
 class TestIdempotencyKey:
     async def test_a_retry_joins(self, broker: Broker) -> None:
         async with GatewaySession(broker) as one, GatewaySession(broker) as other:
-            first = await one.accept_once(spec(), key="k", body_digest="d")
-            assert await other.accept_once(spec(), key="k", body_digest="d") == first
+            first = await one.accept_once(spec(key="k"), body_digest="d")
+            assert await other.accept_once(spec(key="k"), body_digest="d") == first
             assert await queued(broker) == 1
 
     async def test_another_body_is_refused(self, broker: Broker) -> None:
         async with GatewaySession(broker) as gateway:
-            await gateway.accept_once(spec(), key="k", body_digest="d")
+            await gateway.accept_once(spec(key="k"), body_digest="d")
             with pytest.raises(IdempotencyConflict):
-                await gateway.accept_once(spec(), key="k", body_digest="e")
+                await gateway.accept_once(spec(key="k"), body_digest="e")
 
     async def test_keys_are_each_tenant_s_own(self, broker: Broker) -> None:
         async with GatewaySession(broker) as gateway:
-            first = await gateway.accept_once(spec(), key="k", body_digest="d")
-            assert await gateway.accept_once(spec(tenant="tenant-b"), key="k", body_digest="e") != first
+            first = await gateway.accept_once(spec(key="k"), body_digest="d")
+            other = await gateway.accept_once(spec(key="k", tenant="tenant-b"), body_digest="e")
+            assert other.request_id != first.request_id
 
     async def test_a_half_done_accept_is_completed(self, redis_url: str, broker: Broker) -> None:
         bounded = dataclasses.replace(FAST, max_queued_requests=1)
@@ -173,16 +182,59 @@ class TestIdempotencyKey:
             GatewaySession(broker) as gateway,
         ):
             await full.accept(spec())
-            reserved = spec()
+            reserved = spec(key="k")
             with pytest.raises(QueueFull):
-                await full.accept_once(reserved, key="k", body_digest="d")
-            assert await gateway.accept_once(spec(), key="k", body_digest="d") == reserved.request_id
+                await full.accept_once(reserved, body_digest="d")
+            running = await gateway.accept_once(spec(key="k"), body_digest="d")
+            assert running.request_id == reserved.request_id
             assert (await broker.view(reserved.request_id, TENANT)).state == REQUEST_STATE_QUEUED
+
+    async def test_who_reserved_and_came_second_tells_what_runs(self, broker: Broker) -> None:
+        """Its own spec has another seed: asked again with that, the client would get other tokens."""
+        async with GatewaySession(broker) as slow, GatewaySession(broker) as quick:
+            late, soon = spec(key="k"), spec(key="k")
+            late.sampling.seed, soon.sampling.seed = 111, 222
+            accept = slow.accept
+
+            async def accept_late(given: RequestSpec) -> bool:
+                assert (await quick.accept_once(soon, body_digest="d")).sampling.seed == 222
+                return await accept(given)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(slow, "accept", accept_late)
+                running = await slow.accept_once(late, body_digest="d")
+            assert (running.request_id, running.sampling.seed) == (late.request_id, 222)
+            assert running == await broker.spec(late.request_id, TENANT)
+
+    async def test_a_key_is_reserved_for_as_long_as_its_request_runs(self, redis_url: str, broker: Broker) -> None:
+        settings = dataclasses.replace(FAST, retention_s=1)
+        async with await Broker.connect(redis_url, settings) as brief, GatewaySession(brief) as gateway:
+            first = await gateway.accept_once(spec(key="k"), body_digest="d")
+            reader = asyncio.create_task(read_with(gateway, first))
+            reserved = keys.idempotency(TENANT, "k")
+            begun = time.monotonic()
+
+            async def has_run_long() -> bool:
+                assert await broker.connection.execute("EXISTS", reserved)
+                return time.monotonic() > begun + 3 * settings.retention_s
+
+            await eventually(has_run_long)
+            assert await gateway.accept_once(spec(key="k"), body_digest="d") == first
+            await brief.cancel(first.request_id, TENANT)
+            await reader
+            where = await broker.directory.locate(first.request_id)
+            kept_ms = await broker.connection.execute("PTTL", where.log(first.request_id))
+            assert await broker.connection.execute("PTTL", reserved) >= kept_ms
+
+    async def test_what_nobody_reads_keeps_its_key_for_a_day(self, broker: Broker) -> None:
+        async with GatewaySession(broker) as gateway:
+            await gateway.accept_once(spec(key="k", on_disconnect=ON_DISCONNECT_CONTINUE), body_digest="d")
+            assert await broker.connection.execute("TTL", keys.idempotency(TENANT, "k")) > 86_000
 
     async def test_many_at_once_are_one(self, broker: Broker) -> None:
         async with GatewaySession(broker) as gateway:
-            tries = (gateway.accept_once(spec(partition=i % 2), key="k", body_digest="d") for i in range(20))
-            assert len(set(await asyncio.gather(*tries))) == 1
+            tries = (gateway.accept_once(spec(key="k", partition=i % 2), body_digest="d") for i in range(20))
+            assert len({each.request_id for each in await asyncio.gather(*tries)}) == 1
             assert await queued(broker) + await queued(broker, 1) == 1
 
 

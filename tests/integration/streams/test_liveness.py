@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import time
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 from pagestream.v1.inference_pb2 import (
@@ -13,6 +14,7 @@ from pagestream.v1.inference_pb2 import (
     REQUEST_STATE_QUEUED,
     REQUEST_STATE_RUNNING,
 )
+from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import AppendKind, Broker, Claim, GatewaySession
 from pagestream_streams.keys import Partition
 from pagestream_streams.scripts import CLAIM, SWEEP
@@ -106,9 +108,49 @@ async def test_reclaim_costs_what_is_dead(redis_url: str, redis_server: Place, b
         execute = still.connection.execute
         await execute("ZADD", where.prefix + "leases", 1, dead.session.engine_id)
         before = num_calls(redis_server)
-        [reclaimed, *_] = await still.connection.run(SWEEP, where.prefix, 0, 10**9, 10**6, 10**6, 128, "bell", 0, 1, 1)
+        [reclaimed, *_] = await still.connection.run(
+            SWEEP, where.prefix, 0, 10**9, 10**6, 10**6, 128, "bell", 0, 1, 1, 0
+        )
         assert len(reclaimed) == 3
         assert 0 < num_calls(redis_server) - before < 80
+
+
+async def test_what_is_due_does_not_hold_up_the_sweeps(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each end waits for Redis, where the settings ask also for its disk: many at once took longer than a sweep may."""
+    reclaimed = asyncio.Event()
+    end, num_begun = broker.end, 0
+
+    async def slow_end(*arguments: Any, **conditions: Any) -> object:
+        nonlocal num_begun
+        num_begun += 1
+        await reclaimed.wait()
+        return await end(*arguments, **conditions)
+
+    monkeypatch.setattr(broker, "end", slow_end)
+    async with GatewaySession(broker) as gateway, worker(broker, "dead") as dead:
+        await dead.session._sweeper.stop()
+        request = spec()
+        await gateway.accept(request)
+        await dead.claim()
+        late = [spec(partition=number % 2, deadline_ms=1) for number in range(80)]
+        for each in late:
+            await gateway.accept(each)
+        await eventually(lambda: num_begun > 0)
+        await silence(dead)
+
+        async def is_queued() -> bool:
+            return (await broker.view(request.request_id, TENANT)).state == REQUEST_STATE_QUEUED
+
+        await eventually(is_queued)
+        reclaimed.set()
+        for each in late:
+            await eventually(lambda each=each: has_ended(broker, each))  # type: ignore[misc]
+        assert num_begun < 2 * len(late), "what is being ended is not ended again by each sweep"
+        dead.session._holdings.drop(list(dead.session._holdings))
+
+
+async def has_ended(broker: Broker, request: RequestSpec) -> bool:
+    return (await broker.view(request.request_id, TENANT)).finish_reason == FINISH_REASON_DEADLINE
 
 
 def num_calls(place: Place) -> int:

@@ -59,7 +59,7 @@ class Frontend:
         if not draft.idempotency_key:
             await self._within_limit(self.session.accept(spec))
         else:
-            spec = await self._accept_once(spec, draft, tenant)
+            spec = await self._within_limit(self.session.accept_once(spec, body_digest=draft.body_digest))
         call.accepted(spec)
         logger.info(
             "accepted",
@@ -92,7 +92,8 @@ class Frontend:
         ):
             raise RequestNotFound(request_id)
         spec = self._spec(draft, prepared, request_id, tenant=tenant, model=model, trace=call.context)
-        await self._within_limit(self.session.accept(spec))
+        if not await self._within_limit(self.session.accept(spec)):
+            return await self.spec(request_id, tenant)  # somebody was sooner
         logger.warning("accepted again", extra={"request_id": request_id, "tenant": tenant, "model": model.name})
         return spec
 
@@ -123,11 +124,6 @@ class Frontend:
             grace_ms=round(self.settings.stream.disconnect_grace_s * 1000),
             trace=trace,
         )
-
-    async def _accept_once(self, spec: RequestSpec, draft: Draft, tenant: str) -> RequestSpec:
-        key, digest = draft.idempotency_key, draft.body_digest
-        running = await self._within_limit(self.session.accept_once(spec, key=key, body_digest=digest))
-        return spec if running == spec.request_id else await self.spec(running, tenant)
 
     def follow(
         self, spec: RequestSpec, *, from_index: int = 0, digest: str = ""

@@ -132,6 +132,7 @@ def build_spec(
         disconnect_grace_ms=grace_ms,
         answer=draft.answer,
         client_request_id=draft.client_request_id,
+        idempotency_key=draft.idempotency_key,
         traceparent=trace.traceparent,
         tracestate=trace.tracestate,
     )

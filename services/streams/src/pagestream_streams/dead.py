@@ -46,6 +46,7 @@ async def revived(connection: Connection, where: Partition, request_id: str) -> 
     """Lets a quarantined request go on under a new id; the same one when asked again. RequestNotFound."""
     spec = RequestSpec()
     spec.CopyFrom((await one(connection, where, request_id)).spec)
+    spec.idempotency_key = ""  # it stays the first one's, which has had its end
     spec.request_id = ids.new(where.model, where.number, spec.tenant)
     # Nobody reads it yet: a grace would end it before the person who asked has looked.
     spec.on_disconnect = ON_DISCONNECT_CONTINUE

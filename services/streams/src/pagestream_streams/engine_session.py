@@ -283,6 +283,8 @@ class EngineSession:
 
     def _to_look_at(self) -> list[int]:
         loud = self._doorbell.loud(self._partition_count)
+        if not len(self._holdings):
+            self._blocked = None  # all its room is free now
         if self._blocked is not None and self._blocked in self._own:
             return [self._blocked]
         self._blocked = None
@@ -478,7 +480,9 @@ class EngineSession:
         serves = self._on_wanted is not None and not self._is_retired
         can_hand_back = serves and self._alone is None and len(self._holdings) > 0
         settings = self._settings
-        return self._id, settings.lease_ms, int(can_hand_back), settings.alone_after_ms, settings.control_ms
+        times = settings.alone_after_ms, settings.control_ms
+        kind = self._fingerprint, settings.fingerprint_grace_ms
+        return self._id, settings.lease_ms, int(can_hand_back), *times, *kind
 
     async def _reconcile(self, held: Mapping[str, tuple[int, str]], owned: set[str]) -> None:
         lost = self._holdings.lost(held, owned)

@@ -13,17 +13,17 @@ from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams import ids, keys, placement
 from pagestream_streams.broker import Broker
 from pagestream_streams.connection import Call
-from pagestream_streams.errors import IdempotencyConflict, QueueFull, RequestNotFound, Unavailable
+from pagestream_streams.errors import QueueFull, RequestNotFound, Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.keys import Partition
 from pagestream_streams.readers import Readers
+from pagestream_streams.reservations import reserve
 from pagestream_streams.scripts import ACCEPT, GATEWAY_HEARTBEAT
 from pagestream_streams.subscription import Subscription
 from pagestream_streams.sweeper import Sweeper
 from pagestream_streams.tasks import Periodic
 
 _SHORTEST_SPAN_S = 1.0  # a rate over less is chance
-_RESERVE_TRIES = 3  # a reservation can expire between two looks at it
 
 
 class GatewaySession:
@@ -83,15 +83,16 @@ class GatewaySession:
         first, second = placement.choices(prompt_token_ids, partitions, self._settings.placement_tokens)
         return ids.new(model, second if self._overloaded(model, first, second) else first, tenant)
 
-    async def accept(self, spec: RequestSpec) -> None:
+    async def accept(self, spec: RequestSpec) -> bool:
         """Accepts a request durably, and registers this gateway as its reader. Accepting an id again changes nothing.
 
-        QueueFull, Unavailable, RequestNotFound for an id of an unknown model or another tenant. After Unavailable the
-        request may have been accepted all the same.
+        Returns whether this accepted it. Else it had been, by a lost try of this one or by somebody else, perhaps with
+        another seed: `broker.spec` has what runs. QueueFull, Unavailable, RequestNotFound for an id of an unknown model
+        or another tenant. After Unavailable the request may have been accepted all the same.
         """
-        await self._accept(spec, True)
+        return await self._accept(spec, True)
 
-    async def _accept(self, spec: RequestSpec, bounded: bool) -> None:
+    async def _accept(self, spec: RequestSpec, bounded: bool) -> bool:
         where = await self._broker.directory.locate(spec.request_id)
         self._readers.expect(where, spec.request_id)
         settings = self._settings
@@ -123,23 +124,25 @@ class GatewaySession:
         if reply[0] == 3:
             raise RequestNotFound(spec.request_id)
         reach(FaultPoint.ACCEPTED)
+        return bool(reply[0] == 1)
 
-    async def accept_once(self, spec: RequestSpec, *, key: str, body_digest: str) -> str:
-        """Accepts a request once for a tenant's idempotency key; returns the id that runs: the spec's, or that of an
-        earlier try.
+    async def accept_once(self, spec: RequestSpec, *, body_digest: str) -> RequestSpec:
+        """Accepts a request once for its tenant and idempotency key; returns what runs: the spec, or that of an earlier
+        try.
 
         A retry completes an accept that was left half done. IdempotencyConflict where the key came with another body;
         else as `accept`.
         """
-        reservation = keys.idempotency(spec.tenant, key)
-        request_id = await self._reserve(reservation, spec.request_id, body_digest, key)
+        connection, retention_s = self._broker.connection, self._settings.retention_s
+        request_id = await reserve(connection, spec, body_digest=body_digest, retention_s=retention_s)
         same = spec
         if request_id != spec.request_id:
             same = RequestSpec()
             same.CopyFrom(spec)
             same.request_id = request_id
-        await self.accept(same)
-        return request_id
+        if await self.accept(same):
+            return same
+        return await self._broker.spec(request_id, spec.tenant)
 
     def read(
         self,
@@ -167,24 +170,6 @@ class GatewaySession:
         if spec is not None and (spec.request_id, spec.tenant) != (request_id, tenant):
             raise ValueError(f"the spec is {spec.request_id!r} of {spec.tenant!r}, not {request_id!r} of {tenant!r}")
         return self._readers.read(request_id, tenant=tenant, from_index=from_index, digest=digest, spec=spec)
-
-    async def _reserve(self, reservation: str, request_id: str, body_digest: str, key: str) -> str:
-        for _ in range(_RESERVE_TRIES):
-            value = f"{request_id} {body_digest}"
-            made = await self._broker.connection.execute(
-                "SET", reservation, value, "NX", "EX", self._settings.retention_s
-            )
-            if made:
-                return request_id
-            found = await self._broker.connection.execute("GET", reservation)
-            if found is not None:
-                await self._broker.connection.execute("EXPIRE", reservation, self._settings.retention_s)
-                stored: bytes = found
-                earlier, _, digest = stored.decode().partition(" ")
-                if digest != body_digest:
-                    raise IdempotencyConflict(key)
-                return earlier
-        raise Unavailable("the idempotency key's reservation expired while it was looked at, again and again")
 
     def _queue_full(self, tenant: str, reply: Sequence[int]) -> QueueFull:
         requests, tokens, drained, window_ms, most_requests, most_tokens, own = reply

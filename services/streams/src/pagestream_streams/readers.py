@@ -18,6 +18,7 @@ from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, RequestN
 from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.follower import Follower
 from pagestream_streams.keys import Partition
+from pagestream_streams.reservations import renew, renewal_s
 from pagestream_streams.scripts import POLL, REGISTER, UNREGISTER
 from pagestream_streams.tasks import Periodic, heed_cancellation
 
@@ -33,7 +34,7 @@ class Readers:
     """Owned by a GatewaySession."""
 
     def __init__(
-        self, broker: Broker, gateway_id: str, accept_again: Callable[[RequestSpec, bool], Awaitable[None]]
+        self, broker: Broker, gateway_id: str, accept_again: Callable[[RequestSpec, bool], Awaitable[object]]
     ) -> None:
         """Starts nothing yet. `accept_again` accepts a lost request; its second argument: whether bounds count."""
         self._broker = broker
@@ -45,9 +46,9 @@ class Readers:
         self._expected: dict[str, tuple[Partition, float]] = {}  # accepted, not read yet; until when
         self._beats: defaultdict[Partition, int] = defaultdict(int)
         self._strangers: defaultdict[Partition, set[str]] = defaultdict(set)  # registered at the last look, not read
-        self._away_since: float | None = None
-        self._partitions_away: dict[Partition, float] = {}
+        self._away: dict[Partition, tuple[float, float]] = {}  # the first and the last poll without an answer
         self._closed = False
+        self._renewed_at = time.monotonic()
         self._keeper = Periodic("readers", self._settings.poll_ms / 4000, self._keep)
 
     def start(self) -> None:
@@ -213,13 +214,15 @@ class Readers:
         return await self._broker.connection.run_many(calls)
 
     async def _keep(self) -> None:
+        refused: Unavailable | None = None
         try:
             await self._unregister()
-            await self._poll()
-        except Unavailable as error:
-            self._note_outage(error)
-            raise
-        self._away_since = None
+        except Unavailable as error:  # of a partition that is away; the reads of the others wait for their logs
+            refused = error
+        await self._poll()
+        await self._renew_reservations()
+        if refused is not None:
+            raise refused
 
     async def _unregister(self) -> None:
         now = time.monotonic()
@@ -257,17 +260,28 @@ class Readers:
             Call(POLL, where.prefix, [each.request_id for each in each_part])
             for where, each_part in by_partition.items()
         ]
-        replies = await self._broker.connection.run_each(calls)
+        try:
+            replies = await self._broker.connection.run_each(calls)
+        except Unavailable as error:
+            replies = [error] * len(calls)
         now = time.monotonic()
         for (where, followers), reply in zip(by_partition.items(), replies, strict=True):
             if isinstance(reply, Unavailable):
-                self._note_partition_away(where, followers, reply)
+                self._note_away(where, followers, reply)
                 continue
-            self._partitions_away.pop(where, None)
+            self._away.pop(where, None)
             for follower, next_index, finished in zip(followers, reply[::2], reply[1::2], strict=True):
                 if follower.waiting_since is not None:
                     follower.waiting_since = now
                 self._compare(follower, next_index, finished=bool(finished))
+
+    async def _renew_reservations(self) -> None:
+        retention_s, now = self._settings.retention_s, time.monotonic()
+        if now - self._renewed_at < renewal_s(retention_s):
+            return
+        specs = [each.spec for each in self._all() if each.spec is not None]
+        await renew(self._broker.connection, specs, retention_s)
+        self._renewed_at = now
 
     def _compare(self, follower: Follower, next_index: int, *, finished: bool) -> None:
         if next_index < 0 and follower.spec is not None:
@@ -290,16 +304,13 @@ class Readers:
             raise OffsetOutOfRange(follower.request_id, follower.next_index, next_index)
         follower.end_at(next_index)
 
-    def _note_outage(self, error: Unavailable) -> None:
+    def _note_away(self, where: Partition, followers: list[Follower], error: Unavailable) -> None:
         now = time.monotonic()
-        self._away_since = self._away_since or now
-        if now - self._away_since > self._settings.outage_limit_s:
-            for follower in self._all():
-                follower.fail(error)
-
-    def _note_partition_away(self, where: Partition, followers: list[Follower], error: Unavailable) -> None:
-        now = time.monotonic()
-        if now - self._partitions_away.setdefault(where, now) > self._settings.outage_limit_s:
+        since, until = self._away.get(where, (now, now))
+        if now - until > 2 * _LONGEST_WAIT_S:
+            since = now  # whoever waited meanwhile was woken, or there was nobody
+        self._away[where] = since, now
+        if now - since > self._settings.outage_limit_s:
             for follower in followers:
                 follower.fail(error)
 

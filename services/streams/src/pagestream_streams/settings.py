@@ -48,6 +48,7 @@ class StreamsSettings:
     # -- which engines go on with a request that has tokens
     fingerprint_grace_ms: int = 30_000  # it waits so long for an engine that computes as its last one did
     # -- reading
+    silence_ms: int = 30_000  # a client may notice so late that its gateway died: graces are then so much longer
     poll_ms: int = 250  # a reader without a wake-up for so long looks into the log
     read_batch: int = 512  # entries that one read of the log takes
     buffer_entries: int = 1024  # what a slow reader keeps in memory before it is sent to the log

@@ -45,7 +45,7 @@ async def by_deployment(broker: Broker, spec: RequestSpec, limit_s: float) -> li
     copy.CopyFrom(spec)
     copy.client_request_id = f"replay of {spec.request_id}"
     copy.on_disconnect, copy.disconnect_grace_ms, copy.deadline_ms = ON_DISCONNECT_CANCEL, GRACE_MS, 0
-    copy.traceparent = copy.tracestate = ""
+    copy.traceparent = copy.tracestate = copy.idempotency_key = ""
     async with GatewaySession(broker, "replay") as session:
         copy.request_id = await session.place(spec.model, spec.prompts[0].ids, copy.tenant)
         await session.accept(copy)

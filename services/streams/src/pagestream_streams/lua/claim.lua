@@ -35,16 +35,13 @@ local function is_mine(print, since)
 end
 
 local function claim_suspect()
-  for _, id in ipairs(call('ZRANGEBYSCORE', prefix .. 'suspects', '-inf', now, 'LIMIT', 0, 16)) do
-    local found = call('HMGET', prefix .. 'req:' .. id, 'print', 'next')
-    local print = found[2] and found[2] ~= '0' and found[1] or ''
-    local since = tonumber(call('ZSCORE', prefix .. 'suspects', id))
-    if is_mine(print, since) then
-      call('ZREM', prefix .. 'suspects', id)
-      if own(id, '1', since) then
-        return true
-      end
+  local id, since = first_suspect(fingerprint, patience, now)
+  while id do
+    call('ZREM', prefix .. 'suspects', id)
+    if own(id, '1', since) then
+      return true
     end
+    id, since = first_suspect(fingerprint, patience, now)
   end
   return false
 end

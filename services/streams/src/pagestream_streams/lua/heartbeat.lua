@@ -1,8 +1,9 @@
 -- Renews an engine's lease in this partition. An engine that was taken for dead by its lease takes back what its death counted for.
 -- Retry: harmless.
 -- ARGV: engine id, lease in ms, whether it can hand everything back to run a suspect alone (0 | 1), how long a suspect waits for an idle engine
---       in ms, control time in ms
--- Returns {the ids that it owns, 0: no suspect waits here, 1: one waits for an idle engine, 2: and this one was chosen to become that}.
+--       in ms, control time in ms, its numerics fingerprint ('': unknown), how long a suspect that began with another one waits for such an
+--       engine in ms
+-- Returns {the ids that it owns, 0: no suspect that it may run waits here, 1: one waits for an idle engine, 2: and this one was chosen to become that}.
 local engine, lease, patience, control, now = ARGV[1], ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5]), now_ms()
 although_full()
 call('ZADD', prefix .. 'leases', now + lease, engine)
@@ -47,13 +48,12 @@ local function wanted()
   if call('ZCARD', prefix .. 'suspects') == 0 or not control_is_over(now, control) then
     return 0
   end
-  local first = call('ZRANGE', prefix .. 'suspects', 0, 0, 'WITHSCORES')
-  local waited = now - first[2]
-  if waited < 0 then
+  local id, since = first_suspect(ARGV[6], tonumber(ARGV[7]), now)
+  if not id then
     return 0
   end
   local chosen = call('GET', prefix .. 'vacating')
-  if ARGV[3] ~= '1' or waited < patience or chosen and chosen ~= engine then
+  if ARGV[3] ~= '1' or now - since < patience or chosen and chosen ~= engine then
     return 1
   end
   call('SET', prefix .. 'vacating', engine, 'PX', lease)

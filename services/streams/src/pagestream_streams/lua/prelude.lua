@@ -170,6 +170,18 @@ local function note_death(engine, now)
   end
 end
 
+-- The suspect that has waited longest, of those that this engine may run: one that has tokens goes on where they are computed alike, for as long
+-- as `patience`. Returns its id and since when it waits, or nothing.
+local function first_suspect(fingerprint, patience, now)
+  for _, id in ipairs(call('ZRANGEBYSCORE', prefix .. 'suspects', '-inf', now, 'LIMIT', 0, 16)) do
+    local found, since = call('HMGET', prefix .. 'req:' .. id, 'print', 'next'), tonumber(call('ZSCORE', prefix .. 'suspects', id))
+    local print = found[2] and found[2] ~= '0' and found[1] or ''
+    if print == '' or fingerprint == '' or print == fingerprint or age(since, now) >= patience then
+      return id, since
+    end
+  end
+end
+
 local function drop_lease(engine, now)
   call('ZREM', prefix .. 'leases', engine)
   if call('ZCOUNT', prefix .. 'leases', now, '+inf') == 0 then
@@ -187,10 +199,10 @@ local function storms(had_it, died_first, now, window)
   return false
 end
 
-local function starts_grace(id, now)
+local function starts_grace(id, from)
   local policy = call('HMGET', prefix .. 'req:' .. id, 'state', 'continue', 'grace')
   if policy[1] and policy[1] ~= 'finished' and policy[2] == '0' then
-    call('ZADD', prefix .. 'graces', now + policy[3], id)
+    call('ZADD', prefix .. 'graces', from + policy[3], id)
   end
 end
 
@@ -207,7 +219,8 @@ local function add_reader(id, readers, gateway)
   call('ZREM', prefix .. 'graces', id)
 end
 
-local function remove_reader(id, gateway, now)
+-- Where it was the last one, the grace starts.
+local function remove_reader(id, gateway, from)
   local req = prefix .. 'req:' .. id
   call('SREM', prefix .. 'reads:' .. gateway, id)
   local readers = call('HGET', req, 'readers')
@@ -222,7 +235,7 @@ local function remove_reader(id, gateway, now)
   end
   call('HSET', req, 'readers', rest)
   if rest == '' then
-    starts_grace(id, now)
+    starts_grace(id, from)
   end
 end
 

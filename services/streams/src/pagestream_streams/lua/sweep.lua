@@ -1,12 +1,13 @@
 -- What time alone brings about in a partition: reclaims what dead engines own, moves dead gateways' reads to their grace, and names the requests
--- whose deadline, grace or verdict is due (end.lua ends them). After a hole in the sweeps, or on another Redis process than before, every lease and grace
+-- whose deadline, grace or verdict is due (end.lua ends them). A grace that begins without a word, by a death or an outage, is longer by what a
+-- client may need to notice. After a hole in the sweeps, or on another Redis process than before, every lease and grace
 -- starts anew in full instead. Retry: harmless.
 -- ARGV: least distance of two sweeps in ms, hole in ms, engine lease in ms, gateway lease in ms, most reclaimed, doorbell channel, partition number,
---       control time in ms, window of deaths in ms
+--       control time in ms, window of deaths in ms, what a client may need to notice a silent gateway in ms
 -- Returns {reclaimed ids, ids over their deadline, ids over their grace, restarted (0 | 1), {id, index, deaths}... of poison}.
 local meta, now = prefix .. 'meta', now_ms()
 local interval, hole, lease, gateway_lease, most = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local control, window = tonumber(ARGV[8]), tonumber(ARGV[9])
+local control, window, silence = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
 local last = call('HMGET', meta, 'swept', 'run_id', 'deserted')
 local run_id = string.match(call('INFO', 'server'), 'run_id:(%x+)')
 local restarted = not last[1] or last[2] ~= run_id or now - last[1] > hole or now < tonumber(last[1])
@@ -24,7 +25,7 @@ end
 local function restart_graces()
   for _, id in ipairs(call('ZRANGE', prefix .. 'graces', 0, -1)) do
     call('ZREM', prefix .. 'graces', id)
-    starts_grace(id, now)
+    starts_grace(id, now + silence)
   end
 end
 local function due(key)
@@ -72,7 +73,7 @@ end
 
 for _, gateway in ipairs(due('gateways')) do
   for _, id in ipairs(call('SMEMBERS', prefix .. 'reads:' .. gateway)) do
-    remove_reader(id, gateway, now)
+    remove_reader(id, gateway, now + silence)
   end
   call('ZREM', prefix .. 'gateways', gateway)
 end

@@ -1,0 +1,87 @@
+"""An engine is chosen to hand everything back for a suspect only where it takes the suspect then."""
+
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_streams import Broker, EngineSession, GatewaySession
+from pagestream_streams.broker import expire_engine
+from token_streams import FAST, MODEL, Worker, eventually, spec
+
+OLD, NEW = "0123456789abcdef", "fedcba9876543210"
+
+
+@asynccontextmanager
+async def still_engine(broker: Broker, name: str, fingerprint: str = "") -> AsyncIterator[Worker]:
+    """Its beats are the test's own."""
+    session = EngineSession(
+        broker, model=MODEL, engine_id=name, on_lost=lambda _: None, on_wanted=lambda: None, fingerprint=fingerprint
+    )
+    async with session:
+        await session._heartbeat.stop()
+        yield Worker(session)
+
+
+async def accepted(gateway: GatewaySession, partition: int, prompt_tokens: int = 3) -> RequestSpec:
+    request = spec(partition=partition, prompt=[1] * prompt_tokens)
+    await gateway.accept(request)
+    return request
+
+
+async def make_suspect(broker: Broker, request: RequestSpec, *, num_tokens: int = 0, fingerprint: str = "") -> None:
+    """Two engines die with it in their running step, and nothing else."""
+    for name in "ab":
+        async with still_engine(broker, name, fingerprint) as engine:
+            [claim] = await engine.claim()
+            assert claim.request_id == request.request_id
+            await engine.generate(claim, num_tokens)
+            await engine.session.mark(running=[claim.request_id])
+            await expire_engine(broker, engine.session.engine_id)
+    where = await broker.directory.locate(request.request_id)
+    assert await broker.connection.execute("ZSCORE", where.prefix + "suspects", request.request_id) is not None
+
+
+async def test_not_for_one_that_has_to_go_on_where_it_is_computed_alike(broker: Broker, redis_url: str) -> None:
+    prompt = dataclasses.replace(FAST, alone_after_ms=0)
+    async with GatewaySession(broker) as gateway, await Broker.connect(redis_url, prompt) as hasty:
+        suspect = await accepted(gateway, 1)
+        await make_suspect(broker, suspect, num_tokens=1, fingerprint=OLD)
+        async with still_engine(hasty, "new", NEW) as new, still_engine(hasty, "old", OLD) as old:
+            await accepted(gateway, 0)
+            [mine] = await new.claim()
+            assert mine.request_id != suspect.request_id
+            wanted: list[str] = []
+            new.session._on_wanted = lambda: wanted.append("new")
+            await new.session._beat()
+            assert (wanted, new.session._with_suspects) == ([], set())
+            await old.session._beat()
+            assert old.session._with_suspects == {1}
+            [claim] = await old.claim()
+            assert (claim.request_id, claim.alone) == (suspect.request_id, True)
+
+
+async def test_one_that_was_blocked_by_another_partition_takes_it_first(broker: Broker, redis_url: str) -> None:
+    impatient = dataclasses.replace(FAST, alone_after_ms=0, ageing_ms=1)
+    async with (
+        GatewaySession(broker) as gateway,
+        await Broker.connect(redis_url, impatient) as hasty,
+        still_engine(hasty, "busy") as busy,
+    ):
+        suspect = await accepted(gateway, 1)
+        await make_suspect(broker, suspect)
+        large = [await accepted(gateway, 0, prompt_tokens=600) for _ in range(2)]
+        [claim] = await busy.session.claim(max_requests=1, max_prompt_tokens=1000)
+        assert claim.request_id == large[0].request_id, "it has not heard of the suspect yet"
+        await busy.session._beat()
+
+        async def is_blocked() -> bool:
+            busy.session._doorbell.ring_all()
+            assert await busy.session.claim(max_requests=1, max_prompt_tokens=400) == []
+            return busy.session._blocked == 0
+
+        await eventually(is_blocked)
+        assert busy.session._with_suspects == {1}
+        await busy.session.hand_back([claim.request_id])
+        [claim] = await busy.session.claim(max_requests=1, max_prompt_tokens=10**6)
+        assert (claim.request_id, claim.alone) == (suspect.request_id, True)
