@@ -17,8 +17,9 @@ import httpx
 import pytest
 from flaky_network import FlakyNetwork
 from pagestream_cli.servefile import ProcessRecord, read_record
-from pagestream_client import AsyncClient, Chunk, Generation, Transport, put_together
-from stack import START_LIMIT_S, Stack, StackError, running_stack, wait_until
+from pagestream_client import AsyncClient, AsyncStream, Chunk, Client, FinishReason, Generation, Transport, put_together
+from stack import DEMO_MODEL, START_LIMIT_S, Stack, StackError, running_stack, wait_until
+from synthetic_engine import MODEL, running_engine
 from workloads import QUESTIONS
 
 pytestmark = pytest.mark.timeout(180)
@@ -26,7 +27,6 @@ pytestmark = pytest.mark.timeout(180)
 NUM_STREAMS = 24
 NUM_TOKENS = 240
 LONG = 480  # long enough for a gateway's restart
-WATCHFUL = Transport(keepalive_s=6.0, keepalive_timeout_s=2.0)
 LIMIT_S = 120.0
 
 
@@ -74,7 +74,7 @@ async def run_all(
     readers = [Reader(number, max_tokens) for number in range(NUM_STREAMS)]
     async with (
         asyncio.timeout(LIMIT_S),
-        AsyncClient(targets, transport=WATCHFUL) as client,
+        AsyncClient(targets) as client,
         asyncio.TaskGroup() as tasks,
     ):
         for reader in readers:
@@ -225,3 +225,53 @@ def test_gateways_that_are_stopped_and_go_on(tmp_path: Path) -> None:
     # The streams are all on one of them: where it was the second one that they met, they had half of their tokens.
     assert unfinished[0] > 0
     check(undisturbed, disturbed)
+
+
+class ProbesAlone(Transport):
+    """The defaults at their worst: gRPC's flow control has pings of its own after data, which may notice sooner."""
+
+    def options(self) -> list[tuple[str, int]]:
+        return [*super().options(), ("grpc.http2.bdp_probe", 0)]
+
+
+@pytest.mark.parametrize("kind", [AsyncClient, Client])
+def test_a_quiet_stream_of_a_gateway_that_is_stopped(tmp_path: Path, kind: type[AsyncClient] | type[Client]) -> None:
+    """It goes on before the request counts as one that nobody reads; no token comes that would show the silence."""
+
+    async def scenario(stack: Stack) -> Generation:
+        async with asyncio.timeout(LIMIT_S), running_engine(stack.redis_url) as engine:
+            engine.hold_at = 2
+            gateways = {gateway.grpc_target: gateway for gateway in (stack.add_gateway(), stack.add_gateway())}
+            await asyncio.to_thread(stack.wait_ready)
+            client = kind(list(gateways), transport=ProbesAlone())
+            stream = client.generate(MODEL, "hello", max_tokens=6, seed=0)
+
+            async def silence() -> None:
+                first = client._core.endpoints.current
+                gateways[first].signal(signal.SIGSTOP)
+                while client._core.endpoints.current == first:  # noqa: ASYNC110  it rings no event
+                    await asyncio.sleep(0.02)
+                engine.go_on()
+
+            async with asyncio.TaskGroup() as tasks:
+                if isinstance(stream, AsyncStream):
+                    await stream.accepted()
+                    tasks.create_task(silence())
+                    answer = await stream.collect()
+                else:
+                    await asyncio.to_thread(stream.accepted)
+                    tasks.create_task(silence())
+                    answer = await asyncio.to_thread(stream.collect)
+            closing = client.close()
+            if closing is not None:
+                await closing
+            return answer
+
+    stack = Stack(tmp_path, model=DEMO_MODEL, engine_options=())
+    try:
+        stack.redis.start()
+        answer = asyncio.run(scenario(stack))
+    finally:
+        stack.stop()
+    [choice] = answer.choices
+    assert (choice.text, choice.finish_reason) == ("abcdef", FinishReason.LENGTH)

@@ -105,6 +105,10 @@ async def follow_all(data: Path, *, number: signal.Signals | None = None) -> tup
         reading = [asyncio.create_task(follow(client, url, place, each)) for place, each in enumerate(streams)]
         if number is not None:
             await until(lambda: all(len(each.came) > 20 for each in streams), "all have begun", LIMIT_S)
+            # Engines tell what they run with their heartbeats: what is there now may be from before these streams.
+            await asyncio.to_thread(
+                wait_until, lambda: sum(running(data).values()) >= NUM_STREAMS, "the engines tell of all", LIMIT_S
+            )
             loads = await asyncio.to_thread(running, data)
             name = max(loads, key=lambda each: loads[each])
             pid = pid_of(data, name)
@@ -116,15 +120,31 @@ async def follow_all(data: Path, *, number: signal.Signals | None = None) -> tup
     return streams, hit_at, name
 
 
-@pytest.mark.parametrize(("number", "limit_s"), [(signal.SIGTERM, GAP_LIMIT_S), (signal.SIGKILL, LEASE_S)])
-def test_the_other_goes_on_at_once(data: Path, number: signal.Signals, limit_s: float) -> None:
-    """SIGTERM: within a second. SIGKILL: serve saw it, so that nobody waits for its lease to lapse."""
-    wait_until(lambda: is_whole(data), "both engines serve", LIMIT_S)
-    undisturbed, _, _ = asyncio.run(follow_all(data))
+def longest_gap_s(data: Path, number: signal.Signals, texts: list[str]) -> float:
+    """Of all streams when an engine gets a signal in their middle. All must have the known texts."""
     disturbed, hit_at, name = asyncio.run(follow_all(data, number=number))
-    assert [each.text for each in disturbed] == [each.text for each in undisturbed]
+    assert [each.text for each in disturbed] == texts
     gaps = [round(each.longest_gap_s(hit_at), 3) for each in disturbed]
     print(f"{number.name} to {name}: the longest gap of each stream: {gaps}")
     assert max(each.came[-1] for each in disturbed) > hit_at, "nothing was under way"
-    assert max(gaps) < limit_s
     wait_until(lambda: is_whole(data), "it was started again", LIMIT_S)
+    return max(gaps)
+
+
+@pytest.mark.parametrize(
+    ("number", "limit_s", "tries"), [(signal.SIGTERM, GAP_LIMIT_S, 2), (signal.SIGKILL, LEASE_S, 1)]
+)
+def test_the_other_goes_on_at_once(data: Path, number: signal.Signals, limit_s: float, tries: int) -> None:
+    """SIGTERM: within a second. SIGKILL: serve saw it, so that nobody waits for its lease to lapse.
+
+    That second may be missed once. The clients, the other engine and all that serve starts anew share two cores, and a
+    stream that waited for the processor looks like one that waited for an engine; but who waits for a lease or for an
+    engine's start does so every time.
+    """
+    wait_until(lambda: is_whole(data), "both engines serve", LIMIT_S)
+    undisturbed, _, _ = asyncio.run(follow_all(data))
+    texts = [each.text for each in undisturbed]
+    gaps = [longest_gap_s(data, number, texts)]
+    while gaps[-1] >= limit_s and len(gaps) < tries:
+        gaps.append(longest_gap_s(data, number, texts))
+    assert gaps[-1] < limit_s, f"the longest gaps: {gaps}"

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from pagestream_client import AsyncClient, Chunk, Generation, Transport, put_together
+from pagestream_client import AsyncClient, Chunk, Generation, put_together
 from workloads import QUESTIONS
 
 Content = tuple[object, ...]
-WATCHFUL = Transport(keepalive_s=6.0, keepalive_timeout_s=2.0)
 WATCH_S = 0.05
 END_LIMIT_S = 150.0
 
@@ -112,7 +111,7 @@ class Load:
 
 async def known_answers(targets: Sequence[str], api_key: str, questions: Sequence[Question]) -> dict[int, Content]:
     """The answers of an undisturbed run."""
-    async with asyncio.timeout(END_LIMIT_S), AsyncClient(targets, api_key=api_key, transport=WATCHFUL) as client:
+    async with asyncio.timeout(END_LIMIT_S), AsyncClient(targets, api_key=api_key) as client:
         answers = await asyncio.gather(*(question.ask(client, []) for question in questions))
     return {question.number: answer for question, answer in zip(questions, answers, strict=True)}
 
@@ -133,7 +132,7 @@ async def steady_load(
     waiting = asyncio.Queue[Question]()
 
     async def user(number: int) -> None:
-        async with AsyncClient(targets, api_key=api_key, transport=WATCHFUL) as client:
+        async with AsyncClient(targets, api_key=api_key) as client:
             while not load.stopping:
                 if waiting.empty():
                     for each in questions:

@@ -558,8 +558,11 @@ class Protocol:
             wanted = dict.fromkeys(leases, world.now + LEASE)
             must(self.state.get("leases", {}) == wanted, "a lease didn't start anew after an outage")
             for request, until in self.state.get("graces", {}).items():
-                full = world.now + GRACE + SILENCE
-                must(until == full, f"the grace of {request} didn't start anew after an outage")
+                full, left = world.now + GRACE, before["graces"][request]
+                must(
+                    until == max(full, min(left, full + SILENCE)),
+                    f"the grace of {request} didn't start anew after an outage",
+                )
         else:
             must(not dead & set(self.state.get("leases", {})), "a lapsed lease stays")
         gone = set() if hole else {each for each, until in before.get("gateways", {}).items() if until <= world.now}

@@ -1,6 +1,7 @@
 """Real Redis servers: a cluster, a master with replicas that Sentinels watch, one that speaks TLS alone."""
 
 import ipaddress
+import os
 import random
 import socket
 import subprocess
@@ -168,8 +169,8 @@ def running_cluster(folder: Path, binary: ServerBinary, *, masters: int = 3, rep
 
 def quiet_port() -> int:
     """A port that was free a moment ago, below those from which the kernel takes one for each outgoing connection: a
-    server that is started a little later finds it free still. So is the one that is 10,000 higher, where a cluster's
-    nodes talk to each other.
+    server that is started later, or again, finds it free still. So is the one that is 10,000 higher, where a cluster's
+    nodes talk to each other. No port is given twice, and none that another worker of the same test run may give.
     """
     for port in random.sample(_QUIET_PORTS, len(_QUIET_PORTS)):
         if port not in _given and _is_free(port) and _is_free(port + 10_000):
@@ -188,7 +189,15 @@ def _is_free(port: int) -> bool:
         return True
 
 
-_QUIET_PORTS = range(12_000, 22_000)
+def _own_ports(all_ports: range) -> range:
+    """This process' share: with pytest-xdist each worker has one, by its number ("gw0" and so on)."""
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    # A worker that takes the place of one that died has a number past the count.
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % count
+    return all_ports[number * len(all_ports) // count : (number + 1) * len(all_ports) // count]
+
+
+_QUIET_PORTS = _own_ports(range(12_000, 22_000))
 _given: set[int] = set()
 
 

@@ -5,7 +5,6 @@ Tests kill, stop and restart the parts themselves; there is no supervisor here t
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import httpx
 from pagestream_streams.embedded import find_server, server_command
+from redis_topologies import quiet_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "deploy" / "demo-model" / "model"
@@ -28,11 +28,8 @@ class StackError(RuntimeError):
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a TCP port of the loopback interface that nobody listens on, and that no connection takes meanwhile."""
+    return quiet_port()
 
 
 def wait_until(condition: Callable[[], bool], *, limit_s: float, what: str) -> None:
@@ -133,6 +130,12 @@ class Gateway(Part):
         except httpx.HTTPError:
             return False
 
+    def has_become_ready(self) -> bool:
+        """Whether it is ready. Raises StackError if it ended instead."""
+        if not self.is_alive():
+            raise StackError(f"{self.name} has ended")
+        return self.is_ready()
+
 
 class Stack:
     """Redis, engines and gateways."""
@@ -204,7 +207,7 @@ class Stack:
     def wait_ready(self) -> None:
         """Wait until every gateway is ready and every engine has said so."""
         for gateway in self.gateways:
-            wait_until(gateway.is_ready, limit_s=START_LIMIT_S, what=gateway.name)
+            wait_until(gateway.has_become_ready, limit_s=START_LIMIT_S, what=gateway.name)
         for engine in self.engines:
             wait_until(engine.has_said_ready, limit_s=START_LIMIT_S, what=engine.name)
 

@@ -15,7 +15,8 @@ START_LIMIT_S = 90.0
 
 def test_a_part_that_dies_unheard_is_started_again_alone(tmp_path: Path) -> None:
     ports = ["--http-port", "0", "--grpc-port", "0", "--data-dir", str(tmp_path / "data"), "--dtype", "float32"]
-    command = ["nohup", sys.executable, "-m", "pagestream_cli", "serve", *ports, "--greet", "Who lives in the lighthouse?"]
+    serve = [sys.executable, "-m", "pagestream_cli", "serve", *ports]
+    command = ["nohup", *serve, "--greet", "Who lives in the lighthouse?"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
 

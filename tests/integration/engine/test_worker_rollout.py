@@ -33,6 +33,8 @@ async def begun(broker: Broker, gateway: GatewaySession, *, max_tokens: int) -> 
             if (await broker.view(spec.request_id, TENANT)).next_index > 3:
                 break
             await asyncio.sleep(0.01)
+        else:
+            pytest.fail(f"{spec.request_id} has no tokens after {LIMIT_S:.0f} s")
     return specs
 
 

@@ -3,12 +3,13 @@
 import hashlib
 import json
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from collector import Collector, Span, running_collector
+from collector import Collector, Sample, Span, running_collector
 from pagestream_telemetry.table import ENGINE_METRICS, GATEWAY_METRICS, Kind
 from prometheus_client.parser import text_string_to_metric_families
 from stack import Stack, running_stack, wait_until
@@ -36,7 +37,9 @@ def collector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def stack(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One engine and two gateways; all samples of the collector that name engine-0 and these gateways are theirs."""
+    """One engine and two gateways. Other stacks' parts have the same names and told the same collector: the time of a
+    sample says whose it is.
+    """
     with running_stack(tmp_path_factory.mktemp("stack"), gateways=2, engine_module="paced_worker") as running:
         yield running
 
@@ -128,6 +131,7 @@ def read_while_the_engine_drains(stack: Stack, collector: Collector) -> list[Spa
 
 
 def test_every_metric_arrives_under_its_name(collector: Collector, stack: Stack) -> None:
+    begin_ns = time.time_ns()  # what was told before may be another stack's
     engines, gateways = "pagestream-engine", "pagestream-gateway"
     expected = {(engines, metric.name) for metric in ENGINE_METRICS if metric.name not in NO_GPU | NO_MODEL}
     expected |= {(gateways, metric.name) for metric in GATEWAY_METRICS}
@@ -139,14 +143,38 @@ def test_every_metric_arrives_under_its_name(collector: Collector, stack: Stack)
     assert refused.status_code == 404
     assert cancel_one(stack)
 
+    def fresh(name: str = "") -> list[Sample]:
+        return [sample for sample in collector.samples(name) if sample.time_ns >= begin_ns]
+
     def missing() -> set[tuple[str, str]]:
-        return expected - {(sample.service, sample.name) for sample in collector.samples()}
+        return expected - {(sample.service, sample.name) for sample in fresh()}
+
+    def generated() -> float:
+        return max((sample.value for sample in fresh("pagestream.tokens.generated")), default=0)
+
+    def partitions(gateway: str) -> set[str]:
+        """Of which it told the queue's depth. Other classes than this one exist only while requests wait."""
+        told = [sample for sample in fresh("pagestream.queue.depth") if sample.instance == gateway]
+        return {sample.attributes["partition"] for sample in told if sample.attributes["class"] == "resume"}
 
     wait_until(lambda: not missing(), limit_s=LIMIT_S, what="all metrics")
-    wait_until(lambda: generated(collector) >= 20, limit_s=LIMIT_S, what="the tokens")
-    samples = collector.samples()
-    exposed = {family.name for family in text_string_to_metric_families(collector.exposition())}
+    wait_until(lambda: generated() >= 20, limit_s=LIMIT_S, what="the tokens")
+    # All gateways tell the same of the queue, for the same partitions; each looks when its own second is over.
+    wait_until(
+        lambda: partitions("gateway-0") == partitions("gateway-1") != set(),
+        limit_s=LIMIT_S,
+        what="the same partitions from both gateways",
+    )
+    # What the collector calls a metric in Prometheus is what /metrics calls it.
     own = httpx.get(f"{stack.gateways[0].url}/metrics", timeout=5.0).text
+    ours = {family.name for family in text_string_to_metric_families(own)}
+    assert "gen_ai_server_time_to_first_token_seconds" in ours
+
+    def unknown() -> set[str]:
+        return ours - {family.name for family in text_string_to_metric_families(collector.exposition())}
+
+    wait_until(lambda: not unknown(), limit_s=LIMIT_S, what="the gateway's own names at the collector")
+    samples = collector.samples()
 
     assert {sample.name for sample in samples} <= set(table)
     for sample in samples:
@@ -155,26 +183,7 @@ def test_every_metric_arrives_under_its_name(collector: Collector, stack: Stack)
         assert sample.bounds == metric.bounds
         assert (sample.start_ns > 0) == (metric.kind is not Kind.GAUGE)
         assert sample.resource["pagestream.pool"] == "pool-of-the-test"
-    assert {sample.instance for sample in samples} >= {"engine-0", "gateway-0", "gateway-1"}
-    # All gateways tell the same of the queue, for the same partitions. Other classes exist only while requests wait.
-    depths = {
-        instance: {
-            each.attributes["partition"]
-            for each in samples
-            if (each.name, each.instance) == ("pagestream.queue.depth", instance)
-            and each.attributes["class"] == "resume"
-        }
-        for instance in ("gateway-0", "gateway-1")
-    }
-    assert depths["gateway-0"] == depths["gateway-1"] != set()
-    # What the collector calls a metric in Prometheus is what /metrics calls it.
-    ours = {family.name for family in text_string_to_metric_families(own)}
-    assert ours <= exposed
-    assert "gen_ai_server_time_to_first_token_seconds" in ours
-
-
-def generated(collector: Collector) -> float:
-    return max((sample.value for sample in collector.samples("pagestream.tokens.generated")), default=0)
+    assert {sample.instance for sample in fresh()} >= {"engine-0", "gateway-0", "gateway-1"}
 
 
 def cancel_one(stack: Stack) -> bool:

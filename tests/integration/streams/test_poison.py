@@ -12,6 +12,9 @@ from pagestream_streams import Broker, Claim, EngineSession, GatewaySession, Req
 from pagestream_streams.keys import Partition
 from token_streams import FAST, MODEL, TENANT, Worker, card, eventually, numbers, read_all, spec, worker
 
+ROUNDS_LIMIT_S = 60.0
+"""For engines that die in turns until all has ended: below the time that pytest gives a test."""
+
 
 @pytest.fixture
 async def gateway(broker: Broker) -> AsyncIterator[GatewaySession]:
@@ -160,7 +163,7 @@ class TestWhatCounts:
             cut_off.session._heartbeat.start()
             await eventually(lambda: not_suspect(broker, request))
             assert len(await deaths(broker, request.request_id)) == 1
-            assert cut_off.lost == [request.request_id]
+            await eventually(lambda: cut_off.lost == [request.request_id])
         async with worker(broker, "c") as engine:
             assert not (await claim_and_run(engine)).alone
 
@@ -403,10 +406,12 @@ class TestStorms:
         requests = [await accepted(gateway, partition=number) for number in (0, 1)]
         for name in "ab":
             async with mortal(broker, name) as engine:
-                claims = await engine.claim(len(requests))
-                await engine.session.mark(running=[claim.request_id for claim in claims])
+                both = await engine.claim(len(requests))
+                await engine.session.mark(running=[claim.request_id for claim in both])
                 await die(broker, engine)
-        ended = [asyncio.create_task(read_all(gateway, request.request_id)) for request in requests]
+        ended = [
+            asyncio.create_task(read_all(gateway, request.request_id, limit_s=ROUNDS_LIMIT_S)) for request in requests
+        ]
         while not all(task.done() for task in ended):
             async with mortal(broker, "next") as engine:
                 claims: list[Claim] = []
@@ -424,8 +429,10 @@ class TestStorms:
         requests = [await accepted(gateway, partition=number) for number in (0, 1)]
         for name in "abcd":
             await kill_with(broker, name)
-        ended = [asyncio.create_task(read_all(gateway, request.request_id)) for request in requests]
-        async with asyncio.timeout(60):
+        ended = [
+            asyncio.create_task(read_all(gateway, request.request_id, limit_s=ROUNDS_LIMIT_S)) for request in requests
+        ]
+        async with asyncio.timeout(ROUNDS_LIMIT_S):
             while not all(task.done() for task in ended):
                 async with mortal(broker, "next") as engine:
                     claims: list[Claim] = []

@@ -10,15 +10,20 @@ from pagestream_client import (
     QueueFull,
     Reconnection,
     ServerError,
+    Transport,
     Unauthenticated,
     Unavailable,
 )
 from pagestream_client.endpoints import Endpoints
 from pagestream_client.patience import Patience
 from pagestream_client.status import Failure
+from pagestream_gateway.settings import GatewaySettings
+from pagestream_streams import StreamsSettings
 
 AWAY = Failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
 FULL = Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_after_s=3.0)
+NO_REDIS = Failure(grpc.StatusCode.UNAVAILABLE, "no store", reason="UNAVAILABLE", retry_after_s=1.0)
+STOPPING = Failure(grpc.StatusCode.UNAVAILABLE, "stopping", reason="GATEWAY_STOPPING", retry_after_s=1.0)
 POLICY = Reconnection(limit_s=60.0, first_delay_s=0.1, max_delay_s=2.0)
 
 
@@ -83,18 +88,53 @@ def test_progress_starts_the_count_anew() -> None:
     assert bench.fail() <= 0.1
 
 
-def test_a_call_that_stood_long_has_worked_even_if_it_said_nothing() -> None:
-    bench = Bench("a:1")
+@pytest.mark.parametrize(("failure", "stood_s"), [(AWAY, 30.0), (STOPPING, 30.0), (NO_REDIS, 300.0)])
+def test_a_call_that_stood_long_has_worked_even_if_it_said_nothing(failure: Failure, stood_s: float) -> None:
+    bench = Bench("a:1", "b:1")
     for _ in range(20):
-        bench.clock.now += 30.0
-        assert bench.fail(lasted_s=30.0) <= 0.1
+        bench.clock.now += stood_s
+        assert bench.fail(failure, lasted_s=stood_s) <= 0.1
 
 
-def test_a_gateway_that_says_it_cannot_serve_has_not_worked_however_long_it_took() -> None:
+@pytest.mark.parametrize("lasted_s", [0.0, 30.0, StreamsSettings().outage_limit_s])
+def test_a_gateway_without_redis_has_not_worked_for_as_long_as_it_may_have_waited(lasted_s: float) -> None:
     bench = Bench("a:1")
-    away = Failure(grpc.StatusCode.UNAVAILABLE, "no store", reason="UNAVAILABLE", retry_after_s=1.0)
     with pytest.raises(Unavailable):
-        bench.fail_for_ever(away, lasted_s=30.0)
+        bench.fail_for_ever(NO_REDIS, lasted_s=lasted_s)
+
+
+def test_a_dead_connection_has_not_worked_until_that_was_noticed() -> None:
+    bench, transport = Bench("a:1"), Transport()
+    with pytest.raises(Unavailable):
+        bench.fail_for_ever(lasted_s=transport.keepalive_s + transport.keepalive_timeout_s)
+
+
+@pytest.mark.parametrize("lasted_s", [0.0, 6.0, 40.0])
+@pytest.mark.parametrize("failure", [AWAY, STOPPING, NO_REDIS])
+def test_a_gateway_that_fails_alone_is_left_at_once(failure: Failure, lasted_s: float) -> None:
+    bench = Bench("a:1", "b:1")
+    first = bench.endpoints.current
+    assert bench.fail(failure, lasted_s=lasted_s) <= 0.1
+    assert bench.endpoints.current != first
+
+
+def test_so_it_is_after_troubles_that_were_long_ago() -> None:
+    bench = Bench("a:1", "b:1")
+    for _ in range(8):
+        bench.fail()
+    first = bench.endpoints.current
+    assert bench.fail(NO_REDIS, lasted_s=12.0) <= 0.1
+    assert bench.endpoints.current != first
+
+
+@pytest.mark.parametrize("lasted_s", [0.0, GatewaySettings().answer_limit_s])
+@pytest.mark.parametrize("targets", [["a:1"], ["a:1", "b:1", "c:1"]])
+def test_redis_is_waited_for_as_long_as_the_gateways_wait(targets: list[str], lasted_s: float) -> None:
+    bench = Bench(*targets, policy=Reconnection())
+    start = bench.clock.now
+    while bench.clock.now - start < StreamsSettings().outage_limit_s:
+        bench.fail(NO_REDIS, lasted_s=lasted_s)  # raises when it is given up
+        bench.clock.now += lasted_s
 
 
 def test_a_full_queue_is_waited_for_as_long_as_it_asks_and_by_nobody_at_the_same_moment() -> None:
@@ -120,9 +160,8 @@ def test_a_wait_beyond_the_limit_is_told_at_once() -> None:
 
 
 def test_a_single_gateway_that_is_about_to_end_is_given_its_time() -> None:
-    stopping = Failure(grpc.StatusCode.UNAVAILABLE, "stopping", reason="GATEWAY_STOPPING", retry_after_s=1.0)
-    assert Bench("a:1").fail(stopping) == 1.0
-    assert Bench("a:1", "b:1").fail(stopping) <= 0.1
+    assert Bench("a:1").fail(STOPPING) == 1.0
+    assert Bench("a:1", "b:1").fail(STOPPING) <= 0.1
 
 
 @pytest.mark.parametrize(

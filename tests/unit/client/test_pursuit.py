@@ -247,3 +247,13 @@ def test_a_deadline_before_anything_was_accepted_is_an_error_at_once() -> None:
     clock.now += 10.0
     with pytest.raises(DeadlineExceeded):
         chased.failed(LATE, TARGET)
+
+
+def test_a_request_that_waits_outlives_gateways_that_stop_one_after_the_other() -> None:
+    chased, clock = pursuit()
+    chased.take(opening(), TARGET)
+    stopping = Failure(grpc.StatusCode.UNAVAILABLE, "stopping", reason="GATEWAY_STOPPING", retry_after_s=1.0)
+    for _ in range(20):
+        chased.next_call()
+        clock.now += 40.0
+        clock.now += chased.failed(stopping, TARGET)

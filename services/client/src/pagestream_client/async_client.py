@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -10,12 +11,12 @@ from typing import Any, Self, Unpack
 
 import grpc
 from pagestream.v1 import inference_pb2 as api
-from pagestream.v1.inference_pb2_grpc import InferenceStub
 
 from pagestream_client.async_stream import AsyncStream
 from pagestream_client.chunks import FinishReason, reason_of
+from pagestream_client.connections import Connections
 from pagestream_client.core import ClientCore
-from pagestream_client.errors import Position, StreamClosed
+from pagestream_client.errors import Position
 from pagestream_client.requests import Input, OnDisconnect, SamplingOptions, generate_request
 from pagestream_client.settings import Reconnection, Transport
 from pagestream_client.status import failure_of
@@ -50,10 +51,8 @@ class AsyncClient:
         self._core = ClientCore(
             targets, api_key=api_key, credentials=credentials, reconnection=reconnection, transport=transport
         )
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._stubs: dict[str, Any] = {}
+        self._connections = Connections(self._connect, clock=time.monotonic)
         self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
-        self._closed = False
 
     async def __aenter__(self) -> Self:
         """Connections are made when they are needed."""
@@ -67,12 +66,10 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends open streams (their readers hear StreamClosed) and all connections."""
-        self._closed = True
+        channels = self._connections.close()
         for stream in list(self._streams):
             stream.abandon()
-        channels, self._channels = self._channels, {}
-        self._stubs.clear()
-        for channel in channels.values():
+        for channel in channels:
             await channel.close()
 
     def generate(
@@ -148,30 +145,26 @@ class AsyncClient:
         core, patience = self._core, self._core.patience()
         while True:
             target = core.endpoints.current
-            call = getattr(self._stub(target), method)
+            connection = self._connections.to(target)
+            call = getattr(connection.stub, method)
             try:
                 answer = await call(request, timeout=core.transport.answer_timeout_s, metadata=core.metadata)
             except grpc.RpcError as error:
-                delay_s = patience.after(failure_of(error), target)
+                failure = failure_of(error)
+                self._connections.failed(connection, failure)
+                delay_s = patience.after(failure, target)
             else:
                 patience.worked(target)
                 return answer
             await asyncio.sleep(delay_s)
 
     def _stream(self, start: api.GenerateRequest | Position, deadline_s: float | None) -> AsyncStream:
-        stream = AsyncStream(self._core, self._core.pursuit(start, deadline_s=deadline_s), self._stub)
+        stream = AsyncStream(self._core, self._core.pursuit(start, deadline_s=deadline_s), self._connections)
         self._streams.add(stream)
         return stream
 
-    def _stub(self, target: str) -> Any:
-        if self._closed:
-            raise StreamClosed("the client is closed")
-        if target not in self._stubs:
-            options, credentials = self._core.transport.options(), self._core.credentials
-            if credentials is None:
-                channel = grpc.aio.insecure_channel(target, options=options)
-            else:
-                channel = grpc.aio.secure_channel(target, credentials, options=options)
-            self._channels[target] = channel
-            self._stubs[target] = InferenceStub(channel)
-        return self._stubs[target]
+    def _connect(self, target: str) -> grpc.aio.Channel:
+        options, credentials = self._core.transport.options(), self._core.credentials
+        if credentials is None:
+            return grpc.aio.insecure_channel(target, options=options)
+        return grpc.aio.secure_channel(target, credentials, options=options)

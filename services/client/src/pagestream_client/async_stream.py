@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -12,6 +11,7 @@ import grpc
 from pagestream.v1 import inference_pb2 as api
 
 from pagestream_client.chunks import Chunk
+from pagestream_client.connections import Connection, Connections
 from pagestream_client.core import ClientCore
 from pagestream_client.errors import Position, StreamClosed
 from pagestream_client.generations import Generation, put_together
@@ -27,11 +27,12 @@ class AsyncStream:
     Iterate over it; `async with`, or `aclose`, ends it early. One task reads it.
     """
 
-    def __init__(self, core: ClientCore, pursuit: Pursuit, stub_of: Callable[[str], Any]) -> None:
+    def __init__(self, core: ClientCore, pursuit: Pursuit, connections: Connections) -> None:
         """For AsyncClient."""
         self._core = core
         self._pursuit = pursuit
-        self._stub_of = stub_of
+        self._connections = connections
+        self._connection: Connection | None = None
         self._call: Any = None
         self._target = ""
         self._ahead: Chunk | None = None
@@ -107,10 +108,13 @@ class AsyncStream:
         try:
             response = await self._read()
         except grpc.RpcError as error:
+            connection = self._connection
             self._hang_up()
             if self._closing.is_set():
                 return None
-            delay_s = self._pursuit.failed(failure_of(error), self._target)
+            failure = failure_of(error)
+            self._connections.failed(connection, failure)
+            delay_s = self._pursuit.failed(failure, self._target)
         except asyncio.CancelledError:
             self._hang_up()
             if self._closing.is_set() and not _is_cancelled():
@@ -141,7 +145,8 @@ class AsyncStream:
         """The next message; None at the call's end."""
         if self._call is None:
             call, self._target = self._pursuit.next_call(), self._core.endpoints.current
-            stub = self._stub_of(self._target)
+            connection = self._connection = self._connections.to(self._target)
+            stub = connection.stub
             method = stub.Generate if isinstance(call.request, api.GenerateRequest) else stub.Resume
             self._call = method(call.request, timeout=call.timeout_s, metadata=self._core.metadata)
         answer = await self._call.read()
@@ -156,12 +161,14 @@ class AsyncStream:
                         await call.code()
             finally:
                 call.cancel()
+                self._connection = None
         self._pursuit.raise_failure()
 
     def _hang_up(self) -> None:
         call, self._call = self._call, None
         if call is not None:
             call.cancel()
+        self._connection = None  # only now: it may be the last that holds it
 
 
 def _is_cancelled() -> bool:

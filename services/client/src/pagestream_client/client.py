@@ -11,11 +11,11 @@ from typing import Any, Self, Unpack
 
 import grpc
 from pagestream.v1 import inference_pb2 as api
-from pagestream.v1.inference_pb2_grpc import InferenceStub
 
 from pagestream_client.chunks import FinishReason, reason_of
+from pagestream_client.connections import Connections
 from pagestream_client.core import ClientCore
-from pagestream_client.errors import Position, StreamClosed
+from pagestream_client.errors import Position
 from pagestream_client.requests import Input, OnDisconnect, SamplingOptions, generate_request
 from pagestream_client.settings import Reconnection, Transport
 from pagestream_client.status import failure_of
@@ -51,10 +51,8 @@ class Client:
         self._core = ClientCore(
             targets, api_key=api_key, credentials=credentials, reconnection=reconnection, transport=transport
         )
-        self._channels: dict[str, grpc.Channel] = {}
-        self._stubs: dict[str, Any] = {}
+        self._connections = Connections(self._connect, clock=time.monotonic)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._closed = False
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -69,13 +67,12 @@ class Client:
 
     def close(self) -> None:
         """Ends open streams (their readers hear StreamClosed) and all connections."""
+        channels = self._connections.close()
         with self._lock:
-            self._closed = True
-            streams, channels = list(self._streams), self._channels
-            self._channels, self._stubs = {}, {}
+            streams = list(self._streams)
         for stream in streams:
             stream.abandon()
-        for channel in channels.values():
+        for channel in channels:
             channel.close()
 
     def generate(
@@ -151,32 +148,27 @@ class Client:
         core, patience = self._core, self._core.patience()
         while True:
             target = core.endpoints.current
-            call = getattr(self._stub(target), method)
+            connection = self._connections.to(target)
+            call = getattr(connection.stub, method)
             try:
                 answer = call(request, timeout=core.transport.answer_timeout_s, metadata=core.metadata)
             except grpc.RpcError as error:
-                delay_s = patience.after(failure_of(error), target)
+                failure = failure_of(error)
+                self._connections.failed(connection, failure)
+                delay_s = patience.after(failure, target)
             else:
                 patience.worked(target)
                 return answer
             time.sleep(delay_s)
 
     def _stream(self, start: api.GenerateRequest | Position, deadline_s: float | None) -> Stream:
-        stream = Stream(self._core, self._core.pursuit(start, deadline_s=deadline_s), self._stub)
+        stream = Stream(self._core, self._core.pursuit(start, deadline_s=deadline_s), self._connections)
         with self._lock:
             self._streams.add(stream)
         return stream
 
-    def _stub(self, target: str) -> Any:
-        with self._lock:
-            if self._closed:
-                raise StreamClosed("the client is closed")
-            if target not in self._stubs:
-                options, credentials = self._core.transport.options(), self._core.credentials
-                if credentials is None:
-                    channel = grpc.insecure_channel(target, options=options)
-                else:
-                    channel = grpc.secure_channel(target, credentials, options=options)
-                self._channels[target] = channel
-                self._stubs[target] = InferenceStub(channel)
-            return self._stubs[target]
+    def _connect(self, target: str) -> grpc.Channel:
+        options, credentials = self._core.transport.options(), self._core.credentials
+        if credentials is None:
+            return grpc.insecure_channel(target, options=options)
+        return grpc.secure_channel(target, credentials, options=options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -12,8 +13,11 @@ from pagestream_client.errors import PagestreamError, Unavailable
 from pagestream_client.settings import Reconnection
 from pagestream_client.status import Failure, error_of
 
-_HEALTHY_S = 10.0
-"""A call that stood this long has worked, even if it had nothing to say: its request waited in the queue."""
+_HEALTHY_S = {"": 10.0, "GATEWAY_STOPPING": 10.0, "UNAVAILABLE": 140.0}
+"""By the reason of its end: a call that stood this long has worked, even if it had nothing to say, since its request
+waited in the queue. A dead connection is noticed sooner; a gateway waits for Redis for 120 s, then says UNAVAILABLE."""
+_ROUND_S = 10.0
+"""After a call that stood this long, the other gateways have not been asked for a while, and are asked at once."""
 
 
 class Patience:
@@ -49,8 +53,10 @@ class Patience:
         elif not failure.is_transient:
             raise error_of(failure)
         self._endpoints.failed(target)
-        if lasted_s >= _HEALTHY_S and not failure.reason:
-            self._since, self._tries = None, 0
+        if lasted_s >= _HEALTHY_S.get(failure.reason, math.inf):
+            self._since = None
+        if lasted_s >= _ROUND_S:
+            self._tries = 0
         self._tries += 1
         return self._waited(failure, self._delay_s(failure))
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class Reconnection:
     """How long a client tries, and how often."""
 
-    limit_s: float = 60.0
-    """Without any progress: longer than the restart of an engine, a gateway or Redis takes."""
+    limit_s: float = 130.0
+    """Without any progress: longer than the restart of an engine, a gateway or Redis takes, and by a last try longer
+    than the 120 s for which gateways themselves wait for Redis (`outage_limit_s`)."""
     first_delay_s: float = 0.05
     """Before the first try at a gateway that has not failed; the delay is drawn from 0 to this, so that the clients
     of a dead gateway do not come to the next one at once."""
@@ -30,12 +31,15 @@ class Reconnection:
 class Transport:
     """How connections are made and watched."""
 
-    connect_timeout_s: float = 5.0
+    connect_timeout_s: float = 3.0
     """Until a gateway that does not answer at all counts as failed."""
-    keepalive_s: float = 10.0
+    keepalive_s: float = 6.0
     """Between two probes of a silent connection. Gateways refuse clients that probe more often than every 5 s."""
-    keepalive_timeout_s: float = 5.0
-    """Until an unanswered probe ends the connection: a cut cable and a stopped process are noticed by it alone."""
+    keepalive_timeout_s: float = 2.0
+    """Until an unanswered probe ends the connection: a cut cable and a stopped process are noticed by it alone.
+
+    A request is cancelled when it had no reader for a gateway's lease (1.5 s) and the grace (10 s): both times, and a
+    try at another gateway that is dead as well, must be less."""
     answer_timeout_s: float = 10.0
     """Of one call that is no stream."""
 

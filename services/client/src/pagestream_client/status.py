@@ -35,6 +35,11 @@ class Failure:
         return self.code in _BROKEN and not self.reason  # a broken connection, if no gateway gives a reason
 
     @property
+    def is_gateway_unable(self) -> bool:
+        """Whether a gateway has said that it cannot serve now: it stops, or Redis does not answer it."""
+        return self.code is _Code.UNAVAILABLE and bool(self.reason)
+
+    @property
     def is_queue_full(self) -> bool:
         """Whether the gateway asks to wait because there is no room."""
         return self.code is _Code.RESOURCE_EXHAUSTED and self.retry_after_s is not None

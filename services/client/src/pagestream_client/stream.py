@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -12,6 +11,7 @@ import grpc
 from pagestream.v1 import inference_pb2 as api
 
 from pagestream_client.chunks import Chunk
+from pagestream_client.connections import Connection, Connections
 from pagestream_client.core import ClientCore
 from pagestream_client.errors import Position, StreamClosed
 from pagestream_client.generations import Generation, put_together
@@ -27,11 +27,12 @@ class Stream:
     Iterate over it; `with`, or `close`, ends it early. One thread reads it; any may close it.
     """
 
-    def __init__(self, core: ClientCore, pursuit: Pursuit, stub_of: Callable[[str], Any]) -> None:
+    def __init__(self, core: ClientCore, pursuit: Pursuit, connections: Connections) -> None:
         """For Client."""
         self._core = core
         self._pursuit = pursuit
-        self._stub_of = stub_of
+        self._connections = connections
+        self._connection: Connection | None = None
         self._call: Any = None
         self._target = ""
         self._ahead: Chunk | None = None
@@ -106,10 +107,13 @@ class Stream:
         try:
             response = self._read()
         except grpc.RpcError as error:
+            connection = self._connection
             self._hang_up()
             if self._closing.is_set():
                 return None  # it was our own hanging up
-            delay_s = self._pursuit.failed(failure_of(error), self._target)
+            failure = failure_of(error)
+            self._connections.failed(connection, failure)
+            delay_s = self._pursuit.failed(failure, self._target)
         except BaseException:  # KeyboardInterrupt, in whatever the main thread waits
             self._hang_up()
             raise
@@ -140,8 +144,8 @@ class Stream:
 
     def _called(self) -> Any:
         call, self._target = self._pursuit.next_call(), self._core.endpoints.current
-        stub = self._stub_of(self._target)
-        method = stub.Generate if isinstance(call.request, api.GenerateRequest) else stub.Resume
+        connection = self._connection = self._connections.to(self._target)
+        method = connection.stub.Generate if isinstance(call.request, api.GenerateRequest) else connection.stub.Resume
         try:
             return method(call.request, timeout=call.timeout_s, metadata=self._core.metadata)
         except ValueError as error:  # another thread has just closed the channel
@@ -155,9 +159,11 @@ class Stream:
                     call.exception(_STATUS_LIMIT_S)  # the log has ended; how this connection ends changes nothing
             finally:
                 call.cancel()
+                self._connection = None
         self._pursuit.raise_failure()
 
     def _hang_up(self) -> None:
         call, self._call = self._call, None
         if call is not None:
             call.cancel()
+        self._connection = None  # only now: it may be the last that holds it
