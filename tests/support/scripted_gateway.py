@@ -10,6 +10,8 @@ from typing import Any, Self
 REQUEST_ID = "2a97516c-0000-0123456789abcdef0123456789abcdef"
 HEAD = "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nConnection: close\r\n{more}"
 
+_COMMENT_S = 0.05
+
 
 @dataclass(frozen=True)
 class Call:
@@ -26,9 +28,10 @@ class ScriptedGateway:
     """Answers with `tokens`, one event each. Use as `async with`."""
 
     tokens: list[str] = field(default_factory=lambda: ["Once", " upon", " a", " time"])
-    breaks: list[int | str] = field(default_factory=list)
-    """What befalls connections in turn: a number of events after which it is cut, or the code of an error event that
-    is sent instead of the first event; connections beyond the list live."""
+    breaks: list[int | float | str] = field(default_factory=list)
+    """What befalls connections in turn: a number of events after which it is cut, seconds (a float) of comments after
+    which it is cut, or the code of an error event that is sent instead of the first event; connections beyond the list
+    live."""
     refusals: list[tuple[int, str]] = field(default_factory=list)
     """Status and message for the first requests."""
     models: list[str] = field(default_factory=lambda: ["demo"])
@@ -74,6 +77,11 @@ class ScriptedGateway:
         if isinstance(fate, str):
             _chunk(writer, _event(_start(call), {"error": {"message": "later", "code": fate}}))
             return
+        if isinstance(fate, float):
+            for _ in range(max(1, round(fate / _COMMENT_S))):
+                await asyncio.sleep(_COMMENT_S)
+                _chunk(writer, ": keep-alive\n\n")
+            fate = 0
         events = [_event(i + 1, self._body(call, i)) for i in range(_start(call), len(self.tokens) + 2)]
         for event in events if fate is None else events[:fate]:
             _chunk(writer, event)

@@ -32,7 +32,7 @@ async def test_an_undisturbed_answer() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("breaks", [[0], [1], [5], [6], [0, 0, 0], [2, 0, 1, 1], [1] * 6])
-async def test_every_token_comes_once_whatever_breaks(path: str, breaks: list[int | str]) -> None:
+async def test_every_token_comes_once_whatever_breaks(path: str, breaks: list[int | float | str]) -> None:
     async with ScriptedGateway(breaks=list(breaks)) as gateway:
         deltas = await answer(gateway, path=path)
     assert "".join(delta.text for delta in deltas) == "Once upon a time"
@@ -54,6 +54,21 @@ async def test_an_error_that_says_later_is_waited_out(code: str) -> None:
         deltas = await answer(gateway)
     assert "".join(delta.text for delta in deltas) == "Once upon a time"
     assert len(gateway.calls) == 3
+
+
+async def test_waiting_in_a_queue_through_gateways_that_end_is_no_loss() -> None:
+    policy = Reconnection(limit_s=0.4, healthy_s=0.2, first_delay_s=0.01, max_delay_s=0.02)
+    async with ScriptedGateway(breaks=[1, 0.8, 0.8]) as gateway:
+        deltas = await answer(gateway, policy)
+    assert "".join(delta.text for delta in deltas) == "Once upon a time"
+    assert len(gateway.calls) == 4
+
+
+async def test_comments_of_connections_that_end_at_once_are_no_progress() -> None:
+    policy = Reconnection(limit_s=0.4, healthy_s=0.2, first_delay_s=0.01, max_delay_s=0.02)
+    async with ScriptedGateway(breaks=[1, *[0.05] * 100]) as gateway:
+        with pytest.raises(StreamLostError):
+            await answer(gateway, policy)
 
 
 async def test_an_error_that_says_no_ends_the_answer() -> None:

@@ -31,15 +31,18 @@ RETRIED_CODES = ("unavailable", "gateway_stopping")
 class Reconnection:
     """How long a broken stream is taken up again."""
 
-    limit_s: float = 60.0
-    """Without any event: longer than the restart of an engine or gateway takes."""
+    limit_s: float = 130.0
+    """Without any sign: longer than gateways themselves wait for a Redis that is away."""
+    healthy_s: float = 10.0
+    """A comment is a sign of a gateway that serves, and whose request waits, on a connection that has stood so long."""
     first_contact_s: float = 5.0
     """The same before any server has answered: there it is more likely that none runs."""
     first_delay_s: float = 0.2
     max_delay_s: float = 2.0
     connect_timeout_s: float = 5.0
-    read_timeout_s: float = 60.0
-    """Between two events: a queue may be long, and the gateway sends comments meanwhile or not."""
+    read_timeout_s: float = 35.0
+    """Between two signs: while a request waits, its gateway sends a comment every 15 s. One that is silent may be
+    dead, and without a reader the request is cancelled 40 s after that."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ async def stream_answer(
 
     Raises:
         RequestRejectedError: the server refuses the request, or the answer ends with an error.
-        StreamLostError: no event came for `policy.limit_s`.
+        StreamLostError: no sign came for `policy.limit_s`.
     """
     stream = _AnswerStream(endpoint, path, {**body, "stream": True}, policy or Reconnection())
     async for event in stream.events():
@@ -134,14 +137,17 @@ class _AnswerStream:
                 await self._wait(reason)
 
     async def _connection(self, http: httpx.AsyncClient) -> AsyncIterator[Event]:
-        decoder = SseDecoder()
+        decoder, begun = SseDecoder(), time.monotonic()
         async with http.stream(**self._request()) as response:
             self._progress.answered = True
             if response.status_code != httpx.codes.OK:
                 raise _refusal(response.status_code, await response.aread())
             self._progress.request_id = response.headers.get("x-request-id", "") or self._progress.request_id
             async for data in response.aiter_raw():
-                for event in decoder.feed(data):
+                events = list(decoder.feed(data))
+                if not events and time.monotonic() - begun >= self._policy.healthy_s:
+                    self._progress.moved = time.monotonic()
+                for event in events:
                     yield event
 
     def _request(self) -> dict[str, Any]:
