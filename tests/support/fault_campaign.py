@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from fault_cluster import CLIENTS, Fault, FaultCluster, FeatureClient, Member
+from fault_cluster import Fault, FaultCluster, FeatureClient, Member
 from fault_line import Stop
 from fault_tally import Tally
+from feature_clients import clients_of
 from feature_rows import FEATURE_ROWS
 from pagestream_streams.fault_points import FaultPoint
 from stream_clients import StreamBrokenError
@@ -121,7 +122,7 @@ class Campaign:
     def _endless_kinds(self) -> Iterator[FeatureClient]:
         for turn in itertools.count():
             for place, row in enumerate(FEATURE_ROWS):
-                for shift, kind in enumerate(CLIENTS):
+                for shift, kind in enumerate(clients_of(row)):
                     yield self._cluster.client(kind, row, first=(turn + place + shift) % len(self._cluster.gateways))
 
     async def _load(self) -> None:

@@ -241,13 +241,16 @@ class SseClient(FeatureClient):
             return
         self.progress.append(time.monotonic())
         request_id, index, digest = event_id.split("/")
-        if self.row.is_chat and int(index) == self.seen.next_index == 0:
-            self._last_event_id = event_id  # the roles stand before the first entry
+        opens = int(index) == self.seen.next_index == 0  # the roles, or what is echoed: before the first entry
+        if self.row.is_chat and opens:
+            self._last_event_id = event_id
             return
+        if self.row.echo and opens and not self._last_event_id:
+            self.seen.next_index = -1
         if request_id != self.request_id or int(index) <= self.seen.next_index:
             raise StreamBrokenError(f"{self.name}: event {event_id} after {self._last_event_id}")
         self._last_event_id = event_id
-        self.seen.next_index, self.seen.digest = int(index), digest
+        self.seen.next_index, self.seen.digest = int(index), "" if self.row.is_list else digest
         if body.get("usage"):
             self.seen.usage = (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"])
         for choice in body["choices"]:
@@ -260,4 +263,6 @@ class SseClient(FeatureClient):
             seen.finish_reason = choice["finish_reason"] or seen.finish_reason
 
 
-CLIENTS: tuple[type[FeatureClient], ...] = (GrpcClient, SseClient)
+def clients_of(row: FeatureRow) -> Sequence[type[FeatureClient]]:
+    """The APIs that have the row."""
+    return (SseClient,) if row.is_list else (GrpcClient, SseClient)

@@ -22,7 +22,8 @@ class FeatureRow:
     """One request."""
 
     name: str
-    prompt: str
+    prompt: str | tuple[str, ...]
+    """Several are a list of prompts in one request, which only POST /v1/completions has."""
     sampling: Mapping[str, Any]
     """vLLM's names, as in gRPC's SamplingParams and in the body of POST /v1/completions."""
     finish: str = "length"
@@ -31,6 +32,13 @@ class FeatureRow:
     """The gateway chooses the seed: the undisturbed run is one under the seed that was chosen."""
     is_chat: bool = False
     """The prompt is a user's message, and goes through the model's chat template."""
+    echo: bool = False
+    """The prompts come before the answers; POST /v1/completions."""
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it is several prompts: the order in which they come into the log is chance, and so is its digest."""
+        return not isinstance(self.prompt, str)
 
 
 # The bytes of two letters and of an emoji, and a letter that is one token: characters of one to four tokens.
@@ -66,6 +74,12 @@ FEATURE_ROWS = (
         {"temperature": 0.9, "seed": 43, "logit_bias": {EOS_TOKEN_ID: 20.0}, "skip_special_tokens": False},
     ),
     FeatureRow("chat", "Who lives in the lighthouse?", {"temperature": 0.7, "seed": 47, "n": 2}, is_chat=True),
+    FeatureRow(
+        "list of prompts",
+        ("The keeper had", "The captain of the ship said that", "Nobody knew"),
+        {"temperature": 0.9, "seed": 53, "n": 2},
+        echo=True,
+    ),
     FeatureRow("multi-byte", "Say it.", {"temperature": 2.0, "seed": 11, "logit_bias": BYTES_BIAS}),
     FeatureRow("prefix cache", STORY * 6, {"temperature": 0.7, "seed": 13}),
     FeatureRow(
@@ -119,9 +133,9 @@ def grpc_request(row: FeatureRow, *, model: str, key: str, seed: int | None = No
     sampling = pb.SamplingParams(**sampling_of(row, seed))
     request = pb.GenerateRequest(model=model, sampling=sampling, idempotency_key=key)
     if row.is_chat:
-        request.chat.messages.add(role="user", content=row.prompt)
+        request.chat.messages.add(role="user", content=str(row.prompt))
     else:
-        request.prompt = row.prompt
+        request.prompt = str(row.prompt)
     return request
 
 
@@ -131,7 +145,9 @@ def http_body(row: FeatureRow, *, model: str, seed: int | None = None) -> dict[s
     if "logit_bias" in sampling:
         sampling["logit_bias"] = {str(token): bias for token, bias in sampling["logit_bias"].items()}
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    asked: dict[str, Any] = {"prompt": row.prompt}
+    asked: dict[str, Any] = {"prompt": list(row.prompt) if row.is_list else row.prompt}
+    if row.echo:
+        asked["echo"] = True
     if row.is_chat:
         asked = {"messages": [{"role": "user", "content": row.prompt}]}
     return {"model": model, **asked, **sampling, **options}

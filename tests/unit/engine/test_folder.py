@@ -3,7 +3,9 @@ from pathlib import Path
 import pytest
 from arithmetic_model import byte_level_tokenizer, make_folder
 from pagestream_engine.errors import ModelNotFound
-from pagestream_engine.folder import load_tokenizer, resolve_model
+from pagestream_engine.folder import load_tokenizer, model_revision, resolve_model
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
@@ -16,6 +18,27 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 def test_a_missing_folder_is_no_repository(given: str) -> None:
     with pytest.raises(ModelNotFound, match=f"given '{given}', expected a folder"):
         resolve_model(given)
+
+
+def test_a_revision_is_of_all_that_decides_tokens_and_text(tmp_path: Path) -> None:
+    """Of weights also where a few layers in the middle of a large file are others."""
+    folder = make_model(tmp_path / "model", "llama")
+    weights = load_file(folder / "model.safetensors")
+    first = model_revision(folder)
+    assert model_revision(folder) == first
+    seen = {first}
+    for number, (name, weight) in enumerate(sorted(weights.items()), start=1):
+        save_file({**weights, name: weight * 0.5 + 0.01}, folder / "model.safetensors")
+        seen.add(model_revision(folder))
+        assert len(seen) == number + 1, name
+    save_file(weights, folder / "model.safetensors")
+    assert model_revision(folder) == first
+    for file in ("config.json", "generation_config.json", "tokenizer.json"):
+        told = (folder / file).read_bytes()
+        (folder / file).write_bytes(told + b"\n")
+        assert model_revision(folder) != first, file
+        (folder / file).write_bytes(told)
+    assert model_revision(folder) == first
 
 
 def test_a_folder_without_a_configuration(tmp_path: Path) -> None:

@@ -51,6 +51,24 @@ def test_filters(vocab_size: int) -> None:
     _check(filtered)
 
 
+def test_a_nucleus_that_ends_at_its_border_to_the_last_bit() -> None:
+    """A long row that is alone is added up by several threads, unless something is done about it."""
+    for seed in range(60):
+        row = torch.randn(128_256, generator=torch.Generator().manual_seed(seed))
+        row[7], row[9] = 13.0, 12.9
+        pair = torch.stack([row, row.flip(0)])
+        for total in (row[None].logsumexp(-1)[0], pair.logsumexp(-1)[0]):
+            top_p = (row[7] - total).exp()  # so the first token's mass is top_p, or one bit less, by how it is added up
+            kept = []
+            for rows in (row[None].clone(), pair.clone()):
+                count = len(rows)
+                apply_filters(
+                    rows, top_k=torch.full((count,), 1 << 20), top_p=top_p.expand(count), min_p=torch.zeros(count)
+                )
+                kept.append(rows[0])
+            assert torch.equal(*kept), seed
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probabilities(dtype: torch.dtype) -> None:
     logits = (torch.randn(_ROWS, 1537, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)

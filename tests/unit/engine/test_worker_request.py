@@ -193,6 +193,15 @@ def test_each_prompt_of_a_list_has_its_own_choices() -> None:
     assert choices[1].params.seed == choices[3].params.seed != 7
 
 
+def test_prompts_of_a_list_have_seeds_of_their_own_where_nobody_gave_one() -> None:
+    """Equal prompts would have equal answers. The record says it: what began by the other rule goes on by it."""
+    drawn = claim(n=2, num_prompts=2)
+    drawn.spec.seed_for_each_prompt = True
+    seeds = [choice.params.seed for choice in RunningRequest(drawn).open_choices()]
+    assert seeds == [child_seed(7, choice) for choice in range(4)]
+    assert len(set(seeds)) == 4
+
+
 def test_a_message_becomes_parameters() -> None:
     message = SamplingParams(
         temperature=0.7, top_k=5, seed=3, stop=["x"], stop_token_ids=[9], min_tokens=1, max_tokens=4

@@ -41,6 +41,7 @@ def take(document: dict[str, Any], is_chat: bool) -> None:
     spec = build_spec(draft, prepared, request_id="r", model=MODEL, tenant="t", grace_ms=1)
     assert spec.sampling.HasField("seed")
     assert spec.SerializeToString()
+    assert spec.seed_for_each_prompt == (len(spec.prompts) > 1 and document.get("seed") is None)
     for prompt in spec.prompts:
         assert len(prompt.ids) > 0
         assert len(prompt.ids) + spec.sampling.max_tokens <= LOADED.max_model_len

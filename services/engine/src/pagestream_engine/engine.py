@@ -103,6 +103,7 @@ class Engine:
         num_blocks = config.cache.num_gpu_blocks_override or self._runner.profile_num_blocks()
         self.block_size = config.cache.block_size
         self.max_model_len = _fit_model_len(config, facts, num_blocks)
+        self.model_context = facts.max_position_embeddings
         self.eos_token_ids = frozenset(facts.eos_token_ids)
         self.vocab_size = facts.vocab_size
         self._runner.allocate_kv_cache(num_blocks)

@@ -8,8 +8,10 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from pagestream_engine.errors import ModelNotFound
+from pagestream_engine.model.safetensors_file import read_header
 
-_HASH_CHUNK_BYTES = 1 << 20
+_DECIDING = ("config.json", "generation_config.json", "tokenizer.json")
+_SAMPLES, _SAMPLE_BYTES = 8, 1 << 10
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
 
 
@@ -54,19 +56,25 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def model_revision(folder: Path) -> str:
-    """16 hexadecimal digits of a digest of the configuration and of the weights' headers, sizes, and ends: cheap, and
-    different for other weights.
+    """16 hexadecimal digits of a digest of what decides tokens and text: the configuration, the end tokens, the
+    tokenizer, and of every tensor its name, place, and some bytes from all over it.
 
-    A safetensors header names every tensor with its shape and place; the first chunk of data after it tells apart
-    checkpoints of one architecture.
+    Cheap, since it reads a few KiB of each tensor, and different for other weights, also where a fine-tune has left
+    most layers alone.
     """
     digest = hashlib.sha256()
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
-        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+    for name in _DECIDING:
+        path = folder / name
+        if path.is_file():
+            digest.update(f"{name}:{path.stat().st_size}".encode())
+            digest.update(path.read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
-            digest.update(file.read(_HASH_CHUNK_BYTES))
-            file.seek(-min(path.stat().st_size, _HASH_CHUNK_BYTES), 2)
-            digest.update(file.read(_HASH_CHUNK_BYTES))
+            for name, entry in sorted(read_header(path).items()):
+                digest.update(f"{path.name}:{name}:{entry.dtype}:{entry.shape}".encode())
+                for sample in range(_SAMPLES):
+                    file.seek(entry.begin + max(0, entry.num_bytes - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                    digest.update(file.read(min(_SAMPLE_BYTES, entry.num_bytes)))
     return digest.hexdigest()[:16]
 
 

@@ -135,6 +135,7 @@ def build_spec(
         idempotency_key=draft.idempotency_key,
         traceparent=trace.traceparent,
         tracestate=trace.tracestate,
+        seed_for_each_prompt=len(prepared.prompts) > 1 and not draft.sampling.HasField("seed"),
     )
     spec.answer.echo_texts.extend(prepared.echo_texts)
     return spec

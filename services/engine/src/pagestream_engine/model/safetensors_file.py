@@ -56,7 +56,7 @@ def read_folder(folder: Path) -> dict[str, Entry]:
         paths = [single]
     entries: dict[str, Entry] = {}
     for path in paths:
-        entries.update(_read_header(path))
+        entries.update(read_header(path))
     return entries
 
 
@@ -124,7 +124,8 @@ def _read_into(file: BinaryIO, flat: torch.Tensor, entry: Entry) -> None:
         window = window[count:]
 
 
-def _read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, Entry]:
+    """Lists the tensors of one file. Raises ModelFolderError: it is missing or malformed."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

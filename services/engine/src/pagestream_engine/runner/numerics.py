@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,6 +19,14 @@ from pagestream_engine.folder import model_revision
 from pagestream_engine.model.llama import LlamaModel
 
 _log = logging.getLogger(__name__)
+
+_MAKERS = {
+    "pagestream_engine": (
+        *("attention/**/*", "model/**/*", "runner/**/*", "sampler/**/*"),
+        *("detokenizer.py", "generation.py", "sampling_params.py", "sequence.py", "stop.py", "token_counts.py"),
+    ),
+    "pagestream_kernels": ("**/*",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,7 @@ def fingerprint(model_dir: Path, backend: AttentionBackend[Any], max_model_len: 
     shape = backend.shape
     parts = [
         model_revision(model_dir),
+        _code(),
         str(shape.dtype),
         str(shape.block_size),
         str(max_model_len),
@@ -69,6 +80,19 @@ def fingerprint(model_dir: Path, backend: AttentionBackend[Any], max_model_len: 
         _device(backend.device),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+@cache
+def _code() -> str:
+    """Digest of the sources that make tokens and text: another version of them may make others."""
+    digest = hashlib.sha256()
+    for package, places in _MAKERS.items():
+        root = Path(str(resources.files(package)))
+        paths = {path for place in places for path in root.glob(place)}
+        for path in sorted(path for path in paths if path.suffix in (".py", ".cpp", ".h")):
+            digest.update(f"{package}/{path.relative_to(root)}:{path.stat().st_size}".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _device(device: torch.device) -> str:

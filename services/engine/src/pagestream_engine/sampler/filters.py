@@ -53,7 +53,7 @@ def _threshold_within(largest: Tensor, logits: Tensor, top_k: Tensor, top_p: Ten
     border = largest.gather(1, top_k.clamp(max=looked)[:, None] - 1).squeeze(1)
     border = border.masked_fill(~limited, -torch.inf)
     kept = largest.masked_fill(largest < border[:, None], -torch.inf)
-    total = torch.where(limited, kept.logsumexp(dim=-1), logits.logsumexp(dim=-1))
+    total = torch.where(limited, _logsumexp(kept), _logsumexp(logits))
     mass = (kept - total[:, None]).exp().cumsum(dim=-1)
     # A token stays while the probability before it is below top_p.
     before = torch.cat((torch.zeros_like(mass[:, :1]), mass[:, :-1]), dim=-1)
@@ -63,3 +63,8 @@ def _threshold_within(largest: Tensor, logits: Tensor, top_k: Tensor, top_p: Ten
     whole = looked == vocab_size
     settled = (~limited | (top_k < looked)) & (~nucleus | limited | (mass[:, -1] >= top_p))
     return torch.where(nucleus, last, border), settled | whole
+
+
+def _logsumexp(rows: Tensor) -> Tensor:
+    """Each row's, whatever is beside it: torch adds up a single long row by threads, and so in another order."""
+    return rows.repeat(2, 1).logsumexp(dim=-1)[:1] if len(rows) == 1 else rows.logsumexp(dim=-1)

@@ -24,7 +24,7 @@ from setproctitle import setproctitle
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
-from pagestream_engine.errors import EngineError
+from pagestream_engine.errors import ConfigError, EngineError
 from pagestream_engine.folder import resolve_model
 from pagestream_engine.worker.card import ModelFolderError, build_card
 from pagestream_engine.worker.engine_thread import EngineThread
@@ -44,10 +44,28 @@ EXIT_BAD_OPTIONS = 2
 
 def _load(model: str, config: EngineConfig) -> Engine:
     engine = Engine(resolve_model(model), config)
+    check_context(engine)
     # What is loaded lives as long as the process: a collection that walks it would be a pause between two tokens.
     gc.collect()
     gc.freeze()
     return engine
+
+
+def check_context(engine: Engine) -> None:
+    """Refuses a context that the free memory of this moment decides: another engine, or this one after a restart, would
+    end what this one has begun sooner, or could not go on with it at all.
+
+    Raises:
+        ConfigError: the KV pool holds less than the model's context, and nothing was said about that.
+    """
+    asked, of_model = engine.config.model.max_model_len, engine.model_context
+    if asked is None and engine.max_model_len < of_model:
+        raise ConfigError(
+            "max_model_len",
+            asked,
+            f"a number, since the KV pool holds {engine.max_model_len} tokens here and the model's context {of_model}",
+            f"give all engines of this model the same --max-model-len, at most {engine.max_model_len}, or more memory",
+        )
 
 
 async def _when_redis_is_there(action: Callable[[], Awaitable[T]]) -> T:

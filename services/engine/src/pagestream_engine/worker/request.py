@@ -11,7 +11,7 @@ from itertools import groupby
 
 from pagestream.v1.inference_pb2 import LogprobEntry, RequestError, TokenIds, TokenLogprobs, Usage
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
-from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
 from pagestream_streams import Append, Claim, digests
 from pagestream_telemetry.context import TraceContext, caller_context
 
@@ -33,6 +33,11 @@ FIELDS_WITH_PRESENCE = (
     "logprobs",
     "prompt_logprobs",
 )
+
+
+def child_of(spec: RequestSpec, choice: int) -> int:
+    """Which child of the request's seed a choice has: siblings differ, and where nobody gave the seed, prompts too."""
+    return choice if spec.seed_for_each_prompt else choice % max(1, spec.sampling.n)
 
 
 def sampling_from_message(message: SamplingMessage, *, sibling: int) -> SamplingParams:
@@ -114,7 +119,7 @@ class RunningRequest:
                 seq_id=self._seq_id(index),
                 index=index,
                 prompt=self.claim.spec.prompts[index // self._siblings],
-                params=sampling_from_message(self.claim.spec.sampling, sibling=index % self._siblings),
+                params=sampling_from_message(self.claim.spec.sampling, sibling=child_of(self.claim.spec, index)),
                 output_token_ids=tokens,
             )
             self._running.add(index)

@@ -91,7 +91,7 @@ def offline(spec: RequestSpec, folder: str, *, dtype: str, deterministic: bool) 
     prompts = [list(prompt.ids) for prompt in spec.prompts for _ in range(siblings)]
     try:
         llm = LLM(source, dtype=dtype, deterministic=deterministic or None)
-        outputs = llm.generate(prompts, _params(spec, siblings) * len(spec.prompts))
+        outputs = llm.generate(prompts, _params(spec, len(prompts)))
     except ValueError as error:
         raise CliError(str(error)) from error
     answers = []
@@ -106,7 +106,7 @@ def offline(spec: RequestSpec, folder: str, *, dtype: str, deterministic: bool) 
     return answers
 
 
-def _params(spec: RequestSpec, siblings: int) -> list[SamplingParams]:
-    from pagestream_engine.worker.request import sampling_from_message
+def _params(spec: RequestSpec, num_choices: int) -> list[SamplingParams]:
+    from pagestream_engine.worker.request import child_of, sampling_from_message
 
-    return [sampling_from_message(spec.sampling, sibling=sibling) for sibling in range(siblings)]
+    return [sampling_from_message(spec.sampling, sibling=child_of(spec, choice)) for choice in range(num_choices)]
