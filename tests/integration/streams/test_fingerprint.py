@@ -94,3 +94,36 @@ async def test_its_own_queue_ends_with_it_and_counts_as_queued(broker: Broker) -
                 return not await broker.connection.execute("EXISTS", queue)
 
             await eventually(is_gone)
+
+
+async def test_what_needs_a_longer_context_waits_for_an_engine_that_has_it(redis_url: str, broker: Broker) -> None:
+    """While a longer context is rolled out, requests are accepted that old engines would have to refuse."""
+    async with GatewaySession(broker) as gateway:
+        long = spec(prompt=[1] * 50)
+        long.sampling.max_tokens = 30
+        await gateway.accept(long)
+        short = spec(partition=1)
+        await gateway.accept(short)
+        async with of_context(broker, 79) as old, of_context(broker, 80) as new:
+            [claim] = await old.claim()
+            assert claim.request_id == short.request_id
+            await broker.cancel(short.request_id, TENANT)
+            where = await broker.directory.locate(long.request_id)
+            assert await old.session._claim_from(where, 9, 1000) == []
+            [claim] = await new.claim()
+            assert claim.request_id == long.request_id
+            await new.generate(claim, 1)
+            await new.session.hand_back([claim.request_id])
+            assert await old.session._claim_from(where, 9, 1000) == [], "nor does it go on there"
+    hasty = dataclasses.replace(FAST, fingerprint_grace_ms=200)
+    async with await Broker.connect(redis_url, hasty) as impatient, of_context(impatient, 79) as old:
+        [claim] = await old.claim()
+        assert claim.request_id == long.request_id, "nobody else came: its engine tells what is wrong"
+
+
+@asynccontextmanager
+async def of_context(broker: Broker, max_model_len: int) -> AsyncIterator[Worker]:
+    async with EngineSession(
+        broker, model=MODEL, engine_id="engine", on_lost=lambda _: None, max_model_len=max_model_len
+    ) as session:
+        yield Worker(session)

@@ -60,6 +60,7 @@ class EngineSession:
         fingerprint: str = "",
         on_wanted: Callable[[], None] | None = None,
         card: ModelCard | None = None,
+        max_model_len: int = 0,
     ) -> None:
         """`engine_id` is a name for people; a boot nonce is added. ValueError where it has a space or a colon.
 
@@ -70,7 +71,8 @@ class EngineSession:
         `fingerprint` names how the engine computes (model, mode, kernels, machine): requests that have tokens go on
         where it is equal, elsewhere only after settings.fingerprint_grace_ms; "" goes with any. `on_wanted` is called,
         as on_lost is, when a request has to run alone and this engine was chosen to hand back all that it holds.
-        `card` is published again where Redis has lost the model's.
+        `card` is published again where Redis has lost the model's. What needs a context beyond `max_model_len` (0: none
+        does) is left for as long to engines that hold it.
         """
         name = engine_id or "engine"
         if any(character.isspace() or character == ":" for character in name):
@@ -84,6 +86,7 @@ class EngineSession:
         self._fingerprint = fingerprint
         self._on_wanted = on_wanted
         self._card = card
+        self._max_model_len = max_model_len
         self._alone: Alone | None = None
         self._is_retired = self._takes_its_kind = False
         self._with_suspects: set[int] = set()  # partitions where one waited for an idle engine at the last beat
@@ -315,6 +318,7 @@ class EngineSession:
             settings.fingerprint_grace_ms,
             settings.control_ms,
             int(self._takes_its_kind),
+            self._max_model_len,
         )
         now, is_blocked, *rows = reply
         if where.number in self._own:

@@ -163,6 +163,7 @@ async def _serve(process: ProcessSettings, stop: asyncio.Event, instruments: Ins
             fingerprint=engine.fingerprint,
             on_wanted=worker.want,
             card=card,
+            max_model_len=engine.max_model_len,
         )
         await _unless_stopped(_when_redis_is_there(lambda: stack.enter_async_context(session)), stop)
         view = EngineView(

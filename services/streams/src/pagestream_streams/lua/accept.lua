@@ -2,7 +2,8 @@
 -- A tenant may use a class' bounds up to its share: all of them (or less, see below) while no other waits, else by its weight among those that wait.
 -- ARGV: id, spec, tenant, class, prompt tokens, choices, deadline in ms from now (0: none), disconnect grace in ms, continue on disconnect
 --       (0 | 1), gateway id ('' : none), gateway lease in ms, most requests, most prompt tokens, doorbell channel, partition number,
---       weight of the tenant, share of a tenant that is alone in percent, whether bounds count (0: it was accepted before and got lost)
+--       weight of the tenant, share of a tenant that is alone in percent, whether bounds count (0: it was accepted before and got lost), the
+--       context that it needs: most tokens of a prompt and its output together (0 or none: any will do)
 -- Returns {1} accepted, {2} known already, {3} another tenant's, {0, requests, tokens, drained, drain window in ms, most requests, most tokens,
 --         whose bounds: all tenants' 0, the tenant's own 1} over a bound.
 local id, spec, tenant, class, tokens, choices = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5]), ARGV[6]
@@ -40,7 +41,7 @@ if not known[1] then
   end
   call('HSET', req, 'spec', spec, 'tenant', tenant, 'class', class, 'ptok', tokens, 'choices', choices, 'others', 0, 'cached', 0,
     'state', 'queued', 'epoch', 0, 'nonce', '', 'owner', '', 'next', 0, 'digest', '', 'readers', '', 'attempts', 0,
-    'accepted', now, 'deadline', deadline > 0 and now + deadline or 0, 'grace', grace, 'continue', continue)
+    'accepted', now, 'deadline', deadline > 0 and now + deadline or 0, 'grace', grace, 'continue', continue, 'context', ARGV[19] or 0)
   local classes = state[2] or ' '
   if not string.find(classes, ' ' .. class .. ' ', 1, true) then
     call('HSET', meta, 'classes', classes .. class .. ' ')

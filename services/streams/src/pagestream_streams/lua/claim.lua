@@ -4,12 +4,14 @@
 -- Retry: claims more; what a lost reply named is handed back by reconciliation.
 -- ARGV: engine id, nonce (random), most requests, most tokens, least age of an entry in ms, ageing in ms, lease in ms, drain window in ms,
 --       whether the engine holds nothing (0 | 1), its numerics fingerprint ('': unknown), how long requests that began with another one wait
---       for such an engine in ms, control time in ms, whether to take only what began with this fingerprint (0 | 1)
+--       for such an engine in ms, control time in ms, whether to take only what began with this fingerprint (0 | 1), the context that the engine
+--       holds (0 or none: any). What needs a longer one waits for an engine that has it, as long as for one with its fingerprint.
 -- Returns {now, whether the head of a queue is larger than what is left and has waited long enough for others to wait for it (0 | 1),
 --         {id, spec, epoch, next, digest, attempts, deadline, alone (0 | 1), cached, ms that it waited in its queue}...}.
 local engine, nonce, max_requests, max_tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local min_age, ageing, lease, window = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
 local idle, fingerprint, patience, control = ARGV[9] == '1', ARGV[10], tonumber(ARGV[11]), tonumber(ARGV[12])
+local context = tonumber(ARGV[14] or 0)
 local meta, now, drained = prefix .. 'meta', now_ms(), 0
 local claims, HEAD = {now, 0}, 2
 local drained_tokens = 0
@@ -49,7 +51,9 @@ end
 local function head(name)
   local first = call('XRANGE', prefix .. 'queue:' .. name, '-', '+', 'COUNT', 1)[1]
   if first then
-    return {name = name, arrival = tonumber(string.match(first[1], '^%d+')), tokens = tonumber(first[2][4])}
+    local arrival = tonumber(string.match(first[1], '^%d+'))
+    local fits = context == 0 or tonumber(call('HGET', prefix .. 'req:' .. first[2][2], 'context') or 0) <= context
+    return {name = name, arrival = arrival, tokens = tonumber(first[2][4]), fits = fits or age(arrival, now) >= patience}
   end
 end
 
@@ -80,7 +84,7 @@ end
 local function choose()
   local best
   for _, candidate in pairs(resumes) do
-    if age(candidate.arrival, now) >= min_age and is_mine(candidate.print or '', candidate.arrival)
+    if candidate.fits and age(candidate.arrival, now) >= min_age and is_mine(candidate.print or '', candidate.arrival)
       and (not best or candidate.arrival < best.arrival) then
       best = candidate
     end
@@ -91,7 +95,7 @@ local function choose()
   local least
   for class, candidate in pairs(heads) do
     local virtual = candidate.arrival + class * ageing
-    if age(candidate.arrival, now) >= min_age and (not best or virtual < least or virtual == least and tonumber(class) < tonumber(best.name)) then
+    if candidate.fits and age(candidate.arrival, now) >= min_age and (not best or virtual < least or virtual == least and tonumber(class) < tonumber(best.name)) then
       best, least = candidate, virtual
     end
   end

@@ -6,7 +6,7 @@
 local id, new, spec, deadline, grace, continue = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5], ARGV[6]
 local old, req, log, now = prefix .. 'req:' .. id, prefix .. 'req:' .. new, prefix .. 'log:' .. new, now_ms()
 local found = call('HMGET', old, 'dead', 'revived_as', 'dead_index', 'tenant', 'class', 'ptok', 'choices', 'cached', 'attempts',
-  'print', 'died_on')
+  'print', 'died_on', 'context')
 if not found[1] then
   return false
 end
@@ -17,7 +17,8 @@ local index, digest, tokens = tonumber(found[3]), '', 0
 call('HSET', req, 'spec', spec, 'tenant', found[4], 'class', found[5], 'ptok', found[6], 'choices', found[7], 'cached', found[8],
   'attempts', found[9], 'state', 'queued', 'epoch', 0, 'nonce', '', 'owner', '', 'readers', '', 'accepted', now,
   'deadline', deadline > 0 and now + deadline or 0, 'grace', grace, 'continue', continue, 'revived_from', id,
-  'print', found[10] or '', 'died_at', index, 'died_on', found[11], 'died_alone', '', 'died_first', now)
+  'print', found[10] or '', 'died_at', index, 'died_on', found[11], 'died_alone', '', 'died_first', now,
+  'context', found[12] or 0)
 if index > 0 then
   for _, entry in ipairs(call('XRANGE', prefix .. 'log:' .. id, '-', index .. '-0')) do
     local fields, values = {}, entry[2]
