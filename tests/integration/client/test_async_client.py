@@ -1,7 +1,8 @@
 """The asyncio client against real gateways: what it asks, what it hears, and how it leaves."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import socket
+from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 from gateway_clients import Address, gateway_settings, running_address
@@ -25,6 +26,13 @@ from pagestream_client import (
 from synthetic_engine import FAILING_TOKEN, MODEL, SyntheticEngine
 
 LIMIT_S = 30.0
+
+
+@pytest.fixture
+def silent_target() -> Iterator[str]:
+    """A port that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -222,3 +230,26 @@ async def test_closing_the_client_is_told_to_whoever_reads(gateway: Address, eng
             await reading
     with pytest.raises(StreamClosed):
         await client.list_models()
+
+
+@pytest.mark.parametrize("method", ["cancel", "get_request", "list_models"])
+async def test_closing_the_client_is_told_to_whoever_waits_for_an_answer(silent_target: str, method: str) -> None:
+    client = AsyncClient(silent_target)
+    ask = getattr(client, method)
+    asking = asyncio.create_task(ask() if method == "list_models" else ask("any"))
+    await asyncio.sleep(0.1)
+    await client.close()
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(StreamClosed):
+            await asking
+
+
+async def test_cancelling_whoever_waits_for_an_answer_cancels_it(silent_target: str) -> None:
+    client = AsyncClient(silent_target)
+    asking = asyncio.create_task(client.list_models())
+    await asyncio.sleep(0.1)
+    asking.cancel()
+    await client.close()
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(asyncio.CancelledError):
+            await asking

@@ -16,6 +16,7 @@ from pagestream_client import (
     OffsetOutOfRange,
     Position,
     Quarantined,
+    QueueFull,
     Reconnection,
     RequestNotFound,
     Unavailable,
@@ -29,6 +30,10 @@ ID = "2a97516c-0000-0123456789abcdef0123456789abcdef"
 AWAY = Failure(grpc.StatusCode.UNAVAILABLE, "away")
 LATE = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "late")
 TARGET = "a:1"
+
+
+def full(retry_after_s: float) -> Failure:
+    return Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", retry_after_s=retry_after_s)
 
 
 class Clock:
@@ -247,6 +252,42 @@ def test_a_deadline_before_anything_was_accepted_is_an_error_at_once() -> None:
     clock.now += 10.0
     with pytest.raises(DeadlineExceeded):
         chased.failed(LATE, TARGET)
+
+
+def test_a_full_queue_is_not_waited_for_beyond_the_deadline() -> None:
+    chased, clock = pursuit(deadline_s=10.0)
+    chased.next_call()
+    clock.now += 1.0
+    assert 5.0 <= chased.failed(full(5.0), TARGET) < 9.0
+    with pytest.raises(QueueFull, match="full") as caught:
+        chased.failed(full(9.0), TARGET)
+    assert caught.value.retry_after_s == 9.0
+    assert caught.value.position is None
+
+
+def test_gateways_that_are_away_are_not_waited_for_beyond_the_deadline() -> None:
+    chased, clock = pursuit(deadline_s=10.0)
+    with pytest.raises(DeadlineExceeded, match="away"):
+        fail_for_ever(chased, clock)
+    assert 107.0 < clock.now < 110.0
+
+
+def test_once_accepted_the_deadline_shortens_no_wait() -> None:
+    chased, clock = pursuit(deadline_s=10.0)
+    chased.take(opening(), TARGET)
+    clock.now += 10.0 - 1e-6
+    assert chased.failed(AWAY, TARGET) > 1e-6
+    assert isinstance(chased.next_call().request, api.ResumeRequest)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 1.0, 60.0])
+def test_nothing_is_asked_for_after_the_deadline(late_s: float) -> None:
+    """The pause, or the caller before the first call, took longer than the deadline."""
+    chased, clock = pursuit(deadline_s=10.0)
+    clock.now += 10.0 + late_s
+    with pytest.raises(DeadlineExceeded) as caught:
+        chased.next_call()
+    assert caught.value.position is None
 
 
 def test_a_request_that_waits_outlives_gateways_that_stop_one_after_the_other() -> None:

@@ -12,11 +12,11 @@ from typing import Any, Self, Unpack
 import grpc
 from pagestream.v1 import inference_pb2 as api
 
-from pagestream_client.async_stream import AsyncStream
+from pagestream_client.async_stream import AsyncStream, is_cancelled
 from pagestream_client.chunks import FinishReason, reason_of
 from pagestream_client.connections import Connections
 from pagestream_client.core import ClientCore
-from pagestream_client.errors import Position
+from pagestream_client.errors import Position, StreamClosed
 from pagestream_client.requests import Input, OnDisconnect, SamplingOptions, generate_request
 from pagestream_client.settings import Reconnection, Transport
 from pagestream_client.status import failure_of
@@ -65,7 +65,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends open streams (their readers hear StreamClosed) and all connections."""
+        """Ends open streams and calls (whoever waits for one hears StreamClosed) and all connections."""
         channels = self._connections.close()
         for stream in list(self._streams):
             stream.abandon()
@@ -153,6 +153,10 @@ class AsyncClient:
                 failure = failure_of(error)
                 self._connections.failed(connection, failure)
                 delay_s = patience.after(failure, target)
+            except asyncio.CancelledError as error:
+                if self._connections.is_closed and not is_cancelled():
+                    raise StreamClosed("the client was closed before the answer came") from error
+                raise
             else:
                 patience.worked(target)
                 return answer

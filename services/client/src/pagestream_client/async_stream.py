@@ -117,7 +117,7 @@ class AsyncStream:
             delay_s = self._pursuit.failed(failure, self._target)
         except asyncio.CancelledError:
             self._hang_up()
-            if self._closing.is_set() and not _is_cancelled():
+            if self._closing.is_set() and not is_cancelled():
                 return None  # it was our own hanging up
             raise
         else:
@@ -171,6 +171,7 @@ class AsyncStream:
         self._connection = None  # only now: it may be the last that holds it
 
 
-def _is_cancelled() -> bool:
+def is_cancelled() -> bool:
+    """Whether somebody cancels the current task; else its CancelledError comes from a gRPC call that was cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

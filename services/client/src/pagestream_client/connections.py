@@ -59,6 +59,11 @@ class Connections:
             if is_current and self._clock() - connection.since >= _LEAVE_S:
                 del self._open[connection.target]
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def close(self) -> list[Any]:
         """From now on there are none. Returns the channels, which the caller closes."""
         with self._lock:

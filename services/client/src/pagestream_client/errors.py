@@ -13,7 +13,7 @@ PagestreamError
 |- Unavailable            no gateway answered for as long as the client tries
 |- GenerationFailed       the request was accepted and ended with an error
 |  `- Quarantined         engines died of it
-|- StreamClosed           the client was closed under an open stream
+|- StreamClosed           the client was closed under an open stream or call
 `- ServerError            a gateway failed on this request; its log tells why
 """
 
@@ -88,7 +88,7 @@ class DataLoss(PagestreamError):
 
 
 class QueueFull(PagestreamError):
-    """The deployment takes no more requests now, and asks to wait longer than the client's limit.
+    """The deployment takes no more requests now, and asks to wait longer than the client's limit or the deadline.
 
     Attributes:
         retry_after_s: seconds after which a retry may do.
@@ -102,6 +102,7 @@ class QueueFull(PagestreamError):
 class DeadlineExceeded(PagestreamError):
     """The deadline passed, and no gateway told how the request ended.
 
+    Where no gateway has accepted the request, it is raised as soon as there is no time for another try.
     A request that its deadline ended is no error: its last chunks say `FinishReason.DEADLINE`.
     """
 
@@ -127,7 +128,7 @@ class Quarantined(GenerationFailed):
 
 
 class StreamClosed(PagestreamError):
-    """The client was closed under a stream that had not ended."""
+    """The client was closed under a stream or a call that had not ended."""
 
 
 class ServerError(PagestreamError):

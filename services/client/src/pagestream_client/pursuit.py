@@ -22,7 +22,7 @@ from pagestream_client.errors import (
     Quarantined,
 )
 from pagestream_client.patience import Patience
-from pagestream_client.status import Failure
+from pagestream_client.status import Failure, error_of
 
 Response = api.GenerateResponse | api.ResumeResponse
 _QUARANTINED = "quarantined"
@@ -70,9 +70,11 @@ class Pursuit:
         return bool(self.position.request_id)
 
     def next_call(self) -> Call:
-        """What to call now."""
+        """What to call now. Raises DeadlineExceeded instead of sending a request after its deadline."""
         self._called, self._heard = self._clock(), False
         if not self.is_accepted and self._request is not None:
+            if self._deadline is not None and self._called >= self._deadline:
+                raise DeadlineExceeded("the deadline passed before a gateway had accepted the request")
             return Call(self._request, self._timeout_s())
         place = api.ResumeRequest(
             request_id=self.position.request_id, next_index=self.position.next_index, digest=self.position.digest
@@ -117,7 +119,7 @@ class Pursuit:
         if self._deadline is not None and self._clock() >= self._deadline:
             return self._after_deadline(failure, target)
         try:
-            return self._patience.after(failure, target, lasted_s=self._clock() - self._called)
+            return self._in_time(failure, self._patience.after(failure, target, lasted_s=self._clock() - self._called))
         except OffsetOutOfRange as error:
             self._told(error)
             if not self._own:
@@ -162,8 +164,16 @@ class Pursuit:
     def _timeout_s(self) -> float | None:
         if self._deadline is None:
             return None
-        left_s = self._deadline - self._clock()
+        left_s = self._deadline - self._called
         return left_s if left_s > 0 else max(left_s + self._settle_s, 0.001)
+
+    def _in_time(self, failure: Failure, delay_s: float) -> float:
+        """The delay. Raises where the request is not accepted yet, and its deadline would pass before the next try."""
+        if self.is_accepted or self._deadline is None or self._clock() + delay_s < self._deadline:
+            return delay_s
+        if failure.is_queue_full:
+            raise error_of(failure)
+        raise DeadlineExceeded(f"the deadline passes before another try; the last error: {failure.message}")
 
     def _after_deadline(self, failure: Failure, target: str) -> float:
         """The deadline ends the request in Redis; what is left is to hear of it."""
