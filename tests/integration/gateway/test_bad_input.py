@@ -1,6 +1,7 @@
 """Whatever a caller sends, the answer names what is wrong, and the gateway serves the next request."""
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import httpx
 import pytest
 from gateway_clients import Address, grpc_stub, refusal
 from pagestream.v1 import inference_pb2 as api
+from pagestream_gateway.http.body import parse_json
 from synthetic_engine import MODEL
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -136,6 +138,52 @@ async def test_an_unknown_model_is_404(http: httpx.AsyncClient) -> None:
         assert (answer.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
 
 
+HALVES: list[tuple[dict[str, Any], str | None]] = [
+    ({"request_id": "\ud800"}, "request_id"),
+    ({"\ud800": 1}, None),
+    ({"logit_bias": {"\ud800": 1}}, "logit_bias"),
+    ({"stop": "\ud800"}, "stop"),
+    ({"messages": [{"role": "user", "content": "hi", "\ud800": 1}]}, "messages.0"),
+]
+
+
+async def test_halves_of_surrogate_pairs_are_named(http: httpx.AsyncClient) -> None:
+    for change, field in HALVES:
+        content = json.dumps({**CHAT, **change}).encode()
+        answer = await http.post("/v1/chat/completions", content=content, headers=JSON)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+    model = json.dumps({**CHAT, "model": "\ud800"}).encode()
+    assert (await http.post("/v1/chat/completions", content=model, headers=JSON)).status_code == 404
+    for path in ("/v1/requests/%ED%A0%80", "/v1/requests/%ED%A0%80/events", "/v1/models/%ED%A0%80", "/%ED%A0%80"):
+        assert (await http.get(path)).status_code == 404
+
+
+BIG: list[tuple[str, dict[str, Any], str | None]] = [
+    ("/v1/completions", {"prompt": [5] * 2_000_000}, "prompt"),
+    ("/v1/completions", {"prompt": [5] * 2_000_000 + [-1]}, "prompt"),
+    ("/v1/completions", {"prompt": [{}] * 200_000}, "prompt"),
+    ("/v1/completions", {"prompt": [{}] * 1_000_000}, None),
+    ("/v1/chat/completions", {"messages": [{"role": "king"}] * 100_000}, "messages.0.role"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), BIG)
+async def test_big_bodies_are_parsed_beside_the_event_loop(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], field: str | None
+) -> None:
+    threads = []
+
+    def noted(data: bytes) -> dict[str, Any]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return parse_json(data)
+
+    monkeypatch.setattr("pagestream_gateway.http.generation_routes.parse_json", noted)
+    answer = await http.post(path, content=json.dumps(body, separators=(",", ":")).encode(), headers=JSON)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+    assert (await http.post("/v1/completions", json=TEXT)).status_code == 200
+    assert threads == [False, True]
+
+
 BROKEN: list[tuple[bytes, str | None]] = [
     (b"", None),
     (b"{", None),
@@ -149,6 +197,7 @@ BROKEN: list[tuple[bytes, str | None]] = [
     (b'{"temperature": 1e999, "messages": [], "model": "x"}', "temperature"),
     (b'{"model": "x", "messages": [{"role": "user", "content": "\xff\xfe"}]}', "messages.0.content"),
     (b'{"user": "\xc3", "messages": []}', "user"),
+    (b'{"\\ud800": "\xff"}', "\\ud800"),
 ]
 
 

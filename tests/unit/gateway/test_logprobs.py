@@ -2,17 +2,19 @@ import json
 from math import inf
 from typing import Any
 
+import pytest
 from pagestream.v1.inference_pb2 import LogprobEntry, SamplingParams, TokenIds, TokenLogprobs
 from pagestream.v1.records_pb2 import (
     API_FORM_CHAT_COMPLETIONS,
     API_FORM_COMPLETIONS,
     AnswerForm,
     ApiForm,
+    LogEntry,
     RequestSpec,
 )
 from pagestream_gateway.http.bodies import ChunkWriter
 from pagestream_gateway.http.logprobs import LogprobsWriter
-from pagestream_gateway.runs import Run
+from pagestream_gateway.runs import Run, split_runs
 
 
 def spec(api: ApiForm, *, logprobs: int | None, n: int = 1, echo: list[str] | None = None) -> RequestSpec:
@@ -81,6 +83,27 @@ def test_a_whole_choice_has_all_its_tokens() -> None:
     content = LogprobsWriter(spec(API_FORM_CHAT_COMPLETIONS, logprobs=1)).whole(runs)
     assert content is not None
     assert [each["token"] for each in content["content"]] == ["a", "b"]
+
+
+# Shown text and the token's own: bytes of a character over two tokens, and text held back while it may be a stop.
+LOG = [("Caf", "Caf"), ("", "\ufffd"), ("\u00e9", "\ufffd"), (" ok", " ok"), ("", "\n"), ("\nB", "B")]
+
+
+@pytest.mark.parametrize("echo", [[], ["prompt"]])
+@pytest.mark.parametrize("sizes", [[1] * 6, [6], [2, 4], [4, 1, 1]])
+@pytest.mark.parametrize("num_read", [0, 1, 3])
+def test_offsets_do_not_depend_on_how_the_log_came(echo: list[str], sizes: list[int], num_read: int) -> None:
+    log = [LogEntry(token_id=1, text=shown, digest="d", logprobs=token((own, -1.0))) for shown, own in LOG]
+    writer = ChunkWriter(spec(API_FORM_COMPLETIONS, logprobs=0, echo=echo))
+    for each in split_runs(0, log[:num_read]):
+        writer.skip(each)
+    offsets, index = [], num_read
+    for size in sizes:
+        for each in split_runs(index, log[index : index + size]):
+            offsets += json.loads(writer.chunk(each))["choices"][0]["logprobs"]["text_offset"]
+        index += size
+    begin = len("".join(echo))
+    assert offsets == [begin + offset for offset in (0, 3, 4, 5, 8, 9)][num_read:]
 
 
 def test_nothing_is_shown_unasked() -> None:

@@ -50,3 +50,58 @@ async def test_a_model_is_loaded_once_for_each_card() -> None:
     changed = await cache.load(synthetic_card(max_model_len=64), run)
     assert changed.max_model_len == 64
     assert len(loads) == 2
+
+
+async def test_callers_that_come_together_share_one_load() -> None:
+    cache, gate, loads = ModelCache(), asyncio.Event(), []
+
+    async def run(work: Callable[[], LoadedModel]) -> LoadedModel:
+        loads.append(work)
+        await gate.wait()
+        return work()
+
+    callers = [asyncio.create_task(cache.load(synthetic_card(), run)) for _ in range(24)]
+    await asyncio.sleep(0)
+    callers[0].cancel()
+    await asyncio.sleep(0)
+    gate.set()
+    first, *others = await asyncio.gather(*callers, return_exceptions=True)
+    assert isinstance(first, asyncio.CancelledError)
+    assert len(loads) == 1
+    assert all(other is others[0] for other in others)
+    assert await cache.load(synthetic_card(), run) is others[0]
+
+
+async def test_a_load_that_failed_is_begun_again() -> None:
+    cache, outcomes = ModelCache(), [RuntimeError("once"), asyncio.CancelledError(), None]
+
+    async def run(work: Callable[[], LoadedModel]) -> LoadedModel:
+        await asyncio.sleep(0)
+        outcome = outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
+        return work()
+
+    for kind in (RuntimeError, asyncio.CancelledError):
+        failed = await asyncio.gather(*(cache.load(synthetic_card(), run) for _ in range(2)), return_exceptions=True)
+        assert [type(error) for error in failed] == [kind, kind]
+    assert (await cache.load(synthetic_card(), run)).name == synthetic_card().name
+    assert not outcomes
+
+
+async def test_cards_that_change_while_they_are_loaded() -> None:
+    cache, gates = ModelCache(), [asyncio.Event(), asyncio.Event()]
+    waiting = iter(gates)
+
+    async def run(work: Callable[[], LoadedModel]) -> LoadedModel:
+        await next(waiting).wait()
+        return work()
+
+    old = asyncio.create_task(cache.load(synthetic_card(), run))
+    await asyncio.sleep(0)
+    new = asyncio.create_task(cache.load(synthetic_card(max_model_len=64), run))
+    await asyncio.sleep(0)
+    gates[1].set()
+    assert (await new).max_model_len == 64
+    gates[0].set()
+    assert (await old).max_model_len != 64

@@ -4,16 +4,18 @@ import json
 from contextlib import suppress
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagestream_gateway.errors import InvalidRequest
-from pagestream_gateway.http.body import parse_json
+from pagestream_gateway.http.body import count_parts, parse_json
 from pagestream_gateway.http.drafts import chat_draft, completion_draft
 from pagestream_gateway.http.refusals import refuse_for_chat, refuse_for_completions
 from pagestream_gateway.http.schemas import ChatBody, CompletionBody, parse_body
 from pagestream_gateway.models import load_model
 from pagestream_gateway.requests import build_spec, check_draft, prepare
 from pagestream_gateway.settings import LimitSettings
+from pydantic import ValidationError
 from starlette.datastructures import Headers
 from synthetic_engine import MODEL, synthetic_card
 
@@ -70,3 +72,71 @@ def test_the_digest_of_a_body_is_of_what_it_says() -> None:
 
     assert digest({"prompt": "x", "n": 1}) == digest({"n": 1, "prompt": "x"})
     assert digest({"prompt": "x", "n": 1}) != digest({"prompt": "x", "n": 2})
+
+
+MANY = 1000
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": [{}] * MANY}, "prompt"),
+    ({"prompt": [[{}] * MANY] * MANY}, "prompt"),
+    ({"prompt": [1] * MANY + ["x"] * MANY}, "prompt"),
+    ({"prompt": [[1]] * MANY}, ""),
+    ({"prompt": [1] * MANY}, ""),
+    ({"prompt": "x", "stop": [5] * MANY}, "stop"),
+    ({"prompt": "x", "stop_token_ids": [1] * 7 + [-1] * MANY}, "stop_token_ids.7"),
+    ({"prompt": "x", "logit_bias": {"5": 1} | {f"{i}.": "x" for i in range(MANY)}}, "logit_bias.0."),
+    ({"prompt": "x", "logit_bias": {str(i): float("inf") for i in range(MANY)}}, "logit_bias.0"),
+    ({"prompt": "x"} | {f"x{i}": 1 for i in range(MANY)}, "x0"),
+    ({"prompt": "x", "stream_options": {f"x{i}": 1 for i in range(MANY)}}, "stream_options.x0"),
+    ({"messages": [{"role": "king"}] * MANY}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": "x"} | {f"x{i}": 1 for i in range(MANY)}]}, "messages.0.x0"),
+    ({"messages": [{"role": "user", "content": [{}] * MANY}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}] * MANY}]}, "messages.0.tool_calls.0"),
+    ({"messages": [{"role": "user", "content": "x", "annotations": [{}] * MANY}]}, "messages.0.annotations.0"),
+]
+
+
+@pytest.mark.parametrize(("document", "field"), WRONG)
+def test_mistakes_are_not_collected(document: dict[str, Any], field: str) -> None:
+    """Each takes memory, and only the first is told."""
+    kind = ChatBody if "messages" in document else CompletionBody
+    if not field:
+        assert parse_body(kind, document).model_dump(exclude_none=True) == document
+        return
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(document)
+    assert caught.value.error_count() <= 6
+    with pytest.raises(InvalidRequest) as told:
+        parse_body(kind, document)
+    assert told.value.field == field
+
+
+def parts(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(parts, value.values()))
+    return 1 + sum(map(parts, value)) if isinstance(value, list) else 0
+
+
+@given(ANY | st.text(alphabet='[{:"\\\\').map(lambda text: {text: [text, {"x": text}]}))
+def test_parts_are_counted_outside_strings(value: object) -> None:
+    expected = parts(value)
+    data = json.dumps(value).encode()
+    assert count_parts(data, 10**6) == expected
+    assert count_parts(data, 3) == min(expected, 3)
+
+
+def test_counting_takes_linear_time_whatever_the_bytes() -> None:
+    for data in (b'"' + b'\\"' * 10**6, b'"[' * 10**6, b'"' * 10**6 + b"\\", b"\\" * 10**6, b'"\\' * 10**6):
+        assert count_parts(data, 10**7) <= 10**6
+
+
+def test_a_body_of_too_many_parts_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="more than 262144 lists"):
+        parse_json(b'{"prompt":[' + b"[]," * 2**18 + b"[]]}")
+    text = "[{:" * 2**18
+    assert parse_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+
+
+def test_bytes_that_are_no_text_are_found_among_many() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_json(b'{"a":[1,{"b":[]}],"prompt":[' + b"1," * 1000 + b'"\xff"]}')
+    assert caught.value.field == "prompt.1000"

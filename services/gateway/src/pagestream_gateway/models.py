@@ -1,5 +1,6 @@
 """Models as a gateway knows them: tokenizer, chat template and limits, all from the model card."""
 
+import asyncio
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class LoadedModel:
         `Tokenizer.encode` holds Python's lock for as long as it works; `encode_batch_fast` lets go of it.
         """
         if not text.isascii():
-            _check_unicode(text, field)
+            check_unicode(text, field)
         encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         num_tokens = len(encoding)
         if num_tokens > limit:
@@ -81,7 +82,8 @@ def load_model(card: ModelCard) -> LoadedModel:
     return LoadedModel(card, tokenizer, template)
 
 
-def _check_unicode(text: str, field: str) -> None:
+def check_unicode(text: str, field: str) -> None:
+    """Raises InvalidRequest for half of a surrogate pair, which JSON can spell."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -93,12 +95,31 @@ class ModelCache:
 
     def __init__(self) -> None:
         self._loaded: dict[str, LoadedModel] = {}
+        self._loading: dict[str, tuple[ModelCard, asyncio.Task[LoadedModel]]] = {}
 
     async def load(self, card: ModelCard, run: Runner) -> LoadedModel:
-        """The model of `card`. `run` executes the loading function outside the event loop."""
+        """The model of `card`. `run` executes the loading function outside the event loop.
+
+        Callers that come while it is loaded wait for the same load; one that leaves takes nothing from the others.
+        """
         held = self._loaded.get(card.name)
         if held is not None and (held.card is card or held.card == card):
             return held
+        begun = self._loading.get(card.name)
+        if begun is not None and (begun[0] is card or begun[0] == card) and not begun[1].done():
+            return await asyncio.shield(begun[1])
+        task = asyncio.create_task(self._load(card, run))
+        self._loading[card.name] = card, task
+        task.add_done_callback(lambda _: self._end(card.name, task))
+        return await asyncio.shield(task)
+
+    async def _load(self, card: ModelCard, run: Runner) -> LoadedModel:
         loaded = await run(lambda: load_model(card))
         self._loaded[card.name] = loaded
         return loaded
+
+    def _end(self, name: str, task: asyncio.Task[LoadedModel]) -> None:
+        if name in self._loading and self._loading[name][1] is task:
+            del self._loading[name]
+        if not task.cancelled():
+            task.exception()  # is told to those who wait; where nobody does any more, nobody needs it

@@ -61,7 +61,7 @@ class LogAnswer(Response):
         self._request_id = reading.spec.request_id
         self._position = reading.start
         self._bodies = ChunkWriter(reading.spec)
-        self._is_silent = True
+        self._last_send_s = asyncio.get_running_loop().time()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = asyncio.create_task(self._counted(scope, receive, send))
@@ -101,14 +101,17 @@ class LogAnswer(Response):
 
     async def _watch(self, receive: Receive, send: Send) -> None:
         """Returns when the client has left."""
+        loop = asyncio.get_running_loop()
         while True:
+            due_s = self._last_send_s + self._frontend.settings.stream.keep_alive_s
+            if loop.time() >= due_s:
+                await self.keep_alive(send)
+                self._last_send_s = loop.time()
+                continue
             try:
-                async with asyncio.timeout(self._frontend.settings.stream.keep_alive_s):
+                async with asyncio.timeout_at(due_s):
                     message = await receive()
             except TimeoutError:
-                if self._is_silent:
-                    await self.keep_alive(send)
-                self._is_silent = True
                 continue
             if message["type"] == "http.disconnect":
                 return
@@ -196,7 +199,7 @@ class EventStream(LogAnswer):
         return f"id: {self._position.event_id(self._request_id)}\ndata: {data}\n\n"
 
     async def _send(self, send: Send, text: str, *, more: bool = True) -> None:
-        self._is_silent = False
+        self._last_send_s = asyncio.get_running_loop().time()
         if text or not more:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 

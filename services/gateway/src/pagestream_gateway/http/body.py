@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import re
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
@@ -12,17 +15,26 @@ from pagestream_gateway.errors import BodyTooLarge, InvalidRequest, WrongContent
 # this long.
 _DISCARD_LIMIT_S = 5.0
 
+# Lists, objects and members of objects in one body. They take far more time and memory than the bytes that spell them,
+# and Python's parser lets no other thread run meanwhile. A conversation of many thousand messages has fewer.
+_MAX_PARTS = 2**18
+# From anywhere outside a string to behind the next character that begins a part, or to the end. Each piece is taken
+# once and for all, so that the time is linear whatever the bytes are.
+_TO_NEXT_PART = re.compile(rb'[^"\[{:]*+(?:"(?:[^"\\]++|\\.)*+"?[^"\[{:]*+)*+([\[{:]|\Z)', re.DOTALL)
 
-async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The body as a JSON object. Raises BodyTooLarge, WrongContentType or InvalidRequest."""
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a request that says it is JSON. Raises BodyTooLarge, WrongContentType or InvalidRequest."""
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise WrongContentType(content_type)
-    return parse_json(await _read(request, max_bytes))
+    return await _read(request, max_bytes)
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
     """A JSON object from its bytes. Raises InvalidRequest, with the field for text that is not UTF-8."""
+    if count_parts(data, _MAX_PARTS + 1) > _MAX_PARTS:
+        raise InvalidRequest(None, f"the body has more than {_MAX_PARTS} lists, objects and fields")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -31,6 +43,12 @@ def parse_json(data: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise InvalidRequest(None, f"the body must be a JSON object, got {_json_kind(document)}")
     return document
+
+
+def count_parts(data: bytes, limit: int) -> int:
+    """The number of lists, objects and members of objects in JSON, or `limit` when there are more."""
+    most = data.count(b"[") + data.count(b"{") + data.count(b":")  # with those in strings
+    return sum(bool(part[1]) for part in islice(_TO_NEXT_PART.finditer(data), min(limit, most)))
 
 
 def _load(text: str) -> object:
@@ -86,19 +104,30 @@ def _find_bad_text(data: bytes) -> str | None:
         document = json.loads(data.decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError):
         return None
-    pending: list[tuple[str, object]] = [("", document)]
-    while pending:
-        path, value = pending.pop()
-        prefix = f"{path}." if path else ""
+    # Iterators, not lists of what is still to see: there may be millions of ids.
+    open_parts: list[Iterator[tuple[str, object]]] = [iter([("", document)])]
+    while open_parts:
+        child = next(open_parts[-1], None)
+        if child is None:
+            open_parts.pop()
+            continue
+        path, value = child
         if isinstance(value, str) and _has_escapes(value):
             return path or None
-        if isinstance(value, list):
-            pending.extend((f"{prefix}{index}", item) for index, item in enumerate(value))
-        elif isinstance(value, dict):
-            if any(_has_escapes(key) for key in value):
-                return path or None
-            pending.extend((f"{prefix}{key}", item) for key, item in value.items())
+        if isinstance(value, dict) and any(_has_escapes(key) for key in value):
+            return path or None
+        if isinstance(value, dict | list):
+            open_parts.append(_children(path, value))
     return None
+
+
+def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
+    prefix = f"{path}." if path else ""
+    if isinstance(value, dict):
+        return ((f"{prefix}{key}", item) for key, item in value.items())
+    if isinstance(value, list):
+        return ((f"{prefix}{index}", item) for index, item in enumerate(value))
+    return iter(())
 
 
 def _has_escapes(text: str) -> bool:

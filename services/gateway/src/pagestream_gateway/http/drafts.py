@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.frontend import now_s
 from pagestream_gateway.http.schemas import ChatBody, CompletionBody, GenerationBody
+from pagestream_gateway.models import check_unicode
 from pagestream_gateway.requests import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from pagestream_gateway.sampling import FIELDS, to_sampling
 
@@ -77,6 +78,7 @@ def _common(
     body: GenerationBody, headers: Headers, document: Mapping[str, Any], values: dict[str, Any], api: ApiForm
 ) -> dict[str, Any]:
     key = headers.get("idempotency-key", "")
+    check_unicode(body.request_id or "", "request_id")
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
     return {
         "model": body.model or "",
@@ -96,8 +98,8 @@ def _common(
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool) -> list[Prompt]:
     if isinstance(prompt, str):
         return [TextPrompt(prompt, add_special_tokens)]
-    if prompt and all(isinstance(item, int) for item in prompt):
-        return [TokenPrompt([item for item in prompt if isinstance(item, int)])]
+    if prompt and isinstance(prompt[0], int):
+        return [TokenPrompt(prompt)]
     return [
         TextPrompt(item, add_special_tokens) if isinstance(item, str) else TokenPrompt(item)
         for item in prompt

@@ -19,7 +19,14 @@ logger = logging.getLogger(__name__)
 
 def error_body(problem: Problem) -> dict[str, Any]:
     """The body that OpenAI's clients know."""
-    return {"error": {"message": problem.message, "type": problem.kind, "param": problem.field, "code": problem.code}}
+    field = None if problem.field is None else _writable(problem.field)
+    message = _writable(problem.message)
+    return {"error": {"message": message, "type": problem.kind, "param": field, "code": problem.code}}
+
+
+def _writable(text: str) -> str:
+    """`text` with halves of surrogate pairs, which JSON can spell and UTF-8 can't, in escaped form."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def error_response(error: Exception, request_id: str = "") -> Response:

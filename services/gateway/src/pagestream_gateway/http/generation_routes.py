@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from pagestream_streams.errors import ModelNotFound
@@ -13,7 +13,7 @@ from pagestream_gateway.calls import CHAT, DISCONNECTED, TEXT_COMPLETION, Call
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.frontend import Frontend
 from pagestream_gateway.http.answers import EventStream, Reading, WholeAnswer
-from pagestream_gateway.http.body import read_json
+from pagestream_gateway.http.body import parse_json, read_body
 from pagestream_gateway.http.caller import Door
 from pagestream_gateway.http.documents import body_of
 from pagestream_gateway.http.drafts import chat_draft, completion_draft
@@ -22,29 +22,44 @@ from pagestream_gateway.http.schemas import ChatBody, CompletionBody, parse_body
 from pagestream_gateway.problems import problem_of
 from pagestream_gateway.requests import Draft
 
+T = TypeVar("T")
+
+_SMALL_BODY_BYTES = 64 * 1024  # is parsed in less time than a thread takes to answer
+
 
 def generation_router(frontend: Frontend, door: Door) -> APIRouter:
     """The routes that make requests."""
     router = APIRouter(tags=["generation"])
 
+    async def parsed(request: Request, parse: Callable[[bytes], T]) -> T:
+        """What `parse` makes of the body; a large one is not parsed on the event loop."""
+        data = await read_body(request, frontend.settings.limits.max_body_bytes)
+        return parse(data) if len(data) <= _SMALL_BODY_BYTES else await frontend.pool.run(lambda: parse(data))
+
     @router.post("/v1/completions", openapi_extra=body_of(CompletionBody), summary="Go on with a prompt")
     async def completions(request: Request) -> Response:
+        def parse(data: bytes) -> tuple[Draft, CompletionBody]:
+            document = parse_json(data)
+            body = parse_body(CompletionBody, refuse_for_completions(document))
+            return completion_draft(body, request.headers, document), body
+
         async def answer(call: Call) -> Response:
             tenant = door.enter(request)
-            document = await read_json(request, frontend.settings.limits.max_body_bytes)
-            body = parse_body(CompletionBody, refuse_for_completions(document))
-            draft = completion_draft(body, request.headers, document)
+            draft, body = await parsed(request, parse)
             return await _answer(frontend, draft, tenant, call, stream=bool(body.stream))
 
         return await _counted(frontend.calls.begin("completions", TEXT_COMPLETION, request.headers), answer)
 
     @router.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), summary="Answer a conversation")
     async def chat_completions(request: Request) -> Response:
+        def parse(data: bytes) -> tuple[Draft, ChatBody]:
+            document = parse_json(data)
+            body = parse_body(ChatBody, refuse_for_chat(document))
+            return chat_draft(body, request.headers, document), body
+
         async def answer(call: Call) -> Response:
             tenant = door.enter(request)
-            document = await read_json(request, frontend.settings.limits.max_body_bytes)
-            body = parse_body(ChatBody, refuse_for_chat(document))
-            draft = chat_draft(body, request.headers, document)
+            draft, body = await parsed(request, parse)
             try:
                 return await _answer(frontend, draft, tenant, call, stream=bool(body.stream))
             except InvalidRequest as error:

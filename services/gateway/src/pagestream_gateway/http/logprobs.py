@@ -28,7 +28,8 @@ class LogprobsWriter:
     def write(self, run: Run) -> dict[str, Any] | None:
         """The `logprobs` of a run's chunk; None where they were not asked for or the run has no token."""
         offset = self._offsets[run.choice]
-        self._offsets[run.choice] += len(run.text)
+        # By the tokens' own texts: in the shown text a character may come with a later token, or not at all.
+        self._offsets[run.choice] += sum(len(token.entries[0].text) for token in run.logprobs)
         if not self.is_asked or not run.logprobs:
             return None
         return self._chat(run.logprobs) if self._is_chat else self._columns(run.logprobs, offset)

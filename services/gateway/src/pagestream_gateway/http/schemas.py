@@ -2,10 +2,26 @@
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from pagestream_gateway.errors import InvalidRequest
 
+_HUGE = 1e300  # far beyond any bias
+
+
+def _only_wrong_bias(value: object) -> object:
+    if isinstance(value, dict):
+        for name, bias in value.items():
+            if type(bias) not in (int, float) or not -_HUGE < bias < _HUGE:
+                return {name: bias}
+    return value
+
+
+# A caller hears of one mistake. pydantic would collect those of every element, for each branch of a union: more memory
+# than a gateway has, for a body of a few megabytes. So no container may find more than one.
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+Biases = Annotated[dict[str, float], BeforeValidator(_only_wrong_bias)]
 Token = Annotated[int, Field(ge=0, lt=2**32)]
 BodyModel = TypeVar("BodyModel", bound="Body")
 
@@ -21,6 +37,14 @@ class Body(BaseModel):
     """Strict: unknown fields, numbers as strings, NaN and infinity are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown(cls, values: object) -> object:
+        if not isinstance(values, dict) or len(values.keys() - cls.model_fields.keys()) < 2:
+            return values
+        first = next(name for name in values if name not in cls.model_fields)
+        return {name: value for name, value in values.items() if name in cls.model_fields or name == first}
 
 
 class StreamOptions(Body):
@@ -48,13 +72,13 @@ class GenerationBody(Body):
     repetition_penalty: float | None = Field(
         None, description="Divides or multiplies logits of tokens in prompt and output; above 0. Default 1."
     )
-    logit_bias: dict[str, float] | None = Field(None, description="Token ids, and what is added to the logit of each.")
+    logit_bias: Biases | None = Field(None, description="Token ids, and what is added to the logit of each.")
     best_of: int | None = Field(None, description="As many as n: a stream shows every choice.")
     seed: int | None = Field(
         None, description="Seed of the noise; the same request with the same seed has the same answer."
     )
-    stop: str | list[str] | None = Field(None, description="The output ends before any of these.")
-    stop_token_ids: list[Token] | None = None
+    stop: str | Items[str] | None = Field(None, description="The output ends before any of these.")
+    stop_token_ids: Items[Token] | None = None
     min_tokens: int | None = None
     max_tokens: int | None = Field(None, description="Most tokens of each choice.")
     ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token.")
@@ -83,7 +107,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]] = Field(
+    prompt: str | Items[str] | Items[Token] | Items[Items[Token]] = Field(
         description="Text, token ids, or a list of either; each prompt has n choices."
     )
     echo: bool | None = Field(None, description="Begin each choice with its prompt.")
@@ -103,13 +127,13 @@ class Message(Body):
     """One message of a conversation; what else OpenAI's clients send with an assistant's message must be null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
     name: str | None = None
     refusal: None = None
-    annotations: list[None] | None = None
+    annotations: Items[None] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: list[None] | None = None
+    tool_calls: Items[None] | None = None
     tool_call_id: str | None = None
     reasoning_content: None = None
 
@@ -121,7 +145,7 @@ class Message(Body):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Items[Message]
     logprobs: bool | None = Field(None, description="Show the log probabilities of the chosen tokens.")
     top_logprobs: int | None = Field(None, description="Likeliest tokens at each position; needs logprobs.")
     max_completion_tokens: int | None = Field(None, description="OpenAI's newer name of max_tokens; wins over it.")
@@ -154,4 +178,6 @@ def _invalid(kind: str, location: tuple[int | str, ...], message: str) -> Invali
         message = "unknown field"
     elif kind == "missing":
         message = "is needed"
-    return InvalidRequest(".".join(path), message[:1].lower() + message[1:])
+    elif kind == "string_unicode":
+        message = "half of a surrogate pair is not text"
+    return InvalidRequest(".".join(path) or None, message[:1].lower() + message[1:])
