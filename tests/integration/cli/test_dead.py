@@ -5,7 +5,9 @@ import json
 import subprocess
 import sys
 
-from pagestream_cli.errors import NotFoundError
+import pytest
+from pagestream_cli import store
+from pagestream_cli.errors import NotFoundError, ServerNotFoundError
 from pagestream_streams import Broker, GatewaySession
 from token_streams import FAST, MODEL, TENANT, card, eventually, spec, worker
 
@@ -78,3 +80,18 @@ async def test_a_redis_that_is_away_or_malformed_is_told() -> None:
     malformed = await dead("list", "--redis", "nonsense")
     assert malformed.returncode == 2
     assert "--redis nonsense" in malformed.stderr
+
+
+async def test_what_listens_there_is_no_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await reader.read()
+        writer.close()
+
+    monkeypatch.setattr(store, "CONNECT_LIMIT_S", 0.2)
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(ServerNotFoundError, match="does not speak as Redis does"):
+            async with store.opened(f"redis://127.0.0.1:{port}/0"):
+                pass

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from pagestream_cli.__main__ import main
@@ -36,7 +38,8 @@ def any_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def server(any_server: EmbeddedRedis) -> Iterator[EmbeddedRedis]:
     """Configured as serve does it, before and after."""
     yield any_server
-    configure(any_server, appendonly="yes", appendfsync="everysec", maxmemory=0, **{"maxmemory-policy": "noeviction"})
+    configure(any_server, appendonly="yes", appendfsync="everysec", maxmemory=0)
+    configure(any_server, **{"maxmemory-policy": "noeviction", "no-appendfsync-on-rewrite": "no"})
 
 
 def configure(server: EmbeddedRedis, **settings: str | int) -> None:
@@ -59,6 +62,13 @@ def test_a_server_as_serve_starts_it_is_well(server: EmbeddedRedis, tmp_path: Pa
         ({"appendonly": "no"}, "persistence", Verdict.PROBLEM, "a restart forgets", "appendonly yes"),
         ({"appendfsync": "no"}, "persistence", Verdict.WARNING, "half a minute", "everysec"),
         ({"appendfsync": "always"}, "persistence", Verdict.OK, "takes nothing", ""),
+        (
+            {"appendfsync": "always", "no-appendfsync-on-rewrite": "yes"},
+            "persistence",
+            Verdict.WARNING,
+            "during a rewrite",
+            "no-appendfsync-on-rewrite no",
+        ),
         ({"maxmemory-policy": "allkeys-lru"}, "memory", Verdict.WARNING, "no limit", "noeviction"),
         (
             {"maxmemory-policy": "volatile-ttl", "maxmemory": 1 << 30},
@@ -161,6 +171,16 @@ def test_nobody_there_and_a_malformed_address(tmp_path: Path, monkeypatch: pytes
     assert (finding.verdict, bool(finding.advice)) == (Verdict.PROBLEM, True)
     [finding] = examine("http://127.0.0.1", tmp_path)["redis"]
     assert "redis://" in finding.found
+
+
+def test_what_listens_there_is_no_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagestream_cli.doctor.redis_state.LIMIT_S", 0.3)
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
+        Thread(target=other.serve_forever, daemon=True).start()
+        [finding] = examine(f"redis://127.0.0.1:{other.server_port}/0", tmp_path)["redis"]
+        other.shutdown()
+    assert finding.verdict is Verdict.PROBLEM
+    assert "does not speak as Redis does" in finding.found
 
 
 def test_the_command_looks_at_the_redis_of_the_running_serve(

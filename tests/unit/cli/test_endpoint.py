@@ -5,6 +5,8 @@ import pytest
 from pagestream_cli.apikey import API_KEY_VARIABLE
 from pagestream_cli.client import Endpoint, find_endpoint
 from pagestream_cli.datadir import DataDir
+from pagestream_cli.doctor.finding import Verdict
+from pagestream_cli.doctor.place import check_serve
 from pagestream_cli.errors import ServerNotFoundError, UsageError
 from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
 
@@ -34,6 +36,22 @@ def test_without_one_the_way_out_is_named(tmp_path: Path, left_behind: bool) -> 
         find_endpoint(None, DataDir.at(tmp_path))
     assert "pagestream serve" in caught.value.hint
     assert "--url" in caught.value.hint
+
+
+def test_a_left_number_that_is_another_users_process_now_is_no_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(pid, number)
+
+    data_dir = DataDir.at(tmp_path)
+    write_record(data_dir.serve_file, record_of(os.getpid()))
+    monkeypatch.setattr(os, "kill", refuse)
+    with pytest.raises(ServerNotFoundError, match="no pagestream serve runs"):
+        find_endpoint(None, data_dir)
+    [finding] = check_serve(data_dir)
+    assert finding.verdict is Verdict.WARNING
+    assert "was killed" in finding.found
 
 
 @pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])

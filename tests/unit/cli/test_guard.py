@@ -69,6 +69,15 @@ def test_a_missing_program_is_named() -> None:
     assert done.stderr == "cannot start /no/such/program: No such file or directory\n"
 
 
+def test_the_process_of_another_user_is_no_supervisor_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(pid, number)
+
+    assert guard_module.is_alive(os.getpid())
+    monkeypatch.setattr(guard_module.os, "kill", refuse)
+    assert not guard_module.is_alive(os.getpid())
+
+
 WATCHED = """
 import os, sys
 sys.path.insert(0, sys.argv[1])

@@ -95,6 +95,13 @@ def check_persistence(state: RedisState) -> Finding:
             "appendfsync no: the loss of its machine takes what the kernel has not written, half a minute perhaps",
             "CONFIG SET appendfsync everysec, and the same in its configuration file",
         )
+    if not state.syncs_in_rewrites:
+        return warning(
+            subject,
+            f"appendfsync {state.appendfsync}, but no-appendfsync-on-rewrite yes: during a rewrite the loss of its "
+            "machine takes what the kernel has not written, half a minute perhaps",
+            "CONFIG SET no-appendfsync-on-rewrite no, and the same in its configuration file",
+        )
     loss = "nothing" if state.appendfsync == "always" else "up to a second"
     return ok(subject, f"appendonly yes, appendfsync {state.appendfsync}: the loss of its machine takes {loss}")
 

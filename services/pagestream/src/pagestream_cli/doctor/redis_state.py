@@ -27,6 +27,8 @@ class RedisState:
     appendonly: bool
     appendfsync: str
     """Empty where it may not be asked for."""
+    syncs_in_rewrites: bool
+    """False with no-appendfsync-on-rewrite."""
     last_write_ok: bool
     """Whether its last write to the append-only file succeeded."""
     used_bytes: int
@@ -36,8 +38,8 @@ class RedisState:
     """maxmemory-policy."""
 
     @classmethod
-    def of(cls, place: str, info: Mapping[str, Any], appendfsync: str) -> RedisState:
-        """From INFO's fields."""
+    def of(cls, place: str, info: Mapping[str, Any], settings: Mapping[str, str]) -> RedisState:
+        """From INFO's fields and CONFIG's settings, as far as they may be asked for."""
         is_valkey = "valkey_version" in info
         version = str(info["valkey_version" if is_valkey else "redis_version"])
         return cls(
@@ -48,7 +50,8 @@ class RedisState:
             in_cluster=bool(info.get("cluster_enabled", 0)),
             replicas=int(info.get("connected_slaves", 0)),
             appendonly=bool(info["aof_enabled"]),
-            appendfsync=appendfsync,
+            appendfsync=settings.get("appendfsync", ""),
+            syncs_in_rewrites=settings.get("no-appendfsync-on-rewrite") != "yes",
             last_write_ok=info.get("aof_last_write_status", "ok") == "ok",
             used_bytes=int(info["used_memory"]),
             max_bytes=int(info.get("maxmemory", 0)),
@@ -90,9 +93,10 @@ async def look(url: str) -> RedisState:
         for section in SECTIONS:
             info |= await connection.execute("INFO", section)
         try:
-            answer = await connection.execute("CONFIG", "GET", "appendfsync")
+            # A pattern: several names at once are known from 7.0 on.
+            answer = [each.decode() for each in await connection.execute("CONFIG", "GET", "*appendfsync*")]
         except ResponseError:  # an ACL user may not
-            answer = [b"appendfsync", b""]
+            answer = []
     finally:
         await connection.close()
-    return RedisState.of(shown(url), info, answer[1].decode())
+    return RedisState.of(shown(url), info, dict(zip(answer[::2], answer[1::2], strict=True)))

@@ -13,11 +13,12 @@ from pagestream_cli.replay.comparison import first_difference, largest_gap
 from pagestream_cli.store import opened, redis_url
 
 if TYPE_CHECKING:
-    from pagestream.v1.records_pb2 import RequestSpec
+    from pagestream.v1.records_pb2 import LogEntry, RequestSpec
     from pagestream_streams import Broker
 
 EQUAL, DIFFERENT, TROUBLE = 0, 1, 2
 READ_LIMIT_S = 30.0
+QUARANTINED = "quarantined"  # the code of the error that ends the log of a request that engines died of
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,7 +39,14 @@ async def _both(arguments: argparse.Namespace) -> tuple[list[Answer], list[Answe
     from pagestream_cli.replay.regeneration import bounded, by_deployment, offline
 
     async with opened(redis_url(arguments)) as broker:
-        spec, recorded = await _recorded(broker, arguments.request_id, arguments.tenant)
+        spec, entries = await _recorded(broker, arguments.request_id, arguments.tenant)
+        if arguments.model is None and entries[-1].end.error.code == QUARANTINED:
+            raise ReplayFailedError(
+                f"{spec.request_id} is quarantined: engines died of it, and those of the deployment would again",
+                hint="generate here with --model FOLDER, or let it go on, apart from the others: "
+                f"pagestream dead requeue {spec.request_id}",
+            )
+        recorded = read_log(spec, entries)
         spec = bounded(spec, recorded)
         say(f"{spec.request_id}: {sum(len(answer.token_ids) for answer in recorded)} tokens of {spec.model}, again ...")
         if arguments.model is None:
@@ -46,7 +54,7 @@ async def _both(arguments: argparse.Namespace) -> tuple[list[Answer], list[Answe
     return recorded, offline(spec, arguments.model, dtype=arguments.dtype, deterministic=arguments.deterministic)
 
 
-async def _recorded(broker: Broker, request_id: str, tenant: str) -> tuple[RequestSpec, list[Answer]]:
+async def _recorded(broker: Broker, request_id: str, tenant: str) -> tuple[RequestSpec, list[LogEntry]]:
     from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
     from pagestream_streams import GatewaySession
 
@@ -55,10 +63,10 @@ async def _recorded(broker: Broker, request_id: str, tenant: str) -> tuple[Reque
     view = await broker.view(request_id, tenant)
     if view.state != REQUEST_STATE_FINISHED:
         raise ReplayFailedError(f"{request_id} has not ended yet", hint="replay it when it has")
-    async with GatewaySession(broker, "replay") as session:
+    async with GatewaySession(broker, "replay", serves=False) as session:
         try:
             async with asyncio.timeout(READ_LIMIT_S):
-                return view.spec, read_log(view.spec, await whole_log(session, request_id, tenant))
+                return view.spec, await whole_log(session, request_id, tenant)
         except TimeoutError as error:
             raise ReplayFailedError(f"the log of {request_id} did not come within {READ_LIMIT_S:g} s") from error
 

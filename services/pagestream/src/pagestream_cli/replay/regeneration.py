@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
 from pagestream_cli.errors import CliError, ReplayFailedError
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from pagestream_engine import SamplingParams
     from pagestream_streams import Broker, GatewaySession
 
-GRACE_MS = 10_000
-"""After which a copy that nobody waits for any more ends by itself."""
+OVERTIME_S = 10.0
+"""So long after the limit a copy ends by itself, should this process have been killed before it could cancel it."""
 
 
 def bounded(spec: RequestSpec, recorded: Sequence[Answer]) -> RequestSpec:
@@ -37,19 +37,20 @@ async def by_deployment(broker: Broker, spec: RequestSpec, limit_s: float) -> li
         ReplayFailedError: no engine ended it within the limit.
         StreamsError: Redis does not answer, or the queue is full.
     """
-    from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL
+    from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
     from pagestream.v1.records_pb2 import RequestSpec
-    from pagestream_streams import GatewaySession
+    from pagestream_streams import GatewaySession, RequestNotFound
 
     copy = RequestSpec()
     copy.CopyFrom(spec)
     copy.client_request_id = f"replay of {spec.request_id}"
-    copy.on_disconnect, copy.disconnect_grace_ms, copy.deadline_ms = ON_DISCONNECT_CANCEL, GRACE_MS, 0
+    # Nobody counts as its reader, so that time does not run for requests of gateways that are away.
+    copy.on_disconnect, copy.deadline_ms = ON_DISCONNECT_CONTINUE, round((max(limit_s, 0) + OVERTIME_S) * 1000)
     copy.traceparent = copy.tracestate = copy.idempotency_key = ""
-    async with GatewaySession(broker, "replay") as session:
+    async with GatewaySession(broker, "replay", serves=False) as session:
         copy.request_id = await session.place(spec.model, spec.prompts[0].ids, copy.tenant)
-        await session.accept(copy)
         try:
+            await session.accept(copy)
             async with asyncio.timeout(limit_s):
                 entries = await whole_log(session, copy.request_id, copy.tenant)
         except TimeoutError as error:
@@ -58,7 +59,8 @@ async def by_deployment(broker: Broker, spec: RequestSpec, limit_s: float) -> li
                 hint="does an engine run? give it more time with --limit, or generate here with --model FOLDER",
             ) from error
         finally:
-            await broker.cancel(copy.request_id, copy.tenant)  # changes nothing where it has ended
+            with suppress(RequestNotFound):  # it was refused
+                await broker.cancel(copy.request_id, copy.tenant)  # changes nothing where it has ended
     if entries[-1].end.HasField("error"):
         error_of = entries[-1].end.error
         raise ReplayFailedError(f"the copy {copy.request_id} failed: {error_of.code}: {error_of.message}")

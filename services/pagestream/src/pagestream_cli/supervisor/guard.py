@@ -38,10 +38,14 @@ def watch_parent(supervisor: int) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this number exists."""
+    """Whether a process of this number exists that may be a supervisor of ours.
+
+    Another user's is none: a supervisor keeps its user, and only its user (and root, who may signal anybody) can read
+    the file that names it. So its number was given away again.
+    """
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return False
     return True
 

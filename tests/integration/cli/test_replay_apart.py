@@ -1,0 +1,117 @@
+"""`pagestream replay` beside the requests of others: none of them may suffer for it."""
+
+import argparse
+import asyncio
+from contextlib import aclosing, suppress
+
+import pytest
+from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE, REQUEST_STATE_FINISHED
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_cli.errors import ReplayFailedError
+from pagestream_cli.replay.answers import Answer
+from pagestream_cli.replay.command import _both
+from pagestream_streams import Broker, GatewaySession
+from token_streams import FAST, MODEL, TENANT, Worker, card, read_all, spec, worker
+
+LIMIT_S = 30.0
+
+
+def arguments(redis_url: str, request_id: str, model: str | None = None) -> argparse.Namespace:
+    return argparse.Namespace(
+        redis=redis_url,
+        data_dir=None,
+        request_id=request_id,
+        tenant=TENANT,
+        model=model,
+        limit=LIMIT_S,
+        dtype="auto",
+        deterministic=False,
+    )
+
+
+async def answered(gateway: GatewaySession, engine: Worker) -> str:
+    request = spec()
+    await gateway.accept(request)
+    [claim] = await engine.claim()
+    await engine.generate(claim, 3, finish=True)
+    await read_all(gateway, request.request_id)
+    return request.request_id
+
+
+async def die(gateway: GatewaySession) -> None:
+    """What SIGKILL does to a gateway."""
+    for task in (gateway._heartbeat, gateway._sweeper, gateway._readers._keeper, gateway._subscription):
+        await task.stop()
+
+
+async def test_while_every_gateway_is_away_it_ends_nobody_elses_request(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("lease_ms", "heartbeat_ms", "sweep_ms", "sweep_gap_ms", "silence_ms"):
+        monkeypatch.setenv(f"PAGESTREAM_BROKER__{name.upper()}", str(getattr(FAST, name)))
+    async with await Broker.connect(redis_url, FAST) as broker:
+        await broker.publish_model(card(), partitions=1)
+        async with GatewaySession(broker) as gateway, worker(broker) as engine:
+            past, live = await answered(gateway, engine), spec(grace_ms=100)
+            await gateway.accept(live)
+            [claim] = await engine.claim()
+            await engine.generate(claim, 1)
+            async with aclosing(gateway.read(live.request_id, tenant=TENANT)) as batches:
+                await anext(batches)
+                await die(gateway)
+                await asyncio.sleep(FAST.lease_ms / 1000)
+                replay = asyncio.create_task(_both(arguments(redis_url, past)))
+                [copy] = await engine.claim()
+                assert copy.spec.on_disconnect == ON_DISCONNECT_CONTINUE  # nobody is registered as its reader
+                assert copy.spec.deadline_ms > LIMIT_S * 1000  # and it ends where the command is killed
+                # Time in which a sweeping gateway would take the dead one's reader for gone, and end the grace.
+                await asyncio.sleep(4 * FAST.lease_ms / 1000)
+                assert (await broker.view(live.request_id, TENANT)).state != REQUEST_STATE_FINISHED
+                await engine.generate(copy, 3, finish=True)
+                recorded, again = await replay
+                assert recorded == again
+
+
+async def test_a_copy_whose_accept_was_not_answered_is_cancelled(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No reader is registered whose leaving would end it."""
+    accept, copies = GatewaySession.accept, list[str]()
+
+    async def unanswered(self: GatewaySession, request: RequestSpec) -> bool:
+        await accept(self, request)
+        copies.append(request.request_id)
+        raise TimeoutError
+
+    async with await Broker.connect(redis_url, FAST) as broker:
+        await broker.publish_model(card(), partitions=1)
+        async with GatewaySession(broker) as gateway, worker(broker) as engine:
+            past = await answered(gateway, engine)
+        monkeypatch.setattr(GatewaySession, "accept", unanswered)
+        with suppress(ReplayFailedError):
+            await _both(arguments(redis_url, past))
+        [copy] = copies
+        assert (await broker.view(copy, TENANT)).state == REQUEST_STATE_FINISHED
+
+
+async def test_a_quarantined_request_is_not_given_to_the_deployment_again(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with await Broker.connect(redis_url, FAST) as broker:
+        await broker.publish_model(card(), partitions=1)
+        request = spec()
+        async with GatewaySession(broker) as gateway:
+            await gateway.accept(request)
+            where = await broker.directory.locate(request.request_id)
+            await broker.connection.execute("ZADD", f"{where.prefix}verdicts", 1, request.request_id)
+            await broker.end(
+                where, request.request_id, "error", condition="verdicts", error="quarantined\0engines died of it"
+            )
+        [dead] = await broker.dead(MODEL)
+        assert dead.request_id == request.request_id
+        with pytest.raises(ReplayFailedError, match="quarantined") as caught:
+            await asyncio.wait_for(_both(arguments(redis_url, request.request_id)), LIMIT_S)
+        assert f"pagestream dead requeue {request.request_id}" in caught.value.hint
+        monkeypatch.setattr("pagestream_cli.replay.regeneration.offline", lambda *_, **__: [Answer()])
+        _, again = await _both(arguments(redis_url, request.request_id, "a folder"))
+        assert again == [Answer()]
