@@ -196,9 +196,14 @@ class Protocol:
         if after is not None:
             must(after["readers"].split() == [each for each in before if each != gateway], "unregistered another")
             if gateway in before and request in self.state.get("graces", {}):
-                must(self.state["graces"][request] == self.world.now + GRACE, "a grace that isn't whole")
+                must(self.state["graces"][request] == self._full_grace(request), "a grace that isn't whole")
             elif gateway not in before:
                 must(self.state.get("graces", {}) == graces, "a grace moved")
+
+    def _full_grace(self, request: str) -> int:
+        """When one that starts now is over: not before a dead gateway's clients can have noticed."""
+        now, silent = self.world.now, int(requests(self.state)[request].get("silent", 0))
+        return GRACE + (max(now, silent) if silent <= now + 600_000 else now)
 
     def _gateway_beat(self, gateway: str) -> None:
         reply = self.call("gateway_heartbeat", gateway, LEASE)
@@ -558,11 +563,7 @@ class Protocol:
             wanted = dict.fromkeys(leases, world.now + LEASE)
             must(self.state.get("leases", {}) == wanted, "a lease didn't start anew after an outage")
             for request, until in self.state.get("graces", {}).items():
-                full, left = world.now + GRACE, before["graces"][request]
-                must(
-                    until == max(full, min(left, full + SILENCE)),
-                    f"the grace of {request} didn't start anew after an outage",
-                )
+                must(until == self._full_grace(request), f"the grace of {request} didn't start anew after an outage")
         else:
             must(not dead & set(self.state.get("leases", {})), "a lapsed lease stays")
         gone = set() if hole else {each for each, until in before.get("gateways", {}).items() if until <= world.now}
@@ -572,6 +573,10 @@ class Protocol:
         for request in self.state.get("graces", {}).keys() - before.get("graces", {}).keys():
             full = world.now + GRACE + SILENCE
             must(self.state["graces"][request] == full, f"{request}: its client had no time to notice")
+        for request, old in requests(before).items():
+            if old["state"] != "finished" and gone & set(old.get("readers", "").split()):
+                silent = int(requests(self.state)[request]["silent"])
+                must(silent == world.now + SILENCE, f"{request}: nobody remembers that its gateway fell silent")
         must(
             set(late) == {each for each, at in self.state.get("deadlines", {}).items() if at <= world.now}, "deadlines"
         )

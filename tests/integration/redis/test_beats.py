@@ -5,7 +5,7 @@ import dataclasses
 
 from flaky_network import FlakyNetwork
 from pagestream_streams import Broker, EmbeddedRedis, GatewaySession, StreamsSettings
-from token_streams import FAST, Worker, spec, worker
+from token_streams import FAST, Worker, numbers, read_all, spec, worker
 
 SHIPPED = StreamsSettings()
 # What is tested is how the shipped times stand to each other. As they are, they leave a busy machine 0.3 s to be late
@@ -50,6 +50,34 @@ async def test_connections_that_fall_silent_cost_no_lease(broker: Broker, redis_
         await claims_nothing(b, 2.5 * AS_SHIPPED.lease_ms / 1000)
         assert a.lost == []
         await a.generate(claim, 2, finish=True)
+
+
+async def test_a_gateway_whose_connections_fall_silent_stays_a_reader(
+    broker: Broker, redis_server: EmbeddedRedis
+) -> None:
+    async with (
+        FlakyNetwork(redis_server.port) as network,
+        await Broker.connect(redis_server.url, AS_SHIPPED) as near,
+        await Broker.connect(f"redis://{network.target}/0", AS_SHIPPED) as far,
+        GatewaySession(near),
+        GatewaySession(far) as gateway,
+        worker(near, "a") as a,
+    ):
+        request = spec()
+        await gateway.accept(request)
+        reading = asyncio.create_task(read_all(gateway, request.request_id, limit_s=60))
+        [claim] = await a.claim()
+        digest = await a.generate(claim, 1)
+        await asyncio.gather(*(far.connection.execute("PING") for _ in range(STRANDED)))
+        network.strand()
+        where = await near.directory.locate(request.request_id)
+        until = asyncio.get_running_loop().time() + 2.5 * AS_SHIPPED.lease_ms / 1000
+        while asyncio.get_running_loop().time() < until:
+            readers = await near.connection.execute("HGET", where.request(request.request_id), "readers")
+            assert gateway.gateway_id.encode() in readers
+            await asyncio.sleep(0.1)
+        await a.generate(dataclasses.replace(claim, next_index=1, digest=digest), 2, finish=True)
+        assert numbers(await reading) == [100, 101]
 
 
 async def test_a_pause_of_redis_that_is_no_outage_costs_no_lease(broker: Broker, redis_server: EmbeddedRedis) -> None:

@@ -7,7 +7,7 @@ from contextlib import aclosing, suppress
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, ON_DISCONNECT_CONTINUE, REQUEST_STATE_FINISHED
 from pagestream_streams import Broker, GatewaySession
-from token_streams import FAST, MODEL, TENANT, eventually, spec, worker
+from token_streams import FAST, MODEL, TENANT, eventually, numbers, read_all, spec, worker
 
 GRACE_MS = 150
 
@@ -157,6 +157,75 @@ async def test_who_could_not_know_that_its_gateway_died_has_time_to_notice(broke
         assert 500_000 < silent - left < 700_000
         reading.cancel()
         await asyncio.wait([reading])
+
+
+async def test_who_leaves_later_does_not_shorten_what_a_silent_gateway_s_client_has(
+    broker: Broker, redis_url: str
+) -> None:
+    slow = dataclasses.replace(FAST, silence_ms=600_000)
+    async with (
+        await Broker.connect(redis_url, slow) as patient,
+        GatewaySession(patient) as alive,
+        GatewaySession(patient) as dead,
+    ):
+        request = spec(grace_ms=60_000)
+        prefix = (await broker.directory.locate(request.request_id)).prefix
+        await dead.accept(request)
+        readings = [asyncio.create_task(read_some(each, request.request_id)) for each in (dead, alive)]
+        key = f"{prefix}req:{request.request_id}"
+
+        async def readers() -> bytes:
+            found: bytes = await broker.connection.execute("HGET", key, "readers")
+            return found
+
+        async def both_read() -> bool:
+            return len((await readers()).split()) == 2
+
+        async def one_reads() -> bool:
+            return (await readers()).split() == [alive.gateway_id.encode()]
+
+        await eventually(both_read)
+        await die(dead)
+        await eventually(one_reads)
+        for reading in readings:
+            reading.cancel()
+        await asyncio.wait(readings)
+        seconds, _ = await broker.connection.execute("TIME")
+
+        async def grace() -> bool:
+            score = await broker.connection.execute("ZSCORE", prefix + "graces", request.request_id)
+            return score is not None and float(score) > int(seconds) * 1000 + 600_000
+
+        await eventually(grace)
+
+
+async def test_a_tool_that_looks_on_is_no_gateway(broker: Broker) -> None:
+    """While no gateway lives nobody can come back, and graces do not count: `serves=False` changes nothing of that."""
+    async with worker(broker) as engine:
+        async with GatewaySession(broker) as gateway:
+            request = spec(grace_ms=GRACE_MS)
+            await gateway.accept(request)
+            [claim] = await engine.claim()
+            digest = await engine.generate(claim, 1)
+            await die(gateway)
+
+            async def deserted() -> bool:
+                return bool(await broker.connection.execute("HEXISTS", f"ps:{{{MODEL}/0}}:meta", "deserted"))
+
+            await eventually(deserted)
+            async with GatewaySession(broker, "tool", serves=False) as tool:
+                copy = spec(grace_ms=GRACE_MS, on_disconnect=ON_DISCONNECT_CONTINUE)
+                await tool.accept(copy)
+                [second] = await engine.claim()
+                reading = asyncio.create_task(read_all(tool, copy.request_id))
+                await engine.generate(second, 2, finish=True)
+                assert numbers(await reading) == [100, 101]
+                await pause(4 * GRACE_MS)
+                assert not await finished(broker, request.request_id)
+                rest = dataclasses.replace(claim, next_index=1, digest=digest)
+                await engine.generate(rest, 2, finish=True)
+                assert numbers(await read_all(tool, request.request_id)) == [100, 101]
+                assert await broker.connection.execute("ZCARD", f"ps:{{{MODEL}/0}}:gateways") == 0
 
 
 async def test_graces_don_t_count_while_no_gateway_lives(broker: Broker) -> None:

@@ -30,7 +30,7 @@ class HalfALink:
         self.num_polls = 0
         self.all_away = False
 
-    async def pipeline(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+    async def pipeline(self, commands: Sequence[Sequence[Any]], limit_s: float | None = None) -> list[Any]:
         return [self._answer(command) for command in commands]
 
     def _answer(self, command: Sequence[Any]) -> object:
@@ -107,6 +107,31 @@ async def test_an_outage_ends_reads_after_its_limit_and_no_sooner() -> None:
             finally:
                 await readers._keeper.stop()
             assert all((each.failure is not None) == fails for each in waiting)
+
+
+async def test_a_silent_redis_is_an_outage_too_whoever_has_left() -> None:
+    """Each round of polls waits for its answers, and so does what takes readers back."""
+
+    class Silence(HalfALink):
+        async def pipeline(self, commands: Sequence[Sequence[Any]], limit_s: float | None = None) -> list[Any]:
+            assert limit_s is not None
+            await asyncio.sleep(limit_s)
+            return [TimeoutError("silent")] * len(commands)
+
+    # The limit is that of two beats, a third of a lease each.
+    with readers_of(
+        Silence(), dataclasses.replace(SETTINGS, lease_ms=600, heartbeat_ms=50, sweep_ms=100, sweep_gap_ms=400)
+    ) as readers:
+        waiting = follower(readers, THERE, "waiting")
+        readers._leaving["gone"] = AWAY
+        readers.start()
+        try:
+            async with asyncio.timeout(15):
+                while waiting.failure is None:
+                    await waiting.wait(0.05)
+        finally:
+            await readers._keeper.stop()
+    assert isinstance(waiting.failure, Unavailable)
 
 
 async def test_a_partition_that_was_away_long_ago_has_its_whole_time_again() -> None:

@@ -48,8 +48,10 @@ class ClusterLink:
             raise reply
         return reply
 
-    async def pipeline(self, commands: Sequence[Command]) -> list[Any]:
-        """Commands in one round trip for each node; a reply may be an exception, a lost connection among them."""
+    async def pipeline(self, commands: Sequence[Command], limit_s: float | None = None) -> list[Any]:
+        """Commands in one round trip for each node; a reply may be an exception, a lost connection among them. A node
+        that is silent for longer than the limit is left, and the others' replies are there.
+        """
         async with self._turns:
             await self._cluster.initialize()
             replies: list[Any] = [None] * len(commands)
@@ -59,7 +61,7 @@ class ClusterLink:
                     places[self._node(_key(command))].append(place)
                 except exceptions.RedisClusterException as error:
                     replies[place] = error
-            batches = (self._batch(node, [commands[place] for place in mine]) for node, mine in places.items())
+            batches = (self._batch(node, [commands[place] for place in mine], limit_s) for node, mine in places.items())
             for mine, found in zip(places.values(), await asyncio.gather(*batches), strict=True):
                 for place, reply in zip(mine, found, strict=True):
                     replies[place] = await self._redirected(commands[place], reply)
@@ -95,14 +97,15 @@ class ClusterLink:
             raise exceptions.SlotNotCoveredError(f"no node has the slot of {key!r}")
         return node
 
-    async def _batch(self, node: ClusterNode, commands: Sequence[Command]) -> list[Any]:
+    async def _batch(self, node: ClusterNode, commands: Sequence[Command], limit_s: float | None = None) -> list[Any]:
         """Each command's reply, or its error; all have one where the connection is lost."""
         try:
-            socket = node.acquire_connection()
-            try:
-                return await _replies(node, socket, commands)
-            finally:
-                node.release(socket)
+            async with asyncio.timeout(limit_s):
+                socket = node.acquire_connection()
+                try:
+                    return await _replies(node, socket, commands)
+                finally:
+                    node.release(socket)
         except _LOST as error:
             return [error] * len(commands)
 

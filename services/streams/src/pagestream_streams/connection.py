@@ -120,15 +120,15 @@ class Connection:
                 raise reply
         return replies
 
-    async def run_each(self, calls: Sequence[Call]) -> list[Any]:
+    async def run_each(self, calls: Sequence[Call], limit_s: float | None = None) -> list[Any]:
         """As `run_many`; in place of the reply of one that can't run is an Unavailable: where a cluster's node is away,
-        others are there. Unavailable where none can.
+        or silent for longer than the limit, others are there. Unavailable where none can.
         """
         if not calls:
             return []
         async with _translated():
             replies = await self._link.pipeline(
-                [("EVALSHA", call.script.sha, *_keys(call.key), *call.arguments) for call in calls]
+                [("EVALSHA", call.script.sha, *_keys(call.key), *call.arguments) for call in calls], limit_s
             )
         for place, (call, reply) in enumerate(zip(calls, replies, strict=True)):
             try:
@@ -157,12 +157,18 @@ class Connection:
                 raise
         return await self._evaluate_together(script, key, arguments)
 
-    async def run_many_acknowledged(self, calls: Sequence[Call]) -> list[Any]:
-        """As `run_many`, each as `run_acknowledged`."""
+    async def run_each_acknowledged(self, calls: Sequence[Call]) -> list[Any]:
+        """As `run_each`, each as `run_acknowledged`."""
         if not self._durability.waits:
-            return await self.run_many(calls)
+            return await self.run_each(calls)
         runs = (self.run_acknowledged(call.script, call.key, *call.arguments) for call in calls)
-        return list(await asyncio.gather(*runs))
+        replies = await asyncio.gather(*runs, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException) and not isinstance(reply, Unavailable):
+                raise reply
+        if replies and all(isinstance(reply, Unavailable) for reply in replies):
+            raise replies[0]
+        return replies
 
     async def read_acknowledged(self, key: str, *command: Argument) -> Any:
         """Runs a command that reads; answers once all that it may show is as safe as the settings ask. `key` is the
@@ -226,6 +232,8 @@ async def _translated() -> AsyncIterator[None]:
         exceptions.ReadOnlyError,
     ) as error:
         raise Unavailable(f"Redis can't serve: {error}") from error
+    except exceptions.InvalidResponse as error:  # redis-py has closed the connection
+        raise Unavailable(f"what answers does not speak as Redis does: {error}") from error
     except (OSError, TimeoutError) as error:
         raise Unavailable(f"Redis can't be reached: {error}") from error
     except _CHANGING as error:

@@ -18,6 +18,7 @@ from pagestream_streams.keys import Partition
 from pagestream_streams.records import ModelInfo
 from pagestream_streams.scripts import REGISTRY
 from pagestream_streams.settings import StreamsSettings
+from pagestream_streams.tasks import within
 
 _NAME = re.compile(r"[^\s{}\x00-\x1f\x7f]{1,256}")
 _FIELDS = ("created", "digest", "partitions")
@@ -37,6 +38,7 @@ class Directory:
         """Reads nothing yet."""
         self._connection = connection
         self._ttl = settings.directory_ttl_s
+        self._limit_s = settings.beat_limit_s / 2  # beats and sweeps wait for it
         self._entries: dict[str, _Entry] = {}
         self._tags: dict[str, str] = {}
         self._cards: dict[str, ModelCard] = {}
@@ -123,11 +125,14 @@ class Directory:
     async def _refresh(self) -> None:
         if time.monotonic() - self._read_at < self._ttl:
             return
-        try:
+        if not self._entries or self._read_at == float("-inf"):
             await self._read()
+            return
+        try:
+            async with within(self._limit_s, "a look for the models"):
+                await self._read()
         except Unavailable:
-            if not self._entries:
-                raise
+            self._read_at = time.monotonic()  # what is known is good enough to sweep by, and to be asked again later
 
     async def _read(self) -> None:
         found = await self._connection.execute("HGETALL", keys.MODELS)

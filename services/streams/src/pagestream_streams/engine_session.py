@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -13,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from google.protobuf.message import DecodeError
-from pagestream.v1.records_pb2 import ModelCard, RequestSpec
+from pagestream.v1.records_pb2 import LogSlice, ModelCard, RequestSpec
 
 from pagestream_streams import fault_points, ids, keys, placement, wakeups
 from pagestream_streams.appends import append_arguments, slice_of
@@ -28,7 +29,7 @@ from pagestream_streams.records import Append, AppendKind, AppendOutcome, Claim
 from pagestream_streams.scripts import APPEND, CLAIM, HAND_BACK, HEARTBEAT, LEAVE, MARK, REGISTRY
 from pagestream_streams.subscription import Subscription
 from pagestream_streams.sweeper import Sweeper
-from pagestream_streams.tasks import Periodic, within
+from pagestream_streams.tasks import Periodic, cancel, within
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class EngineSession:
         self._card = card
         self._max_model_len = max_model_len
         self._alone: Alone | None = None
+        self._waking: set[asyncio.Task[None]] = set()
         self._is_retired = self._takes_its_kind = False
         self._with_suspects: set[int] = set()  # partitions where one waited for an idle engine at the last beat
         self._holdings = Holdings()
@@ -132,6 +134,8 @@ class EngineSession:
         await self._heartbeat.stop()
         await self._subscription.stop()
         self._doorbell.close()
+        for task in list(self._waking):
+            await cancel(task)
         with suppress(Unavailable, ModelNotFound):
             partitions = await self._broker.directory.all_partitions(self._model)
             await self.hand_back({*self._holdings, *await self._owned(partitions)})
@@ -237,18 +241,31 @@ class EngineSession:
             for where, mine in places.items()
         ]
         fault_points.before_append(appends)
-        replies = await self._broker.connection.run_many_acknowledged(calls)
+        replies = await self._broker.connection.run_each_acknowledged(calls)
         fault_points.after_append(appends)
         results: dict[int, Any] = {}
+        away: Unavailable | None = None
         for mine, reply in zip(places.values(), replies, strict=True):
-            results.update(zip(mine, reply, strict=True))
-        outcomes = [AppendOutcome(AppendKind(results[i][0]), results[i][1]) for i in range(len(appends))]
-        self._settle(appends, outcomes)
-        await wakeups.publish(
-            self._broker.connection,
-            [(slice_of(each), results[i][2]) for i, each in enumerate(appends) if results[i][2]],
-        )
-        return outcomes
+            if isinstance(reply, Unavailable):
+                away = reply
+            else:
+                results.update(zip(mine, reply, strict=True))
+        # Where a cluster's node is away, the readers of the others hear of what they have got all the same.
+        outcomes = {i: AppendOutcome(AppendKind(found[0]), found[1]) for i, found in results.items()}
+        self._settle([appends[i] for i in outcomes], list(outcomes.values()))
+        await self._wake([(slice_of(appends[i]), found[2]) for i, found in results.items() if found[2]])
+        if away is not None:
+            raise away
+        return [outcomes[i] for i in range(len(appends))]
+
+    async def _wake(self, slices: Sequence[tuple[LogSlice, bytes]]) -> None:
+        if not self._broker.connection.is_divided:
+            await wakeups.publish(self._broker.connection, slices)
+        elif slices:
+            # The node of a gateway's channel may be silent: no step waits for that.
+            task = asyncio.create_task(wakeups.publish(self._broker.connection, slices), name="wake-ups")
+            self._waking.add(task)
+            task.add_done_callback(self._waking.discard)
 
     async def mark(self, *, running: Collection[str] = (), waiting: Collection[str] = ()) -> None:
         """Tells which requests are in the engine's running step from now on, and which wait outside it.
@@ -434,8 +451,7 @@ class EngineSession:
             Call(REGISTRY, keys.engines(self._model), ("" if self._is_retired else self._id, lease)),
             *(Call(HEARTBEAT, where.prefix, self._heartbeat_arguments()) for where in partitions),
         ]
-        async with within(limit_s, "a beat"):
-            living, *replies = await self._broker.connection.run_each(beat)
+        living, *replies = await self._broker.connection.run_each(beat, limit_s)
         away = living if isinstance(living, Unavailable) else None
         if self._is_retired:  # perhaps since this beat began
             await self._broker.connection.execute("ZREM", keys.engines(self._model), self._id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
@@ -21,28 +22,37 @@ from pagestream_streams.reservations import reserve
 from pagestream_streams.scripts import ACCEPT, GATEWAY_HEARTBEAT
 from pagestream_streams.subscription import Subscription
 from pagestream_streams.sweeper import Sweeper
-from pagestream_streams.tasks import Periodic
+from pagestream_streams.tasks import Periodic, within
 
 _SHORTEST_SPAN_S = 1.0  # a rate over less is chance
+
+
+_log = logging.getLogger(__name__)
 
 
 class GatewaySession:
     """Used as `async with GatewaySession(broker) as gateway`. All that it holds can be rebuilt from Redis."""
 
-    def __init__(self, broker: Broker, gateway_id: str | None = None) -> None:
-        """`gateway_id` is a name for people; a boot nonce is added. ValueError where it has a space."""
+    def __init__(self, broker: Broker, gateway_id: str | None = None, *, serves: bool = True) -> None:
+        """`gateway_id` is a name for people; a boot nonce is added. ValueError where it has a space.
+
+        One that does not serve (a tool that asks something) looks on: it has no lease, so that the graces of clients
+        whose gateways are all dead don't begin to count, it sweeps nothing, and counts as nobody's reader.
+        """
         name = gateway_id or "gateway"
         if not name or any(character.isspace() for character in name):
             raise ValueError(f"a gateway's id must have no spaces; {gateway_id!r} has")
         self._id = f"{name}:{secrets.token_hex(8)}"
         self._broker = broker
         self._settings = broker.settings
-        self._readers = Readers(broker, self._id, self._accept)
+        self._serves = serves
+        self._readers = Readers(broker, self._id, self._accept, serves=serves)
         self._queued: dict[Partition, int] = {}
+        self._known_partitions: list[Partition] = []
         self._subscription = Subscription(
             broker.connection, [keys.wake_ups(self._id)], self._readers.wake, self._readers.missed
         )
-        self._heartbeat = Periodic("gateway heartbeat", self._settings.heartbeat_ms / 1000, self._beat)
+        self._heartbeat = Periodic("gateway heartbeat", self._settings.heartbeat_ms / 1000, self._beat_soon)
         self._sweeper = Sweeper(broker, self._partitions)
 
     @property
@@ -58,8 +68,9 @@ class GatewaySession:
     async def __aenter__(self) -> Self:
         """Starts the subscription, the heartbeat, the polls and the sweeps. They also start while Redis is away."""
         self._subscription.start()
-        self._heartbeat.start()
-        self._sweeper.start()
+        if self._serves:
+            self._heartbeat.start()
+            self._sweeper.start()
         self._readers.start()
         await self._subscription.subscribed(self._settings.command_timeout_s)
         return self
@@ -109,7 +120,7 @@ class GatewaySession:
             spec.deadline_ms,
             spec.disconnect_grace_ms,
             int(spec.on_disconnect == ON_DISCONNECT_CONTINUE),
-            self._id,
+            self._id if self._serves else "",
             settings.lease_ms,
             settings.max_queued_requests,
             settings.max_queued_prompt_tokens,
@@ -196,11 +207,28 @@ class GatewaySession:
         directory = self._broker.directory
         return [where for name in await directory.names() for where in await directory.all_partitions(name)]
 
-    async def _beat(self) -> None:
-        partitions = await self._partitions()
+    async def _beat_soon(self) -> None:
+        """As an engine's beats: what is worth a lease does not wait longer for an answer than another one takes."""
+        limit_s = self._settings.beat_limit_s
+        try:
+            await self._beat(limit_s)
+        except Unavailable as error:
+            if isinstance(error.__cause__, TimeoutError):
+                await self._broker.connection.drop_idle()
+            raise
+
+    async def _beat(self, limit_s: float) -> None:
+        try:
+            async with within(limit_s / 2, "a look for the partitions"):
+                self._known_partitions = await self._partitions()
+        except Unavailable as error:
+            if not self._known_partitions:
+                raise
+            _log.info("%s: goes on with the partitions that it knows: %s", self._id, error)
+        partitions = self._known_partitions
         lease = self._settings.lease_ms
         calls = [Call(GATEWAY_HEARTBEAT, where.prefix, (self._id, lease)) for where in partitions]
-        for where, reply in zip(partitions, await self._broker.connection.run_each(calls), strict=True):
+        for where, reply in zip(partitions, await self._broker.connection.run_each(calls, limit_s), strict=True):
             if isinstance(reply, Unavailable):
                 continue
             registered, queued = reply

@@ -42,8 +42,10 @@ class Link(Protocol):
     async def execute(self, *command: Argument) -> Any:
         """One command."""
 
-    async def pipeline(self, commands: Sequence[Command]) -> list[Any]:
-        """Commands in one round trip for each server; a reply may be an exception."""
+    async def pipeline(self, commands: Sequence[Command], limit_s: float | None = None) -> list[Any]:
+        """Commands in one round trip for each server; a reply may be an exception: of each server that has not answered
+        within the limit it is TimeoutError.
+        """
 
     async def together(self, key: str, commands: Sequence[Command]) -> list[Any]:
         """Commands on one connection to the server that has `key`; a reply may be an exception."""
@@ -79,6 +81,11 @@ def open_link(url: str, settings: StreamsSettings) -> Link:
     return SingleLink(Redis(connection_pool=pool), settings.max_connections)
 
 
+def unanswered(limit_s: float) -> TimeoutError:
+    """What stands for the reply of a server that was silent for so long."""
+    return TimeoutError(f"no answer within {limit_s:g} s")
+
+
 class SingleLink:
     """One server."""
 
@@ -93,11 +100,16 @@ class SingleLink:
         async with self._turns:
             return await self._command(*command)
 
-    async def pipeline(self, commands: Sequence[Command]) -> list[Any]:
-        async with self._turns, self._redis.pipeline(transaction=False) as pipe:
-            for command in commands:
-                pipe.execute_command(*command)
-            return list(await pipe.execute(raise_on_error=False))
+    async def pipeline(self, commands: Sequence[Command], limit_s: float | None = None) -> list[Any]:
+        try:
+            async with asyncio.timeout(limit_s), self._turns, self._redis.pipeline(transaction=False) as pipe:
+                for command in commands:
+                    pipe.execute_command(*command)
+                return list(await pipe.execute(raise_on_error=False))
+        except TimeoutError:
+            if limit_s is None:
+                raise
+            return [unanswered(limit_s)] * len(commands)
 
     async def together(self, key: str, commands: Sequence[Command]) -> list[Any]:
         return await self.pipeline(commands)

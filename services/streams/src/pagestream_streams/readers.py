@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
+from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec, WakeUp
 
 from pagestream_streams.broker import Broker
@@ -20,7 +21,7 @@ from pagestream_streams.follower import Follower
 from pagestream_streams.keys import Partition
 from pagestream_streams.reservations import renew, renewal_s
 from pagestream_streams.scripts import POLL, REGISTER, UNREGISTER
-from pagestream_streams.tasks import Periodic, heed_cancellation
+from pagestream_streams.tasks import Periodic, heed_cancellation, within
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -34,9 +35,17 @@ class Readers:
     """Owned by a GatewaySession."""
 
     def __init__(
-        self, broker: Broker, gateway_id: str, accept_again: Callable[[RequestSpec, bool], Awaitable[object]]
+        self,
+        broker: Broker,
+        gateway_id: str,
+        accept_again: Callable[[RequestSpec, bool], Awaitable[object]],
+        *,
+        serves: bool = True,
     ) -> None:
-        """Starts nothing yet. `accept_again` accepts a lost request; its second argument: whether bounds count."""
+        """Starts nothing yet. `accept_again` accepts a lost request; its second argument: whether bounds count. Where
+        it does not serve, it looks on: nothing is registered.
+        """
+        self._serves = serves
         self._broker = broker
         self._accept_again = accept_again
         self._settings = broker.settings
@@ -49,6 +58,7 @@ class Readers:
         self._away: dict[Partition, tuple[float, float]] = {}  # the first and the last poll without an answer
         self._closed = False
         self._renewed_at = time.monotonic()
+        self._limit_s = 2 * self._settings.beat_limit_s  # a round must not wait for one node, or one lost connection
         self._keeper = Periodic("readers", self._settings.poll_ms / 4000, self._keep)
 
     def start(self) -> None:
@@ -64,6 +74,8 @@ class Readers:
                 follower.fail(Unavailable("this gateway is closing"))
                 self._leaving[follower.request_id] = follower.where
         self._leaving.update({request_id: where for request_id, (where, _) in self._expected.items()})
+        if not self._serves:
+            self._leaving.clear()
         try:
             await self._unregister()
         except Unavailable as error:
@@ -71,7 +83,7 @@ class Readers:
 
     def expect(self, where: Partition, request_id: str) -> None:
         """An accept registers this gateway; if no read follows, the registration is taken back."""
-        if request_id in self._followers:
+        if request_id in self._followers or not self._serves:
             return
         until = time.monotonic() + self._settings.accepted_unread_ms / 1000
         self._expected[request_id] = (where, until)
@@ -177,7 +189,7 @@ class Readers:
         remaining.remove(follower)
         if not remaining:
             del self._followers[follower.request_id]
-            if not follower.ended:
+            if not follower.ended and self._serves:
                 self._leaving[follower.request_id] = follower.where
                 self._keeper.nudge()
 
@@ -207,11 +219,21 @@ class Readers:
             raise Unavailable("Redis has lost the model; its engines publish it again") from error
 
     async def _register_all(self, where: Partition, reads: Iterable[tuple[str, str]]) -> list[list[int] | None]:
+        if not self._serves:
+            return [await self._looked_up(request_id, tenant) for request_id, tenant in reads]
         lease = self._settings.lease_ms
         calls = [
             Call(REGISTER, where.prefix, (request_id, tenant, self._gateway_id, lease)) for request_id, tenant in reads
         ]
         return await self._broker.connection.run_many(calls)
+
+    async def _looked_up(self, request_id: str, tenant: str) -> list[int] | None:
+        """What REGISTER answers, without a registration."""
+        try:
+            view = await self._broker.view(request_id, tenant)
+        except RequestNotFound:
+            return None
+        return [view.next_index, int(view.state == REQUEST_STATE_FINISHED)]
 
     async def _keep(self) -> None:
         refused: Unavailable | None = None
@@ -236,7 +258,7 @@ class Readers:
         ]
         away = set(by_partition)
         try:
-            replies = await self._broker.connection.run_each(calls)
+            replies = await self._broker.connection.run_each(calls, self._limit_s)
             away = {where for where, reply in zip(by_partition, replies, strict=True) if isinstance(reply, Unavailable)}
         finally:
             unread = {each: where for each, where in leaving.items() if where in away and each not in self._followers}
@@ -261,7 +283,7 @@ class Readers:
             for where, each_part in by_partition.items()
         ]
         try:
-            replies = await self._broker.connection.run_each(calls)
+            replies = await self._broker.connection.run_each(calls, self._limit_s)
         except Unavailable as error:
             replies = [error] * len(calls)
         now = time.monotonic()
@@ -280,7 +302,8 @@ class Readers:
         if now - self._renewed_at < renewal_s(retention_s):
             return
         specs = [each.spec for each in self._all() if each.spec is not None]
-        await renew(self._broker.connection, specs, retention_s)
+        async with within(self._limit_s, "a renewal of reservations"):
+            await renew(self._broker.connection, specs, retention_s)
         self._renewed_at = now
 
     def _compare(self, follower: Follower, next_index: int, *, finished: bool) -> None:
@@ -307,7 +330,7 @@ class Readers:
     def _note_away(self, where: Partition, followers: list[Follower], error: Unavailable) -> None:
         now = time.monotonic()
         since, until = self._away.get(where, (now, now))
-        if now - until > 2 * _LONGEST_WAIT_S:
+        if now - until > 2 * (_LONGEST_WAIT_S + self._settings.command_timeout_s):
             since = now  # whoever waited meanwhile was woken, or there was nobody
         self._away[where] = since, now
         if now - since > self._settings.outage_limit_s:

@@ -52,7 +52,8 @@ class Sweeper:
     async def sweep(self) -> None:
         """Sweeps every partition once, and has what is due there ended soon. Unavailable, once the others are swept."""
         partitions = list(await self._partitions())
-        replies = await self._broker.connection.run_each([self._call(where) for where in partitions])
+        limit_s = self._broker.settings.sweep_gap_ms / 2000  # a silent node must not make holes in the others' sweeps
+        replies = await self._broker.connection.run_each([self._call(where) for where in partitions], limit_s)
         for where, reply in zip(partitions, replies, strict=True):
             if isinstance(reply, Unavailable):
                 continue

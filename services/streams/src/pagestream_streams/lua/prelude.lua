@@ -199,9 +199,13 @@ local function storms(had_it, died_first, now, window)
   return false
 end
 
-local function starts_grace(id, from)
-  local policy = call('HMGET', prefix .. 'req:' .. id, 'state', 'continue', 'grace')
+-- "silent" is until when a client of the request may not have noticed that its gateway died. More than minutes ahead is a clock that was set back.
+local MOST_SILENT_MS = 600000
+local function starts_grace(id, now)
+  local policy = call('HMGET', prefix .. 'req:' .. id, 'state', 'continue', 'grace', 'silent')
   if policy[1] and policy[1] ~= 'finished' and policy[2] == '0' then
+    local silent = tonumber(policy[4] or 0)
+    local from = silent <= now + MOST_SILENT_MS and math.max(now, silent) or now
     call('ZADD', prefix .. 'graces', from + policy[3], id)
   end
 end
@@ -220,7 +224,7 @@ local function add_reader(id, readers, gateway)
 end
 
 -- Where it was the last one, the grace starts.
-local function remove_reader(id, gateway, from)
+local function remove_reader(id, gateway, now)
   local req = prefix .. 'req:' .. id
   call('SREM', prefix .. 'reads:' .. gateway, id)
   local readers = call('HGET', req, 'readers')
@@ -235,7 +239,7 @@ local function remove_reader(id, gateway, from)
   end
   call('HSET', req, 'readers', rest)
   if rest == '' then
-    starts_grace(id, from)
+    starts_grace(id, now)
   end
 end
 

@@ -1,6 +1,5 @@
 -- What time alone brings about in a partition: reclaims what dead engines own, moves dead gateways' reads to their grace, and names the requests
--- whose deadline, grace or verdict is due (end.lua ends them). A grace that a gateway's death begins is longer by what a client may need to notice
--- it. After a hole in the sweeps, or on another Redis process than before, every lease and grace starts anew in full instead. Retry: harmless.
+-- whose deadline, grace or verdict is due (end.lua ends them). After a gateway's death no grace begins before its clients can have noticed. After a hole in the sweeps, or on another Redis process than before, every lease and grace starts anew in full instead. Retry: harmless.
 -- ARGV: least distance of two sweeps in ms, hole in ms, engine lease in ms, gateway lease in ms, most reclaimed, doorbell channel, partition number,
 --       control time in ms, window of deaths in ms, what a client may need to notice a silent gateway in ms
 -- Returns {reclaimed ids, ids over their deadline, ids over their grace, restarted (0 | 1), {id, index, deaths}... of poison}.
@@ -23,13 +22,8 @@ local function postpone(key, length)
 end
 local function restart_graces()
   for _, id in ipairs(call('ZRANGE', prefix .. 'graces', 0, -1)) do
-    local until_ms = tonumber(call('ZSCORE', prefix .. 'graces', id))
     call('ZREM', prefix .. 'graces', id)
     starts_grace(id, now)
-    local full = tonumber(call('ZSCORE', prefix .. 'graces', id) or until_ms)
-    if until_ms > full then
-      call('ZADD', prefix .. 'graces', math.min(until_ms, full + silence), id)
-    end
   end
 end
 local function due(key)
@@ -77,7 +71,10 @@ end
 
 for _, gateway in ipairs(due('gateways')) do
   for _, id in ipairs(call('SMEMBERS', prefix .. 'reads:' .. gateway)) do
-    remove_reader(id, gateway, now + silence)
+    if call('EXISTS', prefix .. 'req:' .. id) == 1 then
+      call('HSET', prefix .. 'req:' .. id, 'silent', now + silence)
+    end
+    remove_reader(id, gateway, now)
   end
   call('ZREM', prefix .. 'gateways', gateway)
 end

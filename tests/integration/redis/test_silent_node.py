@@ -1,0 +1,102 @@
+"""A cluster's master that does not answer at all: the others' partitions are served as if nothing were."""
+
+import asyncio
+import dataclasses
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import pytest
+from pagestream.v1.inference_pb2 import REQUEST_STATE_QUEUED
+from pagestream_streams import Broker, GatewaySession, StreamsSettings, keys
+from pagestream_streams.cluster_link import ClusterLink
+from pagestream_streams.embedded import ServerBinary
+from pagestream_streams.keys import Partition
+from redis_topologies import Server, Topology, fresh, running_cluster, until
+from token_streams import MODEL, TENANT, card, eventually, numbers, read_all, spec, worker
+
+PARTITIONS = 8
+SHIPPED = (
+    StreamsSettings()
+)  # a command waits 5 s for its answer, which is longer than a lease and than a hole in sweeps
+
+
+@pytest.fixture(scope="module")
+def topology(seven: ServerBinary, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topology]:
+    with running_cluster(tmp_path_factory.mktemp("silent"), seven, replicas=0) as running:
+        yield running
+
+
+@pytest.fixture
+async def broker(topology: Topology) -> AsyncIterator[Broker]:
+    async with await Broker.connect(fresh(topology), SHIPPED) as broker:
+        await broker.publish_model(card(MODEL), partitions=PARTITIONS)
+        yield broker
+
+
+def port_of(broker: Broker, key: str) -> int:
+    link = broker.connection._link
+    assert isinstance(link, ClusterLink)
+    return int(link._node(key).port)
+
+
+@contextmanager
+def silent(topology: Topology, port: int) -> Iterator[None]:
+    [process] = [each.process for each in topology.masters() if each.port == port]
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+        until(lambda: all(is_whole(each) for each in topology.servers), "the cluster is whole again", topology.servers)
+
+
+def is_whole(server: Server) -> bool:
+    """Whether it takes commands for all slots."""
+    told = server.ask("CLUSTER INFO")
+    assert isinstance(told, dict)
+    return (told["cluster_state"], told["cluster_slots_ok"]) == ("ok", "16384")
+
+
+def elsewhere(broker: Broker, port: int) -> int:
+    """A partition of another master."""
+    ports = {number: port_of(broker, Partition(MODEL, number).prefix) for number in range(PARTITIONS)}
+    assert port in ports.values(), "the silent one has partitions, too"
+    return next(number for number, each in ports.items() if each != port)
+
+
+@pytest.mark.parametrize("key", [keys.MODELS, keys.model(MODEL), keys.engines(MODEL)])
+async def test_the_dead_of_other_partitions_are_reclaimed(topology: Topology, broker: Broker, key: str) -> None:
+    """Whatever else the silent one has: the names of the models, their cards, who serves them."""
+    port = port_of(broker, key)
+    async with GatewaySession(broker), worker(broker, "dead") as dead, worker(broker, "living"):
+        request = spec(partition=elsewhere(broker, port))
+        async with GatewaySession(broker) as gateway:
+            await gateway.accept(request)
+            [claim] = await dead.claim()
+            with silent(topology, port):
+                await dead.session._sweeper.stop()
+                await dead.session._heartbeat.stop()
+
+                async def is_queued() -> bool:
+                    return (await broker.view(claim.request_id, TENANT)).state == REQUEST_STATE_QUEUED
+
+                await eventually(is_queued, 15)
+
+
+async def test_streams_of_other_partitions_go_on(topology: Topology, broker: Broker) -> None:
+    """Also where the silent node has the channel of the reader's gateway: nothing waits for a wake-up to be sent."""
+    gateway = GatewaySession(broker)
+    port = port_of(broker, keys.wake_ups(gateway.gateway_id))
+    async with gateway, worker(broker) as engine:
+        request = spec(partition=elsewhere(broker, port))
+        await gateway.accept(request)
+        [claim] = await engine.claim()
+        reading = asyncio.create_task(read_all(gateway, request.request_id, limit_s=60))
+        with silent(topology, port):
+            begun = time.monotonic()
+            digest = await engine.generate(claim, 20)
+            assert time.monotonic() - begun < 20 * SHIPPED.command_timeout_s / 4
+            await engine.generate(dataclasses.replace(claim, next_index=20, digest=digest), 20, finish=True)
+            assert numbers(await reading) == list(range(100, 120))
