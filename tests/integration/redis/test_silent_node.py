@@ -9,14 +9,15 @@ from contextlib import contextmanager
 
 import pytest
 from pagestream.v1.inference_pb2 import REQUEST_STATE_QUEUED
-from pagestream_streams import Broker, GatewaySession, StreamsSettings, keys
+from pagestream_streams import Append, AppendKind, Broker, GatewaySession, StreamsSettings, keys
 from pagestream_streams.cluster_link import ClusterLink
 from pagestream_streams.embedded import ServerBinary
 from pagestream_streams.keys import Partition
 from redis_topologies import Server, Topology, fresh, running_cluster, until
-from token_streams import MODEL, TENANT, card, eventually, numbers, read_all, spec, worker
+from token_streams import MODEL, TENANT, card, eventually, numbers, read_all, spec, tokens, worker
 
 PARTITIONS = 8
+COUNT = 200  # more than there may be commands on their way at once
 SHIPPED = (
     StreamsSettings()
 )  # a command waits 5 s for its answer, which is longer than a lease and than a hole in sweeps
@@ -96,7 +97,25 @@ async def test_streams_of_other_partitions_go_on(topology: Topology, broker: Bro
         reading = asyncio.create_task(read_all(gateway, request.request_id, limit_s=60))
         with silent(topology, port):
             begun = time.monotonic()
-            digest = await engine.generate(claim, 20)
-            assert time.monotonic() - begun < 20 * SHIPPED.command_timeout_s / 4
-            await engine.generate(dataclasses.replace(claim, next_index=20, digest=digest), 20, finish=True)
-            assert numbers(await reading) == list(range(100, 120))
+            digest = await engine.generate(claim, COUNT)
+            assert time.monotonic() - begun < COUNT * SHIPPED.command_timeout_s / 10
+            await engine.generate(dataclasses.replace(claim, next_index=COUNT, digest=digest), COUNT, finish=True)
+            assert numbers(await reading) == list(range(100, 100 + COUNT))
+            assert engine.lost == [], "its beats got through"
+
+
+async def test_an_append_tells_what_was_taken_and_what_was_not(topology: Topology, broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        port = port_of(broker, Partition(MODEL, 0).prefix)
+        requests = spec(partition=0), spec(partition=elsewhere(broker, port))
+        for request in requests:
+            await gateway.accept(request)
+        claims = {claim.request_id: claim for claim in await engine.claim(2)}
+        stranded, well = (claims[request.request_id] for request in requests)
+        appends = [Append(each.request_id, each.epoch, each.nonce, 0, tokens([100])) for each in (stranded, well)]
+        with silent(topology, port):
+            outcomes = await engine.session.append(appends)
+            assert [outcome.kind for outcome in outcomes] == [AppendKind.AWAY, AppendKind.OK]
+            assert not outcomes[0].lost
+        outcomes = await engine.session.append(appends)
+        assert [(outcome.kind, outcome.next_index) for outcome in outcomes] == [(AppendKind.OK, 1)] * 2

@@ -100,11 +100,10 @@ async def test_what_needs_a_longer_context_waits_for_an_engine_that_has_it(redis
     """While a longer context is rolled out, requests are accepted that old engines would have to refuse."""
     async with GatewaySession(broker) as gateway:
         long = spec(prompt=[1] * 50)
-        long.sampling.max_tokens = 30
         await gateway.accept(long)
         short = spec(partition=1)
         await gateway.accept(short)
-        async with of_context(broker, 79) as old, of_context(broker, 80) as new:
+        async with of_context(broker, 50) as old, of_context(broker, 51) as new:
             [claim] = await old.claim()
             assert claim.request_id == short.request_id
             await broker.cancel(short.request_id, TENANT)
@@ -116,7 +115,7 @@ async def test_what_needs_a_longer_context_waits_for_an_engine_that_has_it(redis
             await new.session.hand_back([claim.request_id])
             assert await old.session._claim_from(where, 9, 1000) == [], "nor does it go on there"
     hasty = dataclasses.replace(FAST, fingerprint_grace_ms=200)
-    async with await Broker.connect(redis_url, hasty) as impatient, of_context(impatient, 79) as old:
+    async with await Broker.connect(redis_url, hasty) as impatient, of_context(impatient, 50) as old:
         [claim] = await old.claim()
         assert claim.request_id == long.request_id, "nobody else came: its engine tells what is wrong"
 

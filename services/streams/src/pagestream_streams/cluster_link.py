@@ -52,7 +52,12 @@ class ClusterLink:
         """Commands in one round trip for each node; a reply may be an exception, a lost connection among them. A node
         that is silent for longer than the limit is left, and the others' replies are there.
         """
-        async with self._turns:
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._turns.acquire()
+        except TimeoutError as error:
+            return [error] * len(commands)
+        try:
             await self._cluster.initialize()
             replies: list[Any] = [None] * len(commands)
             places: defaultdict[ClusterNode, list[int]] = defaultdict(list)
@@ -67,6 +72,8 @@ class ClusterLink:
                     replies[place] = await self._redirected(commands[place], reply)
             await self._learn(replies)
             return replies
+        finally:
+            self._turns.release()
 
     async def together(self, key: str, commands: Sequence[Command]) -> list[Any]:
         """Commands on one connection to the node that has `key`; a reply may be an exception."""

@@ -92,12 +92,14 @@ class Connection:
         async with _translated():
             return await self._link.execute(*command)
 
-    async def pipeline(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
-        """Runs commands in one round trip. Unavailable where Redis can't; a reply that is an error is raised."""
+    async def pipeline(self, commands: Sequence[Sequence[Argument]], limit_s: float | None = None) -> list[Any]:
+        """Runs commands in one round trip. Unavailable where Redis can't, or not in time; a reply that is an error is
+        raised.
+        """
         if not commands:
             return []
         async with _translated():
-            replies = await self._link.pipeline(commands)
+            replies = await self._link.pipeline(commands, limit_s)
             for reply in replies:
                 if isinstance(reply, Exception):
                     raise reply
@@ -157,10 +159,10 @@ class Connection:
                 raise
         return await self._evaluate_together(script, key, arguments)
 
-    async def run_each_acknowledged(self, calls: Sequence[Call]) -> list[Any]:
-        """As `run_each`, each as `run_acknowledged`."""
+    async def run_each_acknowledged(self, calls: Sequence[Call], limit_s: float | None = None) -> list[Any]:
+        """As `run_each`, each as `run_acknowledged`, which has limits of its own where it waits."""
         if not self._durability.waits:
-            return await self.run_each(calls)
+            return await self.run_each(calls, limit_s)
         runs = (self.run_acknowledged(call.script, call.key, *call.arguments) for call in calls)
         replies = await asyncio.gather(*runs, return_exceptions=True)
         for reply in replies:

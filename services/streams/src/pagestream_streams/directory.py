@@ -43,6 +43,7 @@ class Directory:
         self._tags: dict[str, str] = {}
         self._cards: dict[str, ModelCard] = {}
         self._read_at = float("-inf")
+        self._is_stale = False  # whether the last look was cut short: what it has not may be there all the same
 
     async def publish(self, card: ModelCard, partitions: int) -> None:
         """Stores a model's card; see Broker.publish_model."""
@@ -111,6 +112,8 @@ class Directory:
             raise RequestNotFound(request_id)
         if parts.model_tag not in self._tags:
             await self._refresh()
+        if parts.model_tag not in self._tags and self._is_stale:
+            await self._read()
         name = self._tags.get(parts.model_tag)
         if name is None:
             raise RequestNotFound(request_id)
@@ -118,6 +121,8 @@ class Directory:
 
     async def _entry(self, name: str) -> _Entry:
         await self._refresh()
+        if name not in self._entries and self._is_stale:
+            await self._read()
         if name not in self._entries:
             raise ModelNotFound(name)
         return self._entries[name]
@@ -132,7 +137,8 @@ class Directory:
             async with within(self._limit_s, "a look for the models"):
                 await self._read()
         except Unavailable:
-            self._read_at = time.monotonic()  # what is known is good enough to sweep by, and to be asked again later
+            # What is known is good enough to sweep by, and to be asked again later.
+            self._read_at, self._is_stale = time.monotonic(), True
 
     async def _read(self) -> None:
         found = await self._connection.execute("HGETALL", keys.MODELS)
@@ -145,7 +151,7 @@ class Directory:
             if None not in row
         }
         self._tags = tags
-        self._read_at = time.monotonic()
+        self._read_at, self._is_stale = time.monotonic(), False
 
 
 def _check(name: str, partitions: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
@@ -29,7 +28,7 @@ from pagestream_streams.records import Append, AppendKind, AppendOutcome, Claim
 from pagestream_streams.scripts import APPEND, CLAIM, HAND_BACK, HEARTBEAT, LEAVE, MARK, REGISTRY
 from pagestream_streams.subscription import Subscription
 from pagestream_streams.sweeper import Sweeper
-from pagestream_streams.tasks import Periodic, cancel, within
+from pagestream_streams.tasks import Periodic, within
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ class EngineSession:
         self._card = card
         self._max_model_len = max_model_len
         self._alone: Alone | None = None
-        self._waking: set[asyncio.Task[None]] = set()
+        self._waker = wakeups.Waker(broker.connection, broker.settings.beat_limit_s)
         self._is_retired = self._takes_its_kind = False
         self._with_suspects: set[int] = set()  # partitions where one waited for an idle engine at the last beat
         self._holdings = Holdings()
@@ -134,8 +133,7 @@ class EngineSession:
         await self._heartbeat.stop()
         await self._subscription.stop()
         self._doorbell.close()
-        for task in list(self._waking):
-            await cancel(task)
+        await self._waker.stop()
         with suppress(Unavailable, ModelNotFound):
             partitions = await self._broker.directory.all_partitions(self._model)
             await self.hand_back({*self._holdings, *await self._owned(partitions)})
@@ -229,7 +227,7 @@ class EngineSession:
         that reads. Who waits for a first entry is woken by the script itself, a round trip sooner.
 
         Outcomes come in the order of `appends`. Unavailable; then some may have been appended: a retry of the same is
-        harmless.
+        harmless. Where a cluster has some partitions and not others, those outcomes are AWAY.
         """
         places: defaultdict[Partition, list[int]] = defaultdict(list)
         for place, each in enumerate(appends):
@@ -241,31 +239,24 @@ class EngineSession:
             for where, mine in places.items()
         ]
         fault_points.before_append(appends)
-        replies = await self._broker.connection.run_each_acknowledged(calls)
+        # A cluster's silent node must not hold up the others' tokens.
+        limit_s = 2 * self._settings.beat_limit_s if self._broker.connection.is_divided else None
+        replies = await self._broker.connection.run_each_acknowledged(calls, limit_s)
         fault_points.after_append(appends)
         results: dict[int, Any] = {}
-        away: Unavailable | None = None
         for mine, reply in zip(places.values(), replies, strict=True):
-            if isinstance(reply, Unavailable):
-                away = reply
-            else:
+            if not isinstance(reply, Unavailable):
                 results.update(zip(mine, reply, strict=True))
-        # Where a cluster's node is away, the readers of the others hear of what they have got all the same.
         outcomes = {i: AppendOutcome(AppendKind(found[0]), found[1]) for i, found in results.items()}
         self._settle([appends[i] for i in outcomes], list(outcomes.values()))
         await self._wake([(slice_of(appends[i]), found[2]) for i, found in results.items() if found[2]])
-        if away is not None:
-            raise away
-        return [outcomes[i] for i in range(len(appends))]
+        return [outcomes.get(i, AppendOutcome(AppendKind.AWAY, 0)) for i in range(len(appends))]
 
     async def _wake(self, slices: Sequence[tuple[LogSlice, bytes]]) -> None:
-        if not self._broker.connection.is_divided:
+        if self._broker.connection.is_divided:
+            self._waker.wake(slices)  # no step waits for the node of a gateway's channel, which may be silent
+        else:
             await wakeups.publish(self._broker.connection, slices)
-        elif slices:
-            # The node of a gateway's channel may be silent: no step waits for that.
-            task = asyncio.create_task(wakeups.publish(self._broker.connection, slices), name="wake-ups")
-            self._waking.add(task)
-            task.add_done_callback(self._waking.discard)
 
     async def mark(self, *, running: Collection[str] = (), waiting: Collection[str] = ()) -> None:
         """Tells which requests are in the engine's running step from now on, and which wait outside it.

@@ -129,7 +129,7 @@ class GatewaySession:
             settings.tenant_weights.get(spec.tenant, 1),
             settings.tenant_alone_percent,
             int(bounded),
-            max((len(prompt.ids) for prompt in spec.prompts), default=0) + spec.sampling.max_tokens,
+            max((len(prompt.ids) for prompt in spec.prompts), default=0) + 1,
         )
         if reply[0] == 0:
             raise self._queue_full(spec.tenant, reply[1:])

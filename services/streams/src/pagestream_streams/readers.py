@@ -28,6 +28,7 @@ _T = TypeVar("_T")
 
 _RETRY_PAUSE_S = 0.1
 _LOOK_EVERY = 20  # heartbeats between two looks at the registrations themselves
+_RENEW_AGAIN_S = 5.0
 _LONGEST_WAIT_S = 5.0  # polls wake a reader; this is for the case that they don't run
 
 
@@ -301,6 +302,7 @@ class Readers:
         retention_s, now = self._settings.retention_s, time.monotonic()
         if now - self._renewed_at < renewal_s(retention_s):
             return
+        self._renewed_at += _RENEW_AGAIN_S  # where Redis refuses
         specs = [each.spec for each in self._all() if each.spec is not None]
         async with within(self._limit_s, "a renewal of reservations"):
             await renew(self._broker.connection, specs, retention_s)

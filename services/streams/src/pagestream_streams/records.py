@@ -93,7 +93,7 @@ class Append:
 
 
 class AppendKind(enum.IntEnum):
-    """What became of an append. The numbers are append.lua's."""
+    """What became of an append. The numbers are append.lua's, but the last."""
 
     OK = 0  # the log has the entries
     FENCED = 1  # another claim owns the request
@@ -101,16 +101,17 @@ class AppendKind(enum.IntEnum):
     GAP = 3  # entries before these are missing: send again from next_index
     ENDED = 4  # the request has finished otherwise
     MISSING = 5  # Redis knows no such request
+    AWAY = 6  # the node of a cluster that has it did not answer: it may have the entries; a retry is harmless
 
 
 @dataclass(frozen=True)
 class AppendOutcome:
-    """FENCED, CONFLICT, ENDED and MISSING mean: drop the work. GAP means: send again from `next_index`."""
+    """FENCED, CONFLICT, ENDED and MISSING mean: drop the work. GAP means: send again from `next_index`; AWAY: all."""
 
     kind: AppendKind
-    next_index: int  # of the log; 0 if MISSING
+    next_index: int  # of the log; 0 if MISSING or AWAY
 
     @property
     def lost(self) -> bool:
         """Whether the request is no longer this engine's."""
-        return self.kind not in (AppendKind.OK, AppendKind.GAP)
+        return self.kind not in (AppendKind.OK, AppendKind.GAP, AppendKind.AWAY)

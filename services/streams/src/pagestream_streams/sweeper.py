@@ -103,6 +103,8 @@ class Sweeper:
                 results.append(await call())
             except Unavailable as error:
                 results.append(error)
+            except Exception:  # noqa: BLE001 - one record that can't be ended must not keep the others
+                _log.exception("what is due could not be ended")
         return results
 
     async def _quarantine(self, where: Partition, request_id: str, index: int, deaths: int) -> None:

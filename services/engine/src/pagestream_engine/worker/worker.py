@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -43,6 +44,16 @@ def _ids(request: RunningRequest) -> dict[str, Any]:
     trace = request.trace
     traced = {"trace_id": trace.trace_id, "span_id": trace.span_id} if trace else {}
     return {"request_id": request.request_id, **traced}
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What came of sending appends."""
+
+    torn: Sequence[str]
+    """Requests that are this engine's and can't go on here."""
+    is_taken: bool
+    """Whether Redis answered for all of them."""
 
 
 class EngineFailed(RuntimeError):  # noqa: N818 - reads as what happened
@@ -437,34 +448,40 @@ class Worker:
         finally:
             self._is_appending = False
         torn: list[str] = []
+        is_taken = True
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-            torn += answer or ()
+            torn += answer.torn
+            is_taken = is_taken and answer.is_taken
         if torn:
             await self._hand_back(session, torn)
-        return None not in answers
+        return is_taken
 
     def _pending_appends(self, being_sent: Collection[str]) -> list[Append]:
         limit = self._settings.append_limit
         waiting = [each for each in self._requests.values() if each.has_pending and each.request_id not in being_sent]
         return [request.pending(limit) for request in waiting]
 
-    async def _send(self, session: EngineSession, appends: Sequence[Append]) -> list[str] | None:
-        """Append and settle. Returns the requests that can't go on here, None where Redis did not take it."""
+    async def _send(self, session: EngineSession, appends: Sequence[Append]) -> _Sent:
+        """Append and settle."""
         try:
             outcomes = await session.append(appends)
         except Unavailable as error:
             logger.warning("append of %d requests put off: %s", len(appends), error)
             self._telemetry.error("redis_unavailable")
-            return None
-        settled = zip(appends, outcomes, strict=True)
-        return [each.request_id for each, outcome in settled if self._settle(each, outcome)]
+            return _Sent((), is_taken=False)
+        answered = [pair for pair in zip(appends, outcomes, strict=True) if pair[1].kind is not AppendKind.AWAY]
+        if len(answered) < len(appends):
+            logger.warning("append of %d requests put off: their node is away", len(appends) - len(answered))
+            self._telemetry.error("redis_unavailable")
+        torn = [each.request_id for each, outcome in answered if self._settle(each, outcome)]
+        return _Sent(torn, is_taken=len(answered) == len(appends))
 
-    async def _send_untaken(self, session: EngineSession, being_sent: Collection[str]) -> list[str] | None:
+    async def _send_untaken(self, session: EngineSession, being_sent: Collection[str]) -> _Sent:
         self._take_untaken()
         appends = self._pending_appends(being_sent)
-        return await self._send(session, appends) if appends else []
+        return await self._send(session, appends) if appends else _Sent((), is_taken=True)
 
     async def _hand_back(self, session: EngineSession, request_ids: Sequence[str]) -> None:
         try:

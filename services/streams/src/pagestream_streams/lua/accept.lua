@@ -3,7 +3,7 @@
 -- ARGV: id, spec, tenant, class, prompt tokens, choices, deadline in ms from now (0: none), disconnect grace in ms, continue on disconnect
 --       (0 | 1), gateway id ('' : none), gateway lease in ms, most requests, most prompt tokens, doorbell channel, partition number,
 --       weight of the tenant, share of a tenant that is alone in percent, whether bounds count (0: it was accepted before and got lost), the
---       context that it needs: most tokens of a prompt and its output together (0 or none: any will do)
+--       context that it needs at least: the tokens of its longest prompt and one more (0 or none: any will do)
 -- Returns {1} accepted, {2} known already, {3} another tenant's, {0, requests, tokens, drained, drain window in ms, most requests, most tokens,
 --         whose bounds: all tenants' 0, the tenant's own 1} over a bound.
 local id, spec, tenant, class, tokens, choices = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5]), ARGV[6]
