@@ -234,7 +234,7 @@ class ProbesAlone(Transport):
         return [*super().options(), ("grpc.http2.bdp_probe", 0)]
 
 
-@pytest.mark.parametrize("kind", [AsyncClient, Client])
+@pytest.mark.parametrize("kind", [AsyncClient, pytest.param(Client, marks=pytest.mark.slow)])
 def test_a_quiet_stream_of_a_gateway_that_is_stopped(tmp_path: Path, kind: type[AsyncClient] | type[Client]) -> None:
     """It goes on before the request counts as one that nobody reads; no token comes that would show the silence."""
 

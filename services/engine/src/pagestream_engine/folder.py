@@ -8,7 +8,6 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from pagestream_engine.errors import ModelNotFound
-from pagestream_engine.model.safetensors_file import read_header
 
 _DECIDING = ("config.json", "generation_config.json", "tokenizer.json")
 _SAMPLES, _SAMPLE_BYTES = 8, 1 << 10
@@ -62,6 +61,8 @@ def model_revision(folder: Path) -> str:
     Cheap, since it reads a few KiB of each tensor, and different for other weights, also where a fine-tune has left
     most layers alone.
     """
+    from pagestream_engine.model.safetensors_file import read_header  # needs torch
+
     digest = hashlib.sha256()
     for name in _DECIDING:
         path = folder / name
