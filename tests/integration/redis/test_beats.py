@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 
+import pytest
 from flaky_network import FlakyNetwork
 from pagestream_streams import Broker, EmbeddedRedis, GatewaySession, StreamsSettings
 from token_streams import FAST, Worker, numbers, read_all, spec, worker
@@ -52,6 +53,7 @@ async def test_connections_that_fall_silent_cost_no_lease(broker: Broker, redis_
         await a.generate(claim, 2, finish=True)
 
 
+@pytest.mark.slow
 async def test_a_gateway_whose_connections_fall_silent_stays_a_reader(
     broker: Broker, redis_server: EmbeddedRedis
 ) -> None:

@@ -16,6 +16,8 @@ from pagestream_streams.keys import Partition
 from redis_topologies import Server, Topology, fresh, running_cluster, until
 from token_streams import MODEL, TENANT, card, eventually, numbers, read_all, spec, tokens, worker
 
+pytestmark = pytest.mark.slow  # `make topologies` has it
+
 PARTITIONS = 8
 COUNT = 200  # more than there may be commands on their way at once
 SHIPPED = (
