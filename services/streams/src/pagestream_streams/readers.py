@@ -21,7 +21,7 @@ from pagestream_streams.follower import Follower
 from pagestream_streams.keys import Partition
 from pagestream_streams.reservations import renew, renewal_s
 from pagestream_streams.scripts import POLL, REGISTER, UNREGISTER
-from pagestream_streams.tasks import Periodic, heed_cancellation, within
+from pagestream_streams.tasks import Periodic, heed_cancellation
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -304,8 +304,7 @@ class Readers:
             return
         self._renewed_at += _RENEW_AGAIN_S  # where Redis refuses
         specs = [each.spec for each in self._all() if each.spec is not None]
-        async with within(self._limit_s, "a renewal of reservations"):
-            await renew(self._broker.connection, specs, retention_s)
+        await renew(self._broker.connection, specs, retention_s, self._limit_s)
         self._renewed_at = now
 
     def _compare(self, follower: Follower, next_index: int, *, finished: bool) -> None:

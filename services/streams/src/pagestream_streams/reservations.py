@@ -33,10 +33,10 @@ async def reserve(connection: Connection, spec: RequestSpec, *, body_digest: str
     raise Unavailable("the idempotency key's reservation expired while it was looked at, again and again")
 
 
-async def renew(connection: Connection, specs: Iterable[RequestSpec], retention_s: int) -> None:
-    """Keeps the reservations of requests that run, those that have one. Unavailable."""
+async def renew(connection: Connection, specs: Iterable[RequestSpec], retention_s: int, limit_s: float) -> None:
+    """Keeps the reservations of requests that run, those that have one. Unavailable, also after the limit."""
     lengths = {_name(spec): _length_ms(spec, retention_s) for spec in specs if spec.idempotency_key}
-    await connection.pipeline([("PEXPIRE", name, length_ms) for name, length_ms in lengths.items()])
+    await connection.pipeline([("PEXPIRE", name, length_ms) for name, length_ms in lengths.items()], limit_s)
 
 
 def renewal_s(retention_s: int) -> float:
