@@ -1,5 +1,6 @@
 -- What time alone brings about in a partition: reclaims what dead engines own, moves dead gateways' reads to their grace, and names the requests
--- whose deadline, grace or verdict is due (end.lua ends them). After a gateway's death no grace begins before its clients can have noticed. After a hole in the sweeps, or on another Redis process than before, every lease and grace starts anew in full instead. Retry: harmless.
+-- whose deadline, grace or verdict is due (end.lua ends them). After a gateway's death no grace begins before its clients can have noticed. After a
+-- hole in the sweeps, or on another Redis process than before, every lease and grace starts anew in full instead. Retry: harmless.
 -- ARGV: least distance of two sweeps in ms, hole in ms, engine lease in ms, gateway lease in ms, most reclaimed, doorbell channel, partition number,
 --       control time in ms, window of deaths in ms, what a client may need to notice a silent gateway in ms
 -- Returns {reclaimed ids, ids over their deadline, ids over their grace, restarted (0 | 1), {id, index, deaths}... of poison}.
