@@ -5,7 +5,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
-PACKAGES := proto kernels services/streams services/gateway services/engine services/client services/telemetry services/pagestream operator
+PACKAGES := proto kernels services/scaling services/telemetry services/streams services/engine \
+            services/worker services/gateway services/client services/simulator services/pagestream operator
 PYTEST := $(BIN)/python -m pytest
 # An index that offers PyTorch's CPU build, for machines without an NVIDIA GPU (see README, "Which torch").
 TORCH_INDEX ?=

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from pagestream_streams.embedded import EmbeddedRedis
-from redis_servers import emptied, running_server
+from pagestream_streams.connection.embedded import EmbeddedRedis
+from support.redis.servers import emptied, running_server
 
 
 @pytest.fixture(scope="module")

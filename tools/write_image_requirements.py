@@ -18,14 +18,14 @@ FOLDER = ROOT / "deploy" / "images" / "requirements"
 PACKAGES = (
     "proto",
     "kernels",
-    *(f"services/{name}" for name in ("streams", "telemetry", "gateway", "engine")),
+    *(f"services/{name}" for name in ("scaling", "telemetry", "streams", "engine", "worker", "gateway")),
     "operator",
 )
 IMAGES: dict[str, tuple[str, frozenset[str]]] = {
     "gateway": ("pagestream-gateway", frozenset()),
     "operator": ("pagestream-operator", frozenset()),
-    "engine": ("pagestream-engine[worker]", frozenset({"triton"})),
-    "engine-cuda": ("pagestream-engine[worker]", frozenset()),
+    "engine": ("pagestream-worker", frozenset({"triton"})),
+    "engine-cuda": ("pagestream-worker", frozenset()),
 }
 """Image -> what it installs, and what is left out of it."""
 

@@ -28,8 +28,9 @@ COPY kernels kernels
 COPY services/streams services/streams
 COPY services/telemetry services/telemetry
 COPY services/engine services/engine
+COPY services/worker services/worker
 RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheels \
-      ./proto ./kernels ./services/streams ./services/telemetry ./services/engine \
+      ./proto ./kernels ./services/streams ./services/telemetry ./services/engine ./services/worker \
     && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-deps --no-index \
       --target /opt/pagestream /wheels/*.whl
 

@@ -16,10 +16,11 @@ RUN /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet
 
 # -- what we wrote --
 FROM thirdparty AS ours
+COPY services/scaling services/scaling
 COPY services/telemetry services/telemetry
 COPY operator operator
 RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheels \
-      ./services/telemetry ./operator \
+      ./services/scaling ./services/telemetry ./operator \
     && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-deps --no-index \
       --target /opt/pagestream /wheels/*.whl
 

@@ -26,10 +26,10 @@ from pathlib import Path
 
 import torch
 from engine_throughput import DTYPES, make_model, make_prompts
-from goals import tell
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.config import EngineOptions
 from pagestream_engine.runner import ModelRunner
+from support.goals import tell
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo-model" / "model"
 SIDES = {"default": False, "deterministic": True}

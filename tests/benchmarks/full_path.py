@@ -5,7 +5,7 @@ and through gateway, Redis and an engine process of the same options. The load g
 machine it takes processor time from what it measures, so its own processor seconds, divided by the number of cores, are
 taken off the wall time of the full path. Both figures are printed, the uncorrected one too.
 
-    PYTHONPATH=tests/support python tests/benchmarks/full_path.py [--short] [--repeats 3] [--step-ms MS] [--json FILE]
+    PYTHONPATH=tests python tests/benchmarks/full_path.py [--short] [--repeats 3] [--step-ms MS] [--json FILE]
 
 With `--step-ms` the model is one that takes so long a step and no processor, on both sides: the case of a GPU, where
 the path does not compete with the model for the cores. With `--rate` requests come one by one: what is added to the
@@ -29,12 +29,12 @@ from statistics import median
 import grpc.aio
 import torch
 from engine_throughput import SHAPE, make_model, make_prompts
-from goals import tell
-from paced_worker import PACE, paced_engine
 from pagestream.v1 import inference_pb2 as pb
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream_engine import Engine, EngineConfig, SamplingParams
-from stack import Stack, running_stack
+from support.engines.paced_worker import PACE, paced_engine
+from support.goals import tell
+from support.processes.stack import Stack, running_stack
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 ENGINE_OPTIONS = {"max_num_seqs": 64, "enable_prefix_caching": False}
@@ -146,9 +146,9 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[Run, Run]:
     add_tokenizer(model)
     config = EngineConfig.from_options(ENGINE_OPTIONS)
     if options.step_ms is None:
-        engine, module = Engine(model, config), "pagestream_engine.worker"
+        engine, module = Engine(model, config), "pagestream_worker"
     else:
-        engine, module = paced_engine(model, config, step_s=options.step_ms / 1000), "paced_worker"
+        engine, module = paced_engine(model, config, step_s=options.step_ms / 1000), "support.engines.paced_worker"
         os.environ[PACE] = str(options.step_ms / 1000)
     alone: list[Run] = []
     full: list[Run] = []

@@ -1,10 +1,10 @@
 """How many streams does one gateway process carry, and what does a token cost it?
 
 Half of the streams are gRPC, half server-sent events, each from client processes of their own; the engine is a process
-without a model that appends real entries in steps of up to 256 streams (`tests/support/paced_engine.py`). Printed: the
-tokens that came, errors, how far apart a stream's tokens are, and each process' processor time for a token.
+without a model that appends real entries in steps of up to 256 streams (`tests/support/engines/paced_engine.py`).
+Printed: tokens received, errors, the time between a stream's tokens, and each process' processor time for a token.
 
-    PYTHONPATH=tests/support python tests/benchmarks/gateway_streams.py [--streams 2000] [--rate 5] [--tokens 50]
+    PYTHONPATH=tests python tests/benchmarks/gateway_streams.py [--streams 2000] [--rate 5] [--tokens 50]
 """
 
 import argparse
@@ -20,11 +20,11 @@ from statistics import quantiles
 import grpc.aio
 import psutil
 import uvloop
-from goals import tell
 from pagestream.v1 import inference_pb2 as pb
 from pagestream.v1.inference_pb2_grpc import InferenceStub
-from stack import Part, Stack, wait_until
-from synthetic_engine import MODEL
+from support.engines.synthetic_engine import MODEL
+from support.goals import tell
+from support.processes.stack import Part, Stack, wait_until
 
 CONNECT_AT_ONCE = 100
 LIMIT_S = 600.0
@@ -168,8 +168,16 @@ def describe(values: Sequence[float]) -> str:
 def measure(options: argparse.Namespace, folder: Path) -> int:
     """Run it all; returns 1 where a stream had an error."""
     stack = Stack(folder, model=Path(), engine_options=())
-    engine_command = [sys.executable, "-m", "paced_engine", "--redis", stack.redis_url, "--rate", str(options.rate)]
-    engine = Part("engine", engine_command, folder / "engine.log", {"PYTHONPATH": str(ROOT / "tests" / "support")})
+    engine_command = [
+        sys.executable,
+        "-m",
+        "support.engines.paced_engine",
+        "--redis",
+        stack.redis_url,
+        "--rate",
+        str(options.rate),
+    ]
+    engine = Part("engine", engine_command, folder / "engine.log", {"PYTHONPATH": str(ROOT / "tests")})
     clients: list[Part] = []
     try:
         stack.redis.start()

@@ -18,14 +18,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import grpc
-from control_plane import ControlPlane, eventually
-from kube_api import kube_binary
 from opentelemetry.proto.metrics.v1.metrics_pb2 import ResourceMetrics
-from operator_process import OperatorProcess, PoolWorld, install_definition, running_operator
-from otlp_messages import export, gauge, resource
+from support.kubernetes.api import kube_binary
+from support.kubernetes.control_plane import ControlPlane, eventually
+from support.kubernetes.operator_process import OperatorProcess, PoolWorld, install_definition, running_operator
+from support.telemetry.otlp_messages import export, gauge, resource
 
 NODES = 10
 PODS_PER_NODE = 250

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "support"))
+sys.path.insert(0, str(HERE.parent))
 
-from goals import MARK  # noqa: E402 - a folder beside this one
+from support.goals import MARK  # noqa: E402 - a folder beside this one
 
 LIMIT_S = 1800
 
@@ -66,7 +66,7 @@ def run(benchmark: Benchmark, goals: list[str], *, short: bool) -> int:
     command = [sys.executable, str(HERE / f"{benchmark.script or benchmark.name}.py"), *benchmark.arguments]
     if short and benchmark.has_short_form:
         command.append("--short")
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "support")}
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         limit = threading.Timer(LIMIT_S, process.kill)
         limit.start()

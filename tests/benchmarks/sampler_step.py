@@ -14,9 +14,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request.sequence import Sequence
 from pagestream_engine.sampler import sample
-from pagestream_engine.sampling_params import SamplingParams
-from pagestream_engine.sequence import Sequence
 
 PROMPT_TOKENS = 128
 FEATURES: dict[str, dict[str, Any]] = {

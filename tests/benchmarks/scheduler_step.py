@@ -17,13 +17,13 @@ from time import thread_time
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import SchedulerConfig
-from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces
-from pagestream_engine.generation import Generation
-from pagestream_engine.outputs import StepOutput
-from pagestream_engine.sampling_params import SamplingParams
+from pagestream_engine.request.generation import Generation
+from pagestream_engine.request.outputs import StepOutput
+from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request.sequence import Sequence
 from pagestream_engine.scheduler.policy import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler
-from pagestream_engine.sequence import Sequence
+from pagestream_engine.text.detokenizer import IncrementalDetokenizer, Pieces
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 BLOCK_SIZE = 16

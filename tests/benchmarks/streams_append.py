@@ -12,10 +12,11 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from goals import tell
 from pagestream.v1.inference_pb2 import SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import LogEntry, ModelCard, RequestSpec
-from pagestream_streams import Append, Broker, Claim, EmbeddedRedis, EngineSession, GatewaySession, digests, ids
+from pagestream_streams import Append, Broker, Claim, EmbeddedRedis, EngineSession, GatewaySession
+from pagestream_streams.protocol import digests, ids
+from support.goals import tell
 
 MODEL = "benchmark"
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pagestream.v1.records_pb2 import LogEntry, ModelCard
-from pagestream_streams import Broker, EngineSession, GatewaySession, StreamsSettings, digests
-from pagestream_streams.embedded import find_servers
-from redis_topologies import HOST, Server, Topology, running, server, until
+from pagestream_streams import Broker, EngineSession, GatewaySession, StreamsSettings
+from pagestream_streams.connection.embedded import find_servers
+from pagestream_streams.protocol import digests
 from streams_append import MODEL, Fenced, claimed, request
+from support.redis.topologies import HOST, Server, Topology, running, server, until
 
 NUM_ACCEPTS = 50
 LIMIT_S = 6.0

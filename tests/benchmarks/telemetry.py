@@ -4,7 +4,7 @@ Both run at once, each with its own Redis, gateway and engine process, and take 
 metrics and every span to a collector (otelcol where it is on the PATH, else a server that takes everything), and its
 metrics are scraped every two seconds. Of each round: wall time, and the processor seconds of gateway and engine.
 
-    PYTHONPATH=tests/support python tests/benchmarks/telemetry.py [--short] [--repeats 5] [--step-ms MS] [--json FILE]
+    PYTHONPATH=tests python tests/benchmarks/telemetry.py [--short] [--repeats 5] [--step-ms MS] [--json FILE]
 
 With `--step-ms` the model takes so long a step and no processor: then what telemetry takes is set against the path
 alone.
@@ -29,12 +29,12 @@ from time import perf_counter
 
 import grpc
 import httpx
-from collector import PROGRAM, running_collector
 from engine_throughput import make_model, make_prompts
 from full_path import ENGINE_FLAGS, add_tokenizer, due_times, run_full_path
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
-from paced_worker import PACE
-from stack import Stack, free_port, running_stack
+from support.engines.paced_worker import PACE
+from support.processes.stack import Stack, free_port, running_stack
+from support.telemetry.collector import PROGRAM, running_collector
 
 SCRAPE_S = 2.0
 ENDPOINT = "PAGESTREAM_TELEMETRY__OTLP_ENDPOINT"
@@ -123,9 +123,9 @@ def deployments(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Sta
     """One that tells nothing, one that tells all."""
     model = make_model(folder / "model", "bfloat16")
     add_tokenizer(model)
-    module = "pagestream_engine.worker"
+    module = "pagestream_worker"
     if options.step_ms is not None:
-        module, os.environ[PACE] = "paced_worker", str(options.step_ms / 1000)
+        module, os.environ[PACE] = "support.engines.paced_worker", str(options.step_ms / 1000)
     port = free_port()
 
     def stack(name: str, *flags: str) -> Stack:

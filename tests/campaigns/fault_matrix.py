@@ -15,10 +15,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fault_cluster import running_cluster
-from fault_matrix import Cell, CellResult, all_cells, covering_cells, run_cell, table
+from support.faults.cluster import running_cluster
+from support.faults.matrix import Cell, CellResult, all_cells, covering_cells, run_cell, table
 
 TOLD_FAILURES = 5
 

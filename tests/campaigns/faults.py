@@ -13,11 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fault_campaign import Campaign
-from fault_cluster import running_cluster
-from fault_tally import Tally
+from support.faults.campaign import Campaign
+from support.faults.cluster import running_cluster
+from support.faults.tally import Tally
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ROOT / ".fault-campaign"

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import kernel_builds
-import kernel_cases
-from kernel_cache import ResultCache
-from kernel_worker import KernelWorker, Mode
-from pairwise import product
+from support.faults.pairwise import product
+from support.kernels import builds as kernel_builds
+from support.kernels import cases as kernel_cases
+from support.kernels.cache import ResultCache
+from support.kernels.worker import KernelWorker, Mode
 
 Item = tuple[str, dict[str, Any]]
 MODES: tuple[Mode, ...] = ("interpret", "compile")

@@ -15,10 +15,21 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from checked_load import Content, Question, known_answers
-from cluster_release import CHART, IMAGES, NAMESPACE, ROOT, VALUES, Scene, Times, archive, make_namespace, wait_for_pool
-from kube_cluster import ClusterError, Release, reachable_cluster, run
-from redis_servers import skip_for_want_of
+from support.faults.checked_load import Content, Question, known_answers
+from support.kubernetes.cluster import ClusterError, Release, reachable_cluster, run
+from support.kubernetes.release import (
+    CHART,
+    IMAGES,
+    NAMESPACE,
+    ROOT,
+    VALUES,
+    Scene,
+    Times,
+    archive,
+    make_namespace,
+    wait_for_pool,
+)
+from support.redis.servers import skip_for_want_of
 
 TABLE = ROOT / "docs" / "benchmarks" / "cluster.md"
 ORDER = ("install", "scaling", "disturbances", "rollout", "zero", "upgrade", "neighbours", "uninstall")

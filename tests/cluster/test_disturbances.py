@@ -7,10 +7,10 @@ import signal
 import time
 
 import pytest
-from cluster_release import NAMESPACE, Scene
-from kube_cluster import ClusterError, Object, name_of, process_of, send
 from pagestream_operator.children.ports import METRICS_PORT
 from prometheus_client.parser import text_string_to_metric_families
+from support.kubernetes.cluster import ClusterError, Object, name_of, process_of, send
+from support.kubernetes.release import NAMESPACE, Scene
 
 FROZEN_S = 15.0  # longer than an engine's lease lives
 # Inside of the pod: network policies may keep everybody else from its metrics.

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_release import IMAGES, archive
-from redis_servers import skip_for_want_of
+from support.kubernetes.release import IMAGES, archive
+from support.redis.servers import skip_for_want_of
 
 MB = 1_000_000
 MOST_ABOVE_BASE = 200 * MB

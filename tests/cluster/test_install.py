@@ -6,15 +6,15 @@ import json
 import shutil
 
 import pytest
-from checked_load import Content, Question
-from cluster_release import NAMESPACE, Times
 from google.protobuf import json_format
-from kube_cluster import Release, is_ready, run, seconds_to_ready
 from openai import AuthenticationError, OpenAI
 from pagestream.v1 import inference_pb2
 from pagestream_client import AsyncClient, Unauthenticated
-from processes import wait_until
-from redis_servers import skip_for_want_of
+from support.faults.checked_load import Content, Question
+from support.kubernetes.cluster import Release, is_ready, run, seconds_to_ready
+from support.kubernetes.release import NAMESPACE, Times
+from support.processes.processes import wait_until
+from support.redis.servers import skip_for_want_of
 
 
 def test_everything_is_ready(release: Release, times: Times) -> None:

@@ -10,11 +10,11 @@ from contextlib import suppress
 
 import pytest
 import torch
-from checked_load import known_answers
-from cluster_release import CHART, NAMESPACE, VALUES, Scene, Times, make_namespace, wait_for_pool
-from kube_cluster import ClusterError, Namespace, Release, run
 from pagestream_client import AsyncClient, ModelNotFound, Unauthenticated
-from tiny_models import make_model
+from support.engines.tiny_models import make_model
+from support.faults.checked_load import known_answers
+from support.kubernetes.cluster import ClusterError, Namespace, Release, run
+from support.kubernetes.release import CHART, NAMESPACE, VALUES, Scene, Times, make_namespace, wait_for_pool
 
 OTHER = Namespace("pagestream-test-other")
 NAMESPACES = (OTHER,)

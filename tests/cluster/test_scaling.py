@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from cluster_release import NAMESPACE, Scene
-from kube_cluster import Object, seconds_to_ready
+from support.kubernetes.cluster import Object, seconds_to_ready
+from support.kubernetes.release import NAMESPACE, Scene
 
 FEW_BLOCKS = 256  # 4,096 tokens: four or five of these streams fill it
 EARLY = {"target": 0.4, "low": 0.2}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from checked_load import known_answers
-from cluster_release import NAMESPACE, Scene, wait_for_pool
-from kube_cluster import ClusterError, Release, run, wait_for
+from support.faults.checked_load import known_answers
+from support.kubernetes.cluster import ClusterError, Release, run, wait_for
+from support.kubernetes.release import NAMESPACE, Scene, wait_for_pool
 
 CRD = "enginepools.pagestream.dev"
 KINDS = (

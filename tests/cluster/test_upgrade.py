@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
-from cluster_release import NAMESPACE, Scene
-from kube_cluster import name_of, run
+from support.kubernetes.cluster import name_of, run
+from support.kubernetes.release import NAMESPACE, Scene
 
 CRD = "enginepools.pagestream.dev"
 COLUMNS = "/spec/versions/0/additionalPrinterColumns"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from cluster_release import NAMESPACE, Scene
 from pagestream_client import AsyncClient, Chunk
+from support.kubernetes.release import NAMESPACE, Scene
 
 MOST_S_TO_DECISION = 10.0
 """Twice the goal of 5 s, which the operator's own test of the scaling loop measures from the metric that tells of the

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from flaky_network import FlakyNetwork
 from pagestream_cli.servefile import ProcessRecord, read_record
 from pagestream_client import AsyncClient, AsyncStream, Chunk, Client, FinishReason, Generation, Transport, put_together
-from stack import DEMO_MODEL, START_LIMIT_S, Stack, StackError, running_stack, wait_until
-from synthetic_engine import MODEL, running_engine
-from workloads import QUESTIONS
+from support.engines.synthetic_engine import MODEL, running_engine
+from support.faults.workloads import QUESTIONS
+from support.network.flaky_network import FlakyNetwork
+from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Stack, StackError, running_stack, wait_until
 
 pytestmark = pytest.mark.timeout(180)
 

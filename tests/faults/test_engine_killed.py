@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from disturbed_runs import open_ids, run_all, unfinished
-from stack import Part, running_stack
-from stream_clients import GrpcReader
-from workloads import NUM_TOKENS
+from support.clients.stream_clients import GrpcReader
+from support.faults.disturbed_runs import open_ids, run_all, unfinished
+from support.faults.workloads import NUM_TOKENS
+from support.processes.stack import Part, running_stack
 
 pytestmark = pytest.mark.timeout(180)
 

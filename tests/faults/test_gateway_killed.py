@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from stack import Gateway, Stack, running_stack
-from stream_clients import SseReader
-from workloads import QUESTIONS
+from support.clients.stream_clients import SseReader
+from support.faults.workloads import QUESTIONS
+from support.processes.stack import Gateway, Stack, running_stack
 
 pytestmark = pytest.mark.timeout(120)
 

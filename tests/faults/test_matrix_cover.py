@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from fault_cluster import running_cluster
-from fault_matrix import covering_cells, run_cell, table
+from support.faults.cluster import running_cluster
+from support.faults.matrix import covering_cells, run_cell, table
 
 CELL_LIMIT_S = 60
 

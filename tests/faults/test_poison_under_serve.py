@@ -15,13 +15,13 @@ from typing import Any
 import httpx
 import pytest
 from pagestream_cli.servefile import ServeRecord, read_record
-from processes import is_running, wait_until
+from support.processes.processes import is_running, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
 POISON = 300
 LIMIT_S = 150.0
-POISONED = Path(__file__).resolve().parents[1] / "support" / "poisoned"
+POISONED = Path(__file__).resolve().parents[1] / "support" / "engines" / "poisoned"
 GOOD = {"model": "demo", "prompt": "One evening", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
 

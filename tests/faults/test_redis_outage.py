@@ -9,9 +9,9 @@ import grpc.aio
 import httpx
 import pytest
 from pagestream.v1.inference_pb2_grpc import InferenceStub
-from stack import Stack, running_stack
-from stream_clients import GrpcReader, Outcome
-from workloads import NUM_TOKENS, chat_request, mixed_requests
+from support.clients.stream_clients import GrpcReader, Outcome
+from support.faults.workloads import NUM_TOKENS, chat_request, mixed_requests
+from support.processes.stack import Stack, running_stack
 
 pytestmark = pytest.mark.timeout(180)
 

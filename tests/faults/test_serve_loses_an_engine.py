@@ -17,8 +17,8 @@ import httpx
 import pytest
 from pagestream_cli.servefile import ServeRecord, read_record
 from pagestream_streams import StreamsSettings
-from processes import is_running, until, wait_until
 from redis import Redis
+from support.processes.processes import is_running, until, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 

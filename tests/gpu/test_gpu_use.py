@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from pagestream_engine.worker.gpu import gpu_use
+from pagestream_worker.gpu import gpu_use
 
 pytestmark = pytest.mark.gpu
 

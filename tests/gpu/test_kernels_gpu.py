@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-import kernel_cases
 import pytest
 import torch
 from pagestream_kernels import paged_decode_attention, paged_decode_attention_reference, plan_decode
-from pairwise import Case, pairwise
+from support.faults.pairwise import Case, pairwise
+from support.kernels import cases as kernel_cases
 
 pytestmark = pytest.mark.gpu
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-from pagestream_streams.embedded import ServerBinary, find_servers
-from redis_servers import skip_for_want_of
-from redis_topologies import Topology, running_cluster, running_sentinels
+from pagestream_streams.connection.embedded import ServerBinary, find_servers
+from support.redis.servers import skip_for_want_of
+from support.redis.topologies import Topology, running_cluster, running_sentinels
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chart import CHART
-from control_plane import ControlPlane
-from kube_api import Administrator
+from support.kubernetes.api import Administrator
+from support.kubernetes.chart import CHART
+from support.kubernetes.control_plane import ControlPlane
 
 OTHERS = Path(__file__).with_name("definitions.yaml")  # of Gateway API, cert-manager, the Prometheus operator
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from chart import Manifest, pods, render, values_files
-from kube_api import Administrator, CommandError
+from support.kubernetes.api import Administrator, CommandError
+from support.kubernetes.chart import Manifest, pods, render, values_files
 
 MATRIX = {path.stem: ("--values", str(path)) for path in values_files()} | {"default": ()}
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
-from chart import CHART, ROOT
-from kube_api import CommandError, run_tool
-from pagestream_gateway.problems import _TABLE
+from pagestream_gateway.core.problems import _TABLE
 from pagestream_operator import instruments
 from pagestream_telemetry.exposition import exposed_name
 from pagestream_telemetry.table import ENGINE_METRICS, GATEWAY_METRICS, Kind, Metric
+from support.kubernetes.api import CommandError, run_tool
+from support.kubernetes.chart import CHART, ROOT
 
 ALERTS = CHART / "files" / "alerts.yaml"
 CASES = Path(__file__).with_name("alerts_test.yaml")

@@ -10,8 +10,6 @@ import grpc
 import httpx
 import pytest
 import yaml
-from chart import CHART, one, render
-from kube_api import kube_binary, run_tool
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
@@ -24,7 +22,9 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc import (
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
-from stack import Part, free_port, wait_until
+from support.kubernetes.api import kube_binary, run_tool
+from support.kubernetes.chart import CHART, one, render
+from support.processes.stack import Part, free_port, wait_until
 
 
 def configuration(*options: str) -> str:

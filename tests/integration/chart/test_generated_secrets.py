@@ -5,9 +5,9 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from chart import CHART, one, render
-from kube_api import Administrator
-from pagestream_gateway.auth import read_key_file
+from pagestream_gateway.core.auth import read_key_file
+from support.kubernetes.api import Administrator
+from support.kubernetes.chart import CHART, one, render
 
 
 def secret(admin: Administrator, namespace: str, name: str) -> dict[str, str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chart import CHART, Manifest, is_hook, one, render, values_files
-from kube_api import Administrator
+from support.kubernetes.api import Administrator
+from support.kubernetes.chart import CHART, Manifest, is_hook, one, render, values_files
 
 GOLDEN = Path(__file__).with_name("golden")
 MATRIX = {path.stem: ("--values", str(path)) for path in values_files()} | {"default": ()}

@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from kube_api import Administrator
 from lightkube import Client
 from pagestream_operator.crd import definition
 from pagestream_operator.errors import Rejected
@@ -13,6 +12,7 @@ from pagestream_operator.hooks import apply_crd, delete_pools
 from pagestream_operator.hooks.client import open_client
 from pagestream_operator.hooks.crd import apply_definition
 from pagestream_operator.hooks.pools import remove_pools
+from support.kubernetes.api import Administrator
 
 FINALIZER = "tests.pagestream.dev/nobody-takes-it-away"
 NAME = "enginepools.pagestream.dev"

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart import CHART, ROOT
-from kube_api import kube_binary, run_tool
+from support.kubernetes.api import kube_binary, run_tool
+from support.kubernetes.chart import CHART, ROOT
 
 TOOL: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "generate_chart.py"))
 

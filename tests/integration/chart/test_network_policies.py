@@ -1,8 +1,8 @@
 """The chart's NetworkPolicies against a table of connections that must and must not pass."""
 
 import pytest
-from chart import CHART, Manifest, render
-from network_policies import Outside, Peer, Pod, Policies
+from support.kubernetes.chart import CHART, Manifest, render
+from support.kubernetes.network_policies import Outside, Peer, Pod, Policies
 
 LLM = "llm"
 API_SERVER = Outside("172.16.0.1")

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from chart import ROOT, render
+from support.kubernetes.chart import ROOT, render
 
 TEXT = (ROOT / "docs" / "operations.md").read_text()
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)

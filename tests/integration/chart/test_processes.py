@@ -12,15 +12,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from chart import CHART, Manifest, one, pods, render
-from control_plane import ADMIN_TOKEN
-from kube_api import Administrator, CommandError
 from pagestream_gateway.settings import load_settings as gateway_settings
 from pagestream_operator.__main__ import main as operator_main
 from pagestream_operator.settings import load_settings as operator_settings
 from pagestream_streams import StreamsSettings
 from pagestream_telemetry.settings import telemetry_settings
-from stack import Part, free_port, wait_until
+from support.kubernetes.api import Administrator, CommandError
+from support.kubernetes.chart import CHART, Manifest, one, pods, render
+from support.kubernetes.control_plane import ADMIN_TOKEN
+from support.processes.stack import Part, free_port, wait_until
 
 FIELDS = {"metadata.name": "pod-0", "metadata.uid": "7c0ffee0-0000-0000-0000-000000000000"}
 REDIS = "redis://:secret@redis:6379/0"

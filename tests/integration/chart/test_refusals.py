@@ -1,8 +1,8 @@
 """Values that contradict each other, or are not values of the chart, are refused in words that help."""
 
 import pytest
-from chart import render
-from kube_api import CommandError
+from support.kubernetes.api import CommandError
+from support.kubernetes.chart import render
 
 SENSELESS = {
     "redis.external.url=redis://redis": "set redis.bundled.enabled=false to use the external one",

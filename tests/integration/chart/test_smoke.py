@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chart import CHART
-from stack import Gateway, Stack, running_stack
+from support.kubernetes.chart import CHART
+from support.processes.stack import Gateway, Stack, running_stack
 
 SMOKE = CHART / "files" / "smoke.py"
 KEY = "ps-tests"

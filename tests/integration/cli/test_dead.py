@@ -9,7 +9,7 @@ import pytest
 from pagestream_cli import store
 from pagestream_cli.errors import NotFoundError, ServerNotFoundError
 from pagestream_streams import Broker, GatewaySession
-from token_streams import FAST, MODEL, TENANT, card, eventually, spec, worker
+from support.protocol.token_streams import FAST, MODEL, TENANT, card, eventually, spec, worker
 
 
 async def dead(*arguments: str) -> subprocess.CompletedProcess[str]:

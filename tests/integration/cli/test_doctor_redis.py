@@ -12,10 +12,10 @@ from pagestream_cli.datadir import DataDir
 from pagestream_cli.doctor.finding import Finding, Verdict
 from pagestream_cli.doctor.redis_check import check_running_redis
 from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
-from pagestream_streams.embedded import EmbeddedRedis, ServerBinary, find_servers, free_port
+from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_servers, free_port
 from redis import Redis
-from redis_servers import running_server
-from redis_topologies import Topology, running_tls_server
+from support.redis.servers import running_server
+from support.redis.topologies import Topology, running_tls_server
 
 FSYNC, REPLICAS = "PAGESTREAM_BROKER__WAIT_FSYNC", "PAGESTREAM_BROKER__WAIT_REPLICAS"
 

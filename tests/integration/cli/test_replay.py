@@ -10,7 +10,7 @@ import pytest
 import redis
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_client import Client, Generation
-from stack import DEMO_MODEL, Stack, running_stack
+from support.processes.stack import DEMO_MODEL, Stack, running_stack
 
 OFFLINE = ["--model", str(DEMO_MODEL), "--dtype", "float32"]
 

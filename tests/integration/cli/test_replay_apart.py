@@ -11,7 +11,7 @@ from pagestream_cli.errors import ReplayFailedError
 from pagestream_cli.replay.answers import Answer
 from pagestream_cli.replay.command import _both
 from pagestream_streams import Broker, GatewaySession
-from token_streams import FAST, MODEL, TENANT, Worker, card, read_all, spec, worker
+from support.protocol.token_streams import FAST, MODEL, TENANT, Worker, card, read_all, spec, worker
 
 LIMIT_S = 30.0
 

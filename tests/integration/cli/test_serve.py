@@ -15,8 +15,8 @@ import httpx
 import pytest
 from pagestream_cli.servefile import ServeRecord, read_record
 from pagestream_streams import EmbeddedRedis
-from processes import is_running, wait_until
 from redis import Redis
+from support.processes.processes import is_running, wait_until
 
 START_LIMIT_S = 90.0
 PROMPT = "Tell me a story about the lighthouse."

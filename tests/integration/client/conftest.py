@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from gateway_clients import Address, gateway_settings, running_address
 from pagestream_client import AsyncClient, Client
-from synthetic_engine import SyntheticEngine, running_engine
+from support.clients.gateway_clients import Address, gateway_settings, running_address
+from support.engines.synthetic_engine import SyntheticEngine, running_engine
 
 
 @pytest.fixture

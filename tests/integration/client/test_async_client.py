@@ -5,7 +5,6 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
-from gateway_clients import Address, gateway_settings, running_address
 from pagestream_client import (
     AsyncClient,
     AsyncStream,
@@ -23,7 +22,8 @@ from pagestream_client import (
     StreamClosed,
     Usage,
 )
-from synthetic_engine import FAILING_TOKEN, MODEL, SyntheticEngine
+from support.clients.gateway_clients import Address, gateway_settings, running_address
+from support.engines.synthetic_engine import FAILING_TOKEN, MODEL, SyntheticEngine
 
 LIMIT_S = 30.0
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
-from flaky_network import FlakyNetwork
-from gateway_clients import Address, gateway_settings, running_address
 from pagestream_client import Client, FinishReason, Generation, InvalidRequest, RequestNotFound, StreamClosed
-from synthetic_engine import MODEL, SyntheticEngine
-from token_streams import eventually
+from support.clients.gateway_clients import Address, gateway_settings, running_address
+from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.network.flaky_network import FlakyNetwork
+from support.protocol.token_streams import eventually
 
 LIMIT_S = 30.0
 T = TypeVar("T")

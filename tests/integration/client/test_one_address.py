@@ -8,14 +8,14 @@ from urllib.parse import urlsplit
 
 import grpc
 import pytest
-from flaky_network import FlakyNetwork
-from gateway_clients import Address, gateway_settings, running_address
 from pagestream_client import AsyncClient, Client, Reconnection
 from pagestream_client.connections import Connection
 from pagestream_client.status import Failure
-from synthetic_engine import MODEL, SyntheticEngine
-from tcp_proxy import TcpProxy
-from token_streams import eventually
+from support.clients.gateway_clients import Address, gateway_settings, running_address
+from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.network.flaky_network import FlakyNetwork
+from support.network.tcp_proxy import TcpProxy
+from support.protocol.token_streams import eventually
 
 LIMIT_S = 60.0
 POLICY = Reconnection(limit_s=20.0)

@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from gateway_clients import gateway_settings, running_address
 from pagestream_client import AsyncClient, AsyncStream, QueueFull, Reconnection
 from pagestream_streams import Broker, StreamsSettings
-from synthetic_engine import MODEL, running_engine, synthetic_card
+from support.clients.gateway_clients import gateway_settings, running_address
+from support.engines.synthetic_engine import MODEL, running_engine, synthetic_card
 
 LIMIT_S = 30.0
 

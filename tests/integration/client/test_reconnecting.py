@@ -7,8 +7,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from flaky_network import FlakyNetwork
-from gateway_clients import Address, gateway_settings, running_address
 from pagestream_client import (
     AsyncClient,
     Chunk,
@@ -19,7 +17,9 @@ from pagestream_client import (
     Unavailable,
 )
 from redis.asyncio import Redis
-from synthetic_engine import MODEL, SyntheticEngine
+from support.clients.gateway_clients import Address, gateway_settings, running_address
+from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.network.flaky_network import FlakyNetwork
 
 ALPHABET = "abcdefghijklmnopqrst"
 LIMIT_S = 60.0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from gateway_clients import Address, gateway_settings, issue_certificate, running_address
 from pagestream_client import AsyncClient, Client, Reconnection, Unavailable
-from synthetic_engine import MODEL, SyntheticEngine
+from support.clients.gateway_clients import Address, gateway_settings, issue_certificate, running_address
+from support.engines.synthetic_engine import MODEL, SyntheticEngine
 
 IMPATIENT = Reconnection(limit_s=2.0)
 

@@ -19,12 +19,12 @@ from pagestream_engine.attention.native.library import find_compiler
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.model.layers import Linear
+from pagestream_engine.layers.linear import Linear
+from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request.sequence import Sequence
 from pagestream_engine.runner import ModelRunner
-from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledSequence, ScheduledStep
-from pagestream_engine.sequence import Sequence
-from tiny_models import make_model, random_prompts
+from support.engines.tiny_models import make_model, random_prompts
 from torch import Tensor
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import LLM, SamplingParams
-from pagestream_engine.outputs import RequestOutput
-from tiny_models import make_model, random_prompts, reference_model
+from pagestream_engine.request.outputs import RequestOutput
+from support.engines.tiny_models import make_model, random_prompts, reference_model
 
 NUM_TOKENS = 64
 TIE = 1e-4

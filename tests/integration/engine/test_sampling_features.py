@@ -10,8 +10,8 @@ import pytest
 import torch
 from pagestream_engine import LLM, Engine, EngineConfig, SamplingParams
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.outputs import RequestOutput, StepOutput
-from tiny_models import VOCAB_SIZE, make_model, random_prompts, reference_model
+from pagestream_engine.request.outputs import RequestOutput, StepOutput
+from support.engines.tiny_models import VOCAB_SIZE, make_model, random_prompts, reference_model
 
 NUM_TOKENS = 24
 LENGTHS = [3, 17, 40, 16]

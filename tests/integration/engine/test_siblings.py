@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from pagestream_engine import LLM, Engine, EngineConfig, SamplingParams, Sibling
-from pagestream_engine.outputs import StepOutput
-from pagestream_engine.sampling_params import child_seed
-from tiny_models import make_model, random_prompts
+from pagestream_engine.request.outputs import StepOutput
+from pagestream_engine.request.sampling_params import child_seed
+from support.engines.tiny_models import make_model, random_prompts
 
 NUM_TOKENS = 20
 BLOCK_SIZE = 8

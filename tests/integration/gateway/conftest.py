@@ -5,9 +5,9 @@ from contextlib import AbstractAsyncContextManager
 
 import httpx
 import pytest
-from gateway_clients import Address, gateway_settings, running_address
 from pagestream_gateway import Settings
-from synthetic_engine import SyntheticEngine, running_engine
+from support.clients.gateway_clients import Address, gateway_settings, running_address
+from support.engines.synthetic_engine import SyntheticEngine, running_engine
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from gateway_clients import Address, grpc_stub, refusal
 from pagestream.v1 import inference_pb2 as api
-from pagestream_gateway.http.body import parse_json
-from synthetic_engine import MODEL
+from pagestream_gateway.api.openai.body import parse_json
+from support.clients.gateway_clients import Address, grpc_stub, refusal
+from support.engines.synthetic_engine import MODEL
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TEXT = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
@@ -177,7 +177,7 @@ async def test_big_bodies_are_parsed_beside_the_event_loop(
         threads.append(threading.current_thread() is threading.main_thread())
         return parse_json(data)
 
-    monkeypatch.setattr("pagestream_gateway.http.generation_routes.parse_json", noted)
+    monkeypatch.setattr("pagestream_gateway.api.openai.generation_routes.parse_json", noted)
     answer = await http.post(path, content=json.dumps(body, separators=(",", ":")).encode(), headers=JSON)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
     assert (await http.post("/v1/completions", json=TEXT)).status_code == 200

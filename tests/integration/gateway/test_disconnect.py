@@ -5,9 +5,17 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
-from gateway_clients import Address, chat_text, gateway_settings, get_events, grpc_stub, running_address, sse_events
 from pagestream.v1 import inference_pb2 as api
-from synthetic_engine import MODEL, SyntheticEngine
+from support.clients.gateway_clients import (
+    Address,
+    chat_text,
+    gateway_settings,
+    get_events,
+    grpc_stub,
+    running_address,
+    sse_events,
+)
+from support.engines.synthetic_engine import MODEL, SyntheticEngine
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 0}
 LIMIT_S = 30.0

@@ -6,12 +6,12 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import grpc
 import pytest
-from gateway_clients import Address, grpc_stub, lose, refusal
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pagestream.v1 import inference_pb2 as api
 from pagestream_gateway import Settings
-from synthetic_engine import MODEL, SyntheticEngine
+from support.clients.gateway_clients import Address, grpc_stub, lose, refusal
+from support.engines.synthetic_engine import MODEL, SyntheticEngine
 
 Another = Callable[[Settings], AbstractAsyncContextManager[Address]]
 

@@ -2,9 +2,9 @@
 
 import openai
 import pytest
-from gateway_clients import Address
 from openai import AsyncOpenAI
-from synthetic_engine import MODEL, SyntheticEngine, answer_text
+from support.clients.gateway_clients import Address
+from support.engines.synthetic_engine import MODEL, SyntheticEngine, answer_text
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

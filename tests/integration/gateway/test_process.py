@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from gateway_clients import sse_events
-from synthetic_engine import MODEL, SyntheticEngine
+from support.clients.gateway_clients import sse_events
+from support.engines.synthetic_engine import MODEL, SyntheticEngine
 
 LIMIT_S = 30.0
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "my secret"}], "max_tokens": 6, "seed": 0}

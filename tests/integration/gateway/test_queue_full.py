@@ -9,11 +9,11 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from gateway_clients import Address, gateway_settings, grpc_stub, refusal, running_address
 from pagestream.v1 import inference_pb2 as api
 from pagestream_streams import Broker, StreamsSettings
-from synthetic_engine import MODEL, synthetic_card
-from token_streams import eventually
+from support.clients.gateway_clients import Address, gateway_settings, grpc_stub, refusal, running_address
+from support.engines.synthetic_engine import MODEL, synthetic_card
+from support.protocol.token_streams import eventually
 
 BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 2, "on_disconnect": "continue"}
 

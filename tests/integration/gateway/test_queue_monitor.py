@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from pagestream_gateway.queue_monitor import QueueMonitor
+from pagestream_gateway.core.queue_monitor import QueueMonitor
 from pagestream_streams import Broker, GatewaySession, StreamsSettings
-from pagestream_streams.embedded import EmbeddedRedis
+from pagestream_streams.connection.embedded import EmbeddedRedis
 from pagestream_telemetry.instruments import Registry
-from token_streams import MODEL, card, spec, worker
+from support.protocol.token_streams import MODEL, card, spec, worker
 
 
 def told(registry: Registry) -> dict[tuple[str, ...], float]:

@@ -6,10 +6,10 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from gateway_clients import Address, chat_text, grpc_stub, refusal, sse_events
 from pagestream.v1 import inference_pb2 as api
 from pagestream_streams import EmbeddedRedis
-from synthetic_engine import MODEL, SyntheticEngine
+from support.clients.gateway_clients import Address, chat_text, grpc_stub, refusal, sse_events
+from support.engines.synthetic_engine import MODEL, SyntheticEngine
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 0}
 

@@ -16,10 +16,11 @@ from pagestream.v1 import inference_pb2 as api
 from pagestream.v1.inference_pb2 import FINISH_REASON_LENGTH, Usage
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
-from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, digests
-from stack import Gateway, Stack, wait_until
-from synthetic_engine import MODEL, synthetic_card
-from token_streams import Worker
+from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession
+from pagestream_streams.protocol import digests
+from support.engines.synthetic_engine import MODEL, synthetic_card
+from support.processes.stack import Gateway, Stack, wait_until
+from support.protocol.token_streams import Worker
 
 LIMIT_S = 60.0
 TOKEN_BYTES = 1000  # of a token's text: as much as its twenty likeliest alternatives would take

@@ -6,11 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_clients import Address, chat_text, get_events, lose, post_events, sse_events
 from pagestream_gateway import Settings
 from pagestream_gateway.settings import StreamSettings
-from synthetic_engine import MODEL, SyntheticEngine
-from token_streams import eventually
+from support.clients.gateway_clients import Address, chat_text, get_events, lose, post_events, sse_events
+from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.protocol.token_streams import eventually
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20, "seed": 0}
 TEXT = "abcdefghijklmnopqrst"

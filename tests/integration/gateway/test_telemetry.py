@@ -2,11 +2,11 @@
 
 import httpx
 import pytest
-from gateway_clients import Address, grpc_stub
 from pagestream.v1 import inference_pb2 as api
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker
-from synthetic_engine import MODEL
+from support.clients.gateway_clients import Address, grpc_stub
+from support.engines.synthetic_engine import MODEL
 
 PARENT, STATE = f"00-{'a' * 32}-{'b' * 16}-01", "vendor=1"
 

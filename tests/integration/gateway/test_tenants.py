@@ -7,9 +7,9 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from gateway_clients import Address, gateway_settings, grpc_stub, lose, refusal, running_address
 from pagestream.v1 import inference_pb2 as api
-from synthetic_engine import MODEL, SyntheticEngine
+from support.clients.gateway_clients import Address, gateway_settings, grpc_stub, lose, refusal, running_address
+from support.engines.synthetic_engine import MODEL, SyntheticEngine
 
 BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 2}
 

@@ -8,18 +8,19 @@ from typing import Any
 
 import grpc
 import pytest
-from gateway_clients import Address, issue_certificate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
-from pagestream_gateway.frontend import Frontend
-from pagestream_gateway.queue_monitor import QueueMonitor
+from pagestream_gateway.core.frontend import Frontend
+from pagestream_gateway.core.queue_monitor import QueueMonitor
 from pagestream_gateway.tls import Certificate
-from pagestream_streams import Broker, StreamsSettings, Unavailable, keys
-from pagestream_streams.queues import queue_states
+from pagestream_streams import Broker, StreamsSettings, Unavailable
+from pagestream_streams.admin.queues import queue_states
+from pagestream_streams.protocol import keys
 from pagestream_telemetry.instruments import Registry
-from processes import until
 from redis.asyncio import Redis
-from token_streams import MODEL, card
+from support.clients.gateway_clients import Address, issue_certificate
+from support.processes.processes import until
+from support.protocol.token_streams import MODEL, card
 
 
 def tells(registry: Registry) -> bool:
@@ -72,7 +73,7 @@ async def test_figures_do_not_outlive_a_look_that_failed(redis_url: str, monkeyp
             raise KeyError(MODEL)
         return await queue_states(broker)
 
-    monkeypatch.setattr("pagestream_gateway.queue_monitor.queue_states", states)
+    monkeypatch.setattr("pagestream_gateway.core.queue_monitor.queue_states", states)
     async with await Broker.connect(redis_url) as broker:
         await broker.publish_model(card(MODEL), partitions=1)
         async with watched(broker) as registry:

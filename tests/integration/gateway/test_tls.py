@@ -7,14 +7,14 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from gateway_clients import Address, issue_certificate
 from pagestream.v1 import inference_pb2
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream_gateway import Settings, running_gateway
 from pagestream_gateway.errors import SettingsError
 from pagestream_gateway.settings import GatewaySettings
 from pagestream_gateway.tls import Certificate
-from redis_servers import emptied, running_server
+from support.clients.gateway_clients import Address, issue_certificate
+from support.redis.servers import emptied, running_server
 
 
 @pytest.fixture(scope="module")

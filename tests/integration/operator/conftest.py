@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
-from control_plane import ControlPlane, eventually
-from operator_process import OperatorProcess, PoolWorld, install_definition, running_operator
+from support.kubernetes.control_plane import ControlPlane, eventually
+from support.kubernetes.operator_process import OperatorProcess, PoolWorld, install_definition, running_operator
 
 _NUMBERS = itertools.count()
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from control_plane import ControlPlane, Refused
-from operator_process import PoolWorld
+from support.kubernetes.control_plane import ControlPlane, Refused
+from support.kubernetes.operator_process import PoolWorld
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
-from control_plane import ControlPlane
-from operator_process import PoolWorld
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children import children
 from pagestream_operator.errors import Conflict, NotLeading
@@ -16,7 +14,9 @@ from pagestream_operator.kube.kinds import DEPLOYMENT
 from pagestream_operator.kube.lease import Leadership, LeaseSettings
 from pagestream_operator.kube.ownership import SCALER
 from pagestream_operator.kube.store import ObjectStore
-from pool_objects import DEFAULTS
+from support.kubernetes.control_plane import ControlPlane
+from support.kubernetes.operator_process import PoolWorld
+from support.kubernetes.pool_objects import DEFAULTS
 
 NAMES = LeaseSettings("fence", "fence", duration_s=2.0, renew_s=0.5, margin_s=0.5, look_s=0.2)
 LIMIT_S = 20.0

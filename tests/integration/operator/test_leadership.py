@@ -8,8 +8,8 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from control_plane import ControlPlane, eventually
-from operator_process import OperatorProcess, PoolWorld, running_operator, started_operator
+from support.kubernetes.control_plane import ControlPlane, eventually
+from support.kubernetes.operator_process import OperatorProcess, PoolWorld, running_operator, started_operator
 
 HANDOVER_LIMIT_S = 15.0
 SHORT = {"LEASE_DURATION_S": "4", "LEASE_RENEW_S": "1", "LEASE_MARGIN_S": "1", "LEASE_LOOK_S": "0.5"}

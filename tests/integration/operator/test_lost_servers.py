@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from control_plane import ControlPlane, eventually
-from operator_process import PoolWorld, running_operator
-from tcp_proxy import TcpProxy
+from support.kubernetes.control_plane import ControlPlane, eventually
+from support.kubernetes.operator_process import PoolWorld, running_operator
+from support.network.tcp_proxy import TcpProxy
 
 OUTAGE_S = 6.0
 SHORT = {

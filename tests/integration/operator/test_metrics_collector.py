@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import grpc.aio
-from metric_collectors import running_collector
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc import MetricsServiceStub
-from otlp_messages import engine, export, gateway, gauge, histogram, total
 from pagestream_operator.metrics import MetricsSink, MetricsStore, PoolMetrics, SinkSettings
-from processes import until
+from support.processes.processes import until
+from support.telemetry.metric_collectors import running_collector
+from support.telemetry.otlp_messages import engine, export, gateway, gauge, histogram, total
 
 LOCAL = SinkSettings(host="127.0.0.1", port=0)
 TTFT = "gen_ai.server.time_to_first_token"

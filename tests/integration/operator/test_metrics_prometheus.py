@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from control_plane import ControlPlane, eventually
-from operator_process import PoolWorld, running_operator
 from pagestream_operator.metrics import (
     MetricsStore,
     PoolMetrics,
@@ -18,8 +16,10 @@ from pagestream_operator.metrics import (
     PrometheusSource,
     SourceUnavailable,
 )
-from processes import until
-from prometheus_servers import Pages, running_prometheus, serving_pages
+from support.kubernetes.control_plane import ControlPlane, eventually
+from support.kubernetes.operator_process import PoolWorld, running_operator
+from support.processes.processes import until
+from support.telemetry.prometheus_servers import Pages, running_prometheus, serving_pages
 
 TARGETS = {
     "/engine": {"k8s_namespace_name": "ns", "k8s_pod_name": "pod-0", "pagestream_pool": "demo"},

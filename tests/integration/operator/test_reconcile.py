@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from control_plane import ControlPlane, Refused, eventually
-from operator_process import OperatorProcess, PoolWorld
 from pagestream_operator.kube.ownership import SCALER
-from processes import wait_until
+from support.kubernetes.control_plane import ControlPlane, Refused, eventually
+from support.kubernetes.operator_process import OperatorProcess, PoolWorld
+from support.processes.processes import wait_until
 
 CHILDREN = [
     ("serviceaccounts", "engine"),

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from control_plane import eventually
-from operator_process import OperatorProcess, PoolWorld
+from support.kubernetes.control_plane import eventually
+from support.kubernetes.operator_process import OperatorProcess, PoolWorld
 
 SWIFT = {
     "stabilization": {"downSeconds": 1, "downStartups": 0, "watchSeconds": 1},

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from pagestream_streams import Broker
-from token_streams import FAST, MODEL, card
+from support.protocol.token_streams import FAST, MODEL, card
 
 
 @pytest.fixture

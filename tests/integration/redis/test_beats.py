@@ -4,9 +4,9 @@ import asyncio
 import dataclasses
 
 import pytest
-from flaky_network import FlakyNetwork
 from pagestream_streams import Broker, EmbeddedRedis, GatewaySession, StreamsSettings
-from token_streams import FAST, Worker, numbers, read_all, spec, worker
+from support.network.flaky_network import FlakyNetwork
+from support.protocol.token_streams import FAST, Worker, numbers, read_all, spec, worker
 
 SHIPPED = StreamsSettings()
 # What is tested is how the shipped times stand to each other. As they are, they leave a busy machine 0.3 s to be late

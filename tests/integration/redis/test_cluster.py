@@ -3,8 +3,8 @@
 import asyncio
 
 from pagestream_streams import Broker, GatewaySession, Unavailable
-from redis_topologies import Topology, fresh
-from token_streams import FAST, MODEL, card, numbers, read_all, spec, worker
+from support.protocol.token_streams import FAST, MODEL, card, numbers, read_all, spec, worker
+from support.redis.topologies import Topology, fresh
 
 
 async def patiently_accept(gateway: GatewaySession, partition: int) -> str:

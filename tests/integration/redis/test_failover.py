@@ -7,9 +7,21 @@ from collections.abc import Iterator
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream_streams import Append, Broker, Claim, GatewaySession, Unavailable
-from pagestream_streams.embedded import ServerBinary
-from redis_topologies import NODE_TIMEOUT_MS, Topology, role, running_cluster, running_sentinels
-from token_streams import FAST, TENANT, Worker, card, ending, eventually, numbers, read_all, spec, tokens, worker
+from pagestream_streams.connection.embedded import ServerBinary
+from support.protocol.token_streams import (
+    FAST,
+    TENANT,
+    Worker,
+    card,
+    ending,
+    eventually,
+    numbers,
+    read_all,
+    spec,
+    tokens,
+    worker,
+)
+from support.redis.topologies import NODE_TIMEOUT_MS, Topology, role, running_cluster, running_sentinels
 
 COUNT = 40
 # A lease that no busy machine lets lapse: nobody dies here but a master.

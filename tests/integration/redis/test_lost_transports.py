@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import uvloop
-from pagestream_streams.connection import Connection
+from pagestream_streams.connection.connection import Connection
+from pagestream_streams.connection.scripts import Script
+from pagestream_streams.connection.subscription import Subscription
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.scripts import Script
-from pagestream_streams.subscription import Subscription
 from redis import exceptions
 from redis.asyncio.connection import Connection as Socket
-from token_streams import FAST
+from support.protocol.token_streams import FAST
 
 ECHO = Script("echo", "return ARGV[1]")
 LIMIT_S = 20.0

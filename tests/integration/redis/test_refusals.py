@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from flaky_network import FlakyNetwork
 from pagestream.v1.inference_pb2 import REQUEST_STATE_QUEUED
 from pagestream_streams import Append, AppendKind, Broker, EmbeddedRedis, GatewaySession, Unavailable
-from pagestream_streams.embedded import ServerBinary, find_servers
-from pagestream_streams.keys import Partition
-from pagestream_streams.scripts import ACCEPT, APPEND, CLAIM, Script
+from pagestream_streams.connection.embedded import ServerBinary, find_servers
+from pagestream_streams.connection.scripts import ACCEPT, APPEND, CLAIM, Script
+from pagestream_streams.protocol.keys import Partition
 from redis.asyncio import Redis
-from redis_servers import emptied, running_server
-from redis_topologies import Topology, running, running_tls_server, server, until
-from token_streams import (
+from support.network.flaky_network import FlakyNetwork
+from support.protocol.token_streams import (
     FAST,
     MODEL,
     STILL,
@@ -37,6 +35,8 @@ from token_streams import (
     tokens,
     worker,
 )
+from support.redis.servers import emptied, running_server
+from support.redis.topologies import Topology, running, running_tls_server, server, until
 
 T = TypeVar("T")
 

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 
 import pytest
 from pagestream.v1.inference_pb2 import REQUEST_STATE_QUEUED
-from pagestream_streams import Append, AppendKind, Broker, GatewaySession, StreamsSettings, keys
-from pagestream_streams.cluster_link import ClusterLink
-from pagestream_streams.embedded import ServerBinary
-from pagestream_streams.keys import Partition
-from redis_topologies import Server, Topology, fresh, running_cluster, until
-from token_streams import MODEL, TENANT, card, eventually, numbers, read_all, spec, tokens, worker
+from pagestream_streams import Append, AppendKind, Broker, GatewaySession, StreamsSettings
+from pagestream_streams.connection.cluster import ClusterLink
+from pagestream_streams.connection.embedded import ServerBinary
+from pagestream_streams.protocol import keys
+from pagestream_streams.protocol.keys import Partition
+from support.protocol.token_streams import MODEL, TENANT, card, eventually, numbers, read_all, spec, tokens, worker
+from support.redis.topologies import Server, Topology, fresh, running_cluster, until
 
 pytestmark = pytest.mark.slow  # `make topologies` has it
 

@@ -8,24 +8,29 @@ from contextlib import suppress
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_DEADLINE, FINISH_REASON_STOP, REQUEST_STATE_QUEUED
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_streams import (
-    Append,
-    Broker,
-    Claim,
-    GatewaySession,
-    RequestNotFound,
-    StreamsSettings,
-    Unavailable,
-    connection,
+from pagestream_streams import Append, Broker, Claim, GatewaySession, RequestNotFound, StreamsSettings, Unavailable
+from pagestream_streams.connection import connection
+from pagestream_streams.connection.cluster import ClusterLink
+from pagestream_streams.connection.connection import Call
+from pagestream_streams.connection.embedded import ServerBinary
+from pagestream_streams.connection.scripts import VIEW
+from pagestream_streams.protocol.keys import Partition
+from support.protocol.token_streams import (
+    FAST,
+    MODEL,
+    STILL,
+    TENANT,
+    Worker,
+    card,
+    ending,
+    numbers,
+    read_all,
+    spec,
+    tokens,
+    worker,
 )
-from pagestream_streams.cluster_link import ClusterLink
-from pagestream_streams.connection import Call
-from pagestream_streams.embedded import ServerBinary
-from pagestream_streams.keys import Partition
-from pagestream_streams.scripts import VIEW
-from redis_topologies import Topology, fresh, running_cluster
-from slot_moves import SlotMove, without_owner
-from token_streams import FAST, MODEL, STILL, TENANT, Worker, card, ending, numbers, read_all, spec, tokens, worker
+from support.redis.slot_moves import SlotMove, without_owner
+from support.redis.topologies import Topology, fresh, running_cluster
 
 HERE = Partition(MODEL, 0)
 WAITING = dataclasses.replace(FAST, wait_replicas=1, wait_timeout_ms=2000, lease_ms=6000)

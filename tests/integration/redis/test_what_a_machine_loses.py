@@ -24,10 +24,8 @@ from pagestream_streams import (
     RequestNotFound,
     Unavailable,
 )
-from pagestream_streams.embedded import LEAST_VERSION, ServerBinary, find_servers
-from redis_servers import skip_for_want_of
-from synced_files import WatchedServer, built_watch, is_watched
-from token_streams import (
+from pagestream_streams.connection.embedded import LEAST_VERSION, ServerBinary, find_servers
+from support.protocol.token_streams import (
     FAST,
     LIMIT_S,
     TENANT,
@@ -41,6 +39,8 @@ from token_streams import (
     tokens,
     worker,
 )
+from support.redis.servers import skip_for_want_of
+from support.redis.synced_files import WatchedServer, built_watch, is_watched
 
 # A lease that no disk lets lapse: nobody dies here but a server. No command is given up while a disk is stuck.
 CALM = dataclasses.replace(FAST, lease_ms=6000, sweep_gap_ms=4000, command_timeout_s=15.0)

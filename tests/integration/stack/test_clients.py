@@ -13,7 +13,7 @@ from google.protobuf import json_format
 from openai.types.chat import ChatCompletionMessageParam
 from pagestream.v1 import inference_pb2 as pb
 from pagestream_engine import LLM, SamplingParams
-from stack import DEMO_MODEL, Stack, running_stack
+from support.processes.stack import DEMO_MODEL, Stack, running_stack
 
 LIMIT_S = 30
 

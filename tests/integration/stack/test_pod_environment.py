@@ -10,8 +10,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from pagestream_streams.embedded import find_server, server_command
-from stack import DEMO_MODEL, START_LIMIT_S, Part, free_port, wait_until
+from pagestream_streams.connection.embedded import find_server, server_command
+from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Part, free_port, wait_until
 
 KEY = "a-key-of-the-test"
 DEMO_WEIGHTS = sum(file.stat().st_size for file in DEMO_MODEL.glob("*.safetensors"))
@@ -32,7 +32,7 @@ class Pods:
         self.redis = Part("redis", server_command(find_server(), data, redis_port), folder / "redis.log")
         self.engine = Part(
             "engine",
-            [sys.executable, "-m", "pagestream_engine.worker", str(DEMO_MODEL)],
+            [sys.executable, "-m", "pagestream_worker", str(DEMO_MODEL)],
             folder / "engine.log",
             {
                 "PAGESTREAM_WORKER__REDIS": redis_url,
@@ -133,7 +133,7 @@ def test_pods_serve_and_tell_probes_how_they_are(pods: Pods) -> None:
     assert pods.engine.wait() == 0
 
 
-@pytest.mark.parametrize("module", ["pagestream_engine.worker", "pagestream_gateway"])
+@pytest.mark.parametrize("module", ["pagestream_worker", "pagestream_gateway"])
 @pytest.mark.parametrize("variable", ["PAGESTREAM_WORKR__REDIS", "PAGESTREAM_TELEMETRY__INTERVAL"])
 def test_an_unknown_variable_ends_the_process_with_its_name(module: str, variable: str) -> None:
     command = [sys.executable, "-m", module]

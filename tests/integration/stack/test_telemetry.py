@@ -9,12 +9,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from collector import Collector, Sample, Span, running_collector
 from pagestream_telemetry.table import ENGINE_METRICS, GATEWAY_METRICS, Kind
 from prometheus_client.parser import text_string_to_metric_families
-from stack import Stack, running_stack, wait_until
+from support.processes.stack import Stack, running_stack, wait_until
+from support.telemetry.collector import Collector, Sample, Span, running_collector
 
-SUPPORT = Path(__file__).resolve().parents[2] / "support"
+TESTS = Path(__file__).resolve().parents[2]
+PACED = "support.engines.paced_worker"
 TRACE_ID, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE_ID}-{CALLER}-01"
 LIMIT_S = 30.0
@@ -30,7 +31,7 @@ def collector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
         patch.setenv("PAGESTREAM_TELEMETRY__OTLP_ENDPOINT", running.endpoint)
         patch.setenv("PAGESTREAM_TELEMETRY__EXPORT_INTERVAL_S", "0.5")
         patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "pagestream.pool=pool-of-the-test")
-        patch.setenv("PYTHONPATH", str(SUPPORT))
+        patch.setenv("PYTHONPATH", str(TESTS))
         patch.setenv("PACED_STEP_S", "0.03")
         yield running
 
@@ -40,7 +41,7 @@ def stack(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """One engine and two gateways. Other stacks' parts have the same names and told the same collector: the time of a
     sample says whose it is.
     """
-    with running_stack(tmp_path_factory.mktemp("stack"), gateways=2, engine_module="paced_worker") as running:
+    with running_stack(tmp_path_factory.mktemp("stack"), gateways=2, engine_module=PACED) as running:
         yield running
 
 
@@ -67,7 +68,7 @@ def spans_of(collector: Collector, trace_id: str) -> list[Span]:
 
 
 def test_a_request_that_was_resumed_after_a_kill_is_one_trace(collector: Collector, tmp_path: Path) -> None:
-    with running_stack(tmp_path, engines=2, engine_module="paced_worker") as stack:
+    with running_stack(tmp_path, engines=2, engine_module=PACED) as stack:
         # The spans of an engine leave it every half second: by then it has been in its decode for a while.
         events = stream(stack, max_tokens=100, kill_after=60)
         assert events[-1] == "[DONE]"
@@ -227,9 +228,9 @@ def test_logs_name_request_and_trace_and_never_the_prompt_or_the_key(stack: Stac
 def test_a_collector_that_is_away_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGESTREAM_TELEMETRY__OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("PAGESTREAM_TELEMETRY__EXPORT_INTERVAL_S", "0.2")
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.setenv("PACED_STEP_S", "0.03")
-    with running_stack(tmp_path, engine_module="paced_worker") as stack:
+    with running_stack(tmp_path, engine_module=PACED) as stack:
         assert stream(stack, max_tokens=5)[-1] == "[DONE]"
         wait_until(
             lambda: all("can't be exported" in part.log_tail() for part in (*stack.engines, *stack.gateways)),

@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from pagestream_streams import Broker
-from redis_servers import newest_server, oldest_server, running_server
-from redis_topologies import Place, fresh
-from streams_suite import CLUSTER, OLDEST, SENTINELS, is_in_cover, places
-from token_streams import FAST, MODEL, card
+from support.protocol.suite import CLUSTER, OLDEST, SENTINELS, is_in_cover, places
+from support.protocol.token_streams import FAST, MODEL, card
+from support.redis.servers import newest_server, oldest_server, running_server
+from support.redis.topologies import Place, fresh
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

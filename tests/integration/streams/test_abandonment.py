@@ -7,7 +7,7 @@ from contextlib import aclosing, suppress
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, ON_DISCONNECT_CONTINUE, REQUEST_STATE_FINISHED
 from pagestream_streams import Broker, GatewaySession
-from token_streams import FAST, MODEL, TENANT, eventually, numbers, read_all, spec, worker
+from support.protocol.token_streams import FAST, MODEL, TENANT, eventually, numbers, read_all, spec, worker
 
 GRACE_MS = 150
 

@@ -15,11 +15,10 @@ from pagestream_streams import (
     QueueFull,
     RequestNotFound,
     Unavailable,
-    ids,
-    keys,
 )
-from redis_topologies import Place, ask_all
-from token_streams import FAST, MODEL, TENANT, eventually, numbers, read_all, spec, worker
+from pagestream_streams.protocol import ids, keys
+from support.protocol.token_streams import FAST, MODEL, TENANT, eventually, numbers, read_all, spec, worker
+from support.redis.topologies import Place, ask_all
 
 
 async def queued(broker: Broker, partition: int = 0, name: str = "0") -> int:

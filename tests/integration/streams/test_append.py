@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_STOP, FinishReason
 from pagestream.v1.records_pb2 import LogEntry, WakeUp
-from pagestream_streams import AppendKind, Broker, GatewaySession, expire_engine, keys
-from pagestream_streams.digests import chain
-from pagestream_streams.entries import from_fields
-from pagestream_streams.records import Append
-from token_streams import TENANT, ending, eventually, numbers, read_all, spec, token, tokens, worker
+from pagestream_streams import AppendKind, Broker, GatewaySession, expire_engine
+from pagestream_streams.protocol import keys
+from pagestream_streams.protocol.digests import chain
+from pagestream_streams.protocol.entries import from_fields
+from pagestream_streams.protocol.records import Append
+from support.protocol.token_streams import TENANT, ending, eventually, numbers, read_all, spec, token, tokens, worker
 
 
 async def log_of(broker: Broker, request_id: str) -> list[LogEntry]:

@@ -5,7 +5,7 @@ import dataclasses
 
 from pagestream.v1.inference_pb2 import REQUEST_STATE_RUNNING
 from pagestream_streams import Broker, GatewaySession, RequestView
-from token_streams import FAST, MODEL, TENANT, spec, worker
+from support.protocol.token_streams import FAST, MODEL, TENANT, spec, worker
 
 
 async def view(broker: Broker, request_id: str) -> RequestView:

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from pagestream_streams import Broker, keys
-from pagestream_streams.connection import Call
+from pagestream_streams import Broker
+from pagestream_streams.connection.connection import Call
 from pagestream_streams.errors import ModelNotFound
-from token_streams import MODEL, card
+from pagestream_streams.protocol import keys
+from support.protocol.token_streams import MODEL, card
 
 
 async def lose_models(broker: Broker) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pagestream_streams import EmbeddedRedis, ServerBinary, Unavailable, server_command
 from redis import Redis
-from redis_servers import oldest_server
+from support.redis.servers import oldest_server
 
 
 @pytest.fixture(name="binary")

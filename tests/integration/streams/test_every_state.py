@@ -9,8 +9,8 @@ import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_DEADLINE, REQUEST_STATE_FINISHED
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import AppendKind, Broker, Claim, EngineSession, GatewaySession, expire_engine
-from redis_topologies import Place, find_keys
-from token_streams import MODEL, TENANT, Worker, eventually, numbers, read_all, spec, tokens, worker
+from support.protocol.token_streams import MODEL, TENANT, Worker, eventually, numbers, read_all, spec, tokens, worker
+from support.redis.topologies import Place, find_keys
 
 GRACE_MS = 150
 PREFIX = f"ps:{{{MODEL}/0}}:"

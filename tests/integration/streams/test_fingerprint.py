@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from pagestream_streams import Broker, EngineSession, GatewaySession
-from token_streams import FAST, MODEL, TENANT, Worker, eventually, numbers, read_all, spec
+from support.protocol.token_streams import FAST, MODEL, TENANT, Worker, eventually, numbers, read_all, spec
 
 OLD, NEW = "0123456789abcdef", "fedcba9876543210"
 

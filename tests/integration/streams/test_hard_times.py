@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, REQUEST_STATE_FINISHED
 from pagestream_streams import Append, Broker, EngineSession, GatewaySession
-from pagestream_streams.keys import Partition
-from pagestream_streams.scripts import REGISTER
-from redis_topologies import Place, ask_all
-from token_streams import FAST, MODEL, TENANT, card, ending, eventually, read_all, spec, worker
+from pagestream_streams.connection.scripts import REGISTER
+from pagestream_streams.protocol.keys import Partition
+from support.protocol.token_streams import FAST, MODEL, TENANT, card, ending, eventually, read_all, spec, worker
+from support.redis.topologies import Place, ask_all
 
 HERE = Partition(MODEL, 0)
 

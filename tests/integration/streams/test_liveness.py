@@ -16,10 +16,22 @@ from pagestream.v1.inference_pb2 import (
 )
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import AppendKind, Broker, Claim, GatewaySession
-from pagestream_streams.keys import Partition
-from pagestream_streams.scripts import CLAIM, SWEEP
-from redis_topologies import Place, ask_all, find_keys
-from token_streams import FAST, MODEL, STILL, TENANT, Worker, eventually, numbers, read_all, spec, tokens, worker
+from pagestream_streams.connection.scripts import CLAIM, SWEEP
+from pagestream_streams.protocol.keys import Partition
+from support.protocol.token_streams import (
+    FAST,
+    MODEL,
+    STILL,
+    TENANT,
+    Worker,
+    eventually,
+    numbers,
+    read_all,
+    spec,
+    tokens,
+    worker,
+)
+from support.redis.topologies import Place, ask_all, find_keys
 
 # What servers and Sentinels say to each other, and what asks here.
 NOT_OURS = ("cmdstat_info", "cmdstat_role", "cmdstat_ping", "cmdstat_replconf")

@@ -9,16 +9,6 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from lost_writes import (
-    TORN,
-    TORN_COMMANDS,
-    Cut,
-    DiskState,
-    cut_state,
-    die_behind,
-    disk_state,
-    start_again,
-)
 from pagestream.v1.inference_pb2 import REQUEST_STATE_RUNNING
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams import (
@@ -31,11 +21,10 @@ from pagestream_streams import (
     QueueFull,
     RequestNotFound,
     Unavailable,
-    ids,
 )
-from pagestream_streams.keys import Partition
-from redis_servers import newest_server, oldest_server, running_server
-from token_streams import (
+from pagestream_streams.protocol import ids
+from pagestream_streams.protocol.keys import Partition
+from support.protocol.token_streams import (
     FAST,
     LIMIT_S,
     MODEL,
@@ -50,6 +39,17 @@ from token_streams import (
     tokens,
     worker,
 )
+from support.redis.lost_writes import (
+    TORN,
+    TORN_COMMANDS,
+    Cut,
+    DiskState,
+    cut_state,
+    die_behind,
+    disk_state,
+    start_again,
+)
+from support.redis.servers import newest_server, oldest_server, running_server
 
 
 @pytest.fixture(params=[oldest_server, newest_server], ids=["oldest", "newest"])

@@ -3,9 +3,9 @@
 import dataclasses
 
 from pagestream_streams import Append, Broker, GatewaySession
-from pagestream_streams.keys import Partition
-from redis_topologies import Place, find_keys
-from token_streams import FAST, MODEL, card, ending, eventually, spec, tokens, worker
+from pagestream_streams.protocol.keys import Partition
+from support.protocol.token_streams import FAST, MODEL, card, ending, eventually, spec, tokens, worker
+from support.redis.topologies import Place, find_keys
 
 HERE = Partition(MODEL, 0)
 TOKENS = 2000

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
-from pagestream_streams.embedded import EmbeddedRedis
-from protocol_world import Op, ViolationError, explore, run, shortest, walk
+from pagestream_streams.connection.embedded import EmbeddedRedis
 from redis import Redis
 from redis.exceptions import ResponseError
-from redis_servers import emptied
+from support.protocol.world import Op, ViolationError, explore, run, shortest, walk
+from support.redis.servers import emptied
 
 WALKS = 140
 REPLACED: tuple[Op, ...] = (

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 import pytest
-from pagestream_streams.embedded import EmbeddedRedis
-from protocol_mutants import MUTANTS, Mutant
-from protocol_world import ViolationError, run, walk
+from pagestream_streams.connection.embedded import EmbeddedRedis
 from redis import Redis
 from redis.exceptions import ResponseError
-from redis_servers import emptied, oldest_server, running_server
-from virtual_streams import SCRIPTS
+from support.protocol.mutants import MUTANTS, Mutant
+from support.protocol.virtual_streams import SCRIPTS
+from support.protocol.world import ViolationError, run, walk
+from support.redis.servers import emptied, oldest_server, running_server
 
 CATCHES = 480  # walks within which each broken script must be caught
 

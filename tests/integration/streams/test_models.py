@@ -3,7 +3,7 @@
 import pytest
 from pagestream.v1.records_pb2 import ModelCard
 from pagestream_streams import Broker, GatewaySession, ModelNameRefused, ModelNotFound
-from token_streams import FAST, MODEL, card, eventually, spec, worker
+from support.protocol.token_streams import FAST, MODEL, card, eventually, spec, worker
 
 
 async def test_card_and_infos(broker: Broker) -> None:

@@ -8,8 +8,20 @@ import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import LogEntry
 from pagestream_streams import Append, Broker, Claim, EmbeddedRedis, GatewaySession, Unavailable
-from redis_servers import oldest_server, running_server
-from token_streams import FAST, LIMIT_S, TENANT, Worker, card, ending, numbers, read_all, spec, tokens, worker
+from support.protocol.token_streams import (
+    FAST,
+    LIMIT_S,
+    TENANT,
+    Worker,
+    card,
+    ending,
+    numbers,
+    read_all,
+    spec,
+    tokens,
+    worker,
+)
+from support.redis.servers import oldest_server, running_server
 
 COUNT = 30
 AWAY_S = 3 * FAST.lease_ms / 1000

@@ -9,8 +9,19 @@ import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, REQUEST_STATE_QUEUED
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, Claim, EngineSession, GatewaySession, RequestNotFound, expire_engine
-from pagestream_streams.keys import Partition
-from token_streams import FAST, MODEL, TENANT, Worker, card, eventually, numbers, read_all, spec, worker
+from pagestream_streams.protocol.keys import Partition
+from support.protocol.token_streams import (
+    FAST,
+    MODEL,
+    TENANT,
+    Worker,
+    card,
+    eventually,
+    numbers,
+    read_all,
+    spec,
+    worker,
+)
 
 ROUNDS_LIMIT_S = 60.0
 """For engines that die in turns until all has ended: below the time that pytest gives a test."""

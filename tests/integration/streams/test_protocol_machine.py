@@ -18,21 +18,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from pagestream.v1.records_pb2 import LogEntry
-from pagestream_streams import (
-    Append,
-    AppendKind,
-    Broker,
-    Claim,
-    EngineSession,
-    GatewaySession,
-    engine_session,
-    expire_engine,
-)
-from pagestream_streams.entries import from_fields
-from pagestream_streams.scripts import APPEND, Script
+from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, GatewaySession, expire_engine
+from pagestream_streams.connection.scripts import APPEND, Script
+from pagestream_streams.engine import session as engine_session
+from pagestream_streams.protocol.entries import from_fields
 from redis.exceptions import ResponseError
-from redis_topologies import Place, fresh
-from token_streams import LIMIT_S, MODEL, STILL, TENANT, card, ending, numbers, spec, tokens
+from support.protocol.token_streams import LIMIT_S, MODEL, STILL, TENANT, card, ending, numbers, spec, tokens
+from support.redis.topologies import Place, fresh
 
 T = TypeVar("T")
 ENGINES = ("a", "b")

@@ -1,8 +1,8 @@
 """What gateways tell of the queue is what is in Redis."""
 
 from pagestream_streams import Broker, GatewaySession
-from pagestream_streams.queues import QueueState, queue_states
-from token_streams import MODEL, eventually, spec, worker
+from pagestream_streams.admin.queues import QueueState, queue_states
+from support.protocol.token_streams import MODEL, eventually, spec, worker
 
 
 def queue(state: QueueState, name: str) -> tuple[int, int]:

@@ -10,9 +10,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP, TokenLogprobs
 from pagestream.v1.records_pb2 import LogEntry, ModelCard
-from pagestream_streams import Append, Broker, DigestMismatch, GatewaySession, OffsetOutOfRange, digests
-from redis_topologies import Place, fresh
-from token_streams import FAST, LIMIT_S, MODEL, TENANT, eventually, numbers, read_all, spec, tokens, worker
+from pagestream_streams import Append, Broker, DigestMismatch, GatewaySession, OffsetOutOfRange
+from pagestream_streams.protocol import digests
+from support.protocol.token_streams import (
+    FAST,
+    LIMIT_S,
+    MODEL,
+    TENANT,
+    eventually,
+    numbers,
+    read_all,
+    spec,
+    tokens,
+    worker,
+)
+from support.redis.topologies import Place, fresh
 
 COUNT = 12
 SHARED_SERVER = [HealthCheck.function_scoped_fixture, HealthCheck.differing_executors]

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, EngineSession, GatewaySession
-from pagestream_streams.broker import expire_engine
-from token_streams import FAST, MODEL, Worker, eventually, spec
+from pagestream_streams.admin.broker import expire_engine
+from support.protocol.token_streams import FAST, MODEL, Worker, eventually, spec
 
 OLD, NEW = "0123456789abcdef", "fedcba9876543210"
 

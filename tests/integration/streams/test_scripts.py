@@ -1,8 +1,8 @@
 """Scripts by their hash: a server that has forgotten them is told again."""
 
 from pagestream_streams import Broker, GatewaySession
-from redis_topologies import Place, ask_all, find_keys
-from token_streams import TENANT, numbers, read_all, spec, worker
+from support.protocol.token_streams import TENANT, numbers, read_all, spec, worker
+from support.redis.topologies import Place, ask_all, find_keys
 
 
 async def test_noscript_is_answered_by_the_text(broker: Broker, redis_server: Place) -> None:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from pagestream_streams import Broker, GatewaySession, QueueFull
-from token_streams import FAST, MODEL, spec, worker
+from support.protocol.token_streams import FAST, MODEL, spec, worker
 
 PREFIX = f"ps:{{{MODEL}/0}}:"
 

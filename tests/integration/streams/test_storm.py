@@ -9,7 +9,7 @@ from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import AppendKind, Broker, Claim, EngineSession, GatewaySession, expire_engine
 from pagestream_streams.tasks import cancel
-from token_streams import MODEL, TENANT, Worker, ending, numbers, read_all, spec, tokens
+from support.protocol.token_streams import MODEL, TENANT, Worker, ending, numbers, read_all, spec, tokens
 
 NUM_TOKENS = 6
 NUM_REQUESTS = 8

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
-from pagestream_streams.embedded import EmbeddedRedis
+from pagestream_streams.connection.embedded import EmbeddedRedis
 from redis import Redis
-from redis_servers import emptied
-from virtual_storm import Storm
+from support.protocol.virtual_storm import Storm
+from support.redis.servers import emptied
 
 STORM_MS = 20_000
 LIMIT_MS = 120_000

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import yaml
-from chart import CHART
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
+from support.kubernetes.chart import CHART
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())

@@ -7,7 +7,7 @@ from pagestream_cli.client.models import choose_model, list_models
 from pagestream_cli.client.show import show_answer
 from pagestream_cli.errors import RequestRejectedError, ServerNotFoundError, StreamLostError, UsageError
 from pagestream_cli.ports import free_port
-from scripted_gateway import REQUEST_ID, ScriptedGateway
+from support.clients.scripted_gateway import REQUEST_ID, ScriptedGateway
 
 QUICK = Reconnection(limit_s=30.0, first_contact_s=0.2, first_delay_s=0.01, max_delay_s=0.02)
 IMPATIENT = Reconnection(limit_s=0.2, first_contact_s=0.2, first_delay_s=0.01, max_delay_s=0.02)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pagestream_cli.__main__ import COMMANDS, main
 from pagestream_cli.version import installed_version
-from scripted_gateway import ScriptedGateway
+from support.clients.scripted_gateway import ScriptedGateway
 
 HEAVY = ("torch", "transformers", "httpx", "grpc", "matplotlib", "redis", "rich", "numpy")
 
@@ -51,7 +51,7 @@ def test_help_and_options_load_nothing_heavy() -> None:
 
 
 def test_the_supervisor_of_serve_never_loads_torch() -> None:
-    code = "import sys, pagestream_cli.serve.command, pagestream_streams.embedded; print(*sys.modules)"
+    code = "import sys, pagestream_cli.serve.command, pagestream_streams.connection.embedded; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not {"torch", "transformers", "grpc", "matplotlib"} & set(loaded.stdout.split())
 

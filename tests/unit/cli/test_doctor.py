@@ -59,7 +59,7 @@ def test_a_machine_without_redis_hears_what_to_install(monkeypatch: pytest.Monke
     (found,) = software.check_redis()
     assert found.verdict is Verdict.OK
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setattr("pagestream_streams.embedded.find_spec", lambda name: None)
+    monkeypatch.setattr("pagestream_streams.connection.embedded.find_spec", lambda name: None)
     (missing,) = software.check_redis()
     assert missing.verdict is Verdict.PROBLEM
     assert "redis-server" in missing.advice

@@ -13,7 +13,7 @@ from pagestream_cli.bench.stats import Outcome, summarize
 from pagestream_cli.bench.workload import BenchRequest
 from pagestream_cli.client import Endpoint
 from pagestream_cli.ports import free_port
-from scripted_gateway import ScriptedGateway
+from support.clients.scripted_gateway import ScriptedGateway
 
 EXACT = BenchRequest(0.0, (1, 2, 3), max_tokens=4, ignore_eos=True)
 

@@ -54,8 +54,8 @@ def test_engine_options_are_handed_on_as_typed() -> None:
 
 @pytest.mark.parametrize("flag", ["--deterministic", "--no-deterministic"])
 def test_the_engine_reads_the_deterministic_flag_that_is_handed_on(flag: str) -> None:
-    from pagestream_engine.worker.settings import build_parser as engine_parser
-    from pagestream_engine.worker.settings import engine_config
+    from pagestream_worker.settings import build_parser as engine_parser
+    from pagestream_worker.settings import engine_config
 
     arguments = options("model", flag).engine_arguments
     assert arguments == (flag,)
@@ -66,7 +66,7 @@ def test_the_engine_reads_the_deterministic_flag_that_is_handed_on(flag: str) ->
 
 
 def test_the_engine_knows_every_option_that_is_handed_to_it() -> None:
-    from pagestream_engine.worker.settings import build_parser as engine_parser
+    from pagestream_worker.settings import build_parser as engine_parser
 
     known = set(engine_parser()._option_string_actions)
     assert {flag for flag, _, _ in ENGINE_OPTIONS} <= known
@@ -137,7 +137,7 @@ def test_the_command_lines_of_the_parts(folder: Path) -> None:
     engines, gateways = plan.engines(lambda name: False), plan.gateways()
     assert [part.name for part in engines + gateways] == ["engine-0", "engine-1", "gateway-0", "gateway-1"]
     engine, gateway = engines[1].argv, gateways[1].argv
-    assert engine[1:4] == ("-m", "pagestream_engine.worker", str(folder))
+    assert engine[1:4] == ("-m", "pagestream_worker", str(folder))
     assert engine[6:8] == ("--served-model-name", "tiny-llama")
     assert engine[4:6] == ("--redis", url)
     assert engine[-2:] == ("--dtype", "float32")

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from pagestream_cli.bench.arrivals import poisson
 from pagestream_cli.bench.options import LengthRange
-from pagestream_cli.bench.trace import TraceRow
 from pagestream_cli.bench.workload import from_prompts, from_random, from_trace, with_poisson
-from pagestream_cli.errors import WorkloadInvalidError
+from pagestream_simulator.errors import WorkloadInvalidError
+from pagestream_simulator.traces import TraceRow
 
 OUTPUT = LengthRange(8, 8)
 

@@ -6,8 +6,8 @@ from typing import Any
 import grpc
 import pytest
 from pagestream_client import Reconnection, Transport
-from pagestream_gateway.auth import KeyRing
-from pagestream_gateway.grpc.server import GrpcServer
+from pagestream_gateway.api.grpc.server import GrpcServer
+from pagestream_gateway.core.auth import KeyRing
 from pagestream_gateway.settings import Settings, StreamSettings
 from pagestream_streams import StreamsSettings
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from pagestream_engine.worker import settings as engine_settings
 from pagestream_gateway import settings as gateway_settings
+from pagestream_worker import settings as engine_settings
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 COMPOSE = DEPLOY / "compose" / "compose.yaml"

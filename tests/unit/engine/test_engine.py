@@ -2,7 +2,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from arithmetic_model import (
+from pagestream_engine.config import EngineConfig
+from pagestream_engine.engine import Engine
+from pagestream_engine.errors import ConfigError, InvalidRequest, InvariantViolation, ModelNotFound, PromptTooLong
+from pagestream_engine.request.outputs import StepOutput
+from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request.sibling import Sibling
+from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
+from pagestream_engine.text.detokenizer import IncrementalDetokenizer
+from support.engines.arithmetic_model import (
     EOS,
     ArithmeticFacts,
     ArithmeticRunner,
@@ -10,14 +18,6 @@ from arithmetic_model import (
     make_folder,
     undisturbed,
 )
-from pagestream_engine.config import EngineConfig
-from pagestream_engine.detokenizer import IncrementalDetokenizer
-from pagestream_engine.engine import Engine
-from pagestream_engine.errors import ConfigError, InvalidRequest, InvariantViolation, ModelNotFound, PromptTooLong
-from pagestream_engine.outputs import StepOutput
-from pagestream_engine.sampling_params import SamplingParams
-from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
-from pagestream_engine.sibling import Sibling
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TEXT_FACTS = ArithmeticFacts(vocab_size=257)

@@ -5,9 +5,9 @@ from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.invariants import check_cache
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.sampling_params import SamplingParams
+from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request.sequence import Sequence, SequenceGroup, SequenceState
 from pagestream_engine.scheduler.invariants import check_groups
-from pagestream_engine.sequence import Sequence, SequenceGroup, SequenceState
 
 BLOCK_SIZE = 2
 

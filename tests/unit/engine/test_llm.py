@@ -5,11 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from arithmetic_model import ArithmeticFacts, ArithmeticRunner, byte_level_tokenizer, make_folder, undisturbed
 from pagestream_engine import LLM, SamplingParams
 from pagestream_engine.errors import ConfigError, InvalidRequest, ModelNotFound, UnsupportedOption
-from pagestream_engine.sampling_params import child_seed
+from pagestream_engine.request.sampling_params import child_seed
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
+from support.engines.arithmetic_model import (
+    ArithmeticFacts,
+    ArithmeticRunner,
+    byte_level_tokenizer,
+    make_folder,
+    undisturbed,
+)
 
 FACTS = ArithmeticFacts(vocab_size=257)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kernel_cache import ResultCache
-from kernel_worker import KernelWorker
+from support.kernels.cache import ResultCache
+from support.kernels.worker import KernelWorker
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,15 @@
 from __future__ import annotations
 
-import kernel_builds
-import kernel_cases
 import pytest
 import torch
-from kernel_cache import ResultCache
-from kernel_worker import KernelWorker
 from pagestream_kernels.aot import TARGETS, Usage, check_usage, compile_variant
 from pagestream_kernels.errors import KernelError
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
-from pairwise import pairwise
+from support.faults.pairwise import pairwise
+from support.kernels import builds as kernel_builds
+from support.kernels import cases as kernel_cases
+from support.kernels.cache import ResultCache
+from support.kernels.worker import KernelWorker
 
 COVER = [(kernel, case) for kernel, factors in kernel_builds.FACTORS.items() for case in pairwise(factors)]
 

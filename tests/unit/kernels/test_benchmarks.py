@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import kernel_cases
 import pytest
-from kernel_worker import KernelWorker
+from support.kernels import cases as kernel_cases
+from support.kernels.worker import KernelWorker
 
 
 @pytest.mark.parametrize("kernel", kernel_cases.FACTORS)

@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from kernel_worker import KernelWorker
+from support.kernels.worker import KernelWorker
 
 CASE = {"shape": [1, 64], "dtype": "float32", "strided": False}
 

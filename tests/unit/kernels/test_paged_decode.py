@@ -3,10 +3,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import kernel_cases
 import pytest
 import torch
-from kernel_worker import KernelWorker
 from pagestream_kernels import (
     DecodePlan,
     KernelArgumentError,
@@ -15,7 +13,9 @@ from pagestream_kernels import (
     paged_decode_attention_reference,
     plan_decode,
 )
-from pairwise import Case, pairwise
+from support.faults.pairwise import Case, pairwise
+from support.kernels import cases as kernel_cases
+from support.kernels.worker import KernelWorker
 
 COVER = pairwise(kernel_cases.FACTORS["paged_decode"])
 

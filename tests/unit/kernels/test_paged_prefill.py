@@ -2,10 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import kernel_cases
 import pytest
 import torch
-from kernel_worker import KernelWorker
 from pagestream_kernels import (
     KernelArgumentError,
     KernelUnavailableError,
@@ -13,7 +11,9 @@ from pagestream_kernels import (
     paged_prefill_attention,
     paged_prefill_attention_reference,
 )
-from pairwise import Case, pairwise
+from support.faults.pairwise import Case, pairwise
+from support.kernels import cases as kernel_cases
+from support.kernels.worker import KernelWorker
 
 COVER = pairwise(kernel_cases.FACTORS["paged_prefill"])
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import itertools
 
-import kernel_cases
 import pytest
-from pairwise import pairwise, product
+from support.faults.pairwise import pairwise, product
+from support.kernels import cases as kernel_cases
 
 
 @pytest.mark.parametrize("kernel", kernel_cases.FACTORS)

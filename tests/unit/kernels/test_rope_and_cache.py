@@ -2,17 +2,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import kernel_cases
 import pytest
 import torch
-from kernel_worker import KernelWorker
 from pagestream_kernels import (
     KernelArgumentError,
     KernelUnavailableError,
     rope_and_cache,
     rope_and_cache_reference,
 )
-from pairwise import Case, pairwise
+from support.faults.pairwise import Case, pairwise
+from support.kernels import cases as kernel_cases
+from support.kernels.worker import KernelWorker
 
 COVER = pairwise(kernel_cases.FACTORS["rope_and_cache"])
 

@@ -7,8 +7,8 @@ from pagestream_operator import api
 from pagestream_operator.api.engine import EngineOptions
 from pagestream_operator.api.scaling import LAW, Scaling, law_name
 from pagestream_operator.errors import PoolInvalid
-from pagestream_operator.scaling import ScalingPolicy
-from pagestream_operator.scaling.errors import PolicyInvalid
+from pagestream_scaling import ScalingPolicy
+from pagestream_scaling.errors import PolicyInvalid
 
 
 def body(**spec: Any) -> dict[str, Any]:

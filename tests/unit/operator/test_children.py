@@ -7,7 +7,7 @@ from pagestream_operator.children import children
 from pagestream_operator.children.deployment import CONFIG_HASH, SHARED_HASH
 from pagestream_operator.children.manifest import HASH_ANNOTATION, Manifest
 from pagestream_operator.settings import EngineDefaults
-from pool_objects import DEFAULTS, pool
+from support.kubernetes.pool_objects import DEFAULTS, pool
 
 GOLDEN = Path(__file__).parent / "golden"
 GPU: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 from pagestream.v1.records_pb2 import LogEnd, LogEntry
 from pagestream_streams import fault_points
 from pagestream_streams.fault_points import FaultPoint, Wire, reach
-from pagestream_streams.records import Append
+from pagestream_streams.protocol.records import Append
 
 LIMIT_S = 10.0
 

@@ -32,7 +32,7 @@ def test_spans_that_are_not_kept_hand_the_callers_trace_on() -> None:
 def test_processes_that_export_nothing_never_load_an_exporter() -> None:
     """The API is there all the same where it is installed: redis-py imports it."""
     program = (
-        "import sys, pagestream_gateway.__main__, pagestream_engine.worker.__main__\n"
+        "import sys, pagestream_gateway.__main__, pagestream_worker.__main__\n"
         "never = 'opentelemetry.exporter', 'pagestream_telemetry.otlp'\n"
         "print(*sorted(name for name in sys.modules if name.startswith(never)))"
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, ClassVar
 
+from pagestream_scaling import ScalingPolicy
+from pagestream_scaling.errors import PolicyInvalid
 from pydantic import Field
 
 from pagestream_operator.api.base import ApiModel, Rule
-from pagestream_operator.scaling import ScalingPolicy
-from pagestream_operator.scaling.errors import PolicyInvalid
 
 LAW = ScalingPolicy()
 DAY_S = 86_400

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from pagestream_operator.scaling import PodObservation, PodSample, PodState
+from pagestream_scaling import PodObservation, PodSample, PodState
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _ENDED = ("Succeeded", "Failed")

@@ -8,9 +8,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from pagestream_scaling import LatencyWindow
+
 from pagestream_operator.metrics.points import Attributes, Histogram
 from pagestream_operator.metrics.series import Accumulator, Increment, Taken
-from pagestream_operator.scaling import LatencyWindow
 
 _SLOT_S = 1.0
 

@@ -8,6 +8,8 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from pagestream_scaling import LatencyWindow, PodSample, QueueSample
+
 from pagestream_operator.metrics.latencies import Latencies
 from pagestream_operator.metrics.names import (
     ENGINE_COUNTERS,
@@ -20,7 +22,6 @@ from pagestream_operator.metrics.names import (
 from pagestream_operator.metrics.points import Histogram, Number, Source
 from pagestream_operator.metrics.series import Counter, Gauge, Taken
 from pagestream_operator.metrics.settings import StoreSettings
-from pagestream_operator.scaling import LatencyWindow, PodSample, QueueSample
 
 _EXPORT_S = 2.5  # an export interval and a bit
 _SWEEP_S = 10.0  # how late a silent process may be dropped

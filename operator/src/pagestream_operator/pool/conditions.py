@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pagestream_scaling import Decision
+
 from pagestream_operator.api import Condition, ConditionType, EnginePool
 from pagestream_operator.pool.view import PoolView
-from pagestream_operator.scaling import Decision
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pagestream_scaling import PodObservation, drain_order
+
 from pagestream_operator.kube.pods import Pod
-from pagestream_operator.scaling import PodObservation, drain_order
 
 _LOWEST_COST = -1_000_000
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagestream_scaling import PolicyInvalid, ScalingPolicy
+
 from pagestream_operator.api import GROUP, ConditionType, EnginePool, EnginePoolStatus
 from pagestream_operator.children import children
 from pagestream_operator.children.manifest import engine_name, service_name
@@ -30,7 +32,6 @@ from pagestream_operator.pool.drain import marks
 from pagestream_operator.pool.scaler import Scaler, Verdict, first_replicas
 from pagestream_operator.pool.status import changed, differs, differs_in_substance, pool_status
 from pagestream_operator.pool.view import PoolView
-from pagestream_operator.scaling import PolicyInvalid, ScalingPolicy
 from pagestream_operator.settings import EngineDefaults
 
 logger = logging.getLogger(__name__)

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagestream_scaling import Decision, PoolObservation, ScalingMemory, ScalingPolicy, decide
+
 from pagestream_operator.api import EnginePool
 from pagestream_operator.metrics import MetricsStore, PodRef
 from pagestream_operator.pool.view import PoolView
-from pagestream_operator.scaling import Decision, PoolObservation, ScalingMemory, ScalingPolicy, decide
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from statistics import fmean
 
+from pagestream_scaling import Decision, PoolObservation
+
 from pagestream_operator.api import Condition, EnginePool, EnginePoolStatus, ScalingStatus
 from pagestream_operator.children.manifest import selector
 from pagestream_operator.pool.conditions import Finding, stamped
 from pagestream_operator.pool.view import PoolView
-from pagestream_operator.scaling import Decision, PoolObservation
 
 _DIGITS = 3
 """Of numbers in a status: a rate that fades must come to rest."""

@@ -3,9 +3,16 @@
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.llm import LLM
-from pagestream_engine.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput, StepOutput, TokenLogprob
-from pagestream_engine.sampling_params import SamplingParams
-from pagestream_engine.sibling import Sibling
+from pagestream_engine.request.outputs import (
+    CompletionOutput,
+    EngineStats,
+    Logprob,
+    RequestOutput,
+    StepOutput,
+    TokenLogprob,
+)
+from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request.sibling import Sibling
 
 __all__ = [
     "LLM",

@@ -16,18 +16,18 @@ from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.invariants import check_cache
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces
 from pagestream_engine.errors import ConfigError, InvalidRequest, InvariantViolation, PromptTooLong
-from pagestream_engine.folder import load_tokenizer, resolve_model
-from pagestream_engine.generation import Generation, Taken
-from pagestream_engine.outputs import EngineStats, StepOutput, TokenLogprob
-from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams
+from pagestream_engine.models.folder import load_tokenizer, resolve_model
+from pagestream_engine.request.generation import Generation, Taken
+from pagestream_engine.request.outputs import EngineStats, StepOutput, TokenLogprob
+from pagestream_engine.request.sampling_params import ALL_LOGPROBS, SamplingParams
+from pagestream_engine.request.sequence import Sequence
+from pagestream_engine.request.sibling import Sibling
 from pagestream_engine.scheduler.base import RankedToken, SampledTokens, ScheduledStep
 from pagestream_engine.scheduler.invariants import check_groups
 from pagestream_engine.scheduler.policy import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler
-from pagestream_engine.sequence import Sequence
-from pagestream_engine.sibling import Sibling
+from pagestream_engine.text.detokenizer import IncrementalDetokenizer, Pieces
 
 _log = logging.getLogger(__name__)
 

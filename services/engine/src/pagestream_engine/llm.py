@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 from pagestream_engine.config import EngineConfig, EngineOptions
 from pagestream_engine.engine import Engine, RunnerFactory, make_model_runner
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, TokenLogprob
 from pagestream_engine.progress import Progress
-from pagestream_engine.sampling_params import SamplingParams
-from pagestream_engine.sibling import Sibling
+from pagestream_engine.request.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, TokenLogprob
+from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request.sibling import Sibling
 
 Prompt = str | Items[int] | Mapping[str, object]
 """Text, token ids, or vLLM's dictionaries `{"prompt": ...}` and `{"prompt_token_ids": ...}`."""

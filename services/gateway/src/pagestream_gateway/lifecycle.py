@@ -15,20 +15,20 @@ from pagestream_streams.tasks import Periodic
 from pagestream_telemetry import table
 from pagestream_telemetry.process import Telemetry, running_telemetry
 
-from pagestream_gateway.auth import KeyRing, read_key_file
-from pagestream_gateway.calls import Calls
+from pagestream_gateway.api.grpc.server import GrpcServer
+from pagestream_gateway.api.openai.app import build_app, build_metrics_app
+from pagestream_gateway.api.openai.server import HttpServer
+from pagestream_gateway.core.auth import KeyRing, read_key_file
+from pagestream_gateway.core.calls import Calls
+from pagestream_gateway.core.frontend import Frontend
+from pagestream_gateway.core.models import ModelCache
+from pagestream_gateway.core.open_streams import OpenStreams
+from pagestream_gateway.core.queue_monitor import QueueMonitor
+from pagestream_gateway.core.tokenization import TokenizePool
 from pagestream_gateway.errors import StartupError
-from pagestream_gateway.frontend import Frontend
-from pagestream_gateway.grpc.server import GrpcServer
-from pagestream_gateway.http.app import build_app, build_metrics_app
-from pagestream_gateway.http.server import HttpServer
 from pagestream_gateway.metrics import Metrics
-from pagestream_gateway.models import ModelCache
-from pagestream_gateway.open_streams import OpenStreams
-from pagestream_gateway.queue_monitor import QueueMonitor
 from pagestream_gateway.settings import Settings
 from pagestream_gateway.tls import Certificate
-from pagestream_gateway.tokenization import TokenizePool
 
 logger = logging.getLogger(__name__)
 _HEALTH_PERIOD_S = 1.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestream_streams import StreamsSettings, settings_from_environment
-from pagestream_streams.links import SCHEMES
+from pagestream_streams.connection.topologies import SCHEMES
 from pagestream_telemetry.environment import fields_of, read_environment
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 

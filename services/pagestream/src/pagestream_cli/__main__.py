@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from pagestream_simulator.errors import SimulatorError
+
 from pagestream_cli.console import say
 from pagestream_cli.errors import CliError
 
@@ -79,7 +81,7 @@ def guarded(work: Callable[[], int]) -> int:
     """Turn what a person can act on into words and an exit code; anything else is a defect and keeps its traceback."""
     try:
         return work()
-    except CliError as error:
+    except (CliError, SimulatorError) as error:
         say(f"error: {error}")
         if error.hint:
             say(f"  {error.hint}")

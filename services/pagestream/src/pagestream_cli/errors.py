@@ -67,7 +67,3 @@ class RequestRejectedError(CliError):
 
 class StreamLostError(CliError):
     """A stream broke and could not be resumed within the limit."""
-
-
-class WorkloadInvalidError(UsageError):
-    """A prompt file or trace is not in a form that bench reads."""

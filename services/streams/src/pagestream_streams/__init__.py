@@ -1,8 +1,9 @@
 """The durable token stream: requests and token logs in Redis."""
 
-from pagestream_streams.broker import Broker, expire_engine
-from pagestream_streams.embedded import EmbeddedRedis, ServerBinary, find_server, server_command
-from pagestream_streams.engine_session import EngineSession
+from pagestream_streams.admin.broker import Broker, expire_engine
+from pagestream_streams.admin.sweeper import Sweeper
+from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_server, server_command
+from pagestream_streams.engine.session import EngineSession
 from pagestream_streams.environment import settings_from_environment
 from pagestream_streams.errors import (
     DigestMismatch,
@@ -16,10 +17,17 @@ from pagestream_streams.errors import (
     StreamsError,
     Unavailable,
 )
-from pagestream_streams.gateway_session import GatewaySession
-from pagestream_streams.records import Append, AppendKind, AppendOutcome, Claim, DeadRequest, ModelInfo, RequestView
+from pagestream_streams.gateway.session import GatewaySession
+from pagestream_streams.protocol.records import (
+    Append,
+    AppendKind,
+    AppendOutcome,
+    Claim,
+    DeadRequest,
+    ModelInfo,
+    RequestView,
+)
 from pagestream_streams.settings import StreamsSettings
-from pagestream_streams.sweeper import Sweeper
 
 __all__ = [
     "Append",

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
-from pagestream_streams.records import Append
+from pagestream_streams.protocol.records import Append
 
 VARIABLE = "PAGESTREAM_FAULT_POINTS"
 IS_ON = VARIABLE in os.environ

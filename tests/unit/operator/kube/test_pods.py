@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 from pagestream_operator.kube.pods import Pod, unix_seconds
-from pagestream_operator.scaling import PodState
-from pool_objects import CREATED, pod_body
+from pagestream_scaling import PodState
+from support.kubernetes.pool_objects import CREATED, pod_body
 
 
 def test_a_ready_pod_says_since_when() -> None:

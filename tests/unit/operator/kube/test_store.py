@@ -1,6 +1,6 @@
 from pagestream_operator.kube.kinds import DEPLOYMENT, POD, POOL
 from pagestream_operator.kube.store import ObjectStore, PoolKey
-from pool_objects import deployment_body, pod_body, pool_body, stored
+from support.kubernetes.pool_objects import deployment_body, pod_body, pool_body, stored
 
 DEMO = PoolKey("default", "demo")
 

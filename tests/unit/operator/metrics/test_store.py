@@ -16,10 +16,20 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
     Metric,
     ResourceMetrics,
 )
-from otlp_messages import CUMULATIVE, DELTA, UNSPECIFIED, engine, gateway, gauge, histogram, resource, total
 from pagestream_operator.metrics import MetricsStore, PodRef, PoolMetrics, StoreSettings
 from pagestream_operator.metrics.intake import Intake
-from pagestream_operator.scaling import PodSample
+from pagestream_scaling import PodSample
+from support.telemetry.otlp_messages import (
+    CUMULATIVE,
+    DELTA,
+    UNSPECIFIED,
+    engine,
+    gateway,
+    gauge,
+    histogram,
+    resource,
+    total,
+)
 
 START = 1_000_000.0
 TTFT = "gen_ai.server.time_to_first_token"

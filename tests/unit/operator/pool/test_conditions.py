@@ -5,8 +5,8 @@ from pagestream_operator.api import Condition, ConditionType
 from pagestream_operator.kube.pods import Pod
 from pagestream_operator.pool.conditions import Finding, Trouble, findings, stamped
 from pagestream_operator.pool.view import PoolView
-from pagestream_operator.scaling import Decision, Limit
-from pool_objects import CREATED, deployment_body, pod_body, pool, stored
+from pagestream_scaling import Decision, Limit
+from support.kubernetes.pool_objects import CREATED, deployment_body, pod_body, pool, stored
 
 STEADY = Decision(desired=2, reason="enough", limiting=Limit.NONE, inputs={})
 BLIND = Decision(desired=2, reason="enough", limiting=Limit.MISSING, inputs={}, missing=("no sample yet for a",))
@@ -95,7 +95,7 @@ def test_scaling_active(decision: Decision | None, spec: dict[str, Any], holds: 
 
 def test_a_deleted_pool_says_so() -> None:
     from pagestream_operator.api import EnginePool
-    from pool_objects import pool_body
+    from support.kubernetes.pool_objects import pool_body
 
     dying = EnginePool.from_object(stored(pool_body(), deletionTimestamp=CREATED))
     each = {finding.type: finding for finding in findings(dying, view(0, ENDING), 0, None, None)}

@@ -1,7 +1,7 @@
 from pagestream_operator.kube.pods import DELETION_COST, Pod
 from pagestream_operator.pool.drain import Mark, marks
-from pagestream_operator.scaling import PodObservation, PodSample
-from pool_objects import pod_body
+from pagestream_scaling import PodObservation, PodSample
+from support.kubernetes.pool_objects import pod_body
 
 
 def observed(pod: Pod, share: float) -> PodObservation:

@@ -6,8 +6,8 @@ from pagestream_operator.kube.pods import Pod
 from pagestream_operator.pool.conditions import findings
 from pagestream_operator.pool.status import changed, differs, differs_in_substance, pool_status
 from pagestream_operator.pool.view import PoolView
-from pagestream_operator.scaling import Decision, Limit, PodObservation, PodSample, PodState, PoolObservation
-from pool_objects import deployment_body, pod_body, pool
+from pagestream_scaling import Decision, Limit, PodObservation, PodSample, PodState, PoolObservation
+from support.kubernetes.pool_objects import deployment_body, pod_body, pool
 
 DECISION = Decision(desired=2, reason="2 do", limiting=Limit.NONE, inputs={"kv": 0.123456, "arrivals": 1e-9})
 NOW = 1_767_225_600.0

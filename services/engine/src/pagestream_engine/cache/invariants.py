@@ -9,7 +9,7 @@ from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.copies import CopyOnWrite
 from pagestream_engine.cache.hashing import BlockHasher
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.sequence import Sequence, SequenceState
+from pagestream_engine.request.sequence import Sequence, SequenceState
 
 
 def check_cache(

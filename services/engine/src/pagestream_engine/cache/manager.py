@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.copies import CopyOnWrite
 from pagestream_engine.cache.hashing import BlockHasher
-from pagestream_engine.sequence import Sequence
+from pagestream_engine.request.sequence import Sequence
 
 _PUBLISH_AT_LEAST = 32
 """Blocks that are hashed in a step however few wait: about 50 microseconds."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.attention import AttentionBatch
+from pagestream_engine.request.sequence import Sequence
 from pagestream_engine.scheduler.base import ScheduledStep
-from pagestream_engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

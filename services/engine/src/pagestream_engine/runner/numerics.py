@@ -15,15 +15,15 @@ import torch
 
 from pagestream_engine.attention import AttentionBackend
 from pagestream_engine.attention.native.library import cpu_features
-from pagestream_engine.folder import model_revision
-from pagestream_engine.model.llama import LlamaModel
+from pagestream_engine.models.folder import model_revision
+from pagestream_engine.models.llama import LlamaModel
 
 _log = logging.getLogger(__name__)
 
 _MAKERS = {
     "pagestream_engine": (
-        *("attention/**/*", "model/**/*", "runner/**/*", "sampler/**/*"),
-        *("detokenizer.py", "generation.py", "sampling_params.py", "sequence.py", "stop.py", "token_counts.py"),
+        *("attention/**/*", "layers/**/*", "models/**/*", "runner/**/*", "sampler/**/*"),
+        *("request/**/*", "text/**/*"),
     ),
     "pagestream_kernels": ("**/*",),
 }

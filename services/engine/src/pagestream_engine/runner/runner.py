@@ -9,9 +9,9 @@ import torch
 from pagestream_engine.attention import CacheShape, select_backend
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.model.config import ModelInfo
-from pagestream_engine.model.loader import load_model
-from pagestream_engine.model.rope import cos_sin_table
+from pagestream_engine.layers.rope import cos_sin_table
+from pagestream_engine.models.config import ModelInfo
+from pagestream_engine.models.loader import load_model
 from pagestream_engine.runner.batch import build_batch
 from pagestream_engine.runner.memory import cache_bytes
 from pagestream_engine.runner.numerics import fingerprint, settle_numerics

@@ -8,8 +8,8 @@ from collections.abc import Sequence as Rows
 import torch
 from torch import Tensor
 
-from pagestream_engine.sequence import Sequence
-from pagestream_engine.token_counts import TokenCounts
+from pagestream_engine.request.sequence import Sequence
+from pagestream_engine.request.token_counts import TokenCounts
 
 
 def adjusted_logits(logits: Tensor, seqs: Rows[Sequence], rows: Rows[int]) -> Tensor:

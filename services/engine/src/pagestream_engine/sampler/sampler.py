@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagestream_engine.request.sequence import Sequence
 from pagestream_engine.sampler.adjust import adjusted_logits
 from pagestream_engine.sampler.filters import apply_filters
 from pagestream_engine.sampler.logprobs import ranked, raw_logprobs
 from pagestream_engine.sampler.noise import gumbel
 from pagestream_engine.scheduler.base import RankedToken, SampledTokens
-from pagestream_engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pagestream_engine.cache.copies import BlockCopy
-from pagestream_engine.sequence import Sequence
+from pagestream_engine.request.sequence import Sequence
 
 
 class RankedToken(NamedTuple):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pagestream_engine.cache.manager import CacheManager
+from pagestream_engine.request.sequence import Sequence, SequenceState
 from pagestream_engine.scheduler.base import ScheduledSequence
-from pagestream_engine.sequence import Sequence, SequenceState
 
 
 class DecodeSet:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.sequence import Sequence, SequenceGroup, SequenceState
+from pagestream_engine.request.sequence import Sequence, SequenceGroup, SequenceState
 
 
 def check_groups(sequences: Iterable[Sequence]) -> None:

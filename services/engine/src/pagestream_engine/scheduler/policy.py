@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.sequence import Sequence, SequenceGroup
+from pagestream_engine.request.sequence import Sequence, SequenceGroup
 
 
 class QueuePolicy(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pagestream_engine.cache.manager import CacheManager
+from pagestream_engine.request.sequence import Sequence, SequenceGroup, SequenceState
 from pagestream_engine.scheduler.base import ScheduledSequence
-from pagestream_engine.sequence import Sequence, SequenceGroup, SequenceState
 
 _RESERVE_SHARE = 4
 """Blocks are kept free for one in so many running sequences when another is admitted: a few steps of growth, so that

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.errors import InvariantViolation
+from pagestream_engine.request.sequence import Sequence, SequenceGroup, SequenceState
 from pagestream_engine.scheduler.base import ScheduledSequence, ScheduledStep
 from pagestream_engine.scheduler.decode import DecodeSet
 from pagestream_engine.scheduler.policy import QueuePolicy, WaitingQueue
 from pagestream_engine.scheduler.prefill import PrefillSet
-from pagestream_engine.sequence import Sequence, SequenceGroup, SequenceState
 
 
 class Scheduler:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pagestream_simulator.trace_scaling import scale_factor, scale_to_context
+from pagestream_simulator.traces import read_trace
+
 from pagestream_cli.bench.http_client import HttpClient
 from pagestream_cli.bench.load import run_load
 from pagestream_cli.bench.report import Run, as_text, write_json
-from pagestream_cli.bench.scaling import scale_factor, scale_to_context
 from pagestream_cli.bench.stats import Outcome, summarize
 from pagestream_cli.bench.tally import LoadClient
-from pagestream_cli.bench.trace import read_trace
 from pagestream_cli.bench.workload import BenchRequest, from_prompts, from_random, from_trace, with_poisson
 from pagestream_cli.client import Endpoint, find_endpoint
 from pagestream_cli.client.models import choose_model, list_models

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pagestream_simulator.errors import WorkloadInvalidError
+from pagestream_simulator.traces import TraceRow
+
 from pagestream_cli.bench.arrivals import poisson
 from pagestream_cli.bench.options import LengthRange
-from pagestream_cli.bench.trace import TraceRow
-from pagestream_cli.errors import WorkloadInvalidError
 
 Prompt = str | tuple[int, ...]
 

@@ -83,7 +83,7 @@ async def look(url: str) -> RedisState:
         Unavailable: it does not answer, or refuses.
     """
     from pagestream_streams import StreamsSettings
-    from pagestream_streams.connection import Connection
+    from pagestream_streams.connection.connection import Connection
     from redis.exceptions import ResponseError
 
     connection = Connection(url, StreamsSettings(connect_timeout_s=LIMIT_S, command_timeout_s=LIMIT_S))

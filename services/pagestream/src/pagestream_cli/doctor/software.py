@@ -99,7 +99,7 @@ def check_compiler() -> Iterator[Finding]:
 
 def check_redis() -> Iterator[Finding]:
     """Redis servers that serve could start; it takes the first."""
-    from pagestream_streams.embedded import find_servers
+    from pagestream_streams.connection.embedded import find_servers
 
     found = [f"{'.'.join(map(str, server.version))} ({server.path})" for server in find_servers()]
     if found:

@@ -33,7 +33,7 @@ class Answer:
 
 def read_log(spec: RequestSpec, entries: Iterable[LogEntry]) -> list[Answer]:
     """The choices that a request's log holds, by number."""
-    from pagestream_streams.words import reason_word
+    from pagestream_streams.protocol.finish_reasons import reason_word
 
     answers = [Answer() for _ in range(len(spec.prompts) * max(1, spec.sampling.n))]
     for entry in entries:

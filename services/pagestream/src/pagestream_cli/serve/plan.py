@@ -99,7 +99,7 @@ class Plan:
         async def probe() -> bool:
             return claims(name)
 
-        argv = [sys.executable, "-m", "pagestream_engine.worker", self.model.source, "--redis", self.layout.redis_url]
+        argv = [sys.executable, "-m", "pagestream_worker", self.model.source, "--redis", self.layout.redis_url]
         argv += [
             "--served-model-name",
             self.model.name,

@@ -13,7 +13,7 @@ def redis_command(data_dir: Path, port: int) -> list[str]:
     Raises:
         CliError: this machine has no Redis server that is new enough.
     """
-    from pagestream_streams.embedded import find_server, server_command
+    from pagestream_streams.connection.embedded import find_server, server_command
     from pagestream_streams.errors import StreamsError
 
     try:
@@ -26,7 +26,7 @@ def redis_command(data_dir: Path, port: int) -> list[str]:
 
 def says_torn(line: str) -> bool:
     """Whether our own Redis says that its file ended in the middle of a command: it has to be written anew."""
-    from pagestream_streams.embedded import TORN
+    from pagestream_streams.connection.embedded import TORN
 
     return TORN in line
 

@@ -6,20 +6,20 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from pagestream_operator.scaling import ScalingPolicy
+from pagestream_scaling import ScalingPolicy
+from pagestream_simulator.fleet.profile import EngineProfile, packaged_profile, read_profile
+from pagestream_simulator.laws import FixedLaw, Law
+from pagestream_simulator.load import Load
+from pagestream_simulator.report import Comparison, Result, as_text, write_json
+from pagestream_simulator.run import Course, simulate
+from pagestream_simulator.study.optimum import Planner, lower_bound, planned
+from pagestream_simulator.study.peak import peak_factor, scaled_load
+from pagestream_simulator.study.spaces import read_policy, spaces
+from pagestream_simulator.terms import Terms, read_terms
+from pagestream_simulator.traces import read_trace
 
-from pagestream_cli.bench.trace import read_trace
 from pagestream_cli.console import say
 from pagestream_cli.errors import UsageError
-from pagestream_cli.simulate.laws import FixedLaw, Law
-from pagestream_cli.simulate.load import Load
-from pagestream_cli.simulate.optimum import Planner, lower_bound, planned
-from pagestream_cli.simulate.peak import peak_factor, scaled_load
-from pagestream_cli.simulate.profile import EngineProfile, packaged_profile, read_profile
-from pagestream_cli.simulate.report import Comparison, Result, as_text, write_json
-from pagestream_cli.simulate.run import Course, simulate
-from pagestream_cli.simulate.spaces import read_policy, spaces
-from pagestream_cli.simulate.terms import Terms, read_terms
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         write_json(comparison, arguments.output)
     if arguments.plot is not None:
-        from pagestream_cli.simulate.plot import write_plot
+        from pagestream_simulator.plot import write_plot
 
         write_plot(comparison, arguments.plot)
     return 0

@@ -1,0 +1,1 @@
+"""Layers that model families share: linears, norms, rotary embedding."""

@@ -1,0 +1,83 @@
+"""Where a model lies: a local folder, or the Hugging Face cache."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from pagestream_engine.errors import ModelNotFound
+
+_DECIDING = ("config.json", "generation_config.json", "tokenizer.json")
+_SAMPLES, _SAMPLE_BYTES = 8, 1 << 10
+_WANTED = ["*.safetensors", "*.json", "*.jinja"]
+
+
+def resolve_model(model: str | Path) -> Path:
+    """The folder of a model: `model` itself, or the snapshot of the Hugging Face repository of that name; with
+    `name@revision`, of that branch, tag or commit.
+
+    Raises:
+        ModelNotFound: there is neither.
+    """
+    folder = Path(model).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.exists() or isinstance(model, Path) or not _could_be_repository(model):
+        raise ModelNotFound(str(model), "a folder with config.json, model.safetensors and tokenizer.json")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    name, _, revision = model.partition("@")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=_WANTED))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise ModelNotFound(model, "a folder, or a Hugging Face repository that can be reached or is cached") from error
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The folder's `tokenizer.json`, without padding and truncation; None where there is none (tokens in, tokens out).
+
+    Raises:
+        ModelNotFound: the file is malformed.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise ModelNotFound(str(path), "a tokenizer that `tokenizers` can read") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def model_revision(folder: Path) -> str:
+    """16 hexadecimal digits of a digest of what decides tokens and text: the configuration, the end tokens, the
+    tokenizer, and of every tensor its name, place, and some bytes from all over it.
+
+    Cheap, since it reads a few KiB of each tensor, and different for other weights, also where a fine-tune has left
+    most layers alone.
+    """
+    from pagestream_engine.models.safetensors_file import read_header  # needs torch
+
+    digest = hashlib.sha256()
+    for name in _DECIDING:
+        path = folder / name
+        if path.is_file():
+            digest.update(f"{name}:{path.stat().st_size}".encode())
+            digest.update(path.read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            for name, entry in sorted(read_header(path).items()):
+                digest.update(f"{path.name}:{name}:{entry.dtype}:{entry.shape}".encode())
+                for sample in range(_SAMPLES):
+                    file.seek(entry.begin + max(0, entry.num_bytes - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                    digest.update(file.read(min(_SAMPLE_BYTES, entry.num_bytes)))
+    return digest.hexdigest()[:16]
+
+
+def _could_be_repository(model: str) -> bool:
+    return model.count("/") <= 1 and not model.startswith((".", "/", "~"))

@@ -1,0 +1,158 @@
+"""Reading safetensors files straight into the memory where the tensors stay.
+
+The library's own reader maps the file, so that while loading the file's pages and the parameters are both resident.
+Here a tensor's bytes are read into the parameter itself, or through one small buffer when the dtype or the device
+differs. Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, tensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from pagestream_engine.models.errors import ModelFolderError, WeightsError
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_BUFFER_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a tensor lies in its file."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    """Of its bytes, from the file's start."""
+    num_bytes: int
+
+
+def read_folder(folder: Path) -> dict[str, Entry]:
+    """Lists the tensors of a folder's `model.safetensors`, or of all the files that its index names.
+
+    Raises:
+        ModelFolderError: a file is missing or malformed.
+    """
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelFolderError(f"{index}: unreadable: {error!r}") from error
+        if any(not isinstance(name, str) or Path(name).name != name for name in names):
+            raise ModelFolderError(f"{index}: names files outside its folder")
+        paths = [folder / name for name in names]
+    else:
+        paths = [single]
+    entries: dict[str, Entry] = {}
+    for path in paths:
+        entries.update(read_header(path))
+    return entries
+
+
+@contextmanager
+def open_files() -> Iterator[FileCache]:
+    """Keeps the files of one load open, and closes them."""
+    files = FileCache()
+    try:
+        yield files
+    finally:
+        files.close()
+
+
+class FileCache:
+    """Open files by path, and the buffer for conversions."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, BinaryIO] = {}
+        self._buffer: torch.Tensor | None = None
+
+    def read(self, entry: Entry, target: torch.Tensor) -> None:
+        """Fills `target` (contiguous, of the entry's shape) from the file.
+
+        Raises:
+            ModelFolderError: the file is shorter than its header says.
+        """
+        file = self._open(entry.path)
+        file.seek(entry.begin)
+        flat = target.view(-1)
+        if target.dtype == entry.dtype and target.device.type == "cpu":
+            _read_into(file, flat, entry)
+            return
+        step = _BUFFER_BYTES // entry.dtype.itemsize
+        for first in range(0, flat.numel(), step):
+            part = flat[first : first + step]
+            staged = self._stage(part.numel(), entry.dtype)
+            _read_into(file, staged, entry)
+            part.copy_(staged)
+
+    def close(self) -> None:
+        """Closes the files and frees the buffer."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self._buffer = None
+
+    def _open(self, path: Path) -> BinaryIO:
+        if path not in self._files:
+            # Unbuffered: a tensor is read in one call, into place.
+            self._files[path] = path.open("rb", buffering=0)
+        return self._files[path]
+
+    def _stage(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        if self._buffer is None:
+            self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
+        return self._buffer[: num_elements * dtype.itemsize].view(dtype)
+
+
+def _read_into(file: BinaryIO, flat: torch.Tensor, entry: Entry) -> None:
+    window = flat.view(torch.uint8).numpy().data
+    while window:
+        count = file.readinto(window)  # type: ignore[attr-defined]  # raw files have it; BinaryIO does not say so
+        if not count:
+            raise ModelFolderError(f"{entry.path}: ends in the middle of a tensor")
+        window = window[count:]
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Lists the tensors of one file. Raises ModelFolderError: it is missing or malformed."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(size - 8, _MAX_HEADER_BYTES):
+                raise ModelFolderError(f"{path}: no safetensors file: its header would be {length} bytes long")
+            header = json.loads(file.read(length))
+    except FileNotFoundError as error:
+        raise ModelFolderError(f"{path}: no such file; expected weights as safetensors") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, ModelFolderError):
+            raise
+        raise ModelFolderError(f"{path}: unreadable: {error}") from error
+    if not isinstance(header, dict):
+        raise ModelFolderError(f"{path}: its header is no JSON object")
+    header.pop("__metadata__", None)
+    return {name: _entry(path, name, fields, 8 + length, size) for name, fields in header.items()}
+
+
+def _entry(path: Path, name: str, fields: Mapping[str, Any], data_begin: int, size: int) -> Entry:
+    try:
+        kind, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelFolderError(f"{path}: malformed header of {name}") from error
+    if kind not in _DTYPES:
+        raise WeightsError(f"{path}: {name} has dtype {kind}; supported are {', '.join(_DTYPES)}")
+    dtype = _DTYPES[kind]
+    if end - begin != math.prod(shape) * dtype.itemsize or begin < 0 or data_begin + end > size:
+        raise ModelFolderError(f"{path}: the place of {name} does not fit its shape or the file")
+    return Entry(path, dtype, shape, data_begin + begin, end - begin)

@@ -1,0 +1,1 @@
+"""Requests inside the engine: parameters, sequences, and the outputs that they produce."""

@@ -1,0 +1,1 @@
+"""Tokens to text: incremental detokenization and stop strings."""

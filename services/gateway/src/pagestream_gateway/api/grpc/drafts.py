@@ -1,0 +1,68 @@
+"""From GenerateRequest to a draft."""
+
+import hashlib
+from typing import Any
+
+from pagestream.v1.inference_pb2 import ChatInput, GenerateRequest, OnDisconnect
+from pagestream.v1.records_pb2 import API_FORM_GRPC, AnswerForm
+
+from pagestream_gateway.core.frontend import now_s
+from pagestream_gateway.core.sampling import FIELDS
+from pagestream_gateway.core.submission import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
+from pagestream_gateway.errors import InvalidRequest
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def generate_draft(request: GenerateRequest, *, deadline_ms: int) -> Draft:
+    """Raises InvalidRequest with names as in the message."""
+    if request.on_disconnect not in OnDisconnect.values():
+        raise InvalidRequest("on_disconnect", f"{request.on_disconnect} is no value of OnDisconnect")
+    prompt_field, prompt = _prompt(request)
+    key = request.idempotency_key
+    return Draft(
+        model=request.model,
+        prompts=[prompt],
+        prompt_field=prompt_field,
+        sampling=request.sampling,
+        answer=AnswerForm(api=API_FORM_GRPC, created=now_s(), include_usage=True),
+        on_disconnect=request.on_disconnect,
+        priority=request.priority,
+        deadline_ms=deadline_ms,
+        client_request_id=request.client_request_id,
+        idempotency_key=key,
+        body_digest=hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest() if key else "",
+    )
+
+
+def name_as_in_message(error: InvalidRequest) -> InvalidRequest:
+    """Gives the error's field the path that it has in GenerateRequest."""
+    if error.field in FIELDS:
+        error.field = f"sampling.{error.field}"
+    elif error.field in ("messages", "continue_final_message"):
+        error.field = f"chat.{error.field}"
+    return error
+
+
+def _prompt(request: GenerateRequest) -> tuple[str, Prompt]:
+    which = request.WhichOneof("input")
+    if which == "prompt":
+        return "prompt", TextPrompt(request.prompt)
+    if which == "prompt_token_ids":
+        return "prompt_token_ids", TokenPrompt(request.prompt_token_ids.ids)
+    if which == "chat":
+        return "chat.messages", _chat(request.chat)
+    raise InvalidRequest("input", "one of prompt, prompt_token_ids and chat must be given")
+
+
+def _chat(chat: ChatInput) -> ChatPrompt:
+    messages: list[dict[str, Any]] = []
+    for number, message in enumerate(chat.messages):
+        if message.role not in _ROLES:
+            raise InvalidRequest(
+                f"chat.messages.{number}.role", f"expected one of {', '.join(_ROLES)}, got {message.role[:40]!r}"
+            )
+        named = {"name": message.name} if message.name else {}
+        messages.append({"role": message.role, "content": message.content, **named})
+    opens = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
+    return ChatPrompt(messages, add_generation_prompt=opens, continue_final_message=chat.continue_final_message)

@@ -1,0 +1,64 @@
+"""The gRPC server: Inference, health and reflection."""
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from pagestream_gateway.api.grpc.service import SERVICE_NAME, InferenceService
+from pagestream_gateway.core.auth import KeyRing
+from pagestream_gateway.core.frontend import Frontend
+from pagestream_gateway.errors import StartupError
+
+_KEEP_ALIVE_MS = 30_000  # below the 60 s after which many proxies drop a silent connection
+
+
+class GrpcServer:
+    """Owns the server's port; `start`, then `stop`."""
+
+    def __init__(self, frontend: Frontend, keys: KeyRing) -> None:
+        options = (
+            ("grpc.max_receive_message_length", frontend.settings.limits.max_body_bytes),
+            ("grpc.max_send_message_length", -1),
+            (
+                "grpc.so_reuseport",
+                0,
+            ),  # with it a second process on the same port would start, and take half of the calls
+            ("grpc.keepalive_time_ms", _KEEP_ALIVE_MS),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        )
+        self._server = grpc.aio.server(options=options)
+        self._server.add_generic_rpc_handlers((InferenceService(frontend, keys).handler(),))
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME), self._server
+        )
+
+    async def start(self, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
+        """Serves, by TLS where there are credentials; the port that is bound. Raises StartupError when it is taken."""
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if credentials is None:
+                bound = self._server.add_insecure_port(address)
+            else:
+                bound = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise StartupError(
+                f"cannot serve gRPC on {host}:{port}: the port is taken or the address is not of this machine"
+            ) from error
+        await self._server.start()
+        await self.set_serving(serving=False)
+        return bound
+
+    async def set_serving(self, *, serving: bool) -> None:
+        """What health checks hear."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", SERVICE_NAME):
+            await self._health.set(service, status)
+
+    async def stop(self, limit_s: float) -> None:
+        """Refuses new calls at once, gives open ones `limit_s` seconds, then cancels them."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(limit_s)

@@ -1,0 +1,1 @@
+"""What both APIs share: submission, models, tokenization, authentication and limits."""

@@ -1,5 +1,0 @@
-"""The gRPC API."""
-
-from pagestream_gateway.grpc.server import GrpcServer
-
-__all__ = ["GrpcServer"]

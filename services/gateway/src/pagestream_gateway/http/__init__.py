@@ -1,5 +1,0 @@
-"""The OpenAI HTTP API."""
-
-from pagestream_gateway.http.app import build_app, build_metrics_app
-
-__all__ = ["build_app", "build_metrics_app"]

@@ -1,0 +1,54 @@
+"""The scaling law of an engine pool: pure functions and the values they work on."""
+
+from pagestream_scaling.decision import Decision, Limit
+from pagestream_scaling.drain import drain_order
+from pagestream_scaling.errors import MemoryInvalid, PolicyInvalid, ScalingError
+from pagestream_scaling.law import decide
+from pagestream_scaling.memory import ScalingMemory
+from pagestream_scaling.observation import (
+    LatencyWindow,
+    PodObservation,
+    PodSample,
+    PodState,
+    PoolObservation,
+    QueueSample,
+)
+from pagestream_scaling.policy import (
+    BacklogPolicy,
+    IdlePolicy,
+    KvUtilizationPolicy,
+    PanicPolicy,
+    RatePolicy,
+    SamplesPolicy,
+    ScalingPolicy,
+    StabilizationPolicy,
+    StartupPolicy,
+    TtftPolicy,
+)
+
+__all__ = [
+    "BacklogPolicy",
+    "Decision",
+    "IdlePolicy",
+    "KvUtilizationPolicy",
+    "LatencyWindow",
+    "Limit",
+    "MemoryInvalid",
+    "PanicPolicy",
+    "PodObservation",
+    "PodSample",
+    "PodState",
+    "PolicyInvalid",
+    "PoolObservation",
+    "QueueSample",
+    "RatePolicy",
+    "SamplesPolicy",
+    "ScalingError",
+    "ScalingMemory",
+    "ScalingPolicy",
+    "StabilizationPolicy",
+    "StartupPolicy",
+    "TtftPolicy",
+    "decide",
+    "drain_order",
+]

@@ -1,0 +1,112 @@
+"""Which samples are believed. What isn't believed is named, and never speaks for fewer pods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pagestream_scaling.observation import (
+    LatencyWindow,
+    PodObservation,
+    PodSample,
+    PodState,
+    PoolObservation,
+    QueueSample,
+)
+from pagestream_scaling.policy import SamplesPolicy
+
+_NAMED_PODS = 5  # so many pods with the same trouble are named, the others counted: the decision goes into a status
+_ROUNDING = 1e-6  # a ratio of two counts that were read one after the other may pass 1 by so much
+
+
+@dataclass(frozen=True, slots=True)
+class Believed:
+    """What is left of an observation: samples by pod name, the queue and the latencies, and what was missing."""
+
+    samples: Mapping[str, PodSample]
+    queue: QueueSample | None
+    ttft: LatencyWindow | None
+    ttft_absurd: bool
+    missing: tuple[str, ...]
+
+
+def believed(observation: PoolObservation, policy: SamplesPolicy) -> Believed:
+    """Sort an observation's samples into believed and missing."""
+    samples: dict[str, PodSample] = {}
+    troubles: dict[str, list[str]] = {}
+    for pod in observation.pods:
+        trouble = _pod_trouble(pod, observation.time_s, policy)
+        if trouble is None and pod.sample is not None:
+            samples[pod.name] = pod.sample
+        elif trouble is not None and pod.state is PodState.READY:
+            troubles.setdefault(trouble, []).append(pod.name)
+    missing = [_phrase(trouble, names) for trouble, names in troubles.items()]
+    queue = observation.queue
+    queue_trouble = _queue_trouble(queue, observation.time_s, policy)
+    if queue_trouble is not None:
+        queue = None
+        missing.append(f"{queue_trouble} for the queue")
+    ttft = observation.ttft
+    absurd = ttft is not None and not _latencies_hold(ttft)
+    if absurd:
+        ttft = None
+        missing.append("an absurd histogram of the time to first token")
+    return Believed(samples, queue, ttft, absurd, tuple(missing))
+
+
+def _phrase(trouble: str, names: list[str]) -> str:
+    shown = ", ".join(sorted(names)[:_NAMED_PODS])
+    more = f" and {len(names) - _NAMED_PODS} more" if len(names) > _NAMED_PODS else ""
+    return f"{trouble} for {shown}{more}"
+
+
+def _time_trouble(time_s: float, now_s: float, policy: SamplesPolicy) -> str | None:
+    if not math.isfinite(time_s):
+        return "a sample without a time"
+    if time_s > now_s + policy.future_s:
+        return f"a sample from more than {policy.future_s:g} s in the future"
+    if time_s < now_s - policy.stale_s:
+        return f"no sample for more than {policy.stale_s:g} s"
+    return None
+
+
+def _is_amount(value: float | None) -> bool:
+    return value is None or (math.isfinite(value) and value >= 0)
+
+
+def _pod_trouble(pod: PodObservation, now_s: float, policy: SamplesPolicy) -> str | None:
+    sample = pod.sample
+    if sample is None:
+        return "no sample yet"
+    late = _time_trouble(sample.time_s, now_s, policy)
+    if late is not None:
+        return late
+    if not 0 <= sample.kv_utilization <= 1 + _ROUNDING:  # also refuses NaN
+        return f"an absurd KV utilization ({sample.kv_utilization:g})"
+    amounts = (sample.running, sample.waiting, sample.prompt_tokens_per_s, sample.generated_tokens_per_s)
+    if not all(map(_is_amount, amounts)):
+        return "an absurd count"
+    return None
+
+
+def _queue_trouble(queue: QueueSample | None, now_s: float, policy: SamplesPolicy) -> str | None:
+    if queue is None:
+        return "no sample yet"
+    late = _time_trouble(queue.time_s, now_s, policy)
+    if late is not None:
+        return late
+    amounts = (queue.depth, queue.tokens, queue.age_s, queue.running, queue.drain_tokens_per_s)
+    return None if all(map(_is_amount, amounts)) else "an absurd sample"
+
+
+def _latencies_hold(window: LatencyWindow) -> bool:
+    rising = all(low < high for low, high in zip(window.bounds_s, window.bounds_s[1:], strict=False))
+    return (
+        rising
+        and all(math.isfinite(bound) for bound in window.bounds_s)
+        and len(window.counts) == len(window.bounds_s) + 1
+        and all(map(_is_amount, window.counts))
+        and math.isfinite(window.span_s)
+        and window.span_s > 0
+    )

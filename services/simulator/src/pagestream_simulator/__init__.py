@@ -1,0 +1,1 @@
+"""Simulates fleets of engines on request traces under a scaling law."""

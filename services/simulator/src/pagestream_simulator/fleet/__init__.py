@@ -1,0 +1,1 @@
+"""A fleet of simulated engine pods, stepped in C++."""

@@ -1,0 +1,60 @@
+"""Scaled arrivals: what a trace's requests are when so many more people ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagestream_simulator.trace_scaling import scale_to_context
+from pagestream_simulator.traces import TraceRow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """Requests in the order of their arrivals; arrays of equal length."""
+
+    arrival_s: npt.NDArray[np.float64]
+    prompt_tokens: npt.NDArray[np.int32]
+    output_tokens: npt.NDArray[np.int32]
+    partition: npt.NDArray[np.int32]
+    """Of the queue."""
+
+    def __len__(self) -> int:
+        """How many requests."""
+        return len(self.arrival_s)
+
+    @property
+    def duration_s(self) -> float:
+        """The last arrival."""
+        return float(self.arrival_s[-1])
+
+
+def scaled(
+    rows: Sequence[TraceRow], factor: float, *, jitter_s: float, context_tokens: int, partitions: int, seed: int
+) -> Load:
+    """A trace with `factor` times its requests.
+
+    Each request comes `factor` times: the first copy when it did, the others up to `jitter_s` before or after, so that
+    bursts that are longer keep their height. A broken part of `factor` is a chance. Lengths are shrunk to
+    `context_tokens`, as `pagestream bench --scale-to-context` does. Partitions are drawn: prompts are unlike.
+    """
+    rng = np.random.default_rng(seed)
+    fitted = scale_to_context(rows, context_tokens)
+    copies = np.floor(factor + rng.random(len(fitted))).astype(np.int64)
+    index = np.repeat(np.arange(len(fitted)), copies)
+    is_first = np.concatenate(([True], index[1:] != index[:-1])) if len(index) else np.zeros(0, dtype=bool)
+    arrival = np.array([row.arrival_s for row in fitted])[index]
+    moved = arrival + rng.uniform(-jitter_s, jitter_s, len(index))
+    last = fitted[-1].arrival_s
+    arrival = np.where(is_first, arrival, np.clip(moved, 0.0, last))
+    order = np.argsort(arrival, kind="stable")
+    index = index[order]
+    return Load(
+        arrival_s=np.ascontiguousarray(arrival[order]),
+        prompt_tokens=np.array([row.input_tokens for row in fitted], dtype=np.int32)[index],
+        output_tokens=np.array([row.output_tokens for row in fitted], dtype=np.int32)[index],
+        partition=rng.integers(0, partitions, len(index), dtype=np.int32),
+    )

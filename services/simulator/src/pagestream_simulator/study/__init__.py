@@ -1,0 +1,1 @@
+"""Searches and comparisons of scaling laws."""

@@ -1,0 +1,123 @@
+"""Request traces: when requests came and how long they were.
+
+Two published forms are read: the Azure LLM inference traces (csv with TIMESTAMP, ContextTokens, GeneratedTokens) and
+the Mooncake traces (jsonl with timestamp in milliseconds, input_length, output_length, hash_ids).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from pagestream_simulator.errors import WorkloadInvalidError
+
+CSV_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MOONCAKE_BLOCK_TOKENS = 512
+"""Prompt tokens behind one of hash_ids, as published with the traces."""
+SAMPLE = "sample"
+"""Name of the trace that comes with this package."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One request of a trace."""
+
+    arrival_s: float
+    """Seconds after the first one."""
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    """Equal numbers stand for equal blocks of the prompt. Empty: nothing is known about prefixes."""
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+
+
+def sample_path() -> Path:
+    """The trace that comes with this package."""
+    return Path(__file__).resolve().parent / "data" / "sample_trace.csv"
+
+
+def read_trace(name: str, limit: int | None = None) -> list[TraceRow]:
+    """The first `limit` requests of a trace, the first one at second 0.
+
+    Raises:
+        WorkloadInvalidError: there is no such file, or it has another form; the message names the line.
+    """
+    path = sample_path() if name == SAMPLE else Path(name)
+    try:
+        with path.open(newline="") as lines:
+            rows = list(_take(_read_jsonl(lines) if path.suffix == ".jsonl" else _read_csv(lines), limit))
+    except OSError as error:
+        raise WorkloadInvalidError(f"cannot read the trace {name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise WorkloadInvalidError(f"the trace {name} is no text") from error
+    if not rows:
+        raise WorkloadInvalidError(f"the trace {name} has no requests")
+    return _from_zero(rows)
+
+
+def write_csv(rows: Iterable[tuple[datetime, int, int]], path: Path) -> None:
+    """Write a trace in the Azure form."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(CSV_COLUMNS)
+        writer.writerows((arrival.isoformat(sep=" ", timespec="microseconds"), *lengths) for arrival, *lengths in rows)
+
+
+def _read_csv(lines: Iterable[str]) -> Iterator[TraceRow]:
+    reader = csv.DictReader(lines)
+    missing = [column for column in CSV_COLUMNS if column not in (reader.fieldnames or ())]
+    if missing:
+        raise WorkloadInvalidError(
+            f"the trace has no column {missing[0]}",
+            hint=f"expected: {', '.join(CSV_COLUMNS)}; or a .jsonl in Mooncake's form",
+        )
+    for row in reader:
+        try:
+            arrival = datetime.fromisoformat(row["TIMESTAMP"]).timestamp()
+            yield _row(arrival, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        except (ValueError, TypeError) as error:
+            raise WorkloadInvalidError(f"line {reader.line_num} of the trace: {error}") from error
+
+
+def _read_jsonl(lines: Iterable[str]) -> Iterator[TraceRow]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            yield _row(
+                row["timestamp"] / 1000,
+                int(row["input_length"]),
+                int(row["output_length"]),
+                tuple(row.get("hash_ids", ())),
+            )
+        except KeyError as error:
+            raise WorkloadInvalidError(f"line {number} of the trace has no {error}") from error
+        except (ValueError, TypeError) as error:
+            raise WorkloadInvalidError(f"line {number} of the trace: {error}") from error
+
+
+def _row(arrival_s: float, input_tokens: int, output_tokens: int, blocks: tuple[int, ...] = ()) -> TraceRow:
+    if input_tokens < 0 or output_tokens < 0:
+        raise ValueError("a length is negative")
+    return TraceRow(arrival_s, max(input_tokens, 1), max(output_tokens, 1), blocks)
+
+
+def _take(rows: Iterator[TraceRow], limit: int | None) -> Iterator[TraceRow]:
+    for index, row in enumerate(rows):
+        if limit is not None and index >= limit:
+            return
+        yield row
+
+
+def _from_zero(rows: Sequence[TraceRow]) -> list[TraceRow]:
+    ordered = sorted(rows, key=lambda row: row.arrival_s)
+    first = ordered[0].arrival_s
+    return [
+        TraceRow(row.arrival_s - first, row.input_tokens, row.output_tokens, row.blocks, row.block_tokens)
+        for row in ordered
+    ]

@@ -1,0 +1,1 @@
+"""What is neither side: the model directory, the sweeper, quarantine and queue figures."""

@@ -1,0 +1,163 @@
+"""The models that a deployment knows: their cards, partitions, and living engines. Read from Redis at most once a
+second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from dataclasses import dataclass
+
+from pagestream.v1.records_pb2 import ModelCard
+
+from pagestream_streams.connection.connection import Call, Connection
+from pagestream_streams.connection.scripts import REGISTRY
+from pagestream_streams.errors import ModelNameRefused, ModelNotFound, RequestNotFound, Unavailable
+from pagestream_streams.protocol import ids, keys
+from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.records import ModelInfo
+from pagestream_streams.settings import StreamsSettings
+from pagestream_streams.tasks import within
+
+_NAME = re.compile(r"[^\s{}\x00-\x1f\x7f]{1,256}")
+_FIELDS = ("created", "digest", "partitions")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    created: int
+    digest: str
+    partitions: int
+
+
+class Directory:
+    """A process' view of the models. While Redis is away it goes on with what it knew."""
+
+    def __init__(self, connection: Connection, settings: StreamsSettings) -> None:
+        """Reads nothing yet."""
+        self._connection = connection
+        self._ttl = settings.directory_ttl_s
+        self._limit_s = settings.beat_limit_s / 2  # beats and sweeps wait for it
+        self._entries: dict[str, _Entry] = {}
+        self._tags: dict[str, str] = {}
+        self._cards: dict[str, ModelCard] = {}
+        self._read_at = float("-inf")
+        self._is_stale = False  # whether the last look was cut short: what it has not may be there all the same
+
+    async def publish(self, card: ModelCard, partitions: int) -> None:
+        """Stores a model's card; see Broker.publish_model."""
+        _check(card.name, partitions)
+        tag = ids.model_tag(card.name)
+        await self._connection.execute("HSETNX", keys.MODELS, tag, card.name)
+        holder = (await self._connection.execute("HGET", keys.MODELS, tag)).decode()
+        if holder != card.name:
+            raise ModelNameRefused(
+                f"the name {card.name!r} has the same tag {tag} as {holder!r}; serve the model under another name"
+            )
+        stored = card.SerializeToString(deterministic=True)
+        digest = hashlib.sha256(stored).hexdigest()
+        key, (seconds, _) = keys.model(card.name), await self._connection.execute("TIME")
+        await self._connection.pipeline(
+            [
+                ("HSETNX", key, "created", seconds),
+                ("HSETNX", key, "partitions", partitions),
+                ("HSET", key, "card", stored, "digest", digest),
+            ]
+        )
+        self._read_at = float("-inf")
+
+    async def names(self) -> list[str]:
+        """The names of all models, sorted."""
+        await self._refresh()
+        return sorted(self._entries)
+
+    async def partitions(self, name: str) -> int:
+        """A model's number of partitions. ModelNotFound."""
+        return (await self._entry(name)).partitions
+
+    async def all_partitions(self, name: str) -> list[Partition]:
+        """A model's partitions. ModelNotFound."""
+        return [Partition(name, number) for number in range(await self.partitions(name))]
+
+    async def card(self, name: str) -> ModelCard:
+        """A model's card, fetched once for each digest. ModelNotFound. The caller must not change it."""
+        entry = await self._entry(name)
+        card = self._cards.get(entry.digest)
+        if card is None:
+            stored, digest = await self._connection.execute("HMGET", keys.model(name), "card", "digest")
+            if stored is None or digest is None:  # Redis has lost it since the entry was read
+                raise ModelNotFound(name)
+            card = ModelCard.FromString(stored)
+            self._cards[digest.decode()] = card
+        return card
+
+    async def infos(self) -> list[ModelInfo]:
+        """All models by name, with their living engines counted now."""
+        await self._refresh()
+        models = sorted(self._entries.items())  # other entries may be there once the engines are counted
+        living = await self._connection.run_many([Call(REGISTRY, keys.engines(name), ("", 0)) for name, _ in models])
+        return [
+            ModelInfo(name, entry.created, entry.digest, len(engines), entry.partitions)
+            for (name, entry), engines in zip(models, living, strict=True)
+        ]
+
+    async def locate(self, request_id: str) -> Partition:
+        """The partition of a request id. RequestNotFound where it is malformed or of an unknown model.
+
+        A number above the model's present count of partitions is valid: ids of an older count stay so.
+        """
+        parts = ids.parse(request_id)
+        if parts is None:
+            raise RequestNotFound(request_id)
+        if parts.model_tag not in self._tags:
+            await self._refresh()
+        if parts.model_tag not in self._tags and self._is_stale:
+            await self._read()
+        name = self._tags.get(parts.model_tag)
+        if name is None:
+            raise RequestNotFound(request_id)
+        return Partition(name, parts.partition)
+
+    async def _entry(self, name: str) -> _Entry:
+        await self._refresh()
+        if name not in self._entries and self._is_stale:
+            await self._read()
+        if name not in self._entries:
+            raise ModelNotFound(name)
+        return self._entries[name]
+
+    async def _refresh(self) -> None:
+        if time.monotonic() - self._read_at < self._ttl:
+            return
+        if not self._entries or self._read_at == float("-inf"):
+            await self._read()
+            return
+        try:
+            async with within(self._limit_s, "a look for the models"):
+                await self._read()
+        except Unavailable:
+            # What is known is good enough to sweep by, and to be asked again later.
+            self._read_at, self._is_stale = time.monotonic(), True
+
+    async def _read(self) -> None:
+        found = await self._connection.execute("HGETALL", keys.MODELS)
+        tags = {tag.decode(): name.decode() for tag, name in found.items()}
+        rows = await self._connection.pipeline([("HMGET", keys.model(name), *_FIELDS) for name in tags.values()])
+        # A row is empty between the two steps of a first publication.
+        self._entries = {
+            name: _Entry(int(row[0]), row[1].decode(), int(row[2]))
+            for name, row in zip(tags.values(), rows, strict=True)
+            if None not in row
+        }
+        self._tags = tags
+        self._read_at, self._is_stale = time.monotonic(), False
+
+
+def _check(name: str, partitions: int) -> None:
+    if not _NAME.fullmatch(name):
+        raise ModelNameRefused(
+            f"the model name {name!r} must have 1 to 256 characters, no spaces, no control characters, no braces"
+        )
+    if not 1 <= partitions <= ids.MAX_PARTITIONS:
+        raise ValueError(f"partitions must be between 1 and {ids.MAX_PARTITIONS}, not {partitions}")

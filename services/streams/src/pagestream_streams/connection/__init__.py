@@ -1,0 +1,1 @@
+"""Connections to Redis: topologies, scripts, durability and subscriptions."""

@@ -1,0 +1,182 @@
+"""The way to a Redis Cluster: commands to the node that has their key, and what to do where it no longer has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from redis import exceptions
+from redis.asyncio.client import PubSub
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.connection import Connection as Socket
+
+from pagestream_streams.connection.idle import close_idle
+from pagestream_streams.protocol.entries import Argument
+from pagestream_streams.tasks import cancel
+
+Command = Sequence[Argument]
+
+_MOST_REDIRECTIONS = 5
+_LOOK_PAUSE_S = 0.2
+# Where a command's key stands, if not right behind its name.
+_KEY_AT = {"EVAL": 3, "EVALSHA": 3, "MEMORY": 2, "XGROUP": 2}
+_LOST = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
+
+
+class ClusterLink:
+    """A cluster. Each script's keys share a hash tag, so one node has them all.
+
+    redis-py knows the nodes, their slots and connections; commands are sent here. Its own way to send them closes every
+    node's connections under the commands that wait on them, sends ASKING on another connection than the command that it
+    is for, and sleeps where the caller would rather hear at once; one node's trouble is an error for all of a pipeline.
+    """
+
+    def __init__(self, cluster: RedisCluster, most: int) -> None:
+        """`most` commands or pipelines at once; more wait for their turn. A node has a connection for each."""
+        self._cluster = cluster
+        self._turns = asyncio.Semaphore(most)
+        self._looked_at = float("-inf")
+        self._looking: asyncio.Task[None] | None = None
+
+    async def execute(self, *command: Argument) -> Any:
+        """One command. Errors are redis-py's."""
+        [reply] = await self.pipeline([command])
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    async def pipeline(self, commands: Sequence[Command], limit_s: float | None = None) -> list[Any]:
+        """Commands in one round trip for each node; a reply may be an exception, a lost connection among them. A node
+        that is silent for longer than the limit is left, and the others' replies are there.
+        """
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._turns.acquire()
+        except TimeoutError as error:
+            return [error] * len(commands)
+        try:
+            await self._cluster.initialize()
+            replies: list[Any] = [None] * len(commands)
+            places: defaultdict[ClusterNode, list[int]] = defaultdict(list)
+            for place, command in enumerate(commands):
+                try:
+                    places[self._node(_key(command))].append(place)
+                except exceptions.RedisClusterException as error:
+                    replies[place] = error
+            batches = (self._batch(node, [commands[place] for place in mine], limit_s) for node, mine in places.items())
+            for mine, found in zip(places.values(), await asyncio.gather(*batches), strict=True):
+                for place, reply in zip(mine, found, strict=True):
+                    replies[place] = await self._redirected(commands[place], reply)
+            await self._learn(replies)
+            return replies
+        finally:
+            self._turns.release()
+
+    async def together(self, key: str, commands: Sequence[Command]) -> list[Any]:
+        """Commands on one connection to the node that has `key`; a reply may be an exception."""
+        async with self._turns:
+            await self._cluster.initialize()
+            replies = await self._batch(self._node(key), commands)
+            await self._learn(replies)
+            return replies
+
+    def pubsub(self) -> PubSub:
+        """A subscriber on a connection of its own."""
+        pubsub: PubSub = self._cluster.pubsub()
+        return pubsub
+
+    async def drop_idle(self) -> None:
+        """Closes the connections that nothing waits on: what is sent next connects anew."""
+        await asyncio.gather(*(close_idle(node._free) for node in self._cluster.get_nodes()))
+
+    async def close(self) -> None:
+        """Closes every connection."""
+        if self._looking is not None:
+            await cancel(self._looking)
+        await self._cluster.aclose()
+
+    def _node(self, key: Argument) -> ClusterNode:
+        node = self._cluster.get_node_from_key(str(key))
+        if node is None:
+            raise exceptions.SlotNotCoveredError(f"no node has the slot of {key!r}")
+        return node
+
+    async def _batch(self, node: ClusterNode, commands: Sequence[Command], limit_s: float | None = None) -> list[Any]:
+        """Each command's reply, or its error; all have one where the connection is lost."""
+        try:
+            async with asyncio.timeout(limit_s):
+                socket = node.acquire_connection()
+                try:
+                    return await _replies(node, socket, commands)
+                finally:
+                    node.release(socket)
+        except _LOST as error:
+            return [error] * len(commands)
+
+    async def _redirected(self, command: Command, reply: Any) -> Any:
+        """The reply of the node to which others point."""
+        for _ in range(_MOST_REDIRECTIONS):
+            if isinstance(reply, exceptions.MovedError):
+                await self._cluster.nodes_manager.move_slot(reply)
+                [reply] = await self._batch(self._node(_key(command)), [command])
+            elif isinstance(reply, exceptions.AskError):
+                node = self._cluster.get_node(host=reply.host, port=reply.port)
+                if node is None:
+                    return reply
+                _, reply = await self._batch(node, [("ASKING",), command])
+            else:
+                break
+        return reply
+
+    async def _learn(self, replies: Sequence[Any]) -> None:
+        """Where a slot went, or asks which node has which slots, from what was refused or lost."""
+        for reply in replies:
+            if isinstance(reply, exceptions.MovedError):
+                await self._cluster.nodes_manager.move_slot(reply)
+            elif isinstance(reply, (exceptions.ClusterDownError, exceptions.SlotNotCoveredError, *_LOST)):
+                self._look_again()
+                return
+
+    def _look_again(self) -> None:
+        """Beside the commands, as a node that hangs may be asked first. Not at each call: nodes need time to agree."""
+        now = asyncio.get_running_loop().time()
+        is_looking = self._looking is not None and not self._looking.done()
+        if not is_looking and now - self._looked_at >= _LOOK_PAUSE_S:
+            self._looked_at = now
+            self._looking = asyncio.create_task(self._look(), name="look for slots")
+
+    async def _look(self) -> None:
+        """Leaves the connections on which others wait."""
+        with suppress(exceptions.RedisError, exceptions.RedisClusterException, OSError):
+            await self._cluster.nodes_manager.initialize()
+
+
+def _key(command: Command) -> Argument:
+    """The command's key; "" for one without."""
+    if command[0] == "XREADGROUP":
+        return command[command.index("STREAMS") + 1]
+    place = _KEY_AT.get(str(command[0]), 1)
+    return command[place] if len(command) > place else ""
+
+
+async def _replies(node: ClusterNode, socket: Socket, commands: Sequence[Command]) -> list[Any]:
+    try:
+        await socket.send_packed_command(socket.pack_commands(commands))
+        replies: list[Any] = []
+        for command in commands:
+            try:
+                replies.append(await node.parse_response(socket, str(command[0])))
+            except exceptions.ResponseError as error:
+                replies.append(error)
+        return replies
+    except AttributeError as error:
+        # A node that has left the cluster is closed, perhaps under a command that is just opening its connection.
+        await socket.disconnect(nowait=True)
+        raise exceptions.ConnectionError("the connection was closed while it was being opened") from error
+    except BaseException:
+        # Replies that nobody waits for must not answer the next command.
+        await socket.disconnect(nowait=True)
+        raise

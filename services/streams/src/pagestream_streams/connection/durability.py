@@ -1,0 +1,59 @@
+"""How safe a write has to be before it counts: on the server's disk, on so many replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis import exceptions
+
+from pagestream_streams.errors import Unavailable
+from pagestream_streams.protocol.entries import Argument
+from pagestream_streams.settings import StreamsSettings
+
+
+@dataclass(frozen=True)
+class Durability:
+    """What is waited for behind each write. Nothing, where neither disk nor replicas are asked for."""
+
+    replicas: int
+    on_disk: bool
+    timeout_ms: int
+
+    @classmethod
+    def of(cls, settings: StreamsSettings) -> Durability:
+        """As the settings say."""
+        return cls(settings.wait_replicas, settings.wait_fsync, settings.wait_timeout_ms)
+
+    @property
+    def waits(self) -> bool:
+        """Whether anything is waited for."""
+        return self.replicas > 0 or self.on_disk
+
+    def commands(self, prefix: str) -> Sequence[Sequence[Argument]]:
+        """A write and the wait for it, to be sent behind a command on its connection.
+
+        WAIT counts what its own connection has written: a repeated append writes nothing, and a read never does. The
+        write here comes after all that the command before it saw, and replicas and the file keep that order.
+        """
+        touch = ("SET", f"{prefix}waited", "1")
+        if self.on_disk:
+            return touch, ("WAITAOF", 1, self.replicas, self.timeout_ms)
+        return touch, ("WAIT", self.replicas, self.timeout_ms)
+
+    def check(self, reached: Any) -> None:
+        """Unavailable where the wait ended without what was asked for."""
+        if isinstance(reached, exceptions.ResponseError) and "unknown command" in str(reached):
+            raise Unavailable("wait_fsync needs WAITAOF, which Redis and Valkey have from 7.2 on; unset it, or update")
+        if isinstance(reached, exceptions.ResponseError):
+            raise Unavailable(f"Redis can't wait for what wait_fsync and wait_replicas ask: {reached}")
+        if isinstance(reached, Exception):
+            raise reached
+        disks, replicas = reached if self.on_disk else (1, reached)
+        if disks < 1 or replicas < self.replicas:
+            wanted = [*(["its own disk"] if self.on_disk else []), f"{self.replicas} replicas"]
+            raise Unavailable(
+                f"a write did not reach {' and '.join(wanted)} within {self.timeout_ms} ms "
+                f"(wait_fsync, wait_replicas, wait_timeout_ms); it reached {replicas} replicas"
+            )

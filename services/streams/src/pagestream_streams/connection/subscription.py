@@ -1,0 +1,102 @@
+"""A subscription that outlives its connection."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from redis import exceptions
+from redis.asyncio.client import PubSub
+
+from pagestream_streams.connection.connection import Connection
+from pagestream_streams.connection.lost_transports import lost_transports_are_told
+from pagestream_streams.tasks import cancel, wait_for_event
+
+_log = logging.getLogger(__name__)
+
+_WAIT_S = 1.0  # how long one look for a message takes
+_PING_AFTER_S = 5.0  # a silent connection is asked whether it lives
+_PAUSE_S = 0.2  # between two tries to connect
+
+
+class Subscription:
+    """Hands each message of some channels to `on_message`, and calls `on_gap` after each (re)connection: messages may
+    have been missed.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        channels: Sequence[str],
+        on_message: Callable[[bytes], None],
+        on_gap: Callable[[], None],
+    ) -> None:
+        """Connects nothing yet. The callbacks must not block."""
+        self._connection = connection
+        self._channels = channels
+        self._on_message = on_message
+        self._on_gap = on_gap
+        self._task: asyncio.Task[None] | None = None
+        self._subscribed = asyncio.Event()
+
+    def start(self) -> None:
+        """Connects in the background."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=f"subscription {' '.join(self._channels)}")
+
+    async def stop(self) -> None:
+        """Ends the connection."""
+        if self._task is None:
+            return
+        task, self._task = self._task, None
+        await cancel(task)
+
+    async def subscribed(self, timeout_s: float) -> bool:
+        """Waits until it is connected; whether it is."""
+        return await wait_for_event(self._subscribed, timeout_s)
+
+    async def _run(self) -> None:
+        while True:
+            pubsub = self._connection.pubsub()
+            try:
+                with lost_transports_are_told():
+                    await self._follow(pubsub)
+            except (exceptions.RedisError, OSError, TimeoutError) as error:
+                _log.info("%s: %s", self._channels, error)
+            finally:
+                self._subscribed.clear()
+                await _close(pubsub)
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _follow(self, pubsub: PubSub) -> None:
+        await pubsub.subscribe(*self._channels)
+        loop = asyncio.get_running_loop()
+        heard = loop.time()
+        while True:
+            message = await pubsub.get_message(timeout=_WAIT_S)
+            if message is not None:
+                heard = loop.time()
+                self._dispatch(message["type"], message["data"])
+            elif loop.time() - heard > 2 * _PING_AFTER_S:
+                raise TimeoutError("no answer to a ping")
+            elif loop.time() - heard > _PING_AFTER_S:
+                await pubsub.ping()
+
+    def _dispatch(self, kind: str, data: bytes) -> None:
+        if kind == "message":
+            try:
+                self._on_message(data)
+            except Exception:  # noqa: BLE001 - a message that can't be read must not end the subscription
+                _log.exception("%s: a message was not understood; the log is looked into instead", self._channels)
+                self._on_gap()
+        elif kind == "subscribe" and not self._subscribed.is_set():
+            self._subscribed.set()
+            self._on_gap()
+
+
+async def _close(pubsub: PubSub) -> None:
+    close: Callable[[], Awaitable[None]] = pubsub.aclose
+    with suppress(exceptions.RedisError, OSError, TimeoutError), lost_transports_are_told():
+        await close()

@@ -1,0 +1,207 @@
+"""The ways to a Redis: one server, the master that Sentinels name, or a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.client import PubSub
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+
+from pagestream_streams.connection.cluster import ClusterLink
+from pagestream_streams.connection.idle import close_idle
+from pagestream_streams.protocol.entries import Argument
+from pagestream_streams.settings import StreamsSettings
+
+Command = Sequence[Argument]
+
+SCHEMES = (
+    "redis://",
+    "rediss://",
+    "unix://",
+    "redis+sentinel://",
+    "rediss+sentinel://",
+    "redis+cluster://",
+    "rediss+cluster://",
+)
+"""What an address may begin with; "rediss" is TLS."""
+
+_TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
+_SENTINEL_PORT, _REDIS_PORT = 26379, 6379
+
+
+class Link(Protocol):
+    """Commands to the server that has their key. Errors are redis-py's."""
+
+    async def execute(self, *command: Argument) -> Any:
+        """One command."""
+
+    async def pipeline(self, commands: Sequence[Command], limit_s: float | None = None) -> list[Any]:
+        """Commands in one round trip for each server; a reply may be an exception: of each server that has not answered
+        within the limit it is TimeoutError.
+        """
+
+    async def together(self, key: str, commands: Sequence[Command]) -> list[Any]:
+        """Commands on one connection to the server that has `key`; a reply may be an exception."""
+
+    def pubsub(self) -> PubSub:
+        """A subscriber on a connection of its own."""
+
+    async def drop_idle(self) -> None:
+        """Closes the connections that nothing waits on: what is sent next connects anew."""
+
+    async def close(self) -> None:
+        """Closes every connection."""
+
+
+def open_link(url: str, settings: StreamsSettings) -> Link:
+    """The link that an address asks for; connects nothing yet. ValueError for a malformed address.
+
+    Forms: redis://[user:password@]host[:port][/db], unix://path, redis+sentinel://[user:password@]host[:port],.../
+    service[/db], redis+cluster://[user:password@]host[:port],... With rediss the connections are TLS; its options are
+    redis-py's, behind a question mark: ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_cert_reqs, ssl_check_hostname.
+    Sentinels are asked without a password unless sentinel_username and sentinel_password say one.
+    """
+    if not url.startswith(SCHEMES):
+        shown = url.partition("://")[0]
+        raise ValueError(f"expected an address that begins with {', '.join(SCHEMES)}; this one begins with {shown!r}")
+    kind = urlsplit(url).scheme.rpartition("+")[2]
+    if kind == "sentinel":
+        return _sentinel(url, settings)
+    if kind == "cluster":
+        return _cluster(url, settings)
+    # As many more as are never reached: SingleLink lets fewer commands through, and waits cheaper than redis-py's pool.
+    pool = ConnectionPool.from_url(url, max_connections=4 * settings.max_connections, **_limits(settings))
+    return SingleLink(Redis(connection_pool=pool), settings.max_connections)
+
+
+def unanswered(limit_s: float) -> TimeoutError:
+    """What stands for the reply of a server that was silent for so long."""
+    return TimeoutError(f"no answer within {limit_s:g} s")
+
+
+class SingleLink:
+    """One server."""
+
+    def __init__(self, redis: Redis, most: int, others: Sequence[Redis] = ()) -> None:
+        """`most` connections at once; more commands wait for their turn. `others` are closed with it."""
+        self._redis = redis
+        self._others = others
+        self._command: Callable[..., Awaitable[Any]] = redis.execute_command
+        self._turns = asyncio.Semaphore(most)
+
+    async def execute(self, *command: Argument) -> Any:
+        async with self._turns:
+            return await self._command(*command)
+
+    async def pipeline(self, commands: Sequence[Command], limit_s: float | None = None) -> list[Any]:
+        try:
+            async with asyncio.timeout(limit_s), self._turns, self._redis.pipeline(transaction=False) as pipe:
+                for command in commands:
+                    pipe.execute_command(*command)
+                return list(await pipe.execute(raise_on_error=False))
+        except TimeoutError:
+            if limit_s is None:
+                raise
+            return [unanswered(limit_s)] * len(commands)
+
+    async def together(self, key: str, commands: Sequence[Command]) -> list[Any]:
+        return await self.pipeline(commands)
+
+    def pubsub(self) -> PubSub:
+        return self._redis.pubsub()
+
+    async def drop_idle(self) -> None:
+        await close_idle(self._redis.connection_pool._available_connections)
+
+    async def close(self) -> None:
+        for each in (self._redis, *self._others):
+            await each.aclose()
+            await each.connection_pool.disconnect()
+
+
+class _Address:
+    """A list of hosts with what stands before and behind it."""
+
+    def __init__(self, url: str, default_port: int) -> None:
+        parts = urlsplit(url)
+        login, _, hosts = parts.netloc.rpartition("@")
+        user, _, password = login.partition(":")
+        self.tls = parts.scheme.startswith("rediss")
+        self.path = parts.path.strip("/")
+        self.hosts = [_host(each, default_port) for each in hosts.split(",")]
+        self.credentials: dict[str, Any] = {
+            name: unquote(value) for name, value in (("username", user), ("password", password)) if value
+        }
+        self.options: dict[str, Any] = {}
+        self.sentinel_credentials: dict[str, Any] = {}
+        for name, value in parse_qsl(parts.query, keep_blank_values=True):
+            if name in ("sentinel_username", "sentinel_password"):
+                self.sentinel_credentials[name.removeprefix("sentinel_")] = value
+            elif name in _TLS_OPTIONS and self.tls:
+                self.options[name] = value.lower() in ("true", "1", "yes") if name == "ssl_check_hostname" else value
+            else:
+                raise ValueError(f"unknown option {name!r} behind the address; with rediss: {', '.join(_TLS_OPTIONS)}")
+
+
+def _host(text: str, default_port: int) -> tuple[str, int]:
+    host, _, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    if not host:
+        host, port = text, str(default_port)
+    if not host or not (port or str(default_port)).isdecimal():
+        raise ValueError(f"expected host or host:port, got {text!r}")
+    return host.strip("[]"), int(port or default_port)
+
+
+def _sentinel(url: str, settings: StreamsSettings) -> Link:
+    address = _Address(url, _SENTINEL_PORT)
+    service, _, db = address.path.partition("/")
+    if not service or (db and not db.isdecimal()):
+        raise ValueError("expected redis+sentinel://host:port,host:port/<service>[/<db>]")
+    tls = {"ssl": True, **address.options} if address.tls else {}
+    limits = _limits(settings)
+    sentinel = Sentinel(  # type: ignore[no-untyped-call]
+        address.hosts, sentinel_kwargs={**limits, **tls, **address.sentinel_credentials}
+    )
+    redis: Redis = sentinel.master_for(
+        service,
+        db=int(db or 0),
+        max_connections=4 * settings.max_connections,  # not reached: SingleLink lets fewer commands through
+        **limits,
+        **tls,
+        **address.credentials,
+    )
+    return SingleLink(redis, settings.max_connections, sentinel.sentinels)
+
+
+def _cluster(url: str, settings: StreamsSettings) -> Link:
+    address = _Address(url, _REDIS_PORT)
+    if address.path:
+        raise ValueError("a cluster has one database and no service; leave out what stands behind the hosts")
+    cluster = RedisCluster(
+        startup_nodes=[ClusterNode(host, port) for host, port in address.hosts],
+        # A node's pool raises where a link waits: no more commands are let through than it has connections.
+        max_connections=2 * settings.max_connections,
+        require_full_coverage=False,
+        ssl=address.tls,
+        **_limits(settings),
+        **address.credentials,
+        **address.options,
+    )
+    return ClusterLink(cluster, settings.max_connections)
+
+
+def _limits(settings: StreamsSettings) -> Mapping[str, Any]:
+    """For every connection. redis-py's own retries are off: what may be repeated is said by each script."""
+    return {
+        "socket_timeout": settings.command_timeout_s,
+        "socket_connect_timeout": settings.command_timeout_s,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+    }

@@ -1,0 +1,92 @@
+"""Wake-ups: what was appended, packed for each gateway that reads it. At most once; the log is the truth."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from pagestream.v1.records_pb2 import LogSlice, WakeUp
+
+from pagestream_streams.connection.connection import Connection
+from pagestream_streams.errors import Unavailable
+from pagestream_streams.protocol import keys
+from pagestream_streams.tasks import cancel
+
+_log = logging.getLogger(__name__)
+
+_MOST_WAITING = 1024  # slices for one gateway, while its last message is on its way
+
+
+def gateways(readers: bytes) -> list[str]:
+    """The gateway ids in a request's readers, as the scripts return them."""
+    return readers.decode().split()
+
+
+def one(log_slice: LogSlice) -> bytes:
+    """A wake-up of one slice. Several of them, one behind the other, are a wake-up of all."""
+    return WakeUp(slices=[log_slice]).SerializeToString()
+
+
+async def publish(connection: Connection, slices: Iterable[tuple[LogSlice, bytes]]) -> None:
+    """Sends each slice to its readers: one message for each gateway. A slice without entries says: look into the log.
+
+    Losing them costs readers settings.poll_ms, so failures are logged only.
+    """
+    await _send(connection, _packed(slices))
+
+
+class Waker:
+    """Sends wake-ups beside whoever appends: one message at a time to each gateway, what comes meanwhile in the next.
+
+    For a cluster, where the node of a gateway's channel may be silent while the logs are not.
+    """
+
+    def __init__(self, connection: Connection, limit_s: float) -> None:
+        """`limit_s`: how long a message may be on its way."""
+        self._connection = connection
+        self._limit_s = limit_s
+        self._sending: dict[str, asyncio.Task[None]] = {}
+        self._waiting: dict[str, WakeUp] = {}
+
+    def wake(self, slices: Iterable[tuple[LogSlice, bytes]]) -> None:
+        """Has them sent. Of what waits for a silent node most is dropped: readers look into their logs."""
+        for gateway, message in _packed(slices).items():
+            if gateway not in self._sending:
+                self._sending[gateway] = asyncio.create_task(self._send(gateway, message), name="wake-ups")
+                continue
+            waiting = self._waiting.setdefault(gateway, WakeUp())
+            if len(waiting.slices) < _MOST_WAITING:
+                waiting.slices.extend(message.slices)
+
+    async def stop(self) -> None:
+        """Ends what is on its way."""
+        for task in list(self._sending.values()):
+            await cancel(task)
+
+    async def _send(self, gateway: str, message: WakeUp) -> None:
+        try:
+            while message.slices:
+                await _send(self._connection, {gateway: message}, self._limit_s)
+                message = self._waiting.pop(gateway, WakeUp())
+        finally:
+            self._waiting.pop(gateway, None)
+            del self._sending[gateway]
+
+
+def _packed(slices: Iterable[tuple[LogSlice, bytes]]) -> dict[str, WakeUp]:
+    messages: dict[str, WakeUp] = {}
+    for log_slice, readers in slices:
+        for gateway in gateways(readers):
+            messages.setdefault(gateway, WakeUp()).slices.append(log_slice)
+    return messages
+
+
+async def _send(connection: Connection, messages: dict[str, WakeUp], limit_s: float | None = None) -> None:
+    commands = [
+        ("PUBLISH", keys.wake_ups(gateway), message.SerializeToString()) for gateway, message in messages.items()
+    ]
+    try:
+        await connection.pipeline(commands, limit_s)
+    except Unavailable as error:
+        _log.info("wake-ups were not sent: %s", error)

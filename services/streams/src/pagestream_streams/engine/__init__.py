@@ -1,0 +1,1 @@
+"""The engine side: claim requests, append tokens, hand back."""

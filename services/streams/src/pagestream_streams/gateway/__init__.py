@@ -1,0 +1,1 @@
+"""The gateway side: accept requests and read their logs."""

@@ -1,0 +1,190 @@
+"""One read of one log: where it is, what it has verified, and what wake-ups have brought since."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from pagestream.v1.records_pb2 import LogEntry, LogSlice, RequestSpec
+
+from pagestream_streams.errors import DigestMismatch, StreamsError
+from pagestream_streams.protocol.digests import chain
+from pagestream_streams.protocol.keys import Partition
+
+
+class Follower:
+    """Entries leave it in order, each once, and only if they chain on to what left before."""
+
+    def __init__(
+        self,
+        where: Partition,
+        request_id: str,
+        *,
+        tenant: str,
+        from_index: int,
+        digest: str,
+        buffer_entries: int,
+        spec: RequestSpec | None = None,
+    ) -> None:
+        """`digest` is that of the log before `from_index`; "" is not known. `spec` is what to accept again."""
+        self.where = where
+        self.spec = spec
+        self.is_registered = False  # whether Redis has ever known the request while this read ran
+        self.is_recovered = False  # whether it was accepted again
+        self._is_lost = False
+        self.request_id = request_id
+        self.tenant = tenant
+        self.from_index = self.next_index = from_index
+        self.ended = False
+        self.failure: StreamsError | None = None
+        self.waiting_since: float | None = None  # time.monotonic(); None while its consumer is busy
+        self._digest = digest
+        self._anchored = (
+            from_index == 0
+        )  # whether _digest is that of the log; else the first read takes the entry before as well
+        self._length: int | None = None  # of the finished log, where that is known before the end entry was taken
+        self._look = True
+        self._slices: deque[LogSlice] = deque()
+        self._buffered = 0
+        self._limit = buffer_entries
+        self._is_woken = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def log_start(self) -> int:
+        """The index from which the log has to be read."""
+        return self.next_index if self._anchored else self.next_index - 1
+
+    def offer(self, log_slice: LogSlice) -> None:
+        """Takes what a wake-up brought. A consumer that is too slow for the buffer is sent to the log."""
+        if self._look:
+            self._wake()
+            return  # the log will be read, and has it
+        count = len(log_slice.entries)
+        # Where the first read is still to come, wake-ups only tell that the log has come to where it waits.
+        passes = log_slice.first_index + count > self.next_index
+        if not count or self._buffered + count > self._limit or (passes and not self._anchored):
+            self.look()
+            return
+        if self._slices:
+            # A part of a message keeps the whole of it in memory: what waits would keep what others have read.
+            waiting = LogSlice()
+            waiting.CopyFrom(log_slice)
+            log_slice = waiting
+        self._slices.append(log_slice)
+        self._buffered += count
+        self._wake()
+
+    def look(self) -> None:
+        """Has the log looked into."""
+        self._slices.clear()
+        self._buffered = 0
+        self._look = True
+        self._wake()
+
+    def lose(self) -> None:
+        """Redis has lost the request."""
+        self._is_lost = True
+        self._wake()
+
+    def take_loss(self) -> bool:
+        """Whether Redis has lost the request; asking answers it."""
+        is_lost, self._is_lost = self._is_lost, False
+        return is_lost
+
+    def fail(self, failure: StreamsError) -> None:
+        """Ends the read with an error."""
+        self.failure = failure
+        self._wake()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its log has not finished, as far as is known: finished ones have no readers."""
+        return not self.ended and self._length is None
+
+    def end_at(self, next_index: int) -> None:
+        """The log has finished with so many entries. Where none are left to take, the digest is still compared, also
+        by a reader who has read them all: a log that lost its last entries may have ended otherwise.
+        """
+        self._length = next_index
+        if not self.ended:
+            self._anchored = self.next_index == 0
+        self.look()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it stands, verified, at the end of a finished log."""
+        return self._anchored and self.next_index == self._length
+
+    def take_look(self) -> bool:
+        """Whether the log has to be looked into; asking answers it."""
+        look, self._look = self._look, False
+        return look
+
+    def take_buffered(self) -> list[LogEntry]:
+        """What wake-ups have brought and is next. Anything else in them sends to the log, which is the truth."""
+        taken: list[LogEntry] = []
+        while self._slices and self._anchored:
+            log_slice = self._slices.popleft()
+            entries = log_slice.entries
+            self._buffered -= len(entries)
+            skipped = self.next_index - log_slice.first_index
+            if skipped == 0 and self._digest and log_slice.previous_digest == self._digest and not self.ended:
+                self._take(entries, taken)
+            elif skipped < 0 or not self._chain(entries[skipped:], taken):
+                self.look()
+        return taken
+
+    def take_logged(self, first_index: int, entries: Sequence[LogEntry]) -> list[LogEntry]:
+        """What a read of the log from `first_index` brought and is next. DigestMismatch where it isn't what was read
+        before.
+        """
+        if not self._anchored and entries:
+            if self._digest and self._digest != entries[0].digest:
+                raise DigestMismatch(self.request_id, self.next_index)
+            self._digest = entries[0].digest
+            self._anchored = True
+        taken: list[LogEntry] = []
+        if not self._chain(entries[self.next_index - first_index :], taken):
+            raise DigestMismatch(self.request_id, self.next_index)
+        return taken
+
+    async def wait(self, timeout_s: float) -> None:
+        """Waits for anything new, at most so long."""
+        if not self._is_woken:
+            # A future and a timer of its own: this runs once for each token, and asyncio.timeout costs thrice as much.
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout_s, self._wake)
+            self.waiting_since = time.monotonic()
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+                self.waiting_since = self._waiter = None
+        self._is_woken = False
+
+    def _wake(self) -> None:
+        self._is_woken = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _take(self, entries: Sequence[LogEntry], taken: list[LogEntry]) -> None:
+        """Takes entries that are known to follow on what was taken."""
+        last = entries[-1]
+        self._digest = last.digest
+        self.next_index += len(entries)
+        self.ended = last.HasField("end")
+        taken.extend(entries)
+
+    def _chain(self, entries: Sequence[LogEntry], taken: list[LogEntry]) -> bool:
+        for entry in entries:
+            if self.ended or chain(self._digest, entry) != entry.digest:
+                return False
+            self._digest = entry.digest
+            self.next_index += 1
+            self.ended = entry.HasField("end")
+            taken.append(entry)
+        return True

@@ -1,0 +1,1 @@
+"""The stored form: ids, keys, records, log entries, digests and partitions."""

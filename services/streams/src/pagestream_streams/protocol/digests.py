@@ -1,0 +1,42 @@
+"""The rolling digest of a log: equal digests mean equal tokens, choices and finish reasons up to there.
+
+SHA-1 because Redis' Lua has it and the scripts that end a request extend the chain themselves. It guards against
+mix-ups, not against forgers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from pagestream.v1.records_pb2 import LogEntry
+
+from pagestream_streams.protocol.finish_reasons import reason_word
+
+DIGEST_CHARS = 16
+
+
+def chain(previous: str, entry: LogEntry) -> str:
+    """The digest of a log that had `previous` ("" at its start) and gets `entry`, as 16 hexadecimal digits."""
+    return hashlib.sha1(f"{previous}:{_body(entry)}".encode(), usedforsecurity=False).hexdigest()[:DIGEST_CHARS]
+
+
+def chained(previous: str, entries: Iterable[LogEntry]) -> list[LogEntry]:
+    """The entries, with their digests set in place."""
+    result = []
+    for entry in entries:
+        previous = entry.digest = chain(previous, entry)
+        result.append(entry)
+    return result
+
+
+def _body(entry: LogEntry) -> str:
+    match entry.WhichOneof("body"):
+        case "token_id":
+            return f"c:{entry.choice}:t:{entry.token_id}"
+        case "finish":
+            return f"c:{entry.choice}:f:{reason_word(entry.finish.reason)}"
+        case "end":
+            return f"end:{reason_word(entry.end.reason)}"
+        case _:
+            raise ValueError("a log entry is a token, a finish or the end; this one has no body")

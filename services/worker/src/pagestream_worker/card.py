@@ -1,0 +1,88 @@
+"""The model card: all that a gateway has to know of a model, read from the model's folder."""
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
+from pagestream.v1.records_pb2 import ModelCard
+from pagestream_engine.engine import Engine
+from pagestream_engine.models.folder import model_revision
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
+
+
+class ModelFolderError(ValueError):
+    """A model folder lacks a file that serving needs, or has one that can't be read."""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ModelFolderError(f"{path}: JSON was expected: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ModelFolderError(f"{path}: a JSON object was expected, {type(loaded).__name__} was found")
+    return loaded
+
+
+def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str:
+    # Newer folders keep the template in a file of its own; some keep a list of named ones.
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template") or ""
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
+    return str(template)
+
+
+def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in SPECIAL_TOKENS:
+        token = tokenizer_config.get(name)
+        if isinstance(token, dict):  # a serialised AddedToken
+            token = token.get("content")
+        if token:
+            found[name] = str(token)
+    return found
+
+
+def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingMessage:
+    """vLLM's rule: what generation_config.json says of sampling is the default of requests that say nothing."""
+    given = {name: generation_config[name] for name in SAMPLING_DEFAULTS if generation_config.get(name) is not None}
+    if generation_config.get("do_sample") is False:
+        given = {}
+    return SamplingMessage(**given)
+
+
+def build_card(folder: Path, name: str, engine: Engine) -> ModelCard:
+    """Return the card of a model that an engine has loaded.
+
+    Raises:
+        ModelFolderError: tokenizer.json is missing, or a JSON file can't be read.
+    """
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise ModelFolderError(
+            f"{folder}: tokenizer.json was expected; make one with `PreTrainedTokenizerFast.save_pretrained`"
+        )
+    tokenizer_config = _read_json(folder / "tokenizer_config.json")
+    architectures = _read_json(folder / "config.json").get("architectures") or [""]
+    return ModelCard(
+        name=name,
+        tokenizer_json_zlib=zlib.compress(tokenizer.read_bytes(), level=6),
+        chat_template=_chat_template(folder, tokenizer_config),
+        special_tokens=_special_tokens(tokenizer_config),
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        eos_token_ids=sorted(engine.eos_token_ids),
+        architecture=str(architectures[0]),
+        revision=model_revision(folder),
+        default_sampling=_default_sampling(_read_json(folder / "generation_config.json")),
+    )

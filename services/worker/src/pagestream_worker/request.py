@@ -1,0 +1,279 @@
+"""A claimed request on this engine: which sequences it runs as, and which log entries it has yet to write.
+
+The entries are kept until the log has its end. Whatever becomes of an append (lost reply, gap after Redis lost its last
+second), they can be sent again from any index that the log names.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from pagestream.v1.inference_pb2 import LogprobEntry, RequestError, TokenIds, TokenLogprobs, Usage
+from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
+from pagestream_engine.errors import InvalidSamplingParams
+from pagestream_engine.request.outputs import StepOutput, TokenLogprob
+from pagestream_engine.request.sampling_params import SamplingParams, child_seed
+from pagestream_streams import Append, Claim
+from pagestream_streams.protocol import digests
+from pagestream_telemetry.context import TraceContext, caller_context
+
+from pagestream_worker.finish import FinishName, finish_value
+
+FIELDS_WITH_PRESENCE = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+)
+
+
+def child_of(spec: RequestSpec, choice: int) -> int:
+    """Which child of the request's seed a choice has: siblings differ, and where nobody gave the seed, prompts too."""
+    return choice if spec.seed_for_each_prompt else choice % max(1, spec.sampling.n)
+
+
+def sampling_from_message(message: SamplingMessage, *, sibling: int) -> SamplingParams:
+    """Return the parameters of one sibling: `n` is 1, the seed is that sibling's own.
+
+    Raises InvalidRequest where the message holds what this engine doesn't support.
+    """
+    if message.HasField("best_of") and message.best_of != max(1, message.n):
+        raise InvalidSamplingParams(
+            "best_of", message.best_of, f"n ({max(1, message.n)})", "a stream shows every choice while it is generated"
+        )
+    given = {name: getattr(message, name) for name in FIELDS_WITH_PRESENCE if message.HasField(name)}
+    return SamplingParams(
+        n=1,
+        seed=child_seed(message.seed, sibling),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
+        logit_bias=dict(message.logit_bias) or None,
+        **given,
+    )
+
+
+def _logprobs_message(tokens: Sequence[TokenLogprob]) -> TokenLogprobs:
+    entries = [
+        LogprobEntry(token_id=token.token_id, logprob=token.logprob, rank=token.rank, text=token.text)
+        for token in tokens
+    ]
+    return TokenLogprobs(entries=entries)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One sequence that the engine is to run (or to go on with)."""
+
+    seq_id: str
+    index: int
+    prompt: TokenIds
+    params: SamplingParams
+    output_token_ids: Sequence[int]
+
+
+class RunningRequest:
+    """The log of one claimed request, as far as this engine has brought it."""
+
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+        self.request_id = claim.spec.request_id
+        self._siblings = max(1, claim.spec.sampling.n)
+        self._num_choices = self._siblings * len(claim.spec.prompts)
+        self._outputs: dict[int, list[int]] = {choice: [] for choice in range(self._num_choices)}
+        self._held: defaultdict[int, deque[StepOutput]] = defaultdict(deque)  # made before their turn
+        self._finishes: dict[int, int] = {}
+        self._running: set[int] = set()
+        self._cached_tokens = claim.cached_tokens
+        self._entries: list[LogEntry] = []
+        self._first_index = claim.next_index  # of self._entries[0]
+        self._acknowledged = claim.next_index
+        self._digest = claim.digest
+        self._ended = False
+        for entry in claim.entries:
+            self._replay(entry)
+
+    @property
+    def trace(self) -> TraceContext:
+        """The trace of the call that it was accepted by; NO_TRACE where there is none."""
+        return caller_context(self.claim.spec.traceparent, self.claim.spec.tracestate)
+
+    # -- what the engine is to run --
+
+    def open_choices(self) -> Iterator[Choice]:
+        """Yield the choices that have no finish record yet."""
+        for index, tokens in self._outputs.items():
+            if index in self._finishes:
+                continue
+            choice = Choice(
+                seq_id=self._seq_id(index),
+                index=index,
+                prompt=self.claim.spec.prompts[index // self._siblings],
+                params=sampling_from_message(self.claim.spec.sampling, sibling=child_of(self.claim.spec, index)),
+                output_token_ids=tokens,
+            )
+            self._running.add(index)
+            yield choice
+
+    def open_groups(self) -> Iterator[list[Choice]]:
+        """Yield `open_choices` by prompt: siblings, which the engine runs as one group."""
+        for _, choices in groupby(self.open_choices(), key=lambda choice: choice.index // self._siblings):
+            yield list(choices)
+
+    def running_seq_ids(self) -> list[str]:
+        """Return the sequences that the engine has not been told to forget, and that have not finished."""
+        running = [self._seq_id(index) for index in sorted(self._running)]
+        self._running.clear()
+        return running
+
+    # -- what the engine has made --
+
+    def add_output(self, choice: int, output: StepOutput) -> None:
+        """Take one step's output of one choice; the last choice's finish also ends the log."""
+        if choice in self._finishes:
+            return
+        if self._siblings == 1 or output.error is not None:
+            self._add(choice, output)
+            return
+        self._held[choice].append(output)
+        first = choice - choice % self._siblings
+        self._add_in_turn(range(first, first + self._siblings))
+
+    def _add_in_turn(self, siblings: range) -> None:
+        """Let the choices of one prompt take turns, token by token, whoever was first after a resume.
+
+        So the order in the log, and with it the digest, is a function of the tokens alone.
+        """
+        while open_choices := [choice for choice in siblings if choice not in self._finishes]:
+            turn = min(open_choices, key=lambda choice: len(self._outputs[choice]))
+            if not self._held[turn]:
+                return
+            self._add(turn, self._held[turn].popleft())
+
+    def _add(self, choice: int, output: StepOutput) -> None:
+        if output.token_id is not None:
+            self._outputs[choice].append(output.token_id)
+            held_back = output.finish_reason is not None
+            # The finish carries the text of the last token, so that a stop string never shows in two entries.
+            entry = LogEntry(choice=choice, text="" if held_back else output.text, token_id=output.token_id)
+            if output.logprobs is not None:
+                entry.logprobs.CopyFrom(_logprobs_message(output.logprobs))
+            self._write(entry)
+        self._cached_tokens += output.num_cached_tokens if len(self._outputs[choice]) == 1 else 0
+        if output.finish_reason is not None:
+            self._finish_choice(choice, output)
+
+    def fail(self, code: str, message: str) -> None:
+        """End every open choice, and the log, with an error. Sequences that run stay in `running_seq_ids`."""
+        running = set(self._running)
+        for choice in self._outputs:
+            if choice not in self._finishes:
+                self._write_finish(choice, finish_value(FinishName.ERROR), "", "")
+        self._running = running
+        self._end(RequestError(code=code, message=message))
+
+    def end_if_complete(self) -> None:
+        """Write the end where a predecessor wrote the last finish, and died before the end."""
+        if not self._ended and len(self._finishes) == self._num_choices:
+            self._end(None)
+
+    def num_made(self, choice: int) -> int:
+        """Tokens of a choice, those of earlier engines included."""
+        return len(self._outputs[choice]) + len(self._held[choice])
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all choices, those of earlier engines included."""
+        return sum(len(tokens) for tokens in self._outputs.values())
+
+    # -- what the log is to get --
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether some entry is not yet known to be in the log."""
+        return self._acknowledged < self._first_index + len(self._entries)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the log is known to have its end."""
+        return self._ended and not self.has_pending
+
+    def pending(self, limit: int) -> Append:
+        """Return the next append, of at most `limit` entries, or one more: a choice's last token and its finish go
+        together. An engine that goes on in between would let the other choices of the prompt go first.
+        """
+        start = self._acknowledged - self._first_index
+        end = start + limit
+        if self._entries[end : end + 1] and self._entries[end].HasField("finish"):
+            end += 1
+        return Append(
+            request_id=self.request_id,
+            epoch=self.claim.epoch,
+            nonce=self.claim.nonce,
+            first_index=self._acknowledged,
+            entries=self._entries[start:end],
+            previous_digest=self._entries[start - 1].digest if start else self.claim.digest,
+            cached_tokens=self._cached_tokens if start == 0 else None,
+        )
+
+    def acknowledge(self, next_index: int) -> None:
+        """Go on from the log's own next index: ahead after an append, back after the log has lost entries."""
+        self._acknowledged = next_index
+
+    def can_send_from(self, next_index: int) -> bool:
+        """Whether this engine still has the entry that the log asks for."""
+        return self._first_index <= next_index <= self._first_index + len(self._entries)
+
+    # -- inside --
+
+    def _seq_id(self, choice: int) -> str:
+        # The claim's nonce keeps apart what this engine made before it lost the request and got it again.
+        return f"{self.request_id}/{self.claim.nonce}/{choice}"
+
+    def _replay(self, entry: LogEntry) -> None:
+        body = entry.WhichOneof("body")
+        if body == "token_id":
+            self._outputs[entry.choice].append(entry.token_id)
+        elif body == "finish":
+            self._finishes[entry.choice] = entry.finish.reason
+
+    def _write(self, entry: LogEntry) -> None:
+        self._digest = entry.digest = digests.chain(self._digest, entry)
+        self._entries.append(entry)
+
+    def _finish_choice(self, choice: int, output: StepOutput) -> None:
+        reason = finish_value(FinishName(output.finish_reason or FinishName.ERROR))
+        stop_reason = "" if output.stop_reason is None else str(output.stop_reason)
+        self._write_finish(choice, reason, stop_reason, output.text)
+        if output.error is not None:
+            self.fail("engine_error", output.error)
+        self.end_if_complete()
+
+    def _write_finish(self, choice: int, reason: int, stop_reason: str, text: str) -> None:
+        self._finishes[choice] = reason
+        self._running.discard(choice)
+        finish = ChoiceFinish(reason=reason, stop_reason=stop_reason)  # type: ignore[arg-type]
+        self._write(LogEntry(choice=choice, text=text, finish=finish))
+
+    def _end(self, error: RequestError | None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        usage = Usage(
+            prompt_tokens=sum(len(prompt.ids) for prompt in self.claim.spec.prompts),
+            completion_tokens=sum(len(tokens) for tokens in self._outputs.values()),
+            cached_tokens=self._cached_tokens,
+        )
+        reason = finish_value(FinishName.ERROR) if error is not None else self._finishes[0]
+        self._write(LogEntry(end=LogEnd(reason=reason, usage=usage, error=error)))  # type: ignore[arg-type]

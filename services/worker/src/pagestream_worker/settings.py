@@ -1,0 +1,223 @@
+"""Settings of a worker process: flags, then `PAGESTREAM_<GROUP>__<FIELD>`, then the defaults."""
+
+import argparse
+import dataclasses
+import math
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import getpid
+from pathlib import Path
+from typing import Any
+
+from pagestream_engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, EngineConfig, EngineOptions
+from pagestream_engine.errors import ConfigError
+from pagestream_streams import StreamsSettings, settings_from_environment
+from pagestream_telemetry.environment import fields_of, read_environment, variable_of
+from pagestream_telemetry.errors import VariableError
+from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
+
+WORKER, ENGINE = "WORKER", "ENGINE"
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker is, where it finds its queue, and how patient it is."""
+
+    model: str
+    redis_url: str
+    served_model_name: str
+    engine_id: str
+    """Name in leases and logs; a boot nonce is added to it."""
+    partitions: int = 4
+    """Partitions of a model that nobody has published before; a published number stays."""
+    metrics_port: int | None = None
+    """TCP port of /healthz, /readyz and /metrics; None: no endpoint."""
+    metrics_host: str = "0.0.0.0"  # noqa: S104
+    """Address of that port. All interfaces: probes and scrapers come from other machines."""
+    profile_dir: Path | None = None
+    """Folder into which a torch profiler's trace is written on SIGUSR2 or POST /debug/profile; None: neither does
+    anything."""
+    profile_steps: int = 10
+    """Steps of a profile that a signal asks for."""
+    idle_poll_s: float = 0.1
+    """Seconds between looks at the queue when no doorbell rings: bounds what a lost doorbell costs."""
+    finish_timeout_s: float = 0.0
+    """Seconds after SIGTERM for which requests that have tokens go on here, where all other engines compute otherwise
+    (a rollout to other numerics). In every other case, and after that, they are handed back."""
+    drain_timeout_s: float = 8.0
+    """Seconds for the last appends and the hand-back after that."""
+    exit_timeout_s: float = 9.5
+    """Seconds from the end of serving to the end of the process, whatever still hangs."""
+    stall_timeout_s: float = 120.0
+    """Seconds that one step may take before the watchdog ends the process, so that its requests go on elsewhere."""
+    retry_delay_s: float = 0.1
+    """Seconds between tries of an append while Redis is away."""
+    append_limit: int = 256
+    """Most entries of one request in one append: a long backlog after an outage must not block Redis."""
+
+
+_ENGINE_OPTIONS = (
+    "dtype",
+    "device",
+    "attention_backend",
+    "deterministic",
+    "max_model_len",
+    "seed",
+    "max_logprobs",
+    "block_size",
+    "num_gpu_blocks_override",
+    "gpu_memory_utilization",
+    "enable_prefix_caching",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "scheduling_policy",
+)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the engine's options under vLLM's names; an option that is not given keeps the engine's default."""
+    group = parser.add_argument_group("engine", "defaults are the engine's own", argument_default=argparse.SUPPRESS)
+    group.add_argument("--dtype", choices=DTYPES, help="of weights, activations and KV cache")
+    group.add_argument("--device", choices=DEVICES)
+    group.add_argument("--attention-backend", choices=ATTENTION_BACKENDS)
+    group.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        help="bit-identical logits in any batch (default: on a CPU where that is nearly free)",
+    )
+    group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="of prompt and output together")
+    group.add_argument("--seed", type=int, help="of the generator that draws seeds where a request brings none")
+    group.add_argument("--max-logprobs", type=int, metavar="N", help="that a request may ask for; -1 is no limit")
+    group.add_argument("--block-size", type=int, metavar="TOKENS", help="in a KV block")
+    group.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks, instead of what fits")
+    group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
+    group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS", help="in one step")
+    group.add_argument("--scheduling-policy", metavar="NAME")
+
+
+def engine_config(options: argparse.Namespace, environ: Mapping[str, str] | None = None) -> EngineConfig:
+    """Build the engine's settings from parsed options, then variables of the group ENGINE.
+
+    Raises:
+        ConfigError: an option is malformed; names it, and the variable it came from.
+        VariableError: a variable is.
+    """
+    given = read_environment(environ or {}, {ENGINE: fields_of(EngineOptions)})[ENGINE]
+    flags: dict[str, Any] = {name: getattr(options, name) for name in _ENGINE_OPTIONS if hasattr(options, name)}
+    try:
+        return EngineConfig.from_options(given | flags)
+    except ConfigError as error:
+        if error.field in given and error.field not in flags:
+            raise VariableError(variable_of(ENGINE, error.field), str(error)) from error
+        raise
+
+
+def _engine_name(text: str) -> str:
+    if not text or ":" in text or any(character.isspace() for character in text):
+        raise argparse.ArgumentTypeError(f"{text!r} was given, a name without spaces and colons is expected")
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} was given, a whole number of at least 1 is expected")
+    return int(text)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of `pagestream-engine`. An option that is not given may come from the environment."""
+    parser = argparse.ArgumentParser(
+        prog="pagestream-engine",
+        description="Runs a model on requests from Redis. Every option is a variable as well: "
+        "PAGESTREAM_WORKER__<OPTION>, and PAGESTREAM_ENGINE__<OPTION> for the engine's.",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="folder with config.json, safetensors, tokenizer.json"
+    )
+    parser.add_argument("--redis", metavar="URL", help="such as redis://127.0.0.1:6379/0")
+    parser.add_argument("--served-model-name", metavar="NAME", help="what clients ask for (default: the folder's name)")
+    parser.add_argument("--engine-id", type=_engine_name, metavar="ID", help="default: host name and process id")
+    parser.add_argument("--partitions", type=_count, metavar="N", help="of a model new to this Redis (default 4)")
+    parser.add_argument("--metrics-port", type=_count, metavar="PORT", help="serve /healthz, /readyz and /metrics")
+    parser.add_argument("--profile-dir", type=Path, metavar="DIR", help="for profiles on demand (default: none)")
+    parser.add_argument("--otlp-endpoint", metavar="URL", help="send metrics and spans there, by OTLP/gRPC")
+    parser.add_argument("--log-level", metavar="LEVEL", help="lowest level written (default INFO)")
+    add_engine_options(parser)
+    return parser
+
+
+_RENAMED = {"redis_url": "redis"}
+"""Fields that have another name as an option and as a variable."""
+
+
+def _worker_fields() -> dict[str, Any]:
+    """The group WORKER. Its model and its names have no default in the dataclass, but have one here."""
+    return {_RENAMED.get(name, name): kind for name, kind in fields_of(WorkerSettings).items()}
+
+
+def worker_settings(options: argparse.Namespace, environ: Mapping[str, str] | None = None) -> WorkerSettings:
+    """Build the worker's settings from parsed options, then variables of the group WORKER.
+
+    Raises:
+        VariableError: a variable is unknown, malformed or out of range.
+        ValueError: the model or the Redis address is given nowhere.
+    """
+    fields = _worker_fields()
+    given = read_environment(environ or {}, {WORKER: fields})[WORKER]
+    _check(given)
+    flags = {name: getattr(options, name) for name in fields if getattr(options, name, None) is not None}
+    values = given | flags
+    for name, option in (("model", "MODEL"), ("redis", "--redis")):
+        if not values.get(name):
+            raise ValueError(f"{option} is needed; give it, or set {variable_of(WORKER, name)}")
+    values["served_model_name"] = values.get("served_model_name") or Path(values["model"]).resolve().name
+    values["engine_id"] = values.get("engine_id") or f"{socket.gethostname()}-{getpid()}"
+    return WorkerSettings(redis_url=values.pop("redis"), **values)
+
+
+_CHECKED_TEXTS = {"engine_id": _engine_name}
+
+
+_MAY_BE_ZERO = {"finish_timeout_s"}
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """What argparse checks of options, and that every number is above 0."""
+    for name, value in given.items():
+        if isinstance(value, int | float):
+            fits, wanted = (value >= 0, "0 or more") if name in _MAY_BE_ZERO else (value > 0, "above 0")
+            if not fits or value == math.inf:
+                raise VariableError(variable_of(WORKER, name), f"{value} was given, a number {wanted} is expected")
+        if name in _CHECKED_TEXTS and value:
+            try:
+                _CHECKED_TEXTS[name](value)
+            except argparse.ArgumentTypeError as error:
+                raise VariableError(variable_of(WORKER, name), str(error)) from error
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """All settings of a worker process."""
+
+    worker: WorkerSettings
+    engine: EngineConfig
+    streams: StreamsSettings
+    telemetry: TelemetrySettings
+
+
+def load_settings(arguments: Sequence[str] | None, environ: Mapping[str, str]) -> ProcessSettings:
+    """Read command line and environment.
+
+    Raises:
+        EngineError: an engine option is wrong.
+        ValueError: another option or a variable is; the message names it.
+    """
+    options = build_parser().parse_args(arguments)
+    flags = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(TelemetrySettings)}
+    # What is misspelt comes before what is missing: the one is often the reason of the other.
+    telemetry, streams = telemetry_settings(environ, flags), settings_from_environment(environ)
+    engine = engine_config(options, environ)
+    return ProcessSettings(worker_settings(options, environ), engine, streams, telemetry)

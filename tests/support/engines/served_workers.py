@@ -1,0 +1,138 @@
+"""The worker with the small arithmetic model in place of a large one, on a real queue in the test's own process."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
+from pagestream.v1.inference_pb2 import TokenIds
+from pagestream.v1.records_pb2 import LogEntry, RequestSpec
+from pagestream_engine import Engine, EngineConfig, SamplingParams
+from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
+from pagestream_streams import Broker, EngineSession, GatewaySession
+from pagestream_worker.card import build_card
+from pagestream_worker.engine_thread import EngineThread
+from pagestream_worker.settings import WorkerSettings
+from pagestream_worker.telemetry import WorkerTelemetry
+from pagestream_worker.worker import Worker
+from support.engines.arithmetic_model import (
+    ArithmeticFacts,
+    ArithmeticRunner,
+    byte_level_tokenizer,
+    make_folder,
+    undisturbed,
+)
+
+MODEL = "arithmetic"
+TENANT = "tenant"
+FACTS = ArithmeticFacts()
+LIMIT_S = 20.0
+
+
+class SlowRunner(ArithmeticRunner):
+    """Takes as long for a step as a model might."""
+
+    def execute(self, step: ScheduledStep) -> SampledTokens:
+        time.sleep(0.005)
+        return super().execute(step)
+
+
+class GatedRunner(ArithmeticRunner):
+    """Its steps wait until the gate opens."""
+
+    gate = threading.Event()
+
+    def execute(self, step: ScheduledStep) -> SampledTokens:
+        if not self.gate.wait(LIMIT_S):
+            raise TimeoutError("nobody opened the gate")
+        return super().execute(step)
+
+
+class Running:
+    """A worker with its session, and the event that ends it."""
+
+    def __init__(self, worker: Worker, task: asyncio.Task[None], stop: asyncio.Event) -> None:
+        self.worker = worker
+        self.task = task
+        self.stop = stop
+
+    async def end(self) -> None:
+        self.stop.set()
+        async with asyncio.timeout(LIMIT_S):
+            await self.task
+
+
+@asynccontextmanager
+async def running_worker(
+    broker: Broker,
+    folder: Path,
+    runner: type[ArithmeticRunner] = ArithmeticRunner,
+    telemetry: WorkerTelemetry | None = None,
+    *,
+    fingerprint: str = "",
+    finish_timeout_s: float = 0.0,
+    **options: int,
+) -> AsyncIterator[Running]:
+    make_folder(folder, byte_level_tokenizer())
+    config = EngineConfig.from_options(options)
+    thread = EngineThread(lambda: Engine(folder, config, make_runner=lambda _, config: runner(config, FACTS)))
+    thread.start()
+    engine = await asyncio.wrap_future(thread.loaded)
+    await broker.publish_model(build_card(folder, MODEL, engine))
+    settings = WorkerSettings(str(folder), "", MODEL, "worker", finish_timeout_s=finish_timeout_s)
+    worker = Worker(thread, settings, telemetry=telemetry)
+    stop = asyncio.Event()
+    async with EngineSession(
+        broker,
+        model=MODEL,
+        engine_id="worker",
+        on_lost=worker.drop,
+        load=worker.load,
+        on_wanted=worker.want,
+        fingerprint=fingerprint,
+    ) as session:
+        task = asyncio.create_task(worker.run(session, stop))
+        running = Running(worker, task, stop)
+        try:
+            yield running
+        finally:
+            stop.set()
+            await asyncio.wait([task], timeout=LIMIT_S)
+
+
+async def accepted(gateway: GatewaySession, prompt: list[int], **sampling: object) -> RequestSpec:
+    spec = RequestSpec(
+        request_id=await gateway.place(MODEL, prompt, TENANT),
+        model=MODEL,
+        tenant=TENANT,
+        prompts=[TokenIds(ids=prompt)],
+        sampling=SamplingMessage(**{"seed": 1, "ignore_eos": True, "max_tokens": 30, **sampling}),  # type: ignore[arg-type]
+        disconnect_grace_ms=60_000,
+    )
+    await gateway.accept(spec)
+    return spec
+
+
+async def read(gateway: GatewaySession, spec: RequestSpec) -> list[LogEntry]:
+    entries: list[LogEntry] = []
+    async with asyncio.timeout(LIMIT_S):
+        async for batch in gateway.read(spec.request_id, tenant=TENANT):
+            entries += batch
+    return entries
+
+
+def tokens(entries: list[LogEntry], choice: int = 0) -> list[int]:
+    return [e.token_id for e in entries if e.WhichOneof("body") == "token_id" and e.choice == choice]
+
+
+def expected(prompt: list[int], max_tokens: int = 30) -> list[int]:
+    return undisturbed(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), FACTS, 1000)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110 - the condition is another thread's
+            await asyncio.sleep(0.01)

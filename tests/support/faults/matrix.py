@@ -1,0 +1,236 @@
+"""The kill matrix: who is hit, by what, at which moment of a request's life; and how a cell of it is run.
+
+A cell runs every feature row over both APIs at once. A process stands still at its fault point while others are hit, so
+that what is hit is hit exactly then; one that is hit itself is hit where it stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from pagestream_streams.fault_points import FaultPoint
+from support.faults.cluster import Fault, FaultCluster, FeatureClient, Member
+from support.faults.line import Stop
+from support.faults.pairwise import pairwise, product
+from support.processes.stack import StackError
+
+STOP_LIMIT_S = 30.0
+SETTLE_LIMIT_S = 15.0
+POLL_S = 0.01
+
+
+class Target(StrEnum):
+    """Who is hit."""
+
+    ENGINE = "engine"
+    GATEWAY = "gateway"
+    REDIS = "Redis"
+    TWO = "two at once"
+
+
+class Moment(StrEnum):
+    """When, in a request's life."""
+
+    QUEUED = "queued"
+    CLAIMED = "claimed"
+    PREFILL = "prefill"
+    FIRST_TOKEN = "first token"
+    MIDDLE = "middle"
+    LAST_TOKEN = "last token"
+    FINISH = "finish"
+
+
+# The passage of the fault point that is taken. A step makes one token of each choice, so the 20th append is in the
+# middle of 48 tokens; of the finishes the third, so that some requests have ended and others have not.
+PASSAGES: Mapping[Moment, Sequence[tuple[FaultPoint, int]]] = {
+    Moment.QUEUED: [(FaultPoint.QUEUED, 1)],
+    Moment.CLAIMED: [(FaultPoint.CLAIMED, 1)],
+    Moment.PREFILL: [(FaultPoint.PREFILL, 1)],
+    Moment.FIRST_TOKEN: [(FaultPoint.FIRST_TOKEN, 1)],
+    Moment.MIDDLE: [(FaultPoint.MIDDLE, 20)],
+    Moment.LAST_TOKEN: [(FaultPoint.LAST_TOKEN, 3)],
+    # Before the append, and after it while nobody knows its reply.
+    Moment.FINISH: [(FaultPoint.FINISH, 2), (FaultPoint.FINISHED, 2)],
+}
+FACTORS = {"target": tuple(Target), "fault": tuple(Fault), "moment": tuple(Moment)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination."""
+
+    target: Target
+    fault: Fault
+    moment: Moment
+
+    def __str__(self) -> str:
+        return f"{self.target}, {self.fault}, {self.moment}"
+
+    @property
+    def number(self) -> int:
+        """Varies what a cell leaves open: which gateway, which two."""
+        return 7 * (3 * list(Target).index(self.target) + list(Fault).index(self.fault)) + list(Moment).index(
+            self.moment
+        )
+
+
+@dataclass
+class CellResult:
+    """What came of a cell."""
+
+    cell: Cell
+    victims: list[str] = field(default_factory=list)
+    unfinished: int = 0
+    """Streams that had not ended when it was hit."""
+    reconnects: int = 0
+    recovery_s: list[float] = field(default_factory=list)
+    """From the hit to the next token, of each stream that had not ended."""
+    failures: list[str] = field(default_factory=list)
+    took_s: float = 0.0
+
+
+def all_cells() -> list[Cell]:
+    """All 84."""
+    return [Cell(**case) for case in product(FACTORS)]
+
+
+def covering_cells() -> list[Cell]:
+    """28 in which each pair of target, fault and moment occurs."""
+    return [Cell(**case) for case in pairwise(FACTORS)]
+
+
+async def run_cell(cluster: FaultCluster, cell: Cell) -> CellResult:
+    """Run every row through the cell. What differs is in the result; TimeoutError, StreamBrokenError and StackError are
+    there as well.
+    """
+    result, started = CellResult(cell), time.monotonic()
+    for passage in PASSAGES[cell.moment]:
+        try:
+            await _run_once(cluster, cell, passage, result)
+        except (AssertionError, StackError, TimeoutError) as error:
+            result.failures.append(f"{type(error).__name__}: {error}")
+            break
+    result.took_s = time.monotonic() - started
+    return result
+
+
+async def _run_once(cluster: FaultCluster, cell: Cell, passage: tuple[FaultPoint, int], result: CellResult) -> None:
+    await cluster.wait_whole()
+    clients = cluster.clients()
+    running: list[asyncio.Task[object]] = []
+    standing: list[Stop] = []
+    try:
+        if cell.moment is Moment.QUEUED:
+            standing = await _all_stop(cluster, passage)
+            running = _start(clients)
+            await _accepted(clients, running)
+        else:
+            cluster.line.arm(dict([passage]))
+            running = _start(clients)
+            standing = [await _first_stop(cluster, running)]
+        cluster.line.disarm()
+        victims = _victims(cluster, cell, standing[0])
+        result.victims = [victim.name for victim in victims]
+        hit_at = time.monotonic()
+        cluster.hit(cell.fault, victims)
+        open_streams = [client for client in clients if not client.is_done]
+        result.unfinished += len(open_streams)
+        _go(cluster, [*standing, *cluster.line.waiting()])  # the other engine may have come there before the disarming
+        await cluster.mend(cell.fault, victims)
+        await asyncio.gather(*running)
+    finally:
+        cluster.line.disarm()
+        _go(cluster, [*standing, *cluster.line.waiting()])
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    await cluster.wait_whole()
+    result.reconnects += sum(client.reconnects for client in clients)
+    result.recovery_s += [took for client in open_streams if (took := client.recovery_s(hit_at)) is not None]
+    result.failures += [failure async for failure in _failures(cluster, clients)]
+
+
+async def _failures(cluster: FaultCluster, clients: Sequence[FeatureClient]) -> AsyncIterator[str]:
+    for client in clients:
+        reference = await cluster.reference(client)
+        for difference in client.seen.differences(reference):
+            yield f"{client.name} {client.request_id}: {difference}"
+    quarantined = await cluster.num_quarantined()
+    if quarantined:
+        yield f"{quarantined} requests are quarantined"
+
+
+def _start(clients: Sequence[FeatureClient]) -> list[asyncio.Task[object]]:
+    return [asyncio.create_task(client.run(), name=client.name) for client in clients]
+
+
+async def _all_stop(cluster: FaultCluster, passage: tuple[FaultPoint, int]) -> list[Stop]:
+    """Every engine stands still before it asks for requests."""
+    cluster.line.arm(dict([passage]), [engine.pid for engine in cluster.engines])
+    return [await cluster.line.stop(STOP_LIMIT_S) for _ in cluster.engines]
+
+
+async def _first_stop(cluster: FaultCluster, running: Sequence[asyncio.Task[object]]) -> Stop:
+    stopping = asyncio.create_task(cluster.line.stop(STOP_LIMIT_S))
+    try:
+        waited: set[asyncio.Task[Any]] = {stopping, *running}
+        while not stopping.done():
+            done, waited = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        return stopping.result()
+    finally:
+        stopping.cancel()
+
+
+async def _accepted(clients: Sequence[FeatureClient], running: Sequence[asyncio.Task[object]]) -> None:
+    """Wait until every client has its request's id."""
+    async with asyncio.timeout(STOP_LIMIT_S):
+        while not all(client.request_id for client in clients):
+            for task in running:
+                if task.done():
+                    task.result()
+            await asyncio.sleep(POLL_S)
+
+
+def _victims(cluster: FaultCluster, cell: Cell, stop: Stop) -> list[Member]:
+    """The engine is the one that stands at the moment; gateways take turns, and so do the pairs of two."""
+    engine = next(member for member in cluster.engines if member.pid == stop.pid)
+    gateway = cluster.gateways[cell.number % len(cluster.gateways)]
+    match cell.target:
+        case Target.ENGINE:
+            return [engine]
+        case Target.GATEWAY:
+            return [gateway]
+        case Target.REDIS:
+            return [cluster.redis]
+        case Target.TWO:
+            pairs = ([engine, gateway], [engine, cluster.redis], [gateway, cluster.redis])
+            turn = list(Fault).index(cell.fault) + list(Moment).index(cell.moment)
+            return pairs[turn % len(pairs)]
+
+
+def _go(cluster: FaultCluster, standing: Collection[Stop]) -> None:
+    for stop in standing:
+        cluster.line.go(stop.pid)
+
+
+def table(results: Sequence[CellResult]) -> Iterator[str]:
+    """Lines of Markdown, one for each cell, and what they sum up to."""
+    yield "| cell | hit | open streams | reconnects | recovery max | took | result |"
+    yield "|---|---|---|---|---|---|---|"
+    for each in results:
+        slowest = f"{max(each.recovery_s):.2f} s" if each.recovery_s else "-"
+        outcome = "equal" if not each.failures else f"**{len(each.failures)} failures**"
+        yield (
+            f"| {each.cell} | {' + '.join(each.victims)} | {each.unfinished} | {each.reconnects} | {slowest} "
+            f"| {each.took_s:.1f} s | {outcome} |"
+        )
+    failed = sum(bool(each.failures) for each in results)
+    took = sum(each.took_s for each in results)
+    yield f"\n{len(results)} cells, {failed} failed, {took:.0f} s"

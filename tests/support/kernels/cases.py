@@ -1,0 +1,337 @@
+"""Kernel against reference, one case at a time: run under the interpreter by the unit tests, on a GPU by tests/gpu.
+
+A case is a plain dict (it travels to a worker process as JSON). Whatever a kernel must not read is NaN: the tail of a
+sequence's last block and every block that no sequence owns; table entries past the length are -1.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pagestream_kernels as kernels
+import pytest
+import torch
+from pagestream_kernels.aot import TARGETS, compile_variant
+from pagestream_kernels.silu_and_mul import silu_and_mul_variant
+from support.faults.pairwise import Case, product
+from torch import Tensor
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+# Inputs are standard normal and references run in float32, so an error is a few roundings of the result's dtype: a
+# half-precision kernel also rounds the softmax weights, and the interpreter cuts bfloat16 off where a GPU rounds: three
+# cuts in a row (rms_norm with a residual) lose up to 3 / 128.
+TOLERANCES = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2.4e-2}
+
+EPS = 1e-2  # rms_norm's; large enough to be seen in the result
+HEAD_DIMS = (64, 80, 96, 128, 256)
+BLOCK_SIZES = (8, 16, 32, 64)
+GROUP_SIZES = (1, 3, 4, 8, 32)
+LAYOUTS = ("block-token-head-dim", "block-head-token-dim", "block-head-dim-token")  # order in memory, slowest first
+
+PAGED_FACTORS: Mapping[str, Sequence[Any]] = {
+    "head_dim": HEAD_DIMS,
+    "group_size": GROUP_SIZES,
+    "block_size": BLOCK_SIZES,
+    "dtype": tuple(DTYPES),
+    "layout": LAYOUTS,
+}
+FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
+    "paged_decode": {
+        **PAGED_FACTORS,
+        "lengths": ("1", "5", "123", "border", "mixed", "long"),
+        "split_tokens": (None, 32, 100),
+    },
+    "paged_prefill": {**PAGED_FACTORS, "chunks": ("empty", "1", "5", "123", "border", "prefix", "mixed")},
+    "rope_and_cache": {
+        **PAGED_FACTORS,
+        "tokens": (1, 5, 123),
+        "rotary": ("full", "half"),
+        "index": ("int32", "int64"),
+        "angles": ("float32", "same"),
+    },
+    "rms_norm": {
+        "shape": ((0, 64), (1, 64), (5, 123), (123, 768), (3, 4096), (5, 8, 128), (7, 3, 80)),
+        "dtype": tuple(DTYPES),
+        "residual": (False, True),
+        "strided": (False, True),
+    },
+    "silu_and_mul": {
+        "shape": ((0, 64), (1, 64), (5, 123), (123, 768), (3, 2048), (2, 5, 1000)),
+        "dtype": tuple(DTYPES),
+        "strided": (False, True),
+    },
+}
+
+
+# The campaign takes every combination of these; the other factors take a value that the combination's name picks.
+PRODUCT_FACTORS: Mapping[str, Sequence[str]] = {
+    "paged_decode": ("head_dim", "group_size", "block_size", "dtype", "lengths"),
+    "paged_prefill": ("head_dim", "group_size", "block_size", "dtype", "chunks"),
+    "rope_and_cache": ("head_dim", "group_size", "block_size", "dtype", "tokens"),
+    "rms_norm": ("shape", "dtype", "residual", "strided"),
+    "silu_and_mul": ("shape", "dtype", "strided"),
+}
+
+
+def full_product(kernel: str) -> list[Case]:
+    """The campaign's cases of one kernel."""
+    factors, primary = FACTORS[kernel], PRODUCT_FACTORS[kernel]
+    cases = []
+    for combination in product({name: factors[name] for name in primary}):
+        pick = zlib.crc32(case_id(combination).encode())
+        rest = {name: values for name, values in factors.items() if name not in primary}
+        for name, values in rest.items():
+            pick, index = divmod(pick, len(values))
+            combination[name] = values[index]
+        cases.append(combination)
+    return cases
+
+
+def case_id(case: Case) -> str:
+    """A short name for test reports."""
+    return "-".join(f"{name}={value}".replace(" ", "") for name, value in case.items())
+
+
+def check(kernel: str, case: Case, device: torch.device) -> None:
+    """Run one case; AssertionError when kernel and reference differ by more than the dtype's tolerance."""
+    torch.manual_seed(zlib.crc32(case_id(case).encode()))
+    CHECKS[kernel](case, device)
+
+
+def assert_close(actual: Tensor, expected: Tensor, case: Case) -> None:
+    tolerance = TOLERANCES[case["dtype"]]
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+# -- the paged cache of a case ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cache:
+    key: Tensor  # (num_blocks, block_size, num_kv_heads, head_dim), in the case's memory layout
+    value: Tensor
+    tables: Tensor  # (num_seqs, max_blocks) int32
+
+
+def num_kv_heads(case: Case) -> int:
+    return 1 if case["group_size"] >= 32 else 2
+
+
+def make_cache(case: Case, lengths: Sequence[int], device: torch.device) -> Cache:
+    block_size, dtype = case["block_size"], DTYPES[case["dtype"]]
+    counts = [-(-length // block_size) for length in lengths]
+    num_blocks = sum(counts) + 3
+    shuffled = torch.randperm(num_blocks).tolist()
+    tables = torch.full((len(lengths), max(counts) + 1), -1, dtype=torch.int32)
+    written = torch.zeros(num_blocks, block_size, dtype=torch.bool)
+    for index, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        blocks = torch.tensor([shuffled.pop() for _ in range(count)], dtype=torch.long)
+        tables[index, :count] = blocks
+        for position, block in enumerate(blocks.tolist()):
+            written[block, : length - position * block_size] = True
+    shape = (num_blocks, block_size, num_kv_heads(case), case["head_dim"])
+    key, value = (torch.randn(shape).to(dtype).masked_fill(~written[:, :, None, None], float("nan")) for _ in range(2))
+    return Cache(lay_out(key.to(device), case["layout"]), lay_out(value.to(device), case["layout"]), tables.to(device))
+
+
+def lay_out(cache: Tensor, layout: str) -> Tensor:
+    """The same tensor in another order of memory."""
+    order = {"block": 0, "token": 1, "head": 2, "dim": 3}
+    permutation = [order[name] for name in layout.split("-")]
+    inverse = [permutation.index(axis) for axis in range(4)]
+    return cache.permute(permutation).contiguous().permute(inverse)
+
+
+def fused_rows(case: Case, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value as views into one projection's output, as the engine has them."""
+    kv_heads = num_kv_heads(case)
+    heads = kv_heads * case["group_size"]
+    rows = torch.randn(num_tokens, heads + 2 * kv_heads, case["head_dim"]).to(DTYPES[case["dtype"]]).to(device)
+    query, key, value = rows.split((heads, kv_heads, kv_heads), dim=1)
+    return query, key, value
+
+
+# -- one check per kernel -----------------------------------------------------------------------------------------
+
+
+def decode_lengths(case: Case) -> list[int]:
+    block = case["block_size"]
+    return {
+        "1": [1],
+        "5": [5, 5],
+        "123": [123],
+        "border": [block - 1, block, block + 1],
+        "mixed": [1, 123, 0, 5, 2 * block],
+        "long": [700, 3],
+    }[case["lengths"]]
+
+
+def check_paged_decode(case: Case, device: torch.device) -> None:
+    lengths = decode_lengths(case)
+    cache = make_cache(case, lengths, device)
+    query, _, _ = fused_rows(case, len(lengths), device)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    scale = case["head_dim"] ** -0.5
+    plan = None
+    if case["split_tokens"] is not None:
+        plan = kernels.plan_decode(
+            seq_lens, num_kv_heads=num_kv_heads(case), split_tokens=case["split_tokens"], max_seq_len=max(lengths)
+        )
+    arguments = (query, cache.key, cache.value, cache.tables, seq_lens)
+    actual = kernels.paged_decode_attention(*arguments, scale=scale, plan=plan)
+    assert_close(actual, kernels.paged_decode_attention_reference(*arguments, scale=scale), case)
+
+
+def prefill_chunks(case: Case) -> list[tuple[int, int]]:
+    """(tokens already cached, new tokens) of each sequence."""
+    block = case["block_size"]
+    return {
+        "empty": [(5, 0)],
+        "1": [(0, 1)],
+        "5": [(0, 5), (0, 5)],
+        "123": [(0, 123)],
+        "border": [(block, block), (block - 1, 1), (0, block + 1)],
+        "prefix": [(123, 5), (64, 77)],
+        "mixed": [(0, 1), (5, 123), (7, 0), (300, 1), (0, 33)],
+    }[case["chunks"]]
+
+
+def check_paged_prefill(case: Case, device: torch.device) -> None:
+    chunks = prefill_chunks(case)
+    new = torch.tensor([count for _, count in chunks])
+    lengths = [cached + count for cached, count in chunks]
+    cache = make_cache(case, lengths, device)
+    query, _, _ = fused_rows(case, int(new.sum()), device)
+    arguments = (
+        query,
+        cache.key,
+        cache.value,
+        cache.tables,
+        torch.nn.functional.pad(new.cumsum(0), (1, 0)).int().to(device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+    )
+    options = {"max_query_len": int(new.max()), "scale": case["head_dim"] ** -0.5}
+    actual = kernels.paged_prefill_attention(*arguments, **options)
+    assert_close(actual, kernels.paged_prefill_attention_reference(*arguments, **options), case)
+
+
+def check_rope_and_cache(case: Case, device: torch.device) -> None:
+    num_tokens, head_dim = case["tokens"], case["head_dim"]
+    cache = make_cache(case, [2 * num_tokens], device)
+    query, key, value = fused_rows(case, num_tokens, device)
+    index_dtype = torch.int32 if case["index"] == "int32" else torch.int64
+    rotary_dim = head_dim if case["rotary"] == "full" else head_dim // 2
+    angles = torch.rand(200, rotary_dim // 2) * 6.3
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    cos_sin = cos_sin.to(torch.float32 if case["angles"] == "float32" else DTYPES[case["dtype"]]).to(device)
+    positions = torch.randint(0, 200, (num_tokens,), dtype=index_dtype, device=device)
+    num_slots = cache.key.shape[0] * cache.key.shape[1]
+    slots = torch.randperm(num_slots)[:num_tokens].to(index_dtype).to(device)
+    slots[num_tokens // 2] = -1
+    key_before, value_before = key.clone(), value.clone()
+    expected = (query.clone(), cache.key.clone(), cache.value.clone())
+    kernels.rope_and_cache_reference(expected[0], key, value, cos_sin, positions, *expected[1:], slots)
+    kernels.rope_and_cache(query, key, value, cos_sin, positions, cache.key, cache.value, slots)
+    for actual, wanted in zip((query, cache.key, cache.value), expected, strict=True):
+        assert_close(actual, wanted, case)
+    assert torch.equal(key, key_before)
+    assert torch.equal(value, value_before)
+
+
+def strided_rows(shape: Sequence[int], case: Case, device: torch.device) -> Tensor:
+    """Rows of a wider tensor when the case asks for strides."""
+    extra = 48 if case["strided"] else 0
+    rows = torch.randn(*shape[:-1], shape[-1] + extra).to(DTYPES[case["dtype"]]).to(device)
+    return rows[..., extra:]
+
+
+def check_rms_norm(case: Case, device: torch.device) -> None:
+    shape = case["shape"]
+    x = strided_rows(shape, case, device)
+    weight = torch.randn(shape[-1]).to(x.dtype).to(device)
+    if not case["residual"]:
+        expected = kernels.rms_norm_reference(x, weight, eps=EPS)
+        assert_close(kernels.rms_norm(x, weight, eps=EPS), expected, case)
+        return
+    residual = strided_rows(shape, case, device)
+    before = residual.clone()
+    normed, summed = kernels.rms_norm(x, weight, eps=EPS, residual=residual)
+    expected_normed, expected_sum = kernels.rms_norm_reference(x, weight, eps=EPS, residual=residual)
+    assert_close(normed, expected_normed, case)
+    assert_close(summed, expected_sum, case)
+    assert torch.equal(residual, before)
+
+
+def check_silu_and_mul(case: Case, device: torch.device) -> None:
+    *rows, width = case["shape"]
+    gate_up = strided_rows((*rows, 2 * width), case, device)
+    assert_close(kernels.silu_and_mul(gate_up), kernels.silu_and_mul_reference(gate_up), case)
+
+
+# -- single questions to a process that interprets ------------------------------------------------------------------
+
+
+def check_decode_invariance(case: Case, device: torch.device) -> None:
+    """With a fixed split a sequence's bits do not depend on its neighbours; whole cases have no such option."""
+    case = {"head_dim": 64, "group_size": 4, "block_size": 16, "layout": LAYOUTS[0], **case}
+    lengths = [200, 17, 90]
+    cache = make_cache(case, lengths, device)
+    query, _, _ = fused_rows(case, len(lengths), device)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+
+    def run(rows: slice) -> Tensor:
+        plan = kernels.plan_decode(seq_lens[rows], num_kv_heads=2, split_tokens=64, max_seq_len=200)
+        return kernels.paged_decode_attention(
+            query[rows], cache.key, cache.value, cache.tables[rows], seq_lens[rows], scale=0.125, plan=plan
+        )
+
+    together = run(slice(0, 3))
+    for index in range(3):
+        assert torch.equal(run(slice(index, index + 1))[0], together[index])
+
+
+def check_decode_wrong_plan(case: Case, device: torch.device) -> None:
+    case = {"head_dim": 64, "group_size": 1, "block_size": 16, "layout": LAYOUTS[0], **case}
+    cache = make_cache(case, [5, 5], device)
+    query, _, _ = fused_rows(case, 2, device)
+    seq_lens = torch.tensor([5, 5], dtype=torch.int32, device=device)
+    plan = kernels.plan_decode(seq_lens[:1], num_kv_heads=2)
+    with pytest.raises(kernels.KernelArgumentError, match=r"plan\.seq_slots"):
+        kernels.paged_decode_attention(query, cache.key, cache.value, cache.tables, seq_lens, scale=1.0, plan=plan)
+
+
+def check_refuses_to_compile(case: Case, device: torch.device) -> None:
+    variant = silu_and_mul_variant(width=64, dtype=DTYPES[case["dtype"]])
+    with pytest.raises(kernels.KernelUnavailableError, match="TRITON_INTERPRET"):
+        compile_variant(variant, TARGETS["sm_90"])
+
+
+def check_benchmark(case: Case, device: torch.device) -> None:
+    """The benchmarks' smallest workloads run, so that nobody finds them broken on the day a GPU is there."""
+    folder = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels"
+    sys.path.insert(0, str(folder))
+    workloads = list(import_module(f"bench_{case['kernel']}").workloads(device, smoke=True))
+    assert workloads
+    for workload in workloads:
+        assert workload.num_bytes > 0
+        workload.run()
+
+
+CHECKS: Mapping[str, Callable[[Case, torch.device], None]] = {
+    "paged_decode": check_paged_decode,
+    "paged_prefill": check_paged_prefill,
+    "rope_and_cache": check_rope_and_cache,
+    "rms_norm": check_rms_norm,
+    "silu_and_mul": check_silu_and_mul,
+    "decode_invariance": check_decode_invariance,
+    "decode_wrong_plan": check_decode_wrong_plan,
+    "benchmark": check_benchmark,
+    "refuses_to_compile": check_refuses_to_compile,
+}

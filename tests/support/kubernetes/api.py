@@ -1,0 +1,66 @@
+"""Kubernetes' command line tools, for tests.
+
+The binaries are looked for where the ecosystem's test tools look: in the folder KUBEBUILDER_ASSETS, then on the PATH.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.redis.servers import skip_for_want_of
+
+COMMAND_LIMIT_S = 60.0
+
+
+def kube_binary(name: str) -> str:
+    """The path of one of Kubernetes' binaries, or of a tool around it. Skips where it is missing."""
+    folder = os.environ.get("KUBEBUILDER_ASSETS", "")
+    found = shutil.which(name, path=folder) if folder else None
+    found = found or shutil.which(name)
+    if found is None:
+        skip_for_want_of("kube", f"{name} is neither in KUBEBUILDER_ASSETS nor on the PATH")
+        raise AssertionError
+    return found
+
+
+class CommandError(AssertionError):
+    """A command ended as it must not; the message is what it wrote to stderr."""
+
+
+@dataclass(frozen=True)
+class Administrator:
+    """Who runs kubectl and helm against a cluster."""
+
+    kubeconfig: Path
+
+    def run(self, *command: str, text: str | None = None) -> str:
+        """The stdout of a command. Raises CommandError."""
+        return run_tool(*command, text=text, environment={"KUBECONFIG": str(self.kubeconfig)})
+
+    def get(self, *arguments: str) -> Any:
+        """The object or list that `kubectl get` finds."""
+        return json.loads(self.run("kubectl", "get", *arguments, "--output", "json"))
+
+    def apply(self, manifest: str) -> None:
+        """Creates or changes objects."""
+        self.run("kubectl", "apply", "--server-side", "--filename", "-", text=manifest)
+
+
+def run_tool(*command: str, text: str | None = None, environment: dict[str, str] | None = None) -> str:
+    """The stdout of a command that must end with 0. Raises CommandError."""
+    result = subprocess.run(
+        [kube_binary(command[0]), *command[1:]],
+        input=text,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(environment or {})},
+        timeout=COMMAND_LIMIT_S,
+        check=False,
+    )
+    if result.returncode:
+        raise CommandError(f"{command[0]} ended with {result.returncode}\n{result.stderr}\n{result.stdout[-2000:]}")
+    return result.stdout

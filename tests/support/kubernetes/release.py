@@ -1,0 +1,147 @@
+"""The release that the cluster tests disturb, and what they note."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from support.faults.checked_load import Content, Load, Question, steady_load
+from support.kubernetes.cluster import ClusterError, Namespace, Object, Release, name_of, run, wait_for
+
+ROOT = Path(__file__).resolve().parents[3]
+IMAGES = ROOT / "build" / "images"
+CHART = ROOT / "helm" / "pagestream"
+VALUES = ROOT / "tests" / "cluster" / "values.yaml"
+NAMESPACE = Namespace("pagestream-test")
+
+sys.path.insert(0, str(ROOT / "deploy" / "images"))
+import archive  # noqa: E402
+
+__all__ = [
+    "CHART",
+    "IMAGES",
+    "NAMESPACE",
+    "ROOT",
+    "VALUES",
+    "Scene",
+    "Times",
+    "archive",
+    "make_namespace",
+    "wait_for_pool",
+]
+
+WIDTH = 10
+
+
+@dataclass
+class Times:
+    """What took how long."""
+
+    rows: list[tuple[str, str]] = field(default_factory=list)
+
+    def note(self, what: str, value: float | str, unit: str = "s") -> None:
+        """Adds a row."""
+        text = value if isinstance(value, str) else f"{value:.1f} {unit}"
+        self.rows.append((what, text))
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Times a block that ends well."""
+        begin = time.monotonic()
+        yield
+        self.note(what, time.monotonic() - begin)
+
+    def table(self) -> str:
+        """Markdown."""
+        lines = ["| what | measured |", "|---|---|", *(f"| {what} | {value} |" for what, value in self.rows)]
+        return "\n".join(lines) + "\n"
+
+
+def make_namespace(space: Namespace) -> None:
+    """A fresh namespace that admits only restricted pods."""
+    with suppress(ClusterError):
+        run(["kubectl", "delete", "namespace", space.name, "--wait", "--timeout", "120s"], limit_s=130)
+    run(["kubectl", "create", "namespace", space.name])
+    run(["kubectl", "label", "namespace", space.name, "pod-security.kubernetes.io/enforce=restricted"])
+
+
+def wait_for_pool(name: str, replicas: int, space: Namespace = NAMESPACE, *, limit_s: float = 120.0) -> None:
+    """Waits until a pool has exactly so many pods, all of them ready and of the newest template."""
+
+    def is_there() -> bool:
+        pool = space.get("enginepool", name)
+        status = pool.get("status", {})
+        counts = (status.get(each, 0) for each in ("replicas", "readyReplicas", "updatedReplicas"))
+        seen = status.get("observedGeneration") == pool["metadata"]["generation"]
+        if not seen or any(count != replicas for count in counts) or status.get("drainingReplicas", 0):
+            return False
+        # The operator has acted; whether its Deployment's controller has, too, only the Deployment can say.
+        made = space.get("deployment", f"{name}-engine")
+        told = made["status"].get("observedGeneration") == made["metadata"]["generation"]
+        counts = (made["status"].get(each, 0) for each in ("replicas", "readyReplicas", "updatedReplicas"))
+        return told and all(count == replicas for count in counts)
+
+    wait_for(f"{replicas} ready pods of pool {name}", is_there, limit_s=limit_s)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The release with its demo pool, and streams whose answers are known."""
+
+    release: Release
+    target: str
+    """host:port of the gateways' Service for gRPC."""
+    api_key: str
+    questions: list[Question]
+    answers: dict[int, Content]
+    times: Times
+    engines: str = "pagestream.dev/pool=demo"
+    """Labels of the demo pool's pods."""
+
+    @property
+    def pool(self) -> Object:
+        """The demo pool."""
+        return NAMESPACE.get("enginepool", "demo")
+
+    def patch(self, **spec: object) -> None:
+        """Changes the demo pool's spec."""
+        change = json.dumps({"spec": spec})
+        NAMESPACE.kubectl("patch", "enginepool", "demo", "--type=merge", "--patch", change)
+
+    def pin(self, replicas: int) -> None:
+        """`kubectl scale`."""
+        NAMESPACE.kubectl("scale", "enginepool", "demo", f"--replicas={replicas}")
+
+    def pods(self) -> set[str]:
+        """Names of the demo pool's pods."""
+        return {name_of(pod) for pod in NAMESPACE.pods(self.engines)}
+
+    async def settled(self, replicas: int, *, limit_s: float = 120.0) -> None:
+        """Waits until the demo pool has so many pods, ready and new."""
+        await asyncio.to_thread(wait_for_pool, "demo", replicas, limit_s=limit_s)
+
+    async def until(self, what: str, condition: Callable[[], object], *, limit_s: float = 60.0) -> None:
+        """Waits for a condition beside the streams."""
+        await asyncio.to_thread(wait_for, what, lambda: condition() or None, limit_s=limit_s)
+
+    def load(self, *, width: int = WIDTH, compared: bool = True) -> AbstractAsyncContextManager[Load]:
+        """Streams for the length of a block, every one of which must end with the known tokens."""
+        answers = self.answers if compared else None
+        return steady_load([self.target], self.api_key, self.questions, answers, width=width)
+
+    @asynccontextmanager
+    async def disturbed(self, what: str, disturb: Callable[[], object]) -> AsyncIterator[Load]:
+        """Streams in whose middle `disturb` is called; in the end all that were open then must end well."""
+        async with self.load() as load:
+            await load.middle()
+            await asyncio.to_thread(disturb)
+            yield load
+            await load.whole()
+            await load.progress(4)
+            self.times.note(f"{what}: longest silence of a stream", load.longest_silence_s)

@@ -1,0 +1,248 @@
+"""A whole Pagestream on this machine for tests: a real Redis, engines and gateways, each its own process.
+
+Tests kill, stop and restart the parts themselves; there is no supervisor here that would hide what happens.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from pagestream_streams.connection.embedded import find_server, server_command
+from support.redis.topologies import quiet_port
+
+ROOT = Path(__file__).resolve().parents[3]
+DEMO_MODEL = ROOT / "deploy" / "demo-model" / "model"
+START_LIMIT_S = 60.0
+STOP_LIMIT_S = 15.0
+
+
+class StackError(RuntimeError):
+    """A part did not come up, or ended by itself; the message has the end of its log."""
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that nobody listens on, and that no connection takes meanwhile."""
+    return quiet_port()
+
+
+def wait_until(condition: Callable[[], bool], *, limit_s: float, what: str) -> None:
+    """Wait for a condition with a limit; raises StackError that names what was waited for."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > end:
+            raise StackError(f"waited {limit_s:.0f} s for {what}")
+        time.sleep(0.02)
+
+
+@dataclass
+class Part:
+    """One process with its command and log; it can be started again after it was killed."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process; its output is added to the log."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                list(self.command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.environment},
+            )
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        if self.process is None:
+            raise StackError(f"{self.name} is not running")
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End the process as `kill -9` does."""
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> int:
+        """Wait for the process's end; returns its exit status."""
+        if self.process is None:
+            raise StackError(f"{self.name} is not running")
+        return self.process.wait(STOP_LIMIT_S)
+
+    def stop(self) -> None:
+        """End the process the polite way, the hard way after a limit."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.process.send_signal(signal.SIGCONT)
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(STOP_LIMIT_S)
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def has_said_ready(self) -> bool:
+        """Whether the log says that the part is ready. Raises StackError if it ended instead."""
+        if not self.is_alive():
+            raise StackError(f"{self.name} has ended")
+        return '"ready"' in self.log_tail()
+
+    def log_tail(self) -> str:
+        """Return the end of the log, for messages."""
+        return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
+
+
+@dataclass
+class Gateway(Part):
+    """A gateway process with its addresses."""
+
+    http_port: int = 0
+    grpc_port: int = 0
+
+    @property
+    def url(self) -> str:
+        """Base of its HTTP addresses."""
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def grpc_target(self) -> str:
+        """Its gRPC address."""
+        return f"127.0.0.1:{self.grpc_port}"
+
+    def is_ready(self) -> bool:
+        """Whether /readyz says so."""
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=2.0).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    def has_become_ready(self) -> bool:
+        """Whether it is ready. Raises StackError if it ended instead."""
+        if not self.is_alive():
+            raise StackError(f"{self.name} has ended")
+        return self.is_ready()
+
+
+class Stack:
+    """Redis, engines and gateways."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model: Path,
+        engine_options: Sequence[str],
+        engine_threads: int = 1,
+        engine_module: str = "pagestream_worker",
+        served_model_name: str = "demo",
+    ) -> None:
+        self.folder = folder
+        self.served_model_name = served_model_name
+        self._model = model
+        self._engine_options = engine_options
+        self._engine_module = engine_module
+        self._engine_environment = {"OMP_NUM_THREADS": str(engine_threads)}
+        redis_port = free_port()
+        data = folder / "redis"
+        data.mkdir(parents=True)
+        self.redis_url = f"redis://127.0.0.1:{redis_port}/0"
+        self.redis = Part("redis", server_command(find_server(), data, redis_port), folder / "redis.log")
+        self.engines: list[Part] = []
+        self.gateways: list[Gateway] = []
+
+    def add_engine(self) -> Part:
+        """Start one more engine."""
+        name = f"engine-{len(self.engines)}"
+        command = [sys.executable, "-m", self._engine_module, str(self._model), "--redis", self.redis_url]
+        command += ["--served-model-name", self.served_model_name, "--engine-id", name, *self._engine_options]
+        part = Part(name, command, self.folder / f"{name}.log", self._engine_environment)
+        part.start()
+        self.engines.append(part)
+        return part
+
+    def add_gateway(self, *options: str) -> Gateway:
+        """Start one more gateway."""
+        name = f"gateway-{len(self.gateways)}"
+        http_port, grpc_port = free_port(), free_port()
+        command = [sys.executable, "-m", "pagestream_gateway", "--redis", self.redis_url, "--gateway-id", name]
+        command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port), *options]
+        part = Gateway(name, command, self.folder / f"{name}.log", http_port=http_port, grpc_port=grpc_port)
+        part.start()
+        self.gateways.append(part)
+        return part
+
+    @property
+    def parts(self) -> list[Part]:
+        """All processes, clients' side first."""
+        return [*self.gateways, *self.engines, self.redis]
+
+    def engine_with_most_of(self, request_ids: Collection[str]) -> Part:
+        """Return the engine that has claimed most of the requests. Raises StackError where none has claimed any.
+
+        Ask while they run: which engine owns their partitions is decided by chance, and anew when engines come.
+        """
+        claims = [engine.log.read_text(errors="replace").splitlines() for engine in self.engines]
+        counts = [
+            sum('"claimed"' in line and any(f'"{each}"' in line for each in request_ids) for line in lines)
+            for lines in claims
+        ]
+        if not any(counts):
+            raise StackError(f"no engine says that it has claimed any of {len(request_ids)} requests")
+        return self.engines[counts.index(max(counts))]
+
+    def wait_ready(self) -> None:
+        """Wait until every gateway is ready and every engine has said so."""
+        for gateway in self.gateways:
+            wait_until(gateway.has_become_ready, limit_s=START_LIMIT_S, what=gateway.name)
+        for engine in self.engines:
+            wait_until(engine.has_said_ready, limit_s=START_LIMIT_S, what=engine.name)
+
+    def stop(self) -> None:
+        """End everything."""
+        for part in self.parts:
+            part.stop()
+
+
+@contextmanager
+def running_stack(
+    folder: Path,
+    *,
+    model: Path = DEMO_MODEL,
+    engines: int = 1,
+    gateways: int = 1,
+    engine_options: Sequence[str] = ("--dtype", "float32"),
+    engine_threads: int = 1,
+    engine_module: str = "pagestream_worker",
+) -> Iterator[Stack]:
+    """Run a stack for the length of a block; on an error the ends of all logs are added to it."""
+    stack = Stack(
+        folder, model=model, engine_options=engine_options, engine_threads=engine_threads, engine_module=engine_module
+    )
+    try:
+        stack.redis.start()
+        for _ in range(engines):
+            stack.add_engine()
+        for _ in range(gateways):
+            stack.add_gateway()
+        stack.wait_ready()
+        yield stack
+    except Exception as error:
+        for part in stack.parts:
+            error.add_note(f"--- {part.name}\n{part.log_tail()}")
+        raise
+    finally:
+        stack.stop()

@@ -1,0 +1,119 @@
+"""Broken variants of the scripts: what a check of the protocol that can fail has to catch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from support.protocol.virtual_streams import SCRIPTS
+
+
+class Mutant(NamedTuple):
+    """One change of one script."""
+
+    script: str
+    sound: str
+    broken: str
+
+    def texts(self) -> Mapping[str, str]:
+        """ValueError where the script has changed, so that the mutant would change nothing."""
+        text = SCRIPTS[self.script].text
+        if text.count(self.sound) != 1:
+            raise ValueError(f"{self.script} has {self.sound!r} {text.count(self.sound)} times, not once")
+        return {self.script: text.replace(self.sound, self.broken)}
+
+
+MUTANTS = [
+    Mutant("accept", "if not known[1] then", "if true then"),
+    Mutant("accept", "if known[3] and known[3] ~= tenant then", "if false then"),
+    Mutant("accept", "requests + 1 > max_requests", "requests > max_requests"),
+    Mutant("accept", "mine[1] + 1 > mine[3]", "false"),
+    Mutant("accept", "    charge(class, tenant, tokens, weight)\n", ""),
+    Mutant("accept", "enqueue(id, 'resume', tokens)", "enqueue(id, class, tokens)"),
+    Mutant("accept", "call('ZADD', prefix .. 'deadlines', now + deadline, id)", ""),
+    Mutant("accept", "call('ZADD', prefix .. 'gateways', now + lease, gateway)", ""),
+    Mutant("append", "or state[2] ~= epoch or state[3] ~= nonce", ""),
+    Mutant("append", "state[3] ~= nonce", "false"),
+    Mutant("append", "if known < 0 then", "if false then"),
+    Mutant("append", "if known > 0 and not repeats() then", "if false then"),
+    Mutant("append", "known == count and repeats() and OK or ENDED", "OK or ENDED"),
+    Mutant("append", "retire(id, call('HGET', req, 'owner'), state[5], values[last + 2], retention)", ""),
+    Mutant("append", "  call('HINCRBY', req, 'others', 1)\n", ""),
+    Mutant("claim", "call('HINCRBY', req, 'epoch', 1)", "tonumber(call('HGET', req, 'epoch'))"),
+    Mutant("claim", "  call('XDEL', queue, entry[1])\n", ""),
+    Mutant("claim", "  call('XACK', queue, GROUP, entry[1])\n", ""),
+    Mutant("claim", "  uncount(entry[2][2], name, entry[2][4])\n", ""),
+    Mutant("claim", "call('SADD', prefix .. 'owned:' .. engine, id)", ""),
+    Mutant("claim", "call('ZADD', prefix .. 'leases', now + lease, engine)", ""),
+    Mutant("claim", "'step', '', 'alone'", "'alone'"),
+    Mutant("claim", "'from', found[3], ", ""),
+    Mutant("claim", "local alone = idle and", "local alone ="),
+    Mutant("claim", "control_is_over(now, control) and claim_suspect()", "claim_suspect()"),
+    Mutant("claim", "return print == '' or fingerprint == '' or print == fingerprint or", "return true or"),
+    Mutant("claim", "if print == '' or fingerprint == '' or print == fingerprint or", "if true or"),
+    Mutant("claim", "if ARGV[13] == '1' then", "if false then"),
+    Mutant("claim", "heads, resumes = {}, {[name]", "resumes = {[name]"),
+    Mutant("claim", "heads, resumes = {}, {[name] = resumes[name]}", "heads = {}"),
+    Mutant("claim", "candidate.arrival + class * ageing", "candidate.arrival - class * ageing"),
+    Mutant("end", "if not due or tonumber(due) > now_ms() then", "if not due then"),
+    Mutant("end", "if state == 'finished' then", "if false then"),
+    Mutant("end", "if call('XDEL', queue, found[11]) == 1 then", "if false then"),
+    Mutant("end", "uncount(id, found[10], found[6])", ""),
+    Mutant("end", "call('HSETNX', req, 'f' .. choice, reason) == 1", "true"),
+    Mutant("end", "tenant ~= '' and tenant ~= found[2]", "false"),
+    Mutant("end", "call('ZREM', prefix .. 'verdicts', id)", ""),
+    Mutant("expire", "\n        requeue_after_death(id, engine, now, control)", "\n      requeue(id, engine)"),
+    Mutant("expire", "    note_death(engine, now)\n", ""),
+    Mutant("expire", "if engine == ARGV[1] or", "if true or"),
+    Mutant("gateway_heartbeat", "call('ZADD', prefix .. 'gateways', now_ms() + ARGV[2], ARGV[1])", ""),
+    Mutant("gateway_heartbeat", "call('SCARD', prefix .. 'reads:' .. ARGV[1])", "0"),
+    Mutant("hand_back", "and (ARGV[i + 2] == '' or found[3] == ARGV[i + 1] and found[4] == ARGV[i + 2])", ""),
+    Mutant("hand_back", "and found[2] == engine", ""),
+    Mutant("hand_back", "    if died then", "    if true then"),
+    Mutant("heartbeat", "call('ZADD', prefix .. 'leases', now + lease, engine)", ""),
+    Mutant("heartbeat", "    take_back(id)\n", ""),
+    Mutant("heartbeat", "or chosen and chosen ~= engine then", "then"),
+    Mutant("heartbeat", "call('ZREM', prefix .. 'deaths', engine)", ""),
+    Mutant("heartbeat", "first_suspect(ARGV[6], tonumber(ARGV[7]), now)", "first_suspect('', 0, now)"),
+    Mutant("heartbeat", "local waits = call('ZREM', prefix .. 'suspects', id) +", "local waits ="),
+    Mutant("leave", "if call('EXISTS', prefix .. 'owned:' .. ARGV[1]) == 0 then", "do"),
+    Mutant("leave", "drop_lease(ARGV[1], now_ms())", ""),
+    Mutant("mark", "found[1] == 'running' and found[2] == ARGV[i + 1] and found[3] == ARGV[i + 2]", "found[1]"),
+    Mutant("mark", "call('HSET', req, 'step', ARGV[i + 3])", ""),
+    Mutant("poll", "found[2] == 'finished'", "false"),
+    Mutant("register", "if not finished then", "if true then"),
+    Mutant("register", "or found[1] ~= ARGV[2]", ""),
+    Mutant("register", "call('ZADD', prefix .. 'gateways', now_ms() + ARGV[4], gateway)", ""),
+    Mutant("register", "add_reader(id, found[3], gateway)", ""),
+    Mutant("registry", "call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])", ""),
+    Mutant("registry", "'(' .. now, '+inf'", "'-inf', now"),
+    Mutant("revive", "if found[2] then", "if false then"),
+    Mutant("revive", "if not found[1] then", "if false then"),
+    Mutant("revive", "'others', index - tokens", "'others', 0"),
+    Mutant("revive", "call('ZADD', prefix .. 'suspects', now, new)", ""),
+    Mutant("sweep", "postpone('leases', lease)", ""),
+    Mutant("sweep", "postpone('gateways', gateway_lease)\n  restart_graces()", "postpone('gateways', gateway_lease)"),
+    Mutant("sweep", "or last[2] ~= run_id", ""),
+    Mutant("sweep", "'deserted', 1", "'desert', 1"),
+    Mutant("sweep", "    note_death(engine, now)\n", ""),
+    Mutant("sweep", "call('SADD', lapsed, id)", ""),
+    Mutant("sweep", "\n    remove_reader(id, gateway, now)", ""),
+    Mutant("sweep", "'silent', now + silence)", "'silent', now)"),
+    Mutant("sweep", "silent <= now + MOST_SILENT_MS and math.max(now, silent) or now", "now"),
+    Mutant("unregister", "silent <= now + MOST_SILENT_MS and math.max(now, silent) or now", "now"),
+    Mutant("sweep", "storms(found[1] .. (found[3] or ''), found[2], now, window)", "false"),
+    Mutant("sweep", "if call('HGET', prefix .. 'req:' .. id, 'owner') == engine then", "if false then"),
+    Mutant("unregister", "remove_reader(ARGV[i], ARGV[1], now)", ""),
+    Mutant("view", "found[10] ~= ARGV[2]", "false"),
+    # Of the prelude, as it stands before one of the scripts that use it.
+    Mutant("append", "call('SREM', prefix .. 'owned:' .. engine, id)", ""),
+    Mutant("end", "call('PEXPIRE', prefix .. 'log:' .. id, retention)", ""),
+    Mutant("end", "  call('ZREM', prefix .. 'deadlines', id)\n", ""),
+    Mutant("expire", "if words(alone) >= CONDEMNED then", "if words(alone) > CONDEMNED then"),
+    Mutant("expire", "words(found[6]) >= SUSPECT", "words(found[6]) > SUSPECT"),
+    Mutant("expire", "local same = found[1] == found[5]", "local same = true"),
+    Mutant("hand_back", "'nonce', '')\n  if found[5]", "'reason', '')\n  if found[5]"),
+    Mutant("hand_back", "resume_queue(began and found[4] or '')", "resume_queue('')"),
+    Mutant("register", "gateway, id)\n  call('ZREM', prefix .. 'graces', id)\n", "gateway, id)\n"),
+    Mutant("sweep", "found[3] ~= '1' and (found[3] == '0' or", "found[3] ~= '1' and (false or"),
+]

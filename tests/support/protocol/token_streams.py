@@ -1,0 +1,184 @@
+"""Requests, entries and engines for tests of the durable token stream."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from pagestream.v1.inference_pb2 import (
+    FINISH_REASON_STOP,
+    ON_DISCONNECT_CANCEL,
+    FinishReason,
+    OnDisconnect,
+    SamplingParams,
+    TokenIds,
+    Usage,
+)
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, ModelCard, RequestSpec
+from pagestream_streams import (
+    Append,
+    AppendKind,
+    AppendOutcome,
+    Broker,
+    Claim,
+    EngineSession,
+    GatewaySession,
+    StreamsSettings,
+    Unavailable,
+)
+from pagestream_streams.protocol import digests, ids
+
+T = TypeVar("T")
+
+MODEL = "test/model"
+TENANT = "tenant-a"
+
+# Leases that end in tests' time. Nothing here asserts that something happens *within* a time.
+FAST = StreamsSettings(
+    lease_ms=600,
+    heartbeat_ms=60,
+    sweep_ms=40,
+    sweep_gap_ms=400,
+    control_leases=2.0,
+    storm_leases=10.0,
+    silence_ms=50,
+    poll_ms=60,
+    steal_after_ms=20,
+    accepted_unread_ms=300,
+    directory_ttl_s=0.2,
+    command_timeout_s=3.0,
+)
+# Nothing happens by itself: for tests that drive each step.
+STILL = StreamsSettings(lease_ms=600_000, heartbeat_ms=100_000, sweep_ms=100_000, sweep_gap_ms=400_000)
+
+LIMIT_S = 20.0
+
+
+def card(name: str = MODEL) -> ModelCard:
+    return ModelCard(name=name, max_model_len=4096, vocab_size=1000, architecture="Test")
+
+
+def spec(
+    request_id: str = "",
+    *,
+    partition: int = 0,
+    prompt: Sequence[int] = (1, 2, 3),
+    tenant: str = TENANT,
+    n: int = 1,
+    priority: int = 0,
+    deadline_ms: int = 0,
+    grace_ms: int = 60_000,
+    on_disconnect: OnDisconnect = ON_DISCONNECT_CANCEL,
+    key: str = "",
+) -> RequestSpec:
+    return RequestSpec(
+        request_id=request_id or ids.new(MODEL, partition, tenant),
+        model=MODEL,
+        tenant=tenant,
+        prompts=[TokenIds(ids=prompt)],
+        sampling=SamplingParams(seed=7, n=n),
+        priority=priority,
+        deadline_ms=deadline_ms,
+        disconnect_grace_ms=grace_ms,
+        on_disconnect=on_disconnect,
+        idempotency_key=key,
+    )
+
+
+def token(number: int, choice: int = 0) -> LogEntry:
+    return LogEntry(choice=choice, token_id=number, text=f" {number}")
+
+
+def tokens(numbers: Sequence[int], previous: str = "", choice: int = 0) -> list[LogEntry]:
+    return digests.chained(previous, [token(number, choice) for number in numbers])
+
+
+def ending(previous: str, *, count: int, prompt: int = 3, reason: FinishReason = FINISH_REASON_STOP) -> list[LogEntry]:
+    usage = Usage(prompt_tokens=prompt, completion_tokens=count)
+    finish, end = LogEntry(finish=ChoiceFinish(reason=reason)), LogEntry(end=LogEnd(reason=reason, usage=usage))
+    return digests.chained(previous, [finish, end])
+
+
+def numbers(entries: Sequence[LogEntry]) -> list[int]:
+    return [entry.token_id for entry in entries if entry.HasField("token_id")]
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]] | Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    """Waits until a condition holds; TimeoutError after the limit."""
+    async with asyncio.timeout(limit_s):
+        while True:
+            result = condition()
+            if (await result) if isinstance(result, Awaitable) else result:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def once_there(step: Callable[[], Awaitable[T]]) -> T:
+    """What the step gives, as soon as Redis is there."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                return await step()
+            except Unavailable:
+                await asyncio.sleep(0.02)
+
+
+async def read_all(
+    gateway: GatewaySession, request_id: str, from_index: int = 0, digest: str = "", *, limit_s: float = LIMIT_S
+) -> list[LogEntry]:
+    """Everything up to the end."""
+    result: list[LogEntry] = []
+    async with (
+        asyncio.timeout(limit_s),
+        aclosing(gateway.read(request_id, tenant=TENANT, from_index=from_index, digest=digest)) as batches,
+    ):
+        async for batch in batches:
+            result += batch
+    return result
+
+
+@dataclass
+class Worker:
+    """An engine without a model: its tokens are 100, 101, 102, ..."""
+
+    session: EngineSession
+    lost: list[str] = field(default_factory=list)
+
+    async def claim(self, count: int = 1) -> list[Claim]:
+        """Waits for so many claims."""
+        claims: list[Claim] = []
+        async with asyncio.timeout(LIMIT_S):
+            while len(claims) < count:
+                claims += await self.session.claim(max_requests=count - len(claims), max_prompt_tokens=1_000_000)
+                if len(claims) < count:
+                    await self.session.wait_for_work(0.05)
+        return claims
+
+    async def append(self, claim: Claim, first: int, entries: Sequence[LogEntry]) -> AppendOutcome:
+        [outcome] = await self.session.append([Append(claim.request_id, claim.epoch, claim.nonce, first, entries)])
+        return outcome
+
+    async def generate(self, claim: Claim, count: int, *, finish: bool = False) -> str:
+        """Goes on to `count` tokens in all, one append for each; returns the digest."""
+        digest = claim.digest
+        for index in range(claim.next_index, count):
+            [entry] = tokens([100 + index], digest)
+            outcome = await self.append(claim, index, [entry])
+            assert outcome.kind is AppendKind.OK, outcome
+            digest = entry.digest
+        if finish:
+            outcome = await self.append(claim, count, ending(digest, count=count))
+            assert outcome.kind is AppendKind.OK, outcome
+        return digest
+
+
+@asynccontextmanager
+async def worker(broker: Broker, name: str = "engine") -> AsyncIterator[Worker]:
+    lost: list[str] = []
+
+    def on_lost(request_ids: Collection[str]) -> None:
+        lost.extend(request_ids)
+
+    async with EngineSession(broker, model=MODEL, engine_id=name, on_lost=on_lost) as session:
+        yield Worker(session, lost)

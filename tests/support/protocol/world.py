@@ -1,0 +1,963 @@
+"""Engines, gateways and time around the protocol's scripts: what may happen to them, and what must follow."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis import Redis
+from support.protocol.rules import (
+    CONTROL,
+    GRACE,
+    HOLE,
+    LEASE,
+    PATIENCE,
+    RETENTION,
+    SILENCE,
+    STORM,
+    ViolationError,
+    after_death,
+    body,
+    chain,
+    died,
+    log,
+    must,
+    requests,
+    steady,
+    structure,
+    waiting,
+)
+from support.protocol.virtual_streams import BELL, Content, Dump, VirtualStreams
+
+Op = tuple[Any, ...]
+ENGINES, GATEWAYS = ("a", "b"), ("g", "h")
+PRINTS = {"a": "x", "b": "y"}
+MOST_REQUESTS = 3
+OK, FENCED, CONFLICT, GAP, ENDED, MISSING = range(6)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A request as its client gives it."""
+
+    tenant: str
+    priority: int
+    choices: int
+    deadline_ms: int
+    goes_on: int  # 1: whether or not somebody reads
+
+
+GIVEN = {"p": Given("t", 0, 1, 0, 0), "q": Given("u", 0, 2, 9000, 0), "r": Given("t", 1, 1, 0, 1)}
+OTHERS = {"s": Given("t", 0, 1, 0, 0), "v": Given("w", 0, 1, 0, 1)}  # more than there is room for
+ALL = GIVEN | OTHERS
+
+
+@dataclass
+class Held:
+    """A claim as its engine remembers it. Tokens are kept until the end, so that a gap can be filled."""
+
+    engine: str
+    epoch: str
+    nonce: str
+    entries: list[tuple[str, ...]]
+    acknowledged: int
+
+
+@dataclass
+class World:
+    """All that is not in Redis. Copied for each branch."""
+
+    now: int = 1_000_000
+    process: int = 1
+    nonces: int = 0
+    boots: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENGINES, 1))
+    held: dict[str, dict[str, Held]] = field(default_factory=lambda: {name: {} for name in ENGINES})
+    stale: list[tuple[str, Held]] = field(default_factory=list)
+    unheard: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in ENGINES})
+    retired: tuple[str, ...] = ()  # those that were told to end, and finish what began as they compute
+    streams: dict[tuple[str, str], list[dict[str, str]]] = field(default_factory=dict)
+    late: list[tuple[str, list[Any]]] = field(default_factory=list)
+
+    def engine(self, name: str) -> str:
+        return f"{name}:{self.boots[name]}"
+
+
+class Protocol:
+    """A world and its Redis."""
+
+    def __init__(self, client: Redis, broken: Mapping[str, str] | None = None) -> None:
+        self.redis = VirtualStreams(client, broken)
+        self.world = World()
+        self.state: Content = self.redis.content()
+        self.saved: list[Dump] = []
+        self.twice = False
+        self.keeps = True  # dumps for machine losses
+
+    def do(self, op: Op) -> None:
+        """ViolationError where the step or what it leaves breaks a rule. What isn't possible does nothing."""
+        if self.keeps:
+            self.saved = [*self.saved[-5:], self.redis.dump()]
+        getattr(self, f"_{op[0]}")(*op[1:])
+        structure(self.state)
+
+    # -- how scripts run
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Runs it; where `twice`, its reply was lost, and its second run must have changed nothing."""
+        before, process, now = self.state, f"{self.world.process:x}", self.world.now
+        first = reply = self.redis.run(name, arguments, now, process)
+        self.state = self.redis.content()
+        steady(before, self.state)
+        self._fenced(name, arguments, before)
+        if self.twice and name not in ("claim", "revive"):
+            again = self.redis.run(name, arguments, now, process)
+            state = self.redis.content()
+            must(state == self.state, f"{name} ran twice and changed {difference(self.state, state)}")
+            if name == "append":  # an end's readers are told once; they poll
+                reply, again = [each[:2] for each in reply], [each[:2] for each in again]
+            if name in ("append", "register", "gateway_heartbeat", "poll", "view", "registry"):
+                must(again == reply, f"{name} ran twice and said {reply}, {again}")
+        return first
+
+    def _fenced(self, name: str, arguments: Sequence[Any], before: Content) -> None:
+        for request, record in requests(self.state).items():
+            grown = len(log(self.state, request)) > len(log(before, request))
+            must(not grown or name in ("append", "end", "revive"), f"{name} wrote to the log of {request}")
+            if grown and name == "append":
+                values, old = json.loads(arguments[1]), requests(before)[request]
+                must(old["state"] == "running", f"{request}: appended while {old['state']}")
+                must((values[1], values[2]) == (old["epoch"], old["nonce"]), f"{request}: written by a former owner")
+            if grown or name not in ("claim", "accept", "revive"):
+                moved = requests(before).get(request, {}).get("epoch") != record["epoch"]
+                must(not moved or name in ("accept", "revive"), f"{name} raised the epoch of {request}")
+
+    # -- gateways
+
+    def _accept(self, gateway: str, request: str, bounded: int) -> None:
+        given, before = ALL[request], self.state
+        known = requests(before).get(request)
+        if not bounded and (known or (gateway, request) not in self.world.streams):
+            return
+        reply = self.call("accept", *self._accept_arguments(gateway, request, bounded))
+        if known is None:
+            must((reply[0] == 1) == (not bounded or _room(before, given)), f"accept answered {reply}")
+            must((reply[0] == 1) == (request in requests(self.state)), "accepted without a record")
+        else:
+            must(reply[0] == 2, f"accept of a known id answered {reply}")
+        if reply[0] in (1, 2):
+            record = requests(self.state)[request]
+            if record["state"] != "finished":
+                must(gateway in record["readers"].split(), f"{gateway} accepted {request} and doesn't read it")
+                must(self.state["gateways"][gateway] == self.world.now + LEASE, "the accepting gateway's lease")
+            if known is None:
+                place = waiting(self.state)[request][0]
+                must(place.startswith(f"{given.priority} " if bounded else "resume "), f"accepted into {place}")
+            self.world.streams.setdefault((gateway, request), [])
+
+    def _accept_arguments(self, gateway: str, request: str, bounded: int) -> list[Any]:
+        given = ALL[request]
+        numbers = given.deadline_ms, GRACE, given.goes_on, gateway, LEASE, MOST_REQUESTS, 100, BELL, 0, 1, 100, bounded
+        return [request, f"spec-{request}", given.tenant, given.priority, 3, given.choices, *numbers]
+
+    def _steal(self, gateway: str, request: str) -> None:
+        """Another tenant gives, cancels, looks at, and reads an id that isn't his."""
+        if request not in requests(self.state):
+            return
+        before, arguments = self.state, self._accept_arguments(gateway, request, 1)
+        arguments[2] = "thief"
+        must(self.call("accept", *arguments) == [3], "accepted for another tenant")
+        must(self.call("end", request, "thief", "cancelled", RETENTION, "", "", 10) == [0], "another tenant cancelled")
+        must(self.call("register", request, "thief", gateway, LEASE) is None, "another tenant reads")
+        must(self.call("view", request, "thief") is None, "another tenant looks")
+        must(self.state == before, f"another tenant changed {difference(before, self.state)}")
+
+    def _register(self, gateway: str, request: str) -> None:
+        record = requests(self.state).get(request)
+        reply = self.call("register", request, ALL[request].tenant if request in ALL else "t", gateway, LEASE)
+        if record is None:
+            must(reply is None, f"registered for nothing: {reply}")
+            return
+        must(reply == [int(record["next"]), int(record["state"] == "finished")], f"register answered {reply}")
+        if record["state"] != "finished":
+            must(gateway in requests(self.state)[request]["readers"].split(), f"{gateway} isn't registered")
+            must(self.state["gateways"][gateway] == self.world.now + LEASE, "the reading gateway's lease")
+        self.world.streams.setdefault((gateway, request), [])
+
+    def _unregister(self, gateway: str, request: str) -> None:
+        before = requests(self.state).get(request, {}).get("readers", "").split()
+        graces = self.state.get("graces", {})
+        self.call("unregister", gateway, request)
+        self.world.streams.pop((gateway, request), None)
+        after = requests(self.state).get(request)
+        if after is not None:
+            must(after["readers"].split() == [each for each in before if each != gateway], "unregistered another")
+            if gateway in before and request in self.state.get("graces", {}):
+                must(self.state["graces"][request] == self._full_grace(request), "a grace that isn't whole")
+            elif gateway not in before:
+                must(self.state.get("graces", {}) == graces, "a grace moved")
+
+    def _full_grace(self, request: str) -> int:
+        """When one that starts now is over: not before a dead gateway's clients can have noticed."""
+        now, silent = self.world.now, int(requests(self.state)[request].get("silent", 0))
+        return GRACE + (max(now, silent) if silent <= now + 600_000 else now)
+
+    def _gateway_beat(self, gateway: str) -> None:
+        reply = self.call("gateway_heartbeat", gateway, LEASE)
+        must(self.state["gateways"][gateway] == self.world.now + LEASE, "the gateway's lease wasn't renewed")
+        queued = len(waiting(self.state))
+        must(reply == [len(self.state.get(f"reads:{gateway}", [])), queued], f"gateway_heartbeat answered {reply}")
+
+    def _gateway_dies(self, gateway: str) -> None:
+        for stream in [each for each in self.world.streams if each[0] == gateway]:
+            del self.world.streams[stream]
+
+    def _read(self, gateway: str, request: str) -> None:
+        """Never spliced: what was seen is a beginning of what is read, or the stream ends."""
+        seen = self.world.streams.get((gateway, request))
+        if seen is None:
+            return
+        entries = log(self.state, request)
+        reply = self.call("poll", request)
+        record = requests(self.state).get(request)
+        ended = int(record is None or record["state"] == "finished")
+        must(reply == [-1 if record is None else len(entries), ended], f"poll answered {reply}")
+        if record is not None:
+            view = self.call("view", request, record["tenant"])
+            tokens = sum("t" in each for each in entries)
+            must(view[1] == record["state"] and int(view[3]) == len(entries) and view[6] == tokens, f"view {view}")
+        if len(entries) > len(seen):
+            if [each["d"] for each in entries[: len(seen)]] != [each["d"] for each in seen]:
+                del self.world.streams[gateway, request]  # DATA_LOSS
+                return
+            digest = seen[-1]["d"] if seen else ""
+            for fields in entries[len(seen) :]:
+                digest = chain(digest, body(fields))
+                must(fields["d"] == digest, "a reader saw a mixture")
+            seen += entries[len(seen) :]
+
+    # -- engines
+
+    def _claim(self, name: str, room: int, lost: bool) -> None:
+        world, before, engine = self.world, self.state, self.world.engine(name)
+        world.nonces += 1
+        nonce, retired = f"n{world.nonces}", name in world.retired
+        idle = int(not world.held[name] and not retired)
+        if any(requests(before).get(request, {}).get("alone") == "1" for request in world.held[name]):
+            return
+        arguments = engine, nonce, room, 1000, 0, 1000, LEASE, 10_000, idle, PRINTS[name], PATIENCE, CONTROL
+        _, _, *rows = self.call("claim", *arguments, int(retired))
+        records, after = requests(before), requests(self.state)
+        must(len(rows) <= room, "claimed more than asked for")
+        running = {
+            request for request, record in after.items() if record["owner"] == engine and record["nonce"] == nonce
+        }
+        must(running == {row[0] for row in rows}, "the reply and the records differ")
+        if rows:
+            must(self.state["leases"][engine] == world.now + LEASE, "the claiming engine's lease")
+        for request, spec, epoch, following, digest, attempts, _, alone, _, told in rows:
+            old, new, [place] = records[request], after[request], waiting(before)[request]
+            must(old["state"] == "queued" and new["state"] == "running", f"claimed {request}, which is {old['state']}")
+            must(epoch == int(old["epoch"]) + 1 == int(new["epoch"]), f"{request}: epoch {epoch} after {old['epoch']}")
+            must(attempts == int(old["attempts"]) + 1 and spec == old["spec"], f"{request}: attempts {attempts}")
+            must((following, digest) == (old["next"], old["digest"]), f"{request}: claimed at {following}")
+            must(new["from"] == old["next"] and new["step"] == "", f"{request}: marks of an earlier claim")
+            must(
+                bool(alone) == (place == "suspects") == (new["alone"] == "1"), f"{request}: alone {alone} from {place}"
+            )
+            must(not alone or (len(rows) == 1 and idle), f"{request}: a suspect isn't alone")
+            must(not alone or _control_over(before, world.now), f"{request}: a suspect runs in the control time")
+            its_kind = place.startswith(f"resume:{PRINTS[name]} ")
+            must(its_kind or not retired, f"{request}: an engine that ends took it from {place}")
+            since = before["suspects"][request] if alone else int(place.split()[1].split("-")[0])
+            waited = world.now - since if world.now >= since else PATIENCE
+            must(told == max(0, world.now - since), f"{request}: is said to have waited {told} ms")
+            must(self._may_run(name, old, waited), f"{request}: goes on by other numbers")
+            must(new["print"] == PRINTS[name], f"{request}: whose numbers?")
+            if not lost:
+                entries = [_values(fields) for fields in log(self.state, request)]
+                world.held[name][request] = Held(engine, str(epoch), nonce, entries, len(entries))
+        self._in_order(before, rows, room, name)
+
+    def _in_order(self, before: Content, rows: Sequence[Any], room: int, name: str) -> None:
+        if [row for row in rows if row[7]]:
+            return
+        heads = [place.split() for places in waiting(before).values() for place in places if " " in place]
+        retired = name in self.world.retired
+        mine = [at for at in heads if at[0] == f"resume:{PRINTS[name]}" or (at[0] == "resume" and not retired)]
+        classes = [at for at in heads if at[0].isdigit() and not retired]
+        must(len(rows) >= min(room, len(mine) + len(classes)), f"claimed {len(rows)} of {heads}")
+        if len(rows) == 1 and room == 1 and classes and not mine:
+            [place] = waiting(before)[rows[0][0]]
+            if not place.startswith("resume"):
+                arrivals = {at[0]: min(int(x[1].split("-")[0]) for x in classes if x[0] == at[0]) for at in classes}
+                virtual = {each: arrival + 1000 * int(each) for each, arrival in arrivals.items()}
+                must(virtual[place.split()[0]] == min(virtual.values()), f"claimed {place} before its turn")
+        if len(rows) == 1 and room == 1 and mine:
+            must(waiting(before)[rows[0][0]][0].startswith("resume"), "a new one went before one that was begun")
+
+    def _append(self, name: str, request: str, what: str, how: str) -> None:
+        held = self.world.held[name].get(request)
+        if held is not None:
+            self._write(held, request, what, how)
+
+    def _stale_append(self, place: int, what: str) -> None:
+        if self.world.stale:
+            request, held = self.world.stale[place % len(self.world.stale)]
+            self._write(held, request, what, "")
+
+    def _write(self, held: Held, request: str, what: str, how: str) -> None:
+        given = ALL.get(request, ALL["p"])
+        _extend(held, given.choices, what)
+        first = max(0, held.acknowledged - (how == "again")) + (how == "gap")
+        entries = held.entries[first:]
+        if not entries:
+            return
+        arguments = _append_arguments(request, held, first, entries)
+        if how == "late":
+            self.world.late = [*self.world.late[-3:], ("append", arguments)]
+            return
+        if how == "other" and held.acknowledged and held.entries[held.acknowledged - 1][0] == "t":
+            entries = _others(held)
+            first = held.acknowledged - 1
+            arguments = _append_arguments(request, held, first, entries)
+        old, before = requests(self.state).get(request), log(self.state, request)
+        [[outcome, following, _]] = self.call("append", *arguments)
+        must(outcome == _expected(old, before, held, first, entries), f"append answered {outcome} at {first}: {old}")
+        must(following == len(log(self.state, request)), f"append told {following}")
+        if outcome == OK:
+            written = [_values(fields) for fields in log(self.state, request)]
+            must(written[first : first + len(entries)] == entries, "acknowledged what the log hasn't")
+        if how not in ("lost", "other") or outcome not in (OK, GAP):
+            self._settle(held, request, outcome, following, first + len(entries))
+
+    def _settle(self, held: Held, request: str, outcome: int, following: int, sent: int) -> None:
+        if outcome == OK:
+            held.acknowledged = sent
+        elif outcome == GAP:
+            held.acknowledged = following
+        if outcome not in (OK, GAP) or held.entries[sent - 1][0] == "e":
+            for claims in self.world.held.values():
+                if claims.get(request) is held:
+                    self._drop(claims, request)
+
+    def _drop(self, claims: dict[str, Held], request: str) -> None:
+        self.world.stale = [*self.world.stale[-3:], (request, claims.pop(request))]
+
+    def _mark(self, name: str, request: str, step: str, how: str) -> None:
+        held = self.world.held[name].get(request)
+        if held is None:
+            return
+        arguments = [request, held.epoch, held.nonce, step]
+        if how == "late":
+            self.world.late = [*self.world.late[-3:], ("mark", arguments)]
+            return
+        self._marked(arguments)
+
+    def _marked(self, arguments: list[Any]) -> None:
+        request, epoch, nonce, step = arguments
+        before = self.state
+        self.call("mark", *arguments)
+        old = requests(before).get(request, {})
+        if (old.get("state"), old.get("epoch"), old.get("nonce")) == ("running", epoch, nonce):
+            must(requests(self.state)[request]["step"] == step, "the mark wasn't kept")
+        else:
+            must(self.state == before, "a mark of a former owner was kept")
+
+    def _stale_mark(self, place: int) -> None:
+        if self.world.stale:
+            request, held = self.world.stale[place % len(self.world.stale)]
+            self._marked([request, held.epoch, held.nonce, "1"])
+
+    def _hand_back(self, name: str, request: str, how: str) -> None:
+        held = self.world.held[name].get(request)
+        if held is None:
+            return
+        self._drop(self.world.held[name], request)
+        arguments = [held.engine, BELL, 0, "stop", CONTROL, request, held.epoch, held.nonce]
+        if how == "late":
+            self.world.late = [*self.world.late[-3:], ("hand_back", arguments)]
+            return
+        self._handed_back(arguments)
+
+    def _handed_back(self, arguments: list[Any]) -> None:
+        engine, _, _, why, _, request, epoch, nonce = arguments
+        before = self.state
+        reply = self.call("hand_back", *arguments)
+        old, new = requests(before).get(request, {}), requests(self.state).get(request, {})
+        fence = nonce in ("", old.get("nonce")) and epoch in ("", old.get("epoch"))
+        mine = old.get("state") == "running" and old.get("owner") == engine and fence
+        must(reply == ([request] if mine else []), f"hand_back answered {reply}")
+        if not mine:
+            must(old == new, "a hand-back moved another's request")
+            return
+        must(new["state"] == "queued", "it wasn't handed back")
+        [place] = waiting(self.state)[request]
+        if why == "failed":
+            after_death(old, new, engine, place)
+        else:
+            must(new.get("died_on") == old.get("died_on"), "a hand-back counted as a death")
+            began = old["next"] != "0"
+            suspect = old.get("died_at") == old["next"] and len(old.get("died_on", "").split()) >= 2
+            print_ = f"resume:{old['print']} " if began else "resume "
+            must(place.startswith("suspects" if suspect else print_), f"handed back to {place}")
+
+    def _give_unknown(self, name: str, request: str) -> None:
+        """What a heartbeat showed as owned and not held; by now it may be another's."""
+        held = self.world.held[name].get(request)
+        if held is None:
+            self._handed_back([self.world.engine(name), BELL, 0, "stop", CONTROL, request, "", ""])
+
+    def _fail(self, name: str, request: str) -> None:
+        """It breaks in its running step and says so."""
+        held = self.world.held[name].get(request)
+        if held is not None:
+            self._drop(self.world.held[name], request)
+            self._handed_back([held.engine, BELL, 0, "failed", CONTROL, request, held.epoch, held.nonce])
+            must(_noted(self.state, held.engine), "its death wasn't noted")
+
+    def _crash(self, name: str, expired: bool) -> None:
+        world, engine, before = self.world, self.world.engine(name), self.state
+        for request in list(world.held[name]):
+            self._drop(world.held[name], request)
+        world.boots[name] += 1
+        world.unheard[name] = []
+        self._begin_anew(name)
+        if not expired:
+            return
+        leased = engine in before.get("leases", {})
+        self.call("expire", name, BELL, 0, CONTROL)
+        self._reclaimed(before, {each for each in before.get("leases", {}) if each.split(":")[0] == name})
+        must(not leased or _noted(self.state, engine), "a death wasn't noted")
+        must(engine not in self.state.get("leases", {}), "a dead engine has a lease")
+
+    def _reclaimed(self, before: Content, dead: set[str]) -> None:
+        for request, old in requests(before).items():
+            new = requests(self.state)[request]
+            if old["state"] == "running" and old["owner"] in dead:
+                must(new["state"] == "queued", f"{request} wasn't reclaimed from {old['owner']}")
+                after_death(old, new, old["owner"], waiting(self.state)[request][0])
+            elif old["state"] == "running":
+                kept = all(new[each] == old[each] for each in ("state", "owner", "epoch", "nonce"))
+                must(kept, f"{request} was taken from {old['owner']}, which lives")
+
+    def _beat(self, name: str, can: int) -> None:
+        world, engine, before = self.world, self.world.engine(name), self.state
+        retired = name in world.retired
+        registered = self.call("registry", "" if retired else engine, LEASE)
+        must(engine in registered or retired, "a living engine isn't registered")
+        listed = before.get("ps:engines:test/model", {}).get(engine, 0)  # Redis may have lost that it left
+        must(not retired or listed in (0, self._listed(engine)), "an engine that ends renewed its place")
+        living = {each for each, until in self.state["ps:engines:test/model"].items() if until > world.now}
+        must(set(registered) == living, f"registry answered {registered}")
+        owned, wanted = self.call("heartbeat", engine, LEASE, can, 500, CONTROL, PRINTS[name], PATIENCE)
+        must(self.state["leases"][engine] == world.now + LEASE, "the lease wasn't renewed")
+        must(sorted(owned) == self.state.get(f"owned:{engine}", []), f"heartbeat answered {owned}")
+        for request, record in requests(self.state).items():
+            if f"lapsed:{engine}" in before and request in before[f"lapsed:{engine}"] and record["state"] != "finished":
+                must(engine not in record.get("died_on", "").split(), "a living engine's death still counts")
+        must(not _noted(self.state, engine), "a living engine counts as dead")
+        waited = [
+            world.now - since
+            for request, since in self.state.get("suspects", {}).items()
+            if since <= world.now and self._may_run(name, requests(self.state)[request], world.now - since)
+        ]
+        runnable = bool(waited) and _control_over(self.state, world.now)
+        must((wanted > 0) == runnable, f"heartbeat wants {wanted} of {waited}")
+        must(wanted < 2 or before.get("vacating", engine) == engine, "two engines were chosen")
+        must(wanted == 2 or not (runnable and can and max(waited) >= 500) or "vacating" in before, "nobody was chosen")
+        held = world.held[name]
+        for request in [each for each in held if each not in owned]:
+            self._drop(held, request)
+        unknown = [request for request in owned if request not in held]
+        for request in [each for each in unknown if each in world.unheard[name]]:
+            self._handed_back([engine, BELL, 0, "stop", CONTROL, request, "", ""])
+        world.unheard[name] = unknown
+
+    def _may_run(self, name: str, record: Mapping[str, Any], waited: float) -> bool:
+        printed = record.get("print", "") if int(record["next"]) else ""
+        return printed in ("", PRINTS[name]) or waited >= PATIENCE
+
+    def _listed(self, engine: str) -> float:
+        until: float = self.state.get("ps:engines:test/model", {}).get(engine, 0)
+        return until
+
+    def _leave(self, name: str) -> None:
+        for request in list(self.world.held[name]):
+            self._hand_back(name, request, "")
+        engine = self.world.engine(name)
+        before, owns = self.state.get("leases", {}), f"owned:{engine}" in self.state
+        self.call("leave", engine)
+        after = self.state.get("leases", {})
+        must(after == {each: until for each, until in before.items() if each != engine or owns}, "leases after leaving")
+        must(not _noted(self.state, engine) or _noted({"deaths": self.state["deaths"]}, engine), "left as a death")
+        self.world.boots[name] += 1
+        self.world.unheard[name] = []
+        self._begin_anew(name)
+
+    def _begin_anew(self, name: str) -> None:
+        self.world.retired = tuple(each for each in self.world.retired if each != name)
+
+    def _retire(self, name: str) -> None:
+        """It is told to end. Where others live (they all compute otherwise) it finishes what has tokens."""
+        world, engine = self.world, self.world.engine(name)
+        self.redis.unlist(engine)
+        self.state = self.redis.content()
+        living = self.call("registry", "", LEASE)
+        must(engine not in living, "an engine that ends is registered")
+        if not living:
+            self._leave(name)
+            return
+        world.retired = tuple(sorted({*world.retired, name}))
+        for request in [each for each, held in world.held[name].items() if not held.entries]:
+            self._hand_back(name, request, "")
+
+    # -- what others and time do
+
+    def _cancel(self, request: str) -> None:
+        before, record = self.state, requests(self.state).get(request)
+        tenant = ALL[request].tenant if request in ALL else ""
+        reply = self.call("end", request, tenant, "cancelled", RETENTION, "", "", 10)
+        if record is None:
+            must(reply == [0] and self.state == before, f"cancelled nothing: {reply}")
+            return
+        must(reply[0] == (2 if record["state"] == "finished" else 1), f"cancel answered {reply}")
+        must(requests(self.state)[request]["state"] == "finished", "cancelled and not finished")
+
+    def _end_due(self, condition: str, request: str) -> None:
+        """Late as well: only what is due at this moment ends."""
+        record, due = requests(self.state).get(request), self.state.get(condition, {}).get(request)
+        reply = self.call("end", request, "", "error", RETENTION, condition, "quarantined\0it kills", 10)
+        if record is None or record["state"] == "finished":
+            return
+        must((reply[0] == 1) == (due is not None and due <= self.world.now), f"ended by {condition}: {reply}, {due}")
+        if reply[0] == 1 and condition == "verdicts":
+            must(len(record.get("died_alone", "").split()) >= 2, "quarantined too early")
+            rows = self.state.get("dead", {"rows": []})["rows"]
+            must(rows and rows[-1][1]["id"] == request, "quarantined and not listed")
+            must(requests(self.state)[request].get("dead_index") == record["next"], "quarantined at another index")
+
+    def _sweep(self) -> None:
+        world, before = self.world, self.state
+        meta, leases = before.get("meta", {}), before.get("leases", {})
+        swept = int(meta.get("swept", 0))
+        hole = not swept or world.now - swept > HOLE or world.now < swept or meta["run_id"] != f"{world.process:x}"
+        arguments = 100, HOLE, LEASE, LEASE, 64, BELL, 0, CONTROL, STORM, SILENCE
+        _, late, abandoned, restarted, poison = self.call("sweep", *arguments)
+        early = not hole and world.now - swept < 100
+        must(restarted == int(hole), f"sweep answered restarted {restarted}")
+        dead = set() if hole or early else {each for each, until in leases.items() if until <= world.now}
+        self._reclaimed(before, dead)
+        must(all(_noted(self.state, each) for each in dead), "a lapse wasn't noted")
+        for request, old in requests(before).items():
+            if old["owner"] in dead and died(old):
+                lapsed = self.state.get(f"lapsed:{old['owner']}", [])
+                must(request in lapsed, f"{old['owner']} couldn't take back its death with {request}")
+        if early:
+            must(self.state == before, "swept twice")
+            return
+        if hole:
+            wanted = dict.fromkeys(leases, world.now + LEASE)
+            must(self.state.get("leases", {}) == wanted, "a lease didn't start anew after an outage")
+            for request, until in self.state.get("graces", {}).items():
+                must(until == self._full_grace(request), f"the grace of {request} didn't start anew after an outage")
+        else:
+            must(not dead & set(self.state.get("leases", {})), "a lapsed lease stays")
+        gone = set() if hole else {each for each, until in before.get("gateways", {}).items() if until <= world.now}
+        must(not gone & set(self.state.get("gateways", {})), "a dead gateway stays")
+        for key in self.state:
+            must(not key.startswith("reads:") or key[6:] not in gone, "a dead gateway reads")
+        for request in self.state.get("graces", {}).keys() - before.get("graces", {}).keys():
+            full = world.now + GRACE + SILENCE
+            must(self.state["graces"][request] == full, f"{request}: its client had no time to notice")
+        for request, old in requests(before).items():
+            if old["state"] != "finished" and gone & set(old.get("readers", "").split()):
+                silent = int(requests(self.state)[request]["silent"])
+                must(silent == world.now + SILENCE, f"{request}: nobody remembers that its gateway fell silent")
+        must(
+            set(late) == {each for each, at in self.state.get("deadlines", {}).items() if at <= world.now}, "deadlines"
+        )
+        served = "gateways" in self.state and "deserted" not in meta
+        due = {each for each, at in self.state.get("graces", {}).items() if at <= world.now}
+        must(set(abandoned) == (due if served else set()), f"abandoned {abandoned} of {due}")
+        must(("deserted" in self.state["meta"]) == ("gateways" not in self.state), "deserted")
+        for request, _, _ in poison:
+            self._is_poison(before, request)
+        if "verdicts" in self.state and _control_over(self.state, world.now):
+            left = {each for each, at in self.state["verdicts"].items() if at <= world.now}
+            must(left == {row[0] for row in poison}, "a verdict that nobody speaks")
+
+    def _is_poison(self, before: Content, request: str) -> None:
+        record = requests(self.state)[request]
+        had = {*record.get("died_on", "").split(), *record.get("died_near", "").split()}
+        since = min(float(record["died_first"]), self.world.now - STORM)
+        others = {each for each, at in self.state.get("deaths", {}).items() if at >= since and each[0] != "!"} - had
+        must(not others, f"{request} was condemned in a storm: {others}")
+        must(len(record.get("died_alone", "").split()) >= 2, f"{request} was condemned too early")
+
+    def _tick(self, length: int) -> None:
+        self.world.now += length
+        self.redis.expire(self.world.now)
+        self.state = self.redis.content()
+
+    def _clock_back(self) -> None:
+        self.world.now -= 3000
+
+    def _lose(self, writes: int) -> None:
+        """Redis starts again without its last writes; everybody else keeps what he knows."""
+        if self.saved:
+            self.redis.restore(self.saved[-min(writes, len(self.saved))])
+            self.saved = []
+            self.world.process += 1
+            self.state = self.redis.content()
+
+    def _deliver(self, place: int) -> None:
+        """A script that its caller gave up long ago."""
+        if not self.world.late:
+            return
+        name, arguments = self.world.late.pop(place % len(self.world.late))
+        if name == "mark":
+            self._marked(arguments)
+        elif name == "hand_back":
+            self._handed_back(arguments)
+        else:
+            self.call(name, *arguments)
+
+    def _revive(self, request: str) -> None:
+        new, before = f"{request}{self.world.nonces}", requests(self.state).get(request, {})
+        self.world.nonces += 1
+        arguments = new, f"spec-{new}", 0, GRACE, 1, BELL, 0
+        reply, content = self.call("revive", request, *arguments), self.state
+        if "dead" not in before:
+            must(reply is None, "revived what wasn't quarantined")
+            return
+        record, index = requests(content)[reply], int(before["dead_index"])
+        must(reply == before.get("revived_as", new), "revived twice")
+        if reply == new:
+            must(log(content, reply) == log(content, request)[:index], "revived with another log")
+            must(waiting(content)[reply] == ["suspects"] and record["tenant"] == before["tenant"], "revived elsewhere")
+        must(self.call("revive", request, "other", *arguments[1:]) == reply, "a retry of revive made another")
+
+
+def _extend(held: Held, choices: int, what: str) -> None:
+    entries = held.entries
+    if entries and entries[-1][0] == "e":
+        return
+    finished = {entry[1] for entry in entries if entry[0] == "f"}
+    opened = [str(choice) for choice in range(choices) if str(choice) not in finished]
+
+    def add(kind: str, choice: str, value: str, text: str, said: str) -> None:
+        digest = chain(entries[-1][4] if entries else "", said)
+        entries.append((kind, choice, value, text, digest, ""))
+
+    if what in ("1", "2") and opened:
+        add("t", opened[0], what, "x", f"c:{opened[0]}:t:{what}")
+    elif what == "finish" and len(opened) > 1:
+        add("f", opened[0], "stop", "", f"c:{opened[0]}:f:stop")
+    elif what == "end":
+        for choice in opened:
+            add("f", choice, "stop", "", f"c:{choice}:f:stop")
+        add("e", "", "stop", f"3,{sum(entry[0] == 't' for entry in entries)},0", "end:stop")
+
+
+def _others(held: Held) -> list[tuple[str, ...]]:
+    """Another token in the place of the last one that was acknowledged."""
+    place = held.acknowledged - 1
+    kind, choice, _, text, _, extra = held.entries[place]
+    digest = chain(held.entries[place - 1][4] if place else "", f"c:{choice}:t:9")
+    return [(kind, choice, "9", text, digest, extra)]
+
+
+def _values(fields: dict[str, str]) -> tuple[str, ...]:
+    if "t" in fields:
+        return "t", fields["c"], fields["t"], fields["x"], fields["d"], ""
+    if "f" in fields:
+        return "f", fields["c"], fields["f"], fields.get("x", ""), fields["d"], fields.get("s", "")
+    return "e", "", fields["end"], fields["u"], fields["d"], fields["m"]
+
+
+def _append_arguments(request: str, held: Held, first: int, entries: Sequence[tuple[str, ...]]) -> list[Any]:
+    wake_up = "" if first else 4  # the place of the last argument
+    head = [request, held.epoch, held.nonce, first, "", len(entries), wake_up]
+    return [RETENTION, json.dumps([*head, *(value for each in entries for value in each)]), "ps:gateway:", b"wake"]
+
+
+def _expected(
+    old: dict[str, str] | None, logged: list[dict[str, str]], held: Held, first: int, entries: list[tuple[str, ...]]
+) -> int:
+    if old is None:
+        return MISSING
+    there = [fields["d"] for fields in logged[first : first + len(entries)]]
+    equal = there == [entry[4] for entry in entries[: len(there)]]
+    if old["state"] == "finished":
+        return OK if equal and len(there) == len(entries) else ENDED
+    if old["state"] != "running" or (old["epoch"], old["nonce"]) != (held.epoch, held.nonce):
+        return FENCED
+    if first > len(logged):
+        return GAP
+    return OK if equal else CONFLICT
+
+
+def _room(state: Content, given: Given) -> bool:
+    rows = state.get(f"queue:{given.priority}", {"rows": []})["rows"]
+    tenants = [requests(state)[fields["id"]]["tenant"] for _, fields in rows]
+    mine, others = tenants.count(given.tenant), len({*tenants} - {given.tenant})
+    return len(rows) < MOST_REQUESTS and (mine == 0 or mine + 1 <= max(1, MOST_REQUESTS // (1 + others)))
+
+
+def _noted(state: Content, engine: str) -> bool:
+    return engine in state.get("deaths", {}) or f"!{engine}" in state.get("deaths", {})
+
+
+def _control_over(state: Content, now: int) -> bool:
+    meta = state.get("meta", {})
+    if "up" not in meta:
+        return False
+    if "alone_died" not in meta:
+        return True
+    since = max(int(meta["up"]), int(meta["alone_died"]))
+    return now < since or now - since >= CONTROL
+
+
+def difference(before: Content, after: Content) -> dict[str, Any]:
+    return {key: (before.get(key), after.get(key)) for key in {*before, *after} if before.get(key) != after.get(key)}
+
+
+# -- which operations happen
+
+
+def anything(chance: random.Random) -> Op:
+    engine, gateway, request = chance.choice(ENGINES), chance.choice(GATEWAYS), chance.choice(list(ALL))
+    how = chance.choice(["", "", "", "lost", "late", "again", "gap", "other"])
+    later = chance.choice(["", "", "late"])
+    what = chance.choice(["1", "1", "2", "finish", "end"])
+    return chance.choice(
+        [
+            ("accept", gateway, request, 1),
+            ("accept", gateway, request, chance.choice([0, 1])),
+            ("steal", gateway, request),
+            ("register", gateway, request),
+            ("unregister", gateway, request),
+            ("gateway_beat", gateway),
+            ("gateway_dies", gateway),
+            ("read", gateway, request),
+            ("claim", engine, chance.choice([1, 4]), chance.random() < 0.15),
+            ("claim", engine, chance.choice([1, 4]), False),
+            ("append", engine, request, what, how),
+            ("append", engine, request, "1", ""),
+            ("append", engine, request, "1", how),
+            ("stale_append", chance.randrange(4), what),
+            ("mark", engine, request, chance.choice(["0", "1"]), later),
+            ("stale_mark", chance.randrange(4)),
+            ("hand_back", engine, request, later),
+            ("give_unknown", engine, request),
+            ("fail", engine, request),
+            ("crash", engine, chance.random() < 0.7),
+            ("beat", engine, chance.choice([0, 1])),
+            ("beat", engine, chance.choice([0, 1])),
+            ("leave", engine),
+            ("retire", engine),
+            ("cancel", request),
+            ("end_due", chance.choice(["deadlines", "graces", "verdicts"]), request),
+            ("sweep",),
+            ("sweep",),
+            ("tick", chance.choice([50, 150, 600, 1200, 2500, 6000])),
+            ("clock_back",),
+            ("lose", chance.randrange(1, 6)),
+            ("deliver", chance.randrange(4)),
+            ("revive", request),
+        ]
+    )
+
+
+def poison(chance: random.Random) -> Iterator[Op]:
+    """One request kills its engine again and again, until its verdict is due."""
+    request = chance.choice(list(GIVEN))
+    yield ("accept", "g", request, 1)
+    begun = chance.random() < 0.5
+    for death in range(4):
+        yield ("beat", "a", 1)
+        yield ("tick", 1600)
+        yield ("sweep",)
+        yield ("gateway_beat", "g")
+        yield ("beat", "a", 1)
+        yield ("claim", "a", 1, False)
+        yield ("mark", "a", request, "1", "")
+        if begun and not death:
+            yield ("append", "a", request, "1", "")
+            yield ("append", "a", request, "finish", "")
+        if death == 2:
+            yield ("beat", "b", 1)
+        yield chance.choice([("crash", "a", True), ("fail", "a", request)])
+    yield ("beat", "b", 0)
+    for _ in range(3):
+        yield ("tick", 900)
+        yield ("beat", "b", 0)
+        yield ("gateway_beat", "g")
+        yield ("sweep",)
+    yield ("end_due", "verdicts", request)
+    yield ("revive", request)
+    yield ("claim", "b", 1, False)
+
+
+def paused(chance: random.Random) -> Iterator[Op]:
+    """An engine that is stopped past its lease, and wakes up; gateways that die and come back."""
+    request = chance.choice(list(GIVEN))
+    yield from [("accept", "g", request, 1), ("beat", "a", 0), ("sweep",), ("claim", "a", 4, False)]
+    yield from [("mark", "a", request, "1", ""), ("append", "a", request, "1", ""), ("beat", "b", 0)]
+    yield from [("tick", 1200), ("beat", "b", 0), ("sweep",), ("claim", "b", 4, False), ("tick", 2500)]
+    yield from [("sweep",), ("claim", "b", 4, False), ("append", "a", request, "2", ""), ("beat", "a", 0)]
+    yield from [("append", "b", request, "1", ""), ("gateway_beat", "h"), ("sweep",), ("tick", 1200), ("sweep",)]
+    yield from [("register", "g", request), ("unregister", "g", request), ("gateway_beat", "h"), ("tick", 150)]
+    yield from [("sweep",), ("end_due", "graces", request)]
+
+
+def generated(chance: random.Random) -> Iterator[Op]:
+    """Appends in every form, an end with an open choice, and bounds."""
+    yield from [("accept", "g", each, 1) for each in ("p", "s", "q", "v")]
+    yield from [("cancel", "s"), ("accept", "h", "s", 1), ("accept", "g", "s", 1), ("claim", "a", 4, False)]
+    yield from [
+        ("append", "a", "q", "1", ""),
+        ("append", "a", "q", "2", "again"),
+        ("append", "a", "q", "1", "late"),
+        ("append", "a", "q", "1", "gap"),
+    ]
+    yield from [("append", "a", "q", "finish", ""), ("append", "a", "p", "1", ""), ("append", "a", "p", "1", "other")]
+    yield from [("cancel", "q"), ("append", "a", "q", "1", ""), ("cancel", "p"), ("accept", "g", "r", 1)]
+    yield from [("claim", "b", 4, False), ("append", "b", "r", "1", ""), ("append", "b", "r", "end", "lost")]
+    yield from [("append", "b", "r", "end", ""), ("accept", "g", "p", 1), ("read", "g", "q"), ("cancel", "r")]
+
+
+def mislaid(chance: random.Random) -> Iterator[Op]:
+    """Redis loses a request; a hand-back comes after its engine has claimed the same request again."""
+    yield from [
+        ("accept", "g", "p", 1),
+        ("lose", 2),
+        ("accept", "g", "p", 0),
+        ("beat", "a", 1),
+        ("claim", "a", 1, False),
+    ]
+    yield from [("hand_back", "a", "p", "late"), ("beat", "a", 0), ("beat", "a", 0), ("claim", "a", 1, False)]
+    yield from [("deliver", 0), ("give_unknown", "b", "p"), ("mark", "a", "p", "1", ""), ("leave", "a")]
+    yield from [("claim", "a", 1, False), ("mark", "a", "p", "1", ""), ("crash", "a", True), ("claim", "a", 1, False)]
+    yield from [("append", "a", "p", "1", ""), ("mark", "a", "p", "1", ""), ("crash", "a", True)]
+    yield from [("claim", "b", 1, True), ("leave", "b")]
+
+
+def stopped(chance: random.Random) -> Iterator[Op]:
+    """Two engines are stopped with the same request one after the other; it is suspected until the first wakes up."""
+    yield from [("accept", "g", "r", 1), ("sweep",), ("claim", "a", 1, False), ("mark", "a", "r", "1", "")]
+    yield from [("tick", 1200), ("sweep",), ("claim", "b", 1, False), ("mark", "b", "r", "1", ""), ("tick", 1200)]
+    yield from [("sweep",), ("tick", 600), ("beat", "b", 0), ("tick", 600)]
+    yield from [("beat", "a", 0), ("claim", "a", 1, False), ("claim", "b", 1, False)]
+
+
+def sought(chance: random.Random) -> Iterator[Op]:
+    """A suspect waits while two engines are busy: one of them is chosen to vacate."""
+    yield ("accept", "g", "r", 1)
+    for _ in range(2):
+        yield from [("claim", "a", 1, False), ("mark", "a", "r", "1", ""), ("crash", "a", True)]
+    yield from [("accept", "g", "p", 1), ("accept", "g", "q", 1), ("beat", "a", 0), ("tick", 600)]
+    yield from [("beat", "a", 1), ("beat", "b", 1), ("claim", "b", 1, False), ("claim", "b", 1, False)]
+
+
+def reissued(chance: random.Random) -> Iterator[Op]:
+    """An epoch is issued twice, since Redis lost the first claim; what was begun moves on."""
+    yield from [("accept", "g", "p", 1), ("claim", "a", 1, False), ("lose", 2), ("claim", "b", 1, False)]
+    yield from [("append", "a", "p", "1", ""), ("stale_append", 0, "1"), ("append", "b", "p", "1", "")]
+    yield from [("hand_back", "b", "p", ""), ("claim", "b", 1, False), ("append", "b", "p", "1", "")]
+    yield from [("mark", "b", "p", "0", ""), ("sweep",), ("tick", 1200), ("sweep",)]
+
+
+def replaced(chance: random.Random) -> Iterator[Op]:
+    """An engine is told to end while the other computes otherwise: it finishes what its kind began, nothing else."""
+    yield from [("accept", "g", "p", 1), ("beat", "a", 0), ("beat", "b", 0), ("claim", "a", 4, False)]
+    yield from [("append", "a", "p", "1", ""), chance.choice([("hand_back", "a", "p", ""), ("crash", "a", True)])]
+    yield from [("accept", "g", "q", 1), ("accept", "h", "r", 1), ("claim", "b", 1, False), ("retire", "a")]
+    yield from [("claim", "a", 4, False), ("beat", "a", 1), ("append", "a", "p", "2", ""), ("claim", "b", 4, False)]
+    yield from [("append", "b", "q", "1", ""), ("hand_back", "b", "q", ""), ("claim", "a", 4, False)]
+    yield from [("tick", 150), ("sweep",), chance.choice([("append", "a", "p", "end", ""), ("leave", "a")])]
+    yield from [("claim", "b", 4, False), ("leave", "a"), ("claim", "a", 4, False), ("sweep",)]
+
+
+STORIES = (poison, paused, generated, mislaid, stopped, sought, reissued, replaced, None)
+
+
+def walk(seed: int) -> list[Op]:
+    """The same for the same seed: a story that something disturbs at each step, or nothing but disturbance."""
+    chance = random.Random(seed)
+    story = STORIES[seed % len(STORIES)]
+    if story is None:
+        return [anything(chance) for _ in range(60)]
+    disturbed: list[Op] = [anything(chance) for _ in range(chance.choice([0, 0, 6]))]
+    often = chance.choice([0.0, 0.1, 0.4])
+    for op in story(chance):
+        if chance.random() < often:
+            disturbed.append(anything(chance))
+        disturbed.append(op)
+    return disturbed + [anything(chance) for _ in range(10)]
+
+
+def run(client: Redis, ops: Sequence[Op], broken: Mapping[str, str] | None = None, *, twice: bool) -> None:
+    """ViolationError, or ResponseError of a script, with the operation that showed it as its last note."""
+    protocol = Protocol(client, broken)
+    protocol.twice = twice
+    for place, op in enumerate(ops):
+        try:
+            protocol.do(op)
+        except Exception as error:
+            error.add_note(f"at {place}, {op}")
+            raise
+
+
+def shortest(client: Redis, ops: Sequence[Op], broken: Mapping[str, str] | None = None, *, twice: bool) -> list[Op]:
+    """What is left of operations that break a rule when all that need not be there is taken out."""
+    kept, place = list(ops), 0
+    while place < len(kept):
+        fewer = kept[:place] + kept[place + 1 :]
+        try:
+            run(client, fewer, broken, twice=twice)
+            place += 1
+        except Exception:  # noqa: BLE001 - any failure of the shorter one will do
+            kept = fewer
+    return kept
+
+
+def explore(client: Redis, before: Sequence[Op], menu: Sequence[Op], depth: int) -> tuple[int, int]:
+    """Every order of so many of the menu's operations, each state once; returns how many states and steps there were.
+
+    ViolationError with the operations that lead to it.
+    """
+    protocol = Protocol(client)
+    protocol.twice, protocol.keeps = True, "lose" in {op[0] for op in menu}
+    for op in before:
+        protocol.do(op)
+    level: list[tuple[bytes, Dump, list[Dump], list[Op]]] = [
+        (pickle.dumps(protocol.world), protocol.redis.dump(), protocol.saved, [])
+    ]
+    known, steps = set[tuple[bytes, str]](), 0
+    for _ in range(depth):
+        following: list[tuple[bytes, Dump, list[Dump], list[Op]]] = []
+        for world, dump, saved, path in level:
+            for op in menu:
+                protocol.world, protocol.saved = pickle.loads(world), saved  # noqa: S301 - our own
+                protocol.redis.restore(dump)
+                protocol.state = protocol.redis.content()
+                steps += 1
+                try:
+                    protocol.do(op)
+                except Exception as error:
+                    error.add_note(f"after {[*before, *path, op]}")
+                    raise
+                state = pickle.dumps(protocol.world), repr(sorted(protocol.state.items()))
+                if state not in known:
+                    known.add(state)
+                    following.append((state[0], protocol.redis.dump(), protocol.saved, [*path, op]))
+        level = following
+    return len(known), steps
+
+
+__all__ = ["Op", "Protocol", "ViolationError", "explore", "run", "shortest", "walk"]

@@ -1,0 +1,51 @@
+"""Real Redis servers for tests, each on a folder of its own."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_servers
+from redis import Redis
+
+
+def skip_for_want_of(thing: str, why: str) -> None:
+    """Skips the test; fails it where PAGESTREAM_REQUIRE names the thing."""
+    if thing in os.environ.get("PAGESTREAM_REQUIRE", "").split(","):
+        pytest.fail(f"{thing} is required here: {why}")
+    pytest.skip(why)
+
+
+def oldest_server() -> ServerBinary:
+    return min(find_servers(), key=lambda server: server.version)
+
+
+def newest_server() -> ServerBinary:
+    """Skips where the machine has only one version."""
+    newest = max(find_servers(), key=lambda server: server.version)
+    if newest.version == oldest_server().version:
+        skip_for_want_of("redis7", f"this machine has no second server version beside {newest.version}")
+    return newest
+
+
+@contextmanager
+def running_server(folder: Path, binary: ServerBinary | None = None) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis(folder, binary=binary)
+    asyncio.run(server.start())
+    try:
+        yield server
+    finally:
+        asyncio.run(server.stop())
+
+
+def emptied(server: EmbeddedRedis) -> str:
+    """The server's URL; it runs and has no keys, whatever the test before left."""
+    if server.pid is None:
+        asyncio.run(server.start())
+    with Redis(port=server.port) as client:
+        client.config_set("maxmemory", 0)
+        client.flushall()
+        client.script_flush()
+    return server.url

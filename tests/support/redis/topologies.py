@@ -1,0 +1,372 @@
+"""Real Redis servers: a cluster, a master with replicas that Sentinels watch, one that speaks TLS alone."""
+
+import ipaddress
+import os
+import random
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary
+from redis import Redis, exceptions
+from support.redis.servers import emptied
+
+HOST = "127.0.0.1"
+LIMIT_S = 20.0
+NODE_TIMEOUT_MS = 1000
+"""After which a cluster's nodes, and Sentinels, take a server for dead."""
+
+
+class TopologyError(RuntimeError):
+    """The servers did not come to what was waited for."""
+
+
+@dataclass
+class Server:
+    """One server process; it can be killed and started again on its files."""
+
+    folder: Path
+    command: Sequence[str]
+    port: int
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                list(self.command), cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def ask(self, *command: str | bytes | int) -> object:
+        with Redis(host=HOST, port=self.port, socket_timeout=5.0) as client:
+            answer: object = client.execute_command(*command)
+            return answer
+
+    def check(self) -> None:
+        """TopologyError with its last words where the process has ended by itself."""
+        code = None if self.process is None else self.process.poll()
+        if code is not None:
+            words = (self.folder / "log").read_text(errors="replace").splitlines()[-5:]
+            raise TopologyError(f"the server on port {self.port} ended with {code}: {' | '.join(words)}")
+
+    def answers(self) -> bool:
+        try:
+            return bool(self.ask("PING"))
+        except (exceptions.RedisError, OSError):
+            return False
+
+
+def until(condition: Callable[[], bool], what: str, servers: Sequence[Server] = ()) -> None:
+    """Wait with a limit; TopologyError names what was waited for, or which of the servers has ended meanwhile."""
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        for each in servers:
+            each.check()
+        if time.monotonic() > end:
+            raise TopologyError(f"waited {LIMIT_S:.0f} s for {what}")
+        time.sleep(0.05)
+
+
+def server(binary: ServerBinary, folder: Path, *options: str, port: int | None = None) -> Server:
+    """A server that keeps append-only files, as the embedded one does."""
+    port = port or quiet_port()
+    command = [str(binary.path), "--port", str(port), "--bind", HOST, "--dir", str(folder), "--save", ""]
+    return Server(folder, [*command, "--appendonly", "yes", "--appendfsync", "everysec", *options], port)
+
+
+@dataclass
+class Topology:
+    """Servers with the address under which they are reached."""
+
+    url: str
+    servers: list[Server]
+    sentinels: list[Server] = field(default_factory=list)
+
+    def empty(self) -> str:
+        """No keys, no scripts, on whatever servers can write; returns the address."""
+        for each in self.servers:
+            try:
+                each.ask("CONFIG", "SET", "maxmemory", 0)
+                each.ask("FLUSHALL")
+                each.ask("SCRIPT", "FLUSH")
+            except exceptions.ReadOnlyError:
+                continue
+        return self.url
+
+    def masters(self) -> list[Server]:
+        """The servers that write."""
+        return [each for each in self.servers if each.process is not None and role(each) == "master"]
+
+
+Place = EmbeddedRedis | Topology
+"""One server or many, as tests get them."""
+
+
+def fresh(place: Place) -> str:
+    """The address of one server or many, without keys and scripts."""
+    return place.empty() if isinstance(place, Topology) else emptied(place)
+
+
+def ask_all(place: Place, *command: str | int) -> list[Any]:
+    """Each master's answer: commands without a key, which no link spreads."""
+    if isinstance(place, Topology):
+        return [each.ask(*command) for each in place.masters()]
+    with Redis(port=place.port) as client:
+        return [client.execute_command(*command)]
+
+
+def find_keys(place: Place, pattern: str) -> list[bytes]:
+    """Of all servers."""
+    return [key for found in ask_all(place, "KEYS", pattern) for key in found]
+
+
+def role(each: Server) -> str:
+    """ "master" or "slave"."""
+    answer = each.ask("ROLE")
+    if not isinstance(answer, list):
+        raise TopologyError(f"ROLE answered {answer!r}")
+    return str(answer[0].decode())
+
+
+@contextmanager
+def running(topology: Topology) -> Iterator[Topology]:
+    """Ends all servers at the end of the block."""
+    try:
+        yield topology
+    finally:
+        for each in (*topology.sentinels, *topology.servers):
+            each.kill()
+
+
+@contextmanager
+def running_cluster(folder: Path, binary: ServerBinary, *, masters: int = 3, replicas: int = 1) -> Iterator[Topology]:
+    """Masters with their replicas, each with its share of the slots."""
+    count = masters * (1 + replicas)
+    options: tuple[str, ...] = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(NODE_TIMEOUT_MS))
+    options += ("--cluster-require-full-coverage", "no", "--repl-diskless-sync-delay", "0")
+    servers = [
+        server(binary, folder / str(number), *options, "--cluster-config-file", "nodes.conf") for number in range(count)
+    ]
+    url = "redis+cluster://" + ",".join(f"{HOST}:{each.port}" for each in servers)
+    with running(Topology(url, servers)) as topology:
+        for each in servers:
+            each.start()
+        until(lambda: all(each.answers() for each in servers), "the cluster's servers", servers)
+        _join(servers, masters)
+        yield topology
+
+
+def quiet_port() -> int:
+    """A port that was free a moment ago, below those from which the kernel takes one for each outgoing connection: a
+    server that is started later, or again, finds it free still. So is the one that is 10,000 higher, where a cluster's
+    nodes talk to each other. No port is given twice, and none that another worker of the same test run may give.
+    """
+    for port in random.sample(_QUIET_PORTS, len(_QUIET_PORTS)):
+        if port not in _given and _is_free(port) and _is_free(port + 10_000):
+            _given.add(port)
+            return port
+    raise TopologyError("no port is free")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+        return True
+
+
+def _own_ports(all_ports: range) -> range:
+    """This process' share: with pytest-xdist each worker has one, by its number ("gw0" and so on)."""
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    # A worker that takes the place of one that died has a number past the count.
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % count
+    return all_ports[number * len(all_ports) // count : (number + 1) * len(all_ports) // count]
+
+
+_QUIET_PORTS = _own_ports(range(12_000, 22_000))
+_given: set[int] = set()
+
+
+def _join(servers: Sequence[Server], masters: int) -> None:
+    first = servers[0]
+    for number, each in enumerate(servers):
+        each.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+    for each in servers[1:]:
+        first.ask("CLUSTER", "MEET", HOST, each.port)
+    bounds = [16384 * number // masters for number in range(masters + 1)]
+    for number, each in enumerate(servers[:masters]):
+        each.ask("CLUSTER", "ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1)
+    until(lambda: all(_known(each) == len(servers) for each in servers), "the nodes to know each other")
+    for number, each in enumerate(servers[masters:]):
+        identity = servers[number % masters].ask("CLUSTER", "MYID")
+        each.ask("CLUSTER", "REPLICATE", identity.decode() if isinstance(identity, bytes) else str(identity))
+    until(lambda: all(_is_whole(each, len(servers) - masters) for each in servers), "the cluster to be whole")
+
+
+def _known(each: Server) -> int:
+    return int(_info(each)["cluster_known_nodes"])
+
+
+def _info(each: Server) -> dict[str, str]:
+    with Redis(host=HOST, port=each.port) as client:
+        info: dict[str, str] = client.execute_command("CLUSTER INFO")
+        return info
+
+
+def _is_whole(each: Server, replicas: int) -> bool:
+    with Redis(host=HOST, port=each.port) as client:
+        nodes = client.execute_command("CLUSTER NODES")
+    known = sum("slave" in node["flags"] and node["connected"] for node in nodes.values())
+    info = _info(each)
+    return known == replicas and (info["cluster_state"], info["cluster_slots_ok"]) == ("ok", "16384")
+
+
+@contextmanager
+def running_sentinels(folder: Path, binary: ServerBinary, *, replicas: int = 1) -> Iterator[Topology]:
+    """A master with replicas, and three Sentinels that agree by two on its death."""
+    master = server(binary, folder / "0", "--repl-diskless-sync-delay", "0")
+    followers = [
+        server(binary, folder / str(number), "--replicaof", f"{HOST} {master.port}", "--repl-diskless-sync-delay", "0")
+        for number in range(1, replicas + 1)
+    ]
+    sentinels = [_sentinel(binary, folder / f"sentinel-{number}", master.port) for number in range(3)]
+    url = "redis+sentinel://" + ",".join(f"{HOST}:{each.port}" for each in sentinels) + "/pagestream"
+    with running(Topology(url, [master, *followers], sentinels)) as topology:
+        for each in topology.servers:
+            each.start()
+        until(lambda: all(each.answers() for each in topology.servers), "master and replicas", topology.servers)
+        until(lambda: _connected_replicas(master) == replicas, "the replicas to follow")
+        for each in sentinels:
+            each.start()
+        until(lambda: all(_sees(each, replicas) for each in sentinels), "the Sentinels to see each other", sentinels)
+        yield topology
+
+
+def _sentinel(binary: ServerBinary, folder: Path, master_port: int) -> Server:
+    folder.mkdir(parents=True)
+    port = quiet_port()
+    lines = [
+        f"port {port}",
+        f"bind {HOST}",
+        f"dir {folder}",
+        f"sentinel monitor pagestream {HOST} {master_port} 2",
+        f"sentinel down-after-milliseconds pagestream {NODE_TIMEOUT_MS}",
+        "sentinel failover-timeout pagestream 3000",
+        "sentinel parallel-syncs pagestream 1",
+    ]
+    config = folder / "sentinel.conf"
+    config.write_text("\n".join(lines) + "\n")
+    return Server(folder, [str(binary.path), str(config), "--sentinel"], port)
+
+
+def _connected_replicas(master: Server) -> int:
+    with Redis(host=HOST, port=master.port) as client:
+        return int(client.info("replication")["connected_slaves"])
+
+
+def _sees(sentinel: Server, replicas: int) -> bool:
+    try:
+        with Redis(host=HOST, port=sentinel.port) as client:
+            state = client.sentinel_master("pagestream")
+    except (exceptions.RedisError, OSError):
+        return False
+    return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == replicas)
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """A made authority, and what it signed for this machine's loopback address."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+
+def make_certificates(folder: Path) -> Certificates:
+    """By the openssl program: an authority, and a certificate for 127.0.0.1 that clients may show as well."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = Certificates(folder / "ca.crt", folder / "server.crt", folder / "server.key")
+    ca_key, request, extensions = folder / "ca.key", folder / "server.csr", folder / "extensions"
+    extensions.write_text(f"subjectAltName=IP:{ipaddress.ip_address(HOST)},DNS:localhost\n")
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    authority = (
+        "-x509",
+        *curve,
+        "-keyout",
+        ca_key,
+        "-out",
+        made.authority,
+        "-days",
+        "2",
+        "-subj",
+        "/CN=test authority",
+    )
+    asked = (*curve, "-keyout", made.key, "-out", request, "-subj", "/CN=localhost")
+    signing = ("-req", "-in", request, "-CA", made.authority, "-CAkey", ca_key, "-CAcreateserial")
+    for command in (
+        ("req", *authority),
+        ("req", *asked),
+        ("x509", *signing, "-out", made.certificate, "-days", "2", "-extfile", extensions),
+    ):
+        subprocess.run(["openssl", *map(str, command)], check=True, capture_output=True, timeout=30)
+    return made
+
+
+@contextmanager
+def running_tls_server(folder: Path, binary: ServerBinary) -> Iterator[tuple[Topology, Certificates]]:
+    """A server that speaks TLS alone, asks clients for a certificate, and knows one user who may do what is needed."""
+    made = make_certificates(folder / "certificates")
+    port = quiet_port()
+    data = folder / "data"
+    data.mkdir(parents=True)
+    lines = [
+        "port 0",
+        f"tls-port {port}",
+        f"bind {HOST}",
+        f"dir {data}",
+        "appendonly yes",
+        'save ""',
+        f"tls-cert-file {made.certificate}",
+        f"tls-key-file {made.key}",
+        f"tls-ca-cert-file {made.authority}",
+        f"user pagestream on >secret {ACL_RULES}",
+        "user default off",
+    ]
+    config = data / "redis.conf"
+    config.write_text("\n".join(lines) + "\n")
+    each = Server(data, [str(binary.path), str(config)], port)
+    options = f"ssl_ca_certs={made.authority}&ssl_certfile={made.certificate}&ssl_keyfile={made.key}"
+    url = f"rediss://pagestream:secret@{HOST}:{port}/0?{options}"
+    with running(Topology(url, [each])) as topology:
+        each.start()
+
+        def is_there() -> bool:
+            try:
+                with Redis.from_url(url, socket_timeout=2.0) as client:
+                    return bool(client.ping())
+            except (exceptions.RedisError, OSError):
+                return False
+
+        until(is_there, "the server behind TLS")
+        yield topology, made
+
+
+ACL_RULES = (
+    "~ps:* &ps:* -@all +@read +@write +@stream +@hash +@set +@sortedset +@string +@scripting +@pubsub +@connection "
+    "-@dangerous +time +info +wait"
+)
+"""What Pagestream's user of Redis must be allowed; docs/durability.md shows the same line."""

@@ -1,0 +1,192 @@
+"""A real OpenTelemetry Collector that writes what it gets into files, and what it wrote, read back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from support.processes.stack import START_LIMIT_S, Part, free_port, wait_until
+from support.redis.servers import skip_for_want_of
+
+PROGRAM = "otelcol"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One span, with the service that made it."""
+
+    service: str
+    instance: str
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    kind: int
+    start_s: float
+    end_s: float
+    error: bool
+    attributes: dict[str, Any]
+    events: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One point of a metric."""
+
+    service: str
+    instance: str
+    name: str
+    unit: str
+    attributes: dict[str, Any]
+    start_ns: int
+    time_ns: int
+    value: float
+    """A number, or a histogram's count."""
+    total: float
+    bounds: tuple[float, ...]
+    resource: dict[str, Any]
+
+
+class Collector:
+    """A running collector. It exposes what it got in Prometheus' form, too."""
+
+    def __init__(self, folder: Path) -> None:
+        self._traces = folder / "traces.jsonl"
+        self._metrics = folder / "metrics.jsonl"
+        self.grpc_port, self.prometheus_port, health_port = free_port(), free_port(), free_port()
+        self._health_url = f"http://127.0.0.1:{health_port}/"
+        config = folder / "collector.yaml"
+        config.write_text(yaml.safe_dump(self._config(health_port)))
+        self.part = Part("collector", [PROGRAM, "--config", str(config)], folder / "collector.log")
+
+    @property
+    def endpoint(self) -> str:
+        """For PAGESTREAM_TELEMETRY__OTLP_ENDPOINT."""
+        return f"http://127.0.0.1:{self.grpc_port}"
+
+    def _config(self, health_port: int) -> dict[str, Any]:
+        def file(path: Path) -> dict[str, Any]:
+            return {"path": str(path), "flush_interval": "100ms"}
+
+        return {
+            "receivers": {"otlp": {"protocols": {"grpc": {"endpoint": f"127.0.0.1:{self.grpc_port}"}}}},
+            "exporters": {
+                "file/traces": file(self._traces),
+                "file/metrics": file(self._metrics),
+                "prometheus": {"endpoint": f"127.0.0.1:{self.prometheus_port}"},
+            },
+            "extensions": {"health_check": {"endpoint": f"127.0.0.1:{health_port}"}},
+            "service": {
+                "extensions": ["health_check"],
+                "telemetry": {"metrics": {"level": "none"}},
+                "pipelines": {
+                    "traces": {"receivers": ["otlp"], "exporters": ["file/traces"]},
+                    "metrics": {"receivers": ["otlp"], "exporters": ["file/metrics", "prometheus"]},
+                },
+            },
+        }
+
+    def is_ready(self) -> bool:
+        """Whether it takes what is sent."""
+        try:
+            return httpx.get(self._health_url, timeout=2.0).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def spans(self) -> list[Span]:
+        """All spans so far."""
+        return [
+            _span(_attributes(resource["resource"]), span)
+            for line in _lines(self._traces)
+            for resource in line["resourceSpans"]
+            for scope in resource["scopeSpans"]
+            for span in scope["spans"]
+        ]
+
+    def samples(self, name: str = "") -> list[Sample]:
+        """All points so far, of one metric or of all, the oldest first."""
+        return [
+            _sample(_attributes(resource["resource"]), metric, point)
+            for line in _lines(self._metrics)
+            for resource in line["resourceMetrics"]
+            for scope in resource["scopeMetrics"]
+            for metric in scope["metrics"]
+            if name in ("", metric["name"])
+            for kind in ("gauge", "sum", "histogram")
+            for point in metric.get(kind, {}).get("dataPoints", ())
+        ]
+
+    def exposition(self) -> str:
+        """What its own Prometheus exporter says."""
+        return httpx.get(f"http://127.0.0.1:{self.prometheus_port}/metrics", timeout=5.0).text
+
+
+@contextmanager
+def running_collector(folder: Path) -> Iterator[Collector]:
+    """A collector for the length of a block; skips where there is no such program."""
+    if shutil.which(PROGRAM) is None:
+        skip_for_want_of(PROGRAM, f"{PROGRAM}, the OpenTelemetry Collector, is not on the PATH")
+    folder.mkdir(parents=True, exist_ok=True)
+    collector = Collector(folder)
+    collector.part.start()
+    try:
+        wait_until(collector.is_ready, limit_s=START_LIMIT_S, what=f"the collector\n{collector.part.log_tail()}")
+        yield collector
+    finally:
+        collector.part.stop()
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file that is being written."""
+    text = path.read_text() if path.exists() else ""
+    for line in text.split("\n")[:-1]:
+        yield json.loads(line)
+
+
+def _attributes(owner: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for attribute in owner.get("attributes", ()):
+        [(kind, value)] = attribute["value"].items()
+        found[attribute["key"]] = int(value) if kind == "intValue" else value
+    return found
+
+
+def _span(resource: dict[str, Any], span: dict[str, Any]) -> Span:
+    return Span(
+        service=resource["service.name"],
+        instance=resource["service.instance.id"],
+        name=span["name"],
+        trace_id=span["traceId"],
+        span_id=span["spanId"],
+        parent_id=span.get("parentSpanId", ""),
+        kind=span["kind"],
+        start_s=int(span["startTimeUnixNano"]) / 1e9,
+        end_s=int(span["endTimeUnixNano"]) / 1e9,
+        error=span.get("status", {}).get("code") == 2,
+        attributes=_attributes(span),
+        events=tuple(event["name"] for event in span.get("events", ())),
+    )
+
+
+def _sample(resource: dict[str, Any], metric: dict[str, Any], point: dict[str, Any]) -> Sample:
+    value = point.get("asDouble", point.get("asInt", point.get("count", 0)))
+    return Sample(
+        service=resource["service.name"],
+        instance=resource["service.instance.id"],
+        name=metric["name"],
+        unit=metric.get("unit", ""),
+        attributes=_attributes(point),
+        start_ns=int(point.get("startTimeUnixNano", 0)),
+        time_ns=int(point["timeUnixNano"]),
+        value=float(value),
+        total=point.get("sum", 0.0),
+        bounds=tuple(point.get("explicitBounds", ())),
+        resource=resource,
+    )

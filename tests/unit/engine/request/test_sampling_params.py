@@ -1,0 +1,153 @@
+import math
+from typing import Any
+
+import pytest
+from pagestream_engine.errors import InvalidSamplingParams, UnsupportedSamplingParams
+from pagestream_engine.request.sampling_params import SamplingParams, child_seed
+
+
+def test_defaults_are_vllms() -> None:
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
+    assert (params.max_tokens, params.min_tokens, params.seed, params.ignore_eos) == (16, 0, None, False)
+    assert params.skip_special_tokens
+    assert not params.include_stop_str_in_output
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", 1.0),
+        ("n", True),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("seed", 1 << 63),
+        ("seed", "x"),
+        ("stop", 5),
+        ("stop", [1]),
+        ("stop", ["a", ""]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("stop_token_ids", 7),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("max_tokens", 0),
+        ("ignore_eos", 1),
+        ("skip_special_tokens", None),
+        ("include_stop_str_in_output", "no"),
+        ("best_of", 0),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", "x"),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", math.inf),
+        ("logprobs", -2),
+        ("logprobs", True),
+        ("logprobs", 1.0),
+        ("logit_bias", [1]),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: "x"}),
+    ],
+)
+def test_a_malformed_value_is_named(field: str, value: Any) -> None:
+    with pytest.raises(InvalidSamplingParams, match=f"^{field}: given ") as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt_logprobs", 1),
+        ("structured_outputs", {}),
+    ],
+)
+def test_what_is_not_supported_yet_is_named(field: str, value: Any) -> None:
+    with pytest.raises(UnsupportedSamplingParams, match=f"^{field}: given .*not supported yet"):
+        SamplingParams(**{field: value})
+
+
+def test_what_is_not_supported_may_be_at_its_default() -> None:
+    SamplingParams(prompt_logprobs=None, structured_outputs=None)
+
+
+def test_borders_of_the_ranges_are_inside() -> None:
+    SamplingParams(presence_penalty=2, frequency_penalty=-2.0, repetition_penalty=1e-3, logprobs=-1)
+
+
+def test_a_bias_has_numbers_for_ids_and_stays_within_a_hundred() -> None:
+    assert SamplingParams(logit_bias={"3": 500, 4: -500.0, 5: 1}).logit_bias == {3: 100.0, 4: -100.0, 5: 1.0}
+
+
+def test_a_bias_is_a_copy() -> None:
+    given = {1: 1.0}
+    params = SamplingParams(logit_bias=given)
+    given[2] = 2.0
+    assert params.logit_bias == {1: 1.0}
+
+
+def test_best_of_is_at_least_n() -> None:
+    assert SamplingParams(n=2, best_of=2).best_of == 2
+    with pytest.raises(InvalidSamplingParams, match=r"best_of: given 2, expected at least n \(3\)"):
+        SamplingParams(n=3, best_of=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "penalties", "changes", "special"),
+    [
+        ({}, False, False, False),
+        ({"temperature": 0.0, "top_k": 3, "min_tokens": 2, "logit_bias": {}}, False, False, False),
+        ({"logprobs": 0}, False, False, True),
+        ({"logit_bias": {1: 0.5}}, False, True, True),
+        ({"presence_penalty": 0.5}, True, True, True),
+        ({"frequency_penalty": -0.5}, True, True, True),
+        ({"repetition_penalty": 1.5}, True, True, True),
+    ],
+)
+def test_what_it_takes_of_the_sampler(given: dict[str, Any], penalties: bool, changes: bool, special: bool) -> None:
+    params = SamplingParams(**given)
+    assert (params.has_penalties, params.changes_logits, params.is_special) == (penalties, changes, special)
+    child = params.for_child(1, 1)
+    assert (child.has_penalties, child.changes_logits, child.is_special) == (penalties, changes, special)
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, ()), ("END", ("END",)), (["a", "b"], ("a", "b")), ((), ())])
+def test_stop_strings_become_a_tuple(given: Any, kept: tuple[str, ...]) -> None:
+    assert SamplingParams(stop=given).stop_strings == kept
+
+
+def test_equal_parameters_are_equal_and_hashable() -> None:
+    assert len({SamplingParams(stop=["a"], stop_token_ids=[1]), SamplingParams(stop="a", stop_token_ids=(1,))}) == 1
+    assert len({SamplingParams(logit_bias={1: 1}), SamplingParams(logit_bias={1: 1.0}), SamplingParams()}) == 2
+
+
+def test_max_tokens_may_be_what_the_context_leaves() -> None:
+    assert SamplingParams(max_tokens=None, min_tokens=100).max_tokens is None
+
+
+def test_choices_have_unrelated_seeds() -> None:
+    assert child_seed(42, 0) == 42
+    seeds = {child_seed(seed, child) for seed in range(20) for child in range(20)}
+    assert len(seeds) == 400
+    assert all(-(1 << 63) <= seed < 1 << 63 for seed in seeds)
+    assert child_seed(42, 1) == -113578372952957693, "logs of earlier versions must resume"
+
+
+def test_the_parameters_of_a_choice() -> None:
+    child = SamplingParams(n=3, seed=5, top_k=4).for_child(5, 2)
+    assert (child.n, child.seed, child.top_k) == (1, child_seed(5, 2), 4)

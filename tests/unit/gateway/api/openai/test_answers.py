@@ -1,0 +1,65 @@
+"""When an answer's stream is kept alive, on a clock that skips the waiting."""
+
+import asyncio
+import selectors
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_gateway import Settings
+from pagestream_gateway.api.openai.answers import EventStream, Reading
+from starlette.types import Receive, Scope, Send
+
+
+class SkippingSelector(selectors.SelectSelector):
+    """Waits for nothing and notes how long it should have."""
+
+    skipped_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.skipped_s += timeout or 0.0
+        return super().select(0)
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time passes only while it waits."""
+
+    def __init__(self) -> None:
+        self.selector = SkippingSelector()
+        super().__init__(self.selector)
+
+    def time(self) -> float:
+        return self.selector.skipped_s
+
+
+class Talk(EventStream):
+    """Says something 10 s after its beginning, and at 100 s."""
+
+    async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
+        await self._start(send)
+        for pause_s in (10, 90):
+            await asyncio.sleep(pause_s)
+            await self._send(send, "text")
+        return "ok"
+
+
+def test_a_comment_comes_when_nothing_was_sent_for_so_long() -> None:
+    sent: list[tuple[int, bytes]] = []
+
+    async def send(message: Mapping[str, Any]) -> None:
+        sent.append((round(asyncio.get_running_loop().time()), message.get("body", b"")))
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    async def talk() -> None:
+        frontend: Any = SimpleNamespace(settings=Settings())
+        call: Any = SimpleNamespace(api="completions", end=lambda outcome: None)
+        await Talk(frontend, Reading(RequestSpec(), "t", call))({}, receive, send)
+
+    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+        runner.run(talk())
+    times = [at for at, body in sent if body == b": keep-alive\n\n"]
+    assert times == [25, 40, 55, 70, 85], sent

@@ -1,0 +1,61 @@
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from pagestream_gateway.core.auth import KeyRing, read_key_file
+from pagestream_gateway.errors import SettingsError, Unauthenticated
+
+
+def sha256(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def test_without_keys_everybody_is_the_default_tenant() -> None:
+    ring = KeyRing(None)
+    assert ring.is_open
+    assert ring.tenant(None) == ring.tenant("Bearer anything") == "default"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"# ours\n{sha256('ka')} -> a\n\nsha256:{sha256('kb').upper()} b  # theirs\n",
+        json.dumps({sha256("ka"): "a", f"sha256:{sha256('kb')}": "b"}),
+    ],
+)
+def test_lines_and_json(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    ring = read_key_file(path)
+    assert not ring.is_open
+    assert [ring.tenant(f"{scheme} {key}") for scheme, key in (("Bearer", "ka"), ("bearer", "kb"))] == ["a", "b"]
+    for wrong in (None, "", "Bearer", "Bearer ", "Basic ka", "ka", f"Bearer {sha256('ka')}", "Bearer \xff"):
+        with pytest.raises(Unauthenticated):
+            ring.tenant(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no key"),
+        ("secret tenant", ":1: expected the 64 hexadecimal"),
+        (f"{sha256('k')}", ":1: expected '<sha256> -> <tenant>'"),
+        (f"{sha256('k')} bad/name", "not a tenant name"),
+        (f"{sha256('k')} a\n{sha256('k')} b", ":2: the same key"),
+        ("{", "not valid JSON"),
+        ('{"x": 5}', "must be an object"),
+    ],
+)
+def test_what_is_wrong_is_told(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match="--api-keys") as caught:
+        read_key_file(path)
+    assert said in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot read"):
+        read_key_file(tmp_path / "none")

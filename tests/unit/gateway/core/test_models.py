@@ -1,0 +1,107 @@
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+from pagestream.v1.records_pb2 import ModelCard
+from pagestream_gateway.core.models import LoadedModel, ModelCache, load_model
+from pagestream_gateway.errors import InvalidRequest, PromptTooLong
+from support.engines.synthetic_engine import byte_tokenizer, synthetic_card
+
+
+def test_encodes_as_the_tokenizer_does() -> None:
+    model = load_model(synthetic_card())
+    for special in (True, False):
+        ids = model.encode("Grüße 👋", add_special_tokens=special, limit=100, field="prompt")
+        assert ids == byte_tokenizer().encode("Grüße 👋", add_special_tokens=special).ids
+    assert model.decode(ids) == "Grüße 👋"
+
+
+def test_a_prompt_that_is_too_long_tells_the_numbers() -> None:
+    with pytest.raises(PromptTooLong, match=r"11 tokens.*128 tokens") as caught:
+        load_model(synthetic_card()).encode("x" * 10, add_special_tokens=True, limit=10, field="prompt")
+    assert caught.value.field == "prompt"
+
+
+def test_half_a_surrogate_pair_is_not_text() -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        load_model(synthetic_card()).encode("\ud800", add_special_tokens=True, limit=10, field="prompt")
+
+
+@pytest.mark.parametrize("change", [{"tokenizer_json_zlib": b"x"}, {"chat_template": "{% for %}"}])
+def test_a_broken_card_is_told(change: dict[str, object]) -> None:
+    card = synthetic_card()
+    card.MergeFrom(ModelCard(**change))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'synthetic' is broken"):
+        load_model(card)
+
+
+async def test_a_model_is_loaded_once_for_each_card() -> None:
+    cache, loads = ModelCache(), []
+
+    async def run(work: Callable[[], LoadedModel]) -> LoadedModel:
+        loads.append(threading.get_ident())
+        return await asyncio.to_thread(work)
+
+    card = synthetic_card()
+    first = await cache.load(card, run)
+    assert await cache.load(card, run) is first
+    assert await cache.load(synthetic_card(), run) is first
+    changed = await cache.load(synthetic_card(max_model_len=64), run)
+    assert changed.max_model_len == 64
+    assert len(loads) == 2
+
+
+async def test_callers_that_come_together_share_one_load() -> None:
+    cache, gate, loads = ModelCache(), asyncio.Event(), []
+
+    async def run(work: Callable[[], LoadedModel]) -> LoadedModel:
+        loads.append(work)
+        await gate.wait()
+        return work()
+
+    callers = [asyncio.create_task(cache.load(synthetic_card(), run)) for _ in range(24)]
+    await asyncio.sleep(0)
+    callers[0].cancel()
+    await asyncio.sleep(0)
+    gate.set()
+    first, *others = await asyncio.gather(*callers, return_exceptions=True)
+    assert isinstance(first, asyncio.CancelledError)
+    assert len(loads) == 1
+    assert all(other is others[0] for other in others)
+    assert await cache.load(synthetic_card(), run) is others[0]
+
+
+async def test_a_load_that_failed_is_begun_again() -> None:
+    cache, outcomes = ModelCache(), [RuntimeError("once"), asyncio.CancelledError(), None]
+
+    async def run(work: Callable[[], LoadedModel]) -> LoadedModel:
+        await asyncio.sleep(0)
+        outcome = outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
+        return work()
+
+    for kind in (RuntimeError, asyncio.CancelledError):
+        failed = await asyncio.gather(*(cache.load(synthetic_card(), run) for _ in range(2)), return_exceptions=True)
+        assert [type(error) for error in failed] == [kind, kind]
+    assert (await cache.load(synthetic_card(), run)).name == synthetic_card().name
+    assert not outcomes
+
+
+async def test_cards_that_change_while_they_are_loaded() -> None:
+    cache, gates = ModelCache(), [asyncio.Event(), asyncio.Event()]
+    waiting = iter(gates)
+
+    async def run(work: Callable[[], LoadedModel]) -> LoadedModel:
+        await next(waiting).wait()
+        return work()
+
+    old = asyncio.create_task(cache.load(synthetic_card(), run))
+    await asyncio.sleep(0)
+    new = asyncio.create_task(cache.load(synthetic_card(max_model_len=64), run))
+    await asyncio.sleep(0)
+    gates[1].set()
+    assert (await new).max_model_len == 64
+    gates[0].set()
+    assert (await old).max_model_len != 64

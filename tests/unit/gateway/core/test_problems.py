@@ -1,0 +1,52 @@
+import grpc
+import pytest
+from pagestream_gateway import errors
+from pagestream_gateway.core.problems import problem_of
+from pagestream_streams import errors as streams
+
+
+@pytest.mark.parametrize(
+    ("error", "http_status", "grpc_status"),
+    [
+        (errors.InvalidRequest("n", "x"), 400, grpc.StatusCode.INVALID_ARGUMENT),
+        (errors.Unauthenticated("x"), 401, grpc.StatusCode.UNAUTHENTICATED),
+        (errors.BodyTooLarge(5), 413, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (errors.Overloaded("x", 2.5), 429, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (errors.GatewayStopping(), 503, grpc.StatusCode.UNAVAILABLE),
+        (errors.GenerationFailed("", ""), 500, grpc.StatusCode.INTERNAL),
+        (
+            streams.QueueFull(limit="requests", bound=1, queued=1, retry_after_s=2.5),
+            429,
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+        ),
+        (streams.Unavailable("redis://user:password@host"), 503, grpc.StatusCode.UNAVAILABLE),
+        (streams.ModelNotFound("m"), 404, grpc.StatusCode.NOT_FOUND),
+        (streams.RequestNotFound("r"), 404, grpc.StatusCode.NOT_FOUND),
+        (streams.OffsetOutOfRange("r", 5, 3), 416, grpc.StatusCode.OUT_OF_RANGE),
+        (streams.DigestMismatch("r", 5), 409, grpc.StatusCode.DATA_LOSS),
+        (streams.IdempotencyConflict("k"), 409, grpc.StatusCode.ALREADY_EXISTS),
+        (KeyError("secret"), 500, grpc.StatusCode.INTERNAL),
+    ],
+)
+def test_both_forms(error: Exception, http_status: int, grpc_status: grpc.StatusCode) -> None:
+    problem = problem_of(error)
+    assert (problem.http_status, problem.grpc_status) == (http_status, grpc_status)
+    assert problem.message
+    assert problem.code
+    assert "password" not in problem.message
+    assert "secret" not in problem.message
+
+
+def test_what_is_full_tells_when_to_come_back() -> None:
+    full = streams.QueueFull(limit="requests", bound=1, queued=1, retry_after_s=2.5)
+    assert problem_of(full).retry_after_s == problem_of(errors.Overloaded("x", 2.5)).retry_after_s == 2.5
+    assert problem_of(errors.InvalidRequest("n", "x")).retry_after_s is None
+
+
+def test_every_error_of_the_streams_has_its_own_entry() -> None:
+    unlisted = {streams.StreamsError, streams.ServerNotFound}  # the root, and one that no call here can raise
+    for name, kind in vars(streams).items():
+        if isinstance(kind, type) and issubclass(kind, streams.StreamsError) and kind not in unlisted:
+            made = kind.__new__(kind, *("x",))
+            vars(made).update(name="x", retry_after_s=1.0)
+            assert problem_of(made).code != "internal_error", name

@@ -1,0 +1,94 @@
+import pytest
+from pagestream.v1.inference_pb2 import SamplingParams
+from pagestream_gateway.core.sampling import resolve_sampling, to_sampling
+from pagestream_gateway.errors import InvalidRequest, UnsupportedField
+from pagestream_gateway.settings import LimitSettings
+
+
+def resolve(given: SamplingParams, defaults: SamplingParams | None = None) -> SamplingParams:
+    return resolve_sampling(given, defaults or SamplingParams(), limits=LimitSettings(), vocab_size=100)
+
+
+def test_unset_fields_take_vllms_defaults() -> None:
+    sampling = resolve(SamplingParams())
+    assert (sampling.n, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1.0, 1.0, 0, 0.0)
+    assert sampling.skip_special_tokens
+    assert not sampling.HasField("max_tokens")
+
+
+def test_the_models_defaults_stand_between() -> None:
+    defaults = SamplingParams(temperature=0.5, top_k=20, top_p=0.9, max_tokens=7)
+    sampling = resolve(SamplingParams(top_k=3), defaults)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens) == (0.5, 3, 0.9, 7)
+
+
+def test_a_seed_is_always_set_and_a_given_one_kept() -> None:
+    seeds = {resolve(SamplingParams()).seed for _ in range(8)}
+    assert len(seeds) == 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert resolve(SamplingParams(seed=0)).seed == 0
+    assert resolve(SamplingParams(seed=-(2**63))).seed == -(2**63)
+
+
+def test_the_given_message_is_not_changed() -> None:
+    given = SamplingParams(n=2)
+    resolve(given)
+    assert given == SamplingParams(n=2)
+
+
+def test_penalties_and_bias_pass() -> None:
+    given = SamplingParams(
+        presence_penalty=-2, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={5: -100, 99: 3.5}, logprobs=0
+    )
+    sampling = resolve(given)
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"):
+        assert getattr(sampling, name) == getattr(given, name)
+    assert resolve(SamplingParams()).repetition_penalty == 1.0
+    assert not resolve(SamplingParams()).HasField("logprobs")
+
+
+def test_best_of_is_n_or_refused() -> None:
+    assert not resolve(SamplingParams(n=2, best_of=2)).HasField("best_of")
+    with pytest.raises(UnsupportedField) as caught:
+        resolve(SamplingParams(n=2, best_of=3))
+    assert caught.value.field == "best_of"
+
+
+def test_what_is_not_supported_is_refused() -> None:
+    with pytest.raises(UnsupportedField) as caught:
+        resolve(SamplingParams(prompt_logprobs=1))
+    assert caught.value.field == "prompt_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        (SamplingParams(temperature=float("inf")), "temperature"),
+        (SamplingParams(top_p=float("nan")), "top_p"),
+        (SamplingParams(min_p=-0.1), "min_p"),
+        (SamplingParams(max_tokens=2, min_tokens=3), "min_tokens"),
+        (SamplingParams(stop=["x" * 2000]), "stop"),
+        (SamplingParams(stop_token_ids=[100]), "stop_token_ids"),
+        (SamplingParams(stop_token_ids=[1] * 2000), "stop_token_ids"),
+        (SamplingParams(presence_penalty=2.1), "presence_penalty"),
+        (SamplingParams(frequency_penalty=float("nan")), "frequency_penalty"),
+        (SamplingParams(repetition_penalty=0), "repetition_penalty"),
+        (SamplingParams(repetition_penalty=float("inf")), "repetition_penalty"),
+        (SamplingParams(logprobs=21), "logprobs"),
+        (SamplingParams(logit_bias={100: 1.0}), "logit_bias"),
+        (SamplingParams(logit_bias={1: 101.0}), "logit_bias"),
+        (SamplingParams(logit_bias={1: float("nan")}), "logit_bias"),
+    ],
+)
+def test_ranges(given: SamplingParams, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        resolve(given)
+    assert caught.value.field == field
+
+
+def test_values_that_a_field_cannot_hold_are_named() -> None:
+    assert to_sampling({"n": 2, "stop": ["a"], "seed": None}) == SamplingParams(n=2, stop=["a"])
+    for name, value in (("n", -1), ("seed", 2**63), ("top_k", 2**40), ("stop", ["\ud800"]), ("max_tokens", -5)):
+        with pytest.raises(InvalidRequest) as caught:
+            to_sampling({name: value})
+        assert caught.value.field == name

@@ -1,0 +1,44 @@
+import asyncio
+import threading
+
+import pytest
+from pagestream_gateway.core.tokenization import TokenizePool
+from pagestream_gateway.errors import InvalidRequest, Overloaded
+
+
+async def test_work_runs_beside_the_event_loop() -> None:
+    async with TokenizePool(workers=1, max_pending=4, limit_s=20) as pool:
+        assert await pool.run(threading.get_ident) != threading.get_ident()
+
+
+def refuse() -> None:
+    raise InvalidRequest("prompt", "no")
+
+
+async def test_errors_of_the_work_come_through() -> None:
+    async with TokenizePool(workers=1, max_pending=4, limit_s=20) as pool:
+        with pytest.raises(InvalidRequest, match="prompt: no"):
+            await pool.run(refuse)
+
+
+async def test_what_waits_is_bounded_and_room_comes_back() -> None:
+    gate = threading.Event()
+    async with TokenizePool(workers=1, max_pending=2, limit_s=20) as pool:
+        calls = [asyncio.create_task(pool.run(lambda: gate.wait(20))) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded) as caught:
+            await pool.run(int)
+        assert caught.value.retry_after_s > 0
+        gate.set()
+        assert await asyncio.gather(*calls) == [True, True]
+        assert await pool.run(int) == 0
+
+
+async def test_an_abandoned_call_counts_until_its_thread_is_done() -> None:
+    gate = threading.Event()
+    async with TokenizePool(workers=1, max_pending=1, limit_s=0.05) as pool:
+        with pytest.raises(Overloaded, match="longer than"):
+            await pool.run(lambda: gate.wait(20))
+        with pytest.raises(Overloaded, match="too many"):
+            await pool.run(int)
+        gate.set()

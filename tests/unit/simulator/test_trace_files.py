@@ -1,0 +1,81 @@
+from pathlib import Path
+
+import pytest
+from pagestream_simulator.errors import WorkloadInvalidError
+from pagestream_simulator.sample_trace import REQUESTS, sample_rows
+from pagestream_simulator.traces import TraceRow, read_trace, sample_path, write_csv
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:16:46.6805900,0,0
+"""
+MOONCAKE = """{"timestamp": 500, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1]}
+
+{"timestamp": 2500, "input_length": 600, "output_length": 7, "hash_ids": [0, 2]}
+"""
+
+
+def test_the_azure_form(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(AZURE)
+    rows = read_trace(str(path))
+    assert [row.arrival_s for row in rows] == pytest.approx([0.0, 4.314579, 60.0], abs=1e-5)
+    assert [(row.input_tokens, row.output_tokens) for row in rows] == [(374, 44), (396, 109), (1, 1)]
+    assert rows[0].blocks == ()
+
+
+def test_the_mooncake_form(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(MOONCAKE)
+    assert read_trace(str(path)) == [TraceRow(0.0, 1000, 5, (0, 1)), TraceRow(2.0, 600, 7, (0, 2))]
+
+
+def test_the_first_requests_only(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(AZURE)
+    assert len(read_trace(str(path), limit=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.csv", "", "no column TIMESTAMP"),
+        ("a.csv", "TIMESTAMP,ContextTokens\n", "no column GeneratedTokens"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no requests"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,ten,1\n", "line 2 of the trace"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,10,1\n", "line 2 of the trace"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,-10,1\n", "negative"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46\n", "line 2 of the trace"),
+        ("a.jsonl", "{}\n", "line 1 of the trace has no 'timestamp'"),
+        ("a.jsonl", "not json\n", "line 1 of the trace"),
+        ("a.jsonl", "[1]\n", "line 1 of the trace"),
+    ],
+)
+def test_another_form_is_refused_with_its_line(tmp_path: Path, name: str, text: str, said: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(WorkloadInvalidError, match=said):
+        read_trace(str(path))
+
+
+def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadInvalidError, match="No such file"):
+        read_trace(str(tmp_path / "none.csv"))
+    (tmp_path / "b.csv").write_bytes(b"\xff\xfe\x00" * 10)
+    with pytest.raises(WorkloadInvalidError, match="no text"):
+        read_trace(str(tmp_path / "b.csv"))
+
+
+def test_the_sample_that_comes_with_the_package_is_what_its_generator_makes(tmp_path: Path) -> None:
+    write_csv(sample_rows(), tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_bytes() == sample_path().read_bytes()
+    rows = read_trace("sample")
+    assert len(rows) == REQUESTS
+    assert rows[0].arrival_s == 0.0
+    assert len({row.input_tokens for row in rows}) > REQUESTS / 2
+
+
+def test_the_sample_depends_on_its_seed() -> None:
+    assert list(sample_rows(20, seed=1)) == list(sample_rows(20, seed=1))
+    assert list(sample_rows(20, seed=1)) != list(sample_rows(20, seed=2))

@@ -1,0 +1,88 @@
+"""One read of one log, without Redis: when it believes a wake-up, and when it looks into the log."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from pagestream.v1.records_pb2 import LogEntry, LogSlice
+from pagestream_streams.errors import DigestMismatch
+from pagestream_streams.gateway.follower import Follower
+from pagestream_streams.protocol.keys import Partition
+from support.protocol.token_streams import ending, numbers, tokens
+
+LOG = tokens(range(100, 110))
+
+
+def follower(from_index: int = 0, digest: str = "") -> Follower:
+    made = Follower(Partition("m", 0), "r", tenant="t", from_index=from_index, digest=digest, buffer_entries=100)
+    assert made.take_look()
+    return made
+
+
+def log_slice(first: int, entries: Sequence[LogEntry], previous: str = "") -> LogSlice:
+    return LogSlice(request_id="r", first_index=first, entries=entries, previous_digest=previous)
+
+
+def test_a_slice_that_follows_is_taken_and_a_gap_sends_to_the_log() -> None:
+    reader = follower()
+    reader.offer(log_slice(0, LOG[:3]))
+    reader.offer(log_slice(3, LOG[3:5], LOG[2].digest))
+    assert numbers(reader.take_buffered()) == [100, 101, 102, 103, 104]
+    reader.offer(log_slice(6, LOG[6:8], LOG[5].digest))
+    assert reader.take_buffered() == []
+    assert reader.take_look()
+    assert reader.next_index == 5
+
+
+def test_a_slice_that_overlaps_is_cut() -> None:
+    reader = follower()
+    reader.offer(log_slice(0, LOG[:3]))
+    reader.offer(log_slice(1, LOG[1:5], LOG[0].digest))
+    assert numbers(reader.take_buffered()) == [100, 101, 102, 103, 104]
+
+
+@pytest.mark.parametrize("previous", ["", "f" * 16])
+def test_a_slice_of_another_generation_is_not_taken(previous: str) -> None:
+    reader = follower()
+    reader.offer(log_slice(0, LOG[:3]))
+    assert len(reader.take_buffered()) == 3
+    reader.offer(log_slice(3, tokens([7, 8], "another"), previous))
+    assert reader.take_buffered() == []
+    assert reader.take_look()
+
+
+def test_a_reader_ahead_of_a_log_that_lost_entries_looks_as_soon_as_it_is_reached() -> None:
+    reader = follower(5, LOG[4].digest)
+    reader.offer(log_slice(3, LOG[3:5], LOG[2].digest))
+    assert not reader.take_look()
+    reader.offer(log_slice(5, LOG[5:6], LOG[4].digest))
+    assert reader.take_look()
+    assert reader.log_start == 4
+    assert numbers(reader.take_logged(4, LOG[4:6])) == [105]
+    reader.offer(log_slice(6, LOG[6:7], LOG[5].digest))
+    assert numbers(reader.take_buffered()) == [106]
+
+
+def test_a_log_that_ended_otherwise_at_the_readers_place_is_data_loss() -> None:
+    reader = follower()
+    reader.offer(log_slice(0, LOG[:6]))
+    assert len(reader.take_buffered()) == 6
+    other = [*LOG[:4], *ending(LOG[3].digest, count=4)]
+    reader.end_at(len(other))
+    assert reader.take_look()
+    with pytest.raises(DigestMismatch):
+        reader.take_logged(reader.log_start, other[reader.log_start :])
+
+
+async def test_waiting_ends_with_news_or_with_time() -> None:
+    reader = follower()
+    waiting = asyncio.create_task(reader.wait(20.0))
+    await asyncio.sleep(0)
+    assert reader.waiting_since is not None
+    reader.offer(log_slice(0, LOG[:1]))
+    async with asyncio.timeout(5.0):
+        await waiting
+    assert reader.waiting_since is None
+    await reader.wait(0.001)
+    reader.look()
+    await reader.wait(20.0)

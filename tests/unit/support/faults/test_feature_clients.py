@@ -1,0 +1,84 @@
+"""The harness' clients must notice whatever a stream can do wrong."""
+
+import copy
+import json
+
+import pytest
+from pagestream.v1 import inference_pb2 as pb
+from support.clients.stream_clients import StreamBrokenError
+from support.faults.feature_clients import ChoiceSeen, GrpcClient, Seen, SseClient
+from support.faults.feature_rows import FEATURE_ROWS
+
+
+def seen() -> Seen:
+    result = Seen(usage=(3, 2), next_index=4, digest="d")
+    result.choices[0] = ChoiceSeen([5, 6], "ab", [[(5, -0.5, 1, "a")], [(6, -0.25, 1, "b")]], "length")
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("token_ids", [5, 7]),
+        ("text", "a"),
+        ("logprobs", [[(5, -0.5, 1, "a")], [(6, -0.2500001, 1, "b")]]),
+        ("finish_reason", "stop"),
+    ],
+)
+def test_any_difference_in_a_choice_is_named(name: str, value: object) -> None:
+    other = copy.deepcopy(seen())
+    assert seen().differences(other) == []
+    setattr(other.choices[0], name, value)
+    [difference] = seen().differences(other)
+    assert difference.startswith(f"{name} of choice 0")
+
+
+@pytest.mark.parametrize(("name", "value"), [("usage", (3, 3)), ("next_index", 5), ("digest", "e")])
+def test_any_difference_of_the_log_is_named(name: str, value: object) -> None:
+    other = seen()
+    setattr(other, name, value)
+    [difference] = seen().differences(other)
+    assert difference.startswith(f"{name}:")
+
+
+def test_a_choice_that_is_missing_is_a_difference() -> None:
+    assert seen().differences(Seen(usage=(3, 2), next_index=4, digest="d"))
+
+
+def chunk(next_index: int, *, request_id: str = "r", error: str = "") -> pb.TokenChunk:
+    result = pb.TokenChunk(request_id=request_id, next_index=next_index, digest="d", token_ids=[1], text="x")
+    if error:
+        result.error.code = error
+    return result
+
+
+def grpc_client() -> GrpcClient:
+    client = GrpcClient(FEATURE_ROWS[0], [""], model="demo", key="k")
+    client._take(chunk(1))
+    return client
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [chunk(1), chunk(3), chunk(2, request_id="other"), chunk(2, error="quarantined")],
+    ids=["repeated", "skipped", "another request", "an error"],
+)
+def test_grpc_notices_what_a_stream_must_not_do(wrong: pb.TokenChunk) -> None:
+    client = grpc_client()
+    with pytest.raises(StreamBrokenError):
+        client._take(wrong)
+    assert client.seen.next_index == 1
+
+
+def test_sse_notices_what_a_stream_must_not_do() -> None:
+    client = SseClient(FEATURE_ROWS[0], [""], model="demo", key="k")
+    client.request_id = "r"
+    data = json.dumps({"choices": [{"index": 0, "text": "x", "finish_reason": None}]})
+    client._take("r/2/d", data)
+    for event_id in ("r/2/d", "r/1/d", "other/3/d"):
+        with pytest.raises(StreamBrokenError):
+            client._take(event_id, data)
+    with pytest.raises(StreamBrokenError, match="digest_mismatch"):
+        client._take("r/2/d", json.dumps({"error": {"code": "digest_mismatch"}}))
+    client._take("r/2/d", json.dumps({"error": {"code": "unavailable"}}))
+    assert client.seen.choices[0].text == "x"

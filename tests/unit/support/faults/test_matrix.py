@@ -1,0 +1,43 @@
+import itertools
+
+from pagestream.v1.inference_pb2 import SamplingParams
+from pagestream_streams.fault_points import FaultPoint
+from support.faults.campaign import PASSAGES as CAMPAIGN_PASSAGES
+from support.faults.campaign import Plan
+from support.faults.cluster import Fault
+from support.faults.feature_rows import FEATURE_ROWS, sampling_of
+from support.faults.matrix import FACTORS, PASSAGES, Moment, Target, all_cells, covering_cells
+
+
+def test_has_every_combination_once() -> None:
+    assert len({str(cell) for cell in all_cells()}) == len(Target) * len(Fault) * len(Moment) == 84
+
+
+def test_the_cover_has_every_pair_of_values() -> None:
+    cells = covering_cells()
+    for first, second in itertools.combinations(FACTORS, 2):
+        seen = {(getattr(cell, first), getattr(cell, second)) for cell in cells}
+        assert seen == set(itertools.product(FACTORS[first], FACTORS[second]))
+
+
+def test_every_moment_has_a_fault_point_and_the_campaign_has_all() -> None:
+    assert set(PASSAGES) == set(Moment)
+    assert set(CAMPAIGN_PASSAGES) == set(FaultPoint)
+
+
+def test_a_hit_follows_from_the_seed_and_its_number_alone() -> None:
+    hits = [Plan.draw(7, number) for number in range(500)]
+    assert hits == [Plan.draw(7, number) for number in range(500)]
+    assert hits != [Plan.draw(8, number) for number in range(500)]
+    assert {hit.point for hit in hits} == set(FaultPoint)
+    assert {hit.fault for hit in hits} == set(Fault)
+
+
+def test_every_sampling_parameter_has_a_row() -> None:
+    refused = {"best_of", "prompt_logprobs"}  # by the gateway: a stream shows each choice as it comes
+    fields = {field.name for field in SamplingParams.DESCRIPTOR.fields} - refused
+    assert {name for row in FEATURE_ROWS for name in sampling_of(row)} == fields
+
+
+def test_rows_have_distinct_names_and_prompts() -> None:
+    assert len({row.name for row in FEATURE_ROWS}) == len({row.prompt for row in FEATURE_ROWS}) == len(FEATURE_ROWS)

@@ -1,0 +1,150 @@
+"""The engine thread: commands in, outputs out, and an end that its owner hears of."""
+
+import queue
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from pagestream_engine import Engine, EngineConfig, SamplingParams, Sibling, StepOutput
+from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
+from pagestream_worker.engine_thread import AbortSequences, AddGroup, EngineThread, Stop
+from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
+
+LIMIT_S = 10.0
+FACTS = ArithmeticFacts()
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+class BrokenRunner(ArithmeticRunner):
+    """Fails from its third step on."""
+
+    def execute(self, step: ScheduledStep) -> SampledTokens:
+        if self.num_steps == 2:
+            raise MemoryError("no memory for the step")
+        return super().execute(step)
+
+
+class Outside:
+    """The owner's side of a thread."""
+
+    def __init__(self, folder: Path, runner: type[ArithmeticRunner] = ArithmeticRunner) -> None:
+        def make_engine() -> Engine:
+            made_on.append(threading.current_thread())
+            return Engine(make_folder(folder), EngineConfig(), make_runner=lambda _, config: runner(config, FACTS))
+
+        made_on: list[threading.Thread] = []
+        self.outputs: queue.SimpleQueue[Sequence[StepOutput]] = queue.SimpleQueue()
+        self.ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self.thread = EngineThread(make_engine)
+        self.steps: list[tuple[float, int]] = []
+        self.thread.listen(
+            on_outputs=self.outputs.put,
+            on_end=self.ends.put,
+            on_step=lambda duration_s, sequences: self.steps.append((duration_s, sequences)),
+        )
+        self.thread.start()
+        self.thread.loaded.result(LIMIT_S)
+        assert made_on == [self.thread]
+
+    def next_outputs(self) -> Sequence[StepOutput]:
+        return self.outputs.get(timeout=LIMIT_S)
+
+    def tokens_of(self, seq_id: str) -> list[int]:
+        tokens: list[int] = []
+        while True:
+            for output in self.next_outputs():
+                if output.request_id == seq_id:
+                    tokens += [] if output.token_id is None else [output.token_id]
+                    if output.finish_reason is not None:
+                        return tokens
+
+    def end(self) -> None:
+        self.thread.submit(Stop())
+        assert self.ends.get(timeout=LIMIT_S) is None
+        self.thread.join(LIMIT_S)
+        assert not self.thread.is_alive()
+
+
+def test_a_sequence_runs_to_its_end(tmp_path: Path) -> None:
+    outside = Outside(tmp_path)
+    outside.thread.submit(AddGroup([1, 2, 3], [Sibling("a", PARAMS, [])]))
+    assert outside.tokens_of("a") == undisturbed([1, 2, 3], PARAMS, FACTS, 100)
+    outside.end()
+    assert [sequences for _, sequences in outside.steps] == [1] * 20
+    assert all(duration_s > 0 for duration_s, _ in outside.steps)
+
+
+def test_siblings_that_are_refused_end_all(tmp_path: Path) -> None:
+    outside = Outside(tmp_path)
+    siblings = [Sibling("a", PARAMS), Sibling("b", PARAMS, [FACTS.vocab_size])]
+    outside.thread.submit(AddGroup([1, 2, 3], siblings))
+    refused = outside.next_outputs()
+    assert [(output.request_id, output.finish_reason) for output in refused] == [("a", "error"), ("b", "error")]
+    outside.thread.submit(AddGroup([1, 2, 3], [Sibling("a", PARAMS), Sibling("b", PARAMS)]))
+    assert outside.tokens_of("b") == undisturbed([1, 2, 3], PARAMS, FACTS, 100)
+    outside.end()
+
+
+def test_a_sequence_goes_on_where_another_engine_left_it(tmp_path: Path) -> None:
+    whole = undisturbed([1, 2, 3], PARAMS, FACTS, 100)
+    outside = Outside(tmp_path)
+    outside.thread.submit(AddGroup([1, 2, 3], [Sibling("a", PARAMS, whole[:7])]))
+    assert outside.tokens_of("a") == whole[7:]
+    outside.end()
+
+
+def test_a_refused_sequence_ends_alone(tmp_path: Path) -> None:
+    outside = Outside(tmp_path)
+    outside.thread.submit(AddGroup([FACTS.vocab_size], [Sibling("bad", PARAMS, [])]))
+    outside.thread.submit(AddGroup([1], [Sibling("good", PARAMS, [])]))
+    [refused] = outside.next_outputs()
+    assert (refused.request_id, refused.finish_reason) == ("bad", "error")
+    assert refused.error is not None
+    assert str(FACTS.vocab_size) in refused.error
+    assert outside.tokens_of("good") == undisturbed([1], PARAMS, FACTS, 100)
+    outside.end()
+
+
+def test_an_aborted_sequence_says_nothing_more(tmp_path: Path) -> None:
+    outside = Outside(tmp_path)
+    endless = SamplingParams(max_tokens=None, ignore_eos=True)
+    outside.thread.submit(AddGroup([1], [Sibling("a", endless, [])]))
+    outside.next_outputs()
+    outside.thread.submit(AbortSequences(["a", "unknown"]))
+    outside.thread.submit(AddGroup([2], [Sibling("b", PARAMS, [])]))
+    assert outside.tokens_of("b") == undisturbed([2], PARAMS, FACTS, 100)
+    outside.end()
+    while not outside.outputs.empty():
+        assert all(output.request_id != "a" for output in outside.next_outputs())
+
+
+def test_an_idle_thread_stops_at_once(tmp_path: Path) -> None:
+    outside = Outside(tmp_path)
+    outside.end()
+
+
+def test_the_owner_hears_of_the_error_that_ends_the_thread(tmp_path: Path) -> None:
+    outside = Outside(tmp_path, BrokenRunner)
+    outside.thread.submit(AddGroup([1], [Sibling("a", PARAMS, [])]))
+    error = outside.ends.get(timeout=LIMIT_S)
+    assert isinstance(error, MemoryError)
+    outside.thread.join(LIMIT_S)
+
+
+def test_a_step_in_progress_has_an_age_and_no_step_has_none(tmp_path: Path) -> None:
+    outside = Outside(tmp_path)
+    assert outside.thread.step_age_s() == pytest.approx(0.0)
+    outside.end()
+
+
+def test_whoever_waits_for_the_engine_hears_why_it_could_not_load() -> None:
+    def make_engine() -> Engine:
+        raise FileNotFoundError("no such model")
+
+    thread = EngineThread(make_engine)
+    thread.start()
+    with pytest.raises(FileNotFoundError, match="no such model"):
+        thread.loaded.result(LIMIT_S)
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()

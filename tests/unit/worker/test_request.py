@@ -1,0 +1,278 @@
+"""A running request writes the same log whether it ran in one go or was taken over in the middle."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pagestream.v1.inference_pb2 import FinishReason, SamplingParams, TokenIds
+from pagestream.v1.records_pb2 import LogEntry, RequestSpec
+from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.request.outputs import StepOutput, TokenLogprob
+from pagestream_engine.request.sampling_params import child_seed
+from pagestream_streams import Claim
+from pagestream_streams.protocol import digests
+from pagestream_worker.request import RunningRequest, sampling_from_message
+
+PROMPTS = ([1, 2, 3], [4, 5])
+
+
+def claim(entries: list[LogEntry] | None = None, *, n: int = 1, num_prompts: int = 1, nonce: str = "a") -> Claim:
+    spec = RequestSpec(
+        request_id="r",
+        prompts=[TokenIds(ids=ids) for ids in PROMPTS[:num_prompts]],
+        sampling=SamplingParams(n=n, seed=7, max_tokens=5, temperature=0.5),
+    )
+    log = entries or []
+    return Claim(
+        spec=spec,
+        epoch=1,
+        nonce=nonce,
+        next_index=len(log),
+        digest=log[-1].digest if log else "",
+        cached_tokens=0,
+        attempts=1,
+        deadline=None,
+        entries=log,
+    )
+
+
+def play(request: RunningRequest, script: list[tuple[int, StepOutput]]) -> list[LogEntry]:
+    for choice, output in script:
+        request.add_output(choice, output)
+    return sent(request)
+
+
+def sent(request: RunningRequest, limit: int = 100) -> list[LogEntry]:
+    entries: list[LogEntry] = []
+    while request.has_pending:
+        append = request.pending(limit)
+        entries.extend(append.entries)
+        request.acknowledge(append.first_index + len(append.entries))
+    return entries
+
+
+def step(token: int, text: str, finish: str | None = None, cached: int = 0) -> StepOutput:
+    return StepOutput("", token_id=token, text=text, finish_reason=finish, num_cached_tokens=cached)
+
+
+SCRIPT = [
+    (0, step(10, "a", cached=2)),
+    (1, step(20, "x")),
+    (0, step(11, "b")),
+    (1, step(21, "y", "length")),
+    (0, step(12, "", "stop")),
+]
+
+
+def test_a_log_has_each_token_the_finishes_and_one_end() -> None:
+    request = RunningRequest(claim(n=2))
+    assert [choice.index for choice in request.open_choices()] == [0, 1]
+    log = play(request, SCRIPT)
+    kinds = [entry.WhichOneof("body") for entry in log]
+    assert kinds == ["token_id", "token_id", "token_id", "token_id", "finish", "token_id", "finish", "end"]
+    assert [entry.token_id for entry in log if entry.WhichOneof("body") == "token_id"] == [10, 20, 11, 21, 12]
+    end = log[-1].end
+    assert (end.usage.prompt_tokens, end.usage.completion_tokens, end.usage.cached_tokens) == (3, 5, 2)
+    assert end.reason == FinishReason.FINISH_REASON_STOP
+    assert request.is_complete
+
+
+def test_the_digest_is_chained_over_the_log() -> None:
+    request = RunningRequest(claim(n=2))
+    list(request.open_choices())
+    digest = ""
+    for entry in play(request, SCRIPT):
+        expected = digests.chain(digest, entry)
+        assert entry.digest == expected
+        digest = expected
+
+
+@given(cut=st.integers(0, len(SCRIPT)))
+def test_a_successor_writes_what_was_missing(cut: int) -> None:
+    whole = RunningRequest(claim(n=2))
+    list(whole.open_choices())
+    expected = play(whole, SCRIPT)
+
+    first = RunningRequest(claim(n=2))
+    list(first.open_choices())
+    written = play(first, SCRIPT[:cut])
+    second = RunningRequest(claim(list(written), n=2, nonce="b"))
+    resumed = {choice.index: list(choice.output_token_ids) for choice in second.open_choices()}
+    for choice, tokens in resumed.items():
+        assert tokens == [output.token_id for index, output in SCRIPT[:cut] if index == choice]
+    rest = play(second, SCRIPT[cut:])
+
+    def without_cached(log: list[LogEntry]) -> list[bytes]:
+        copies = [LogEntry.FromString(entry.SerializeToString()) for entry in log]
+        for copy in copies:
+            copy.end.usage.ClearField("cached_tokens") if copy.HasField("end") else None
+        return [copy.SerializeToString() for copy in copies]
+
+    assert without_cached(written + rest) == without_cached(expected)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_siblings_take_turns_whoever_was_first_after_a_resume(first: int) -> None:
+    whole = play(RunningRequest(claim(n=2)), SCRIPT)
+    successor = RunningRequest(claim(whole[:2], n=2, nonce="b"))
+    rest = sorted(SCRIPT[2:], key=lambda each: each[0] != first)
+    assert [entry.digest for entry in play(successor, rest)] == [entry.digest for entry in whole[2:]]
+
+
+@pytest.mark.parametrize("limit", range(1, 9))
+def test_a_successor_of_siblings_writes_the_same_log_wherever_an_append_was_cut(limit: int) -> None:
+    """A choice's last token without its finish would give its turn to the others."""
+    whole = play(RunningRequest(claim(n=2)), SCRIPT)
+    request = RunningRequest(claim(n=2))
+    for choice, output in SCRIPT:
+        request.add_output(choice, output)
+    written: list[LogEntry] = []
+    while True:
+        append = request.pending(limit)
+        assert len(append.entries) <= limit + 1
+        written += append.entries
+        request.acknowledge(len(written))
+        if written[-1].HasField("end"):
+            break
+        tokens = [sum(entry.HasField("token_id") and entry.choice == choice for entry in written) for choice in (0, 1)]
+        made = [[each for each in SCRIPT if each[0] == choice][tokens[choice] :] for choice in (0, 1)]
+        finished = {entry.choice for entry in written if entry.HasField("finish")}
+        successor = RunningRequest(claim(list(written), n=2, nonce="b"))
+        # What ran on goes first now; a choice without its finish is computed until it has it.
+        rest = [each for choice in (1, 0) if choice not in finished for each in made[choice]]
+        successor.end_if_complete()
+        assert [entry.digest for entry in written + play(successor, rest)] == [entry.digest for entry in whole]
+
+
+def test_a_gap_is_sent_again_from_where_the_log_says() -> None:
+    request = RunningRequest(claim(n=2))
+    list(request.open_choices())
+    log = play(request, SCRIPT)
+    request.acknowledge(3)
+    assert request.can_send_from(3)
+    assert not request.can_send_from(len(log) + 1)
+    assert not request.is_complete
+    assert sent(request, limit=2) == log[3:]
+
+
+def test_what_another_engine_wrote_before_cannot_be_sent_again() -> None:
+    first = RunningRequest(claim(n=2))
+    list(first.open_choices())
+    log = play(first, SCRIPT[:3])
+    assert not RunningRequest(claim(log, n=2)).can_send_from(1)
+
+
+def test_an_error_ends_every_choice_and_names_the_sequences_that_still_run() -> None:
+    request = RunningRequest(claim(n=2))
+    seq_ids = [choice.seq_id for choice in request.open_choices()]
+    request.add_output(0, StepOutput("", token_id=None, text="", finish_reason="error", error="broken"))
+    log = sent(request)
+    assert [entry.choice for entry in log if entry.HasField("finish")] == [0, 1]
+    assert log[-1].end.error.message == "broken"
+    assert request.running_seq_ids() == [seq_ids[1]]
+
+
+def test_a_predecessor_that_died_before_the_end_leaves_only_the_end_to_write() -> None:
+    first = RunningRequest(claim())
+    list(first.open_choices())
+    log = play(first, [(0, step(1, "a", "stop"))])
+    assert log[-1].HasField("end")
+    second = RunningRequest(claim(log[:-1]))
+    assert list(second.open_choices()) == []
+    second.end_if_complete()
+    assert sent(second) == log[-1:]
+
+
+def test_two_claims_of_one_request_have_different_sequences() -> None:
+    first, second = RunningRequest(claim(nonce="a")), RunningRequest(claim(nonce="b"))
+    assert {choice.seq_id for choice in first.open_choices()}.isdisjoint(c.seq_id for c in second.open_choices())
+
+
+def test_each_prompt_of_a_list_has_its_own_choices() -> None:
+    choices = list(RunningRequest(claim(n=2, num_prompts=2)).open_choices())
+    assert [list(choice.prompt.ids) for choice in choices] == [[1, 2, 3], [1, 2, 3], [4, 5], [4, 5]]
+    assert choices[0].params.seed == choices[2].params.seed == 7
+    assert choices[1].params.seed == choices[3].params.seed != 7
+
+
+def test_prompts_of_a_list_have_seeds_of_their_own_where_nobody_gave_one() -> None:
+    """Equal prompts would have equal answers. The record says it: what began by the other rule goes on by it."""
+    drawn = claim(n=2, num_prompts=2)
+    drawn.spec.seed_for_each_prompt = True
+    seeds = [choice.params.seed for choice in RunningRequest(drawn).open_choices()]
+    assert seeds == [child_seed(7, choice) for choice in range(4)]
+    assert len(set(seeds)) == 4
+
+
+def test_a_message_becomes_parameters() -> None:
+    message = SamplingParams(
+        temperature=0.7, top_k=5, seed=3, stop=["x"], stop_token_ids=[9], min_tokens=1, max_tokens=4
+    )
+    params = sampling_from_message(message, sibling=0)
+    assert (params.temperature, params.top_k, params.seed, params.max_tokens) == (0.7, 5, 3, 4)
+    assert params.stop_strings == ("x",)
+    assert params.stop_token_ids == (9,)
+    assert params.skip_special_tokens
+
+
+def test_an_unset_field_has_the_engine_default() -> None:
+    assert sampling_from_message(SamplingParams(seed=1), sibling=0).temperature == 1.0
+
+
+def test_what_the_engine_lacks_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="prompt_logprobs"):
+        sampling_from_message(SamplingParams(seed=1, prompt_logprobs=3), sibling=0)
+
+
+def test_a_refused_request_has_no_sequence_to_forget() -> None:
+    taken = claim(n=2)
+    taken.spec.sampling.prompt_logprobs = 3
+    request = RunningRequest(taken)
+    with pytest.raises(InvalidRequest):
+        list(request.open_choices())
+    request.fail("unsupported", "logprobs")
+    assert request.running_seq_ids() == []
+
+
+def test_the_features_of_a_request_reach_the_engine() -> None:
+    message = SamplingParams(
+        seed=1,
+        n=2,
+        best_of=2,
+        presence_penalty=0.5,
+        frequency_penalty=-0.25,
+        repetition_penalty=1.5,
+        logit_bias={3: 2.0},
+        min_tokens=2,
+        logprobs=0,
+    )
+    params = sampling_from_message(message, sibling=1)
+    assert (params.n, params.best_of, params.seed) == (1, None, child_seed(1, 1))
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.25, 1.5)
+    assert (params.logit_bias, params.min_tokens, params.logprobs) == ({3: 2.0}, 2, 0)
+
+
+def test_the_best_of_more_choices_can_not_be_streamed() -> None:
+    with pytest.raises(InvalidRequest, match=r"best_of: given 3, expected n \(2\)"):
+        sampling_from_message(SamplingParams(seed=1, n=2, best_of=3), sibling=0)
+
+
+def test_log_probabilities_are_in_the_tokens_entry_and_nowhere_else() -> None:
+    request = RunningRequest(claim())
+    list(request.open_choices())
+    tokens = (TokenLogprob(11, -1.5, 2, "b"), TokenLogprob(10, -0.5, 1, "a"))
+    output = StepOutput("", token_id=11, text="b", finish_reason="length", logprobs=tokens)
+    token, finish, end = play(request, [(0, output)])
+    assert [(e.token_id, e.logprob, e.rank, e.text) for e in token.logprobs.entries] == list(tokens)
+    assert not finish.HasField("logprobs")
+    assert not end.HasField("logprobs")
+
+
+def test_the_choices_of_a_prompt_come_together_and_only_those_that_are_open() -> None:
+    whole = RunningRequest(claim(n=2, num_prompts=2))
+    groups = list(whole.open_groups())
+    assert [[choice.index for choice in group] for group in groups] == [[0, 1], [2, 3]]
+    assert [list(group[0].prompt.ids) for group in groups] == [list(prompt) for prompt in PROMPTS]
+    log = play(whole, [(0, step(10, "a", "stop")), (2, step(20, "x")), (3, step(21, "y", "length"))])
+    second = RunningRequest(claim(log, n=2, num_prompts=2, nonce="b"))
+    resumed = [[(choice.index, list(choice.output_token_ids)) for choice in group] for group in second.open_groups()]
+    assert resumed == [[(1, [])], [(2, [20])]]

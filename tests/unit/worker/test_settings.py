@@ -1,0 +1,91 @@
+from pathlib import Path
+
+import pytest
+from pagestream_engine.errors import ConfigError
+from pagestream_worker.settings import ProcessSettings, load_settings
+
+POD = {
+    "PAGESTREAM_WORKER__REDIS": "redis://there:6379/0",
+    "PAGESTREAM_WORKER__SERVED_MODEL_NAME": "demo",
+    "PAGESTREAM_WORKER__METRICS_PORT": "9400",
+    "PAGESTREAM_WORKER__ENGINE_ID": "demo-engine-1",
+    "PAGESTREAM_ENGINE__MAX_NUM_SEQS": "8",
+    "PAGESTREAM_ENGINE__NUM_GPU_BLOCKS_OVERRIDE": "64",
+    "PAGESTREAM_ENGINE__DTYPE": "float32",
+    "PAGESTREAM_ENGINE__ENABLE_PREFIX_CACHING": "false",
+    "PAGESTREAM_BROKER__RETENTION_S": "60",
+    "PAGESTREAM_TELEMETRY__OTLP_ENDPOINT": "http://collector:4317",
+    "PAGESTREAM_OPERATOR__NAMESPACES": "all",
+    "PAGESTREAM_REQUIRE": "gpu",
+}
+
+
+def load(*arguments: str, **variables: str) -> ProcessSettings:
+    return load_settings(arguments, variables)
+
+
+def test_a_pod_is_told_all_by_its_environment() -> None:
+    process = load("/models/demo", **POD)
+    worker = process.worker
+    assert (worker.model, worker.redis_url, worker.served_model_name) == (
+        "/models/demo",
+        "redis://there:6379/0",
+        "demo",
+    )
+    assert (worker.metrics_port, worker.engine_id, worker.partitions) == (9400, "demo-engine-1", 4)
+    assert (process.engine.scheduler.max_num_seqs, process.engine.model.dtype) == (8, "float32")
+    assert (process.engine.cache.num_gpu_blocks_override, process.engine.cache.enable_prefix_caching) == (64, False)
+    assert process.streams.retention_s == 60
+    assert process.telemetry.otlp_endpoint == "http://collector:4317"
+
+
+def test_flags_win() -> None:
+    flags = ("--redis", "redis://flag", "--metrics-port", "1", "--max-num-seqs", "4", "--dtype", "auto")
+    process = load("/models/demo", *flags, "--log-level", "DEBUG", "--otlp-endpoint", "http://flag:1", **POD)
+    assert (process.worker.redis_url, process.worker.metrics_port) == ("redis://flag", 1)
+    assert (process.engine.scheduler.max_num_seqs, process.engine.model.dtype) == (4, "auto")
+    assert (process.telemetry.log_level, process.telemetry.otlp_endpoint) == ("DEBUG", "http://flag:1")
+
+
+def test_the_model_may_come_from_the_environment_and_names_have_defaults() -> None:
+    worker = load(PAGESTREAM_WORKER__MODEL="/models/demo", PAGESTREAM_WORKER__REDIS="redis://x").worker
+    assert (worker.model, worker.served_model_name, worker.profile_dir) == ("/models/demo", "demo", None)
+    assert worker.engine_id
+    with_folder = load("m", "--redis", "redis://x", PAGESTREAM_WORKER__PROFILE_DIR="/profiles").worker
+    assert with_folder.profile_dir == Path("/profiles")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("PAGESTREAM_WORKER__REDIS_URL", "redis://x"),
+        ("PAGESTREAM_WORKER__METRICS_PORT", "tcp://10.0.0.1:80"),
+        ("PAGESTREAM_WORKER__METRICS_PORT", "0"),
+        ("PAGESTREAM_WORKER__STALL_TIMEOUT_S", "-1"),
+        ("PAGESTREAM_WORKER__FINISH_TIMEOUT_S", "-1"),
+        ("PAGESTREAM_WORKER__FINISH_TIMEOUT_S", "inf"),
+        ("PAGESTREAM_WORKER__ENGINE_ID", "a b"),
+        ("PAGESTREAM_ENGINE__MAX_NUM_SEQ", "8"),
+        ("PAGESTREAM_ENGINE__MAX_NUM_SEQS", "eight"),
+        ("PAGESTREAM_ENGINE__MAX_NUM_SEQS", "0"),
+        ("PAGESTREAM_ENGINE__KV_CACHE_DTYPE", "fp8"),
+        ("PAGESTREAM_BROKER__NOTHING", "8"),
+        ("PAGESTREAM_WROKER__REDIS", "redis://x"),
+        ("PAGESTREAM_TELEMETRY__LOG_FORMAT", "xml"),
+    ],
+)
+def test_unknown_and_malformed_variables_are_named(variable: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"^{variable}: "):
+        load("m", "--redis", "redis://x", **{variable: value})
+
+
+def test_what_is_needed_is_named_with_its_variable() -> None:
+    with pytest.raises(ValueError, match="PAGESTREAM_WORKER__REDIS"):
+        load("m")
+    with pytest.raises(ValueError, match="PAGESTREAM_WORKER__MODEL"):
+        load("--redis", "redis://x")
+
+
+def test_a_wrong_flag_is_the_engines_own_error() -> None:
+    with pytest.raises(ConfigError, match=r"^max_num_seqs: "):
+        load("m", "--redis", "redis://x", "--max-num-seqs", "0", PAGESTREAM_ENGINE__MAX_NUM_SEQS="4")
