@@ -2,7 +2,7 @@
 
 from pagestream.v1 import inference_pb2 as api
 from pagestream_client import Choice, Chunk, FinishReason, Logprob, Usage, put_together
-from pagestream_client.chunks import chunk_of, reason_of
+from pagestream_client.chunks import chunk_of, finish_reason_from_proto
 
 
 def chunk(choice: int, ids: list[int], text: str, **fields: object) -> Chunk:
@@ -17,9 +17,9 @@ def test_a_message_keeps_all_its_fields() -> None:
 
 
 def test_every_reason_of_the_wire_contract_has_a_word() -> None:
-    words = [reason_of(value) for value in api.FinishReason.values()]
+    words = [finish_reason_from_proto(value) for value in api.FinishReason.values()]
     assert words == [None, *FinishReason]
-    assert reason_of(77) is FinishReason.ERROR
+    assert finish_reason_from_proto(77) is FinishReason.ERROR
 
 
 def test_choices_are_told_apart_and_the_end_belongs_to_none() -> None:

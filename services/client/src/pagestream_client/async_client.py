@@ -13,7 +13,7 @@ import grpc
 from pagestream.v1 import inference_pb2 as api
 
 from pagestream_client.async_stream import AsyncStream, is_cancelled
-from pagestream_client.chunks import FinishReason, reason_of
+from pagestream_client.chunks import FinishReason, finish_reason_from_proto
 from pagestream_client.connections import Connections
 from pagestream_client.core import ClientCore
 from pagestream_client.errors import Position, StreamClosed
@@ -130,7 +130,7 @@ class AsyncClient:
     async def cancel(self, request_id: str) -> FinishReason:
         """Ends a request in whatever state it is; returns how it ended, now or before. RequestNotFound."""
         answer = await self._ask("Cancel", api.CancelRequest(request_id=request_id))
-        return reason_of(answer.finish_reason) or FinishReason.CANCELLED
+        return finish_reason_from_proto(answer.finish_reason) or FinishReason.CANCELLED
 
     async def get_request(self, request_id: str) -> RequestInfo:
         """Where a request stands. RequestNotFound."""

@@ -11,13 +11,13 @@ from pagestream_client.errors import Position
 
 
 class FinishReason(enum.StrEnum):
-    """Why a choice, or a whole request, ended."""
+    """Why a choice, or a whole request, ended: the proto enum's names without their prefix, in lower case."""
 
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"
-    ERROR = "error"
+    STOP = enum.auto()
+    LENGTH = enum.auto()
+    CANCELLED = enum.auto()
+    DEADLINE = enum.auto()
+    ERROR = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +84,14 @@ class Chunk:
 
 
 _REASONS: dict[int, FinishReason] = {
-    api.FINISH_REASON_STOP: FinishReason.STOP,
-    api.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    api.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
-    api.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
-    api.FINISH_REASON_ERROR: FinishReason.ERROR,
+    value: FinishReason(name.removeprefix("FINISH_REASON_").lower())
+    for name, value in api.FinishReason.items()
+    if value
 }
 
 
-def reason_of(reason: int) -> FinishReason | None:
-    """None for UNSPECIFIED. A reason that this client does not know is an error of the request."""
+def finish_reason_from_proto(reason: int) -> FinishReason | None:
+    """Return the reason of a proto enum value: None for UNSPECIFIED, ERROR for a value that this client lacks."""
     return _REASONS.get(reason, FinishReason.ERROR) if reason else None
 
 
@@ -112,7 +110,7 @@ def chunk_of(chunk: api.TokenChunk) -> Chunk:
         token_ids=tuple(chunk.token_ids),
         text=chunk.text,
         logprobs=tuple(_logprobs_of(each) for each in chunk.logprobs),
-        finish_reason=reason_of(chunk.finish_reason),
+        finish_reason=finish_reason_from_proto(chunk.finish_reason),
         stop_reason=chunk.stop_reason,
         usage=usage_of(chunk.usage) if chunk.HasField("usage") else None,
         error=RequestError(chunk.error.code, chunk.error.message) if chunk.HasField("error") else None,

@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 import grpc
 from pagestream.v1 import inference_pb2 as api
 
-from pagestream_client.chunks import FinishReason, reason_of
+from pagestream_client.chunks import FinishReason, finish_reason_from_proto
 from pagestream_client.connections import Connections
 from pagestream_client.core import ClientCore
 from pagestream_client.errors import Position
@@ -133,7 +133,7 @@ class Client:
     def cancel(self, request_id: str) -> FinishReason:
         """Ends a request in whatever state it is; returns how it ended, now or before. RequestNotFound."""
         answer = self._ask("Cancel", api.CancelRequest(request_id=request_id))
-        return reason_of(answer.finish_reason) or FinishReason.CANCELLED
+        return finish_reason_from_proto(answer.finish_reason) or FinishReason.CANCELLED
 
     def get_request(self, request_id: str) -> RequestInfo:
         """Where a request stands. RequestNotFound."""

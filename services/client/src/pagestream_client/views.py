@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pagestream.v1 import inference_pb2 as api
 
-from pagestream_client.chunks import FinishReason, Usage, reason_of, usage_of
+from pagestream_client.chunks import FinishReason, Usage, finish_reason_from_proto, usage_of
 
 
 class RequestState(enum.StrEnum):
@@ -64,7 +64,7 @@ def request_info_of(answer: api.GetRequestResponse) -> RequestInfo:
         model=answer.model,
         state=_STATES.get(answer.state, RequestState.QUEUED),
         queue_position=answer.queue_position if answer.HasField("queue_position") else None,
-        finish_reason=reason_of(answer.finish_reason),
+        finish_reason=finish_reason_from_proto(answer.finish_reason),
         next_index=answer.next_index,
         usage=usage_of(answer.usage),
         attempts=answer.attempts,

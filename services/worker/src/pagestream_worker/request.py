@@ -9,7 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from pagestream.v1.inference_pb2 import LogprobEntry, RequestError, TokenIds, TokenLogprobs, Usage
+from pagestream.v1.inference_pb2 import (
+    FINISH_REASON_ERROR,
+    FinishReason,
+    LogprobEntry,
+    RequestError,
+    TokenIds,
+    TokenLogprobs,
+    Usage,
+)
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
 from pagestream_engine.errors import InvalidSamplingParams
@@ -17,9 +25,8 @@ from pagestream_engine.request.outputs import StepOutput, TokenLogprob
 from pagestream_engine.request.sampling_params import SamplingParams, child_seed
 from pagestream_streams import Append, Claim
 from pagestream_streams.protocol import digests
+from pagestream_streams.protocol.finish_reasons import parse_finish_reason
 from pagestream_telemetry.context import TraceContext, caller_context
-
-from pagestream_worker.finish import FinishName, finish_value
 
 FIELDS_WITH_PRESENCE = (
     "temperature",
@@ -93,7 +100,7 @@ class RunningRequest:
         self._num_choices = self._siblings * len(claim.spec.prompts)
         self._outputs: dict[int, list[int]] = {choice: [] for choice in range(self._num_choices)}
         self._held: defaultdict[int, deque[StepOutput]] = defaultdict(deque)  # made before their turn
-        self._finishes: dict[int, int] = {}
+        self._finishes: dict[int, FinishReason] = {}
         self._running: set[int] = set()
         self._cached_tokens = claim.cached_tokens
         self._entries: list[LogEntry] = []
@@ -179,7 +186,7 @@ class RunningRequest:
         running = set(self._running)
         for choice in self._outputs:
             if choice not in self._finishes:
-                self._write_finish(choice, finish_value(FinishName.ERROR), "", "")
+                self._write_finish(choice, FINISH_REASON_ERROR, "", "")
         self._running = running
         self._end(RequestError(code=code, message=message))
 
@@ -253,17 +260,17 @@ class RunningRequest:
         self._entries.append(entry)
 
     def _finish_choice(self, choice: int, output: StepOutput) -> None:
-        reason = finish_value(FinishName(output.finish_reason or FinishName.ERROR))
+        reason = parse_finish_reason(output.finish_reason) if output.finish_reason else FINISH_REASON_ERROR
         stop_reason = "" if output.stop_reason is None else str(output.stop_reason)
         self._write_finish(choice, reason, stop_reason, output.text)
         if output.error is not None:
             self.fail("engine_error", output.error)
         self.end_if_complete()
 
-    def _write_finish(self, choice: int, reason: int, stop_reason: str, text: str) -> None:
+    def _write_finish(self, choice: int, reason: FinishReason, stop_reason: str, text: str) -> None:
         self._finishes[choice] = reason
         self._running.discard(choice)
-        finish = ChoiceFinish(reason=reason, stop_reason=stop_reason)  # type: ignore[arg-type]
+        finish = ChoiceFinish(reason=reason, stop_reason=stop_reason)
         self._write(LogEntry(choice=choice, text=text, finish=finish))
 
     def _end(self, error: RequestError | None) -> None:
@@ -275,5 +282,5 @@ class RunningRequest:
             completion_tokens=sum(len(tokens) for tokens in self._outputs.values()),
             cached_tokens=self._cached_tokens,
         )
-        reason = finish_value(FinishName.ERROR) if error is not None else self._finishes[0]
-        self._write(LogEntry(end=LogEnd(reason=reason, usage=usage, error=error)))  # type: ignore[arg-type]
+        reason = FINISH_REASON_ERROR if error is not None else self._finishes[0]
+        self._write(LogEntry(end=LogEnd(reason=reason, usage=usage, error=error)))

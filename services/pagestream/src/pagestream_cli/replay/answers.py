@@ -33,7 +33,7 @@ class Answer:
 
 def read_log(spec: RequestSpec, entries: Iterable[LogEntry]) -> list[Answer]:
     """The choices that a request's log holds, by number."""
-    from pagestream_streams.protocol.finish_reasons import reason_word
+    from pagestream_streams.protocol.finish_reasons import finish_reason_name
 
     answers = [Answer() for _ in range(len(spec.prompts) * max(1, spec.sampling.n))]
     for entry in entries:
@@ -44,7 +44,7 @@ def read_log(spec: RequestSpec, entries: Iterable[LogEntry]) -> list[Answer]:
                 if entry.logprobs.entries:
                     answer.logprobs.append(entry.logprobs.entries[0].logprob)
             case "finish":
-                answer.finish_reason = reason_word(entry.finish.reason)
+                answer.finish_reason = finish_reason_name(entry.finish.reason)
                 answer.stop_reason = entry.finish.stop_reason
             case _:
                 continue

@@ -22,7 +22,7 @@ from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import END, EXPIRE, VIEW
 from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.protocol import keys
-from pagestream_streams.protocol.finish_reasons import reason_of
+from pagestream_streams.protocol.finish_reasons import parse_finish_reason
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import DeadRequest, ModelInfo, RequestView
 from pagestream_streams.settings import StreamsSettings
@@ -108,7 +108,7 @@ class Broker:
             tenant=tenant,
             state=_STATES[state],
             queue_position=None if place < 0 else place,
-            finish_reason=reason_of(reason.decode()),
+            finish_reason=parse_finish_reason(reason.decode()),
             next_index=int(next_index),
             digest=digest.decode(),
             usage=Usage(prompt_tokens=int(prompt), completion_tokens=int(completion), cached_tokens=int(cached)),
@@ -165,7 +165,7 @@ class Broker:
             return None
         _, ended_by, next_index, readers = reply
         await wakeups.publish(self.connection, [(LogSlice(request_id=request_id, first_index=next_index), readers)])
-        return reason_of(ended_by.decode())
+        return parse_finish_reason(ended_by.decode())
 
 
 async def expire_engine(broker: Broker, engine_id: str) -> None:

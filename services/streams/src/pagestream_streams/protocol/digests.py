@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from pagestream.v1.records_pb2 import LogEntry
 
-from pagestream_streams.protocol.finish_reasons import reason_word
+from pagestream_streams.protocol.finish_reasons import finish_reason_name
 
 DIGEST_CHARS = 16
 
@@ -35,8 +35,8 @@ def _body(entry: LogEntry) -> str:
         case "token_id":
             return f"c:{entry.choice}:t:{entry.token_id}"
         case "finish":
-            return f"c:{entry.choice}:f:{reason_word(entry.finish.reason)}"
+            return f"c:{entry.choice}:f:{finish_reason_name(entry.finish.reason)}"
         case "end":
-            return f"end:{reason_word(entry.end.reason)}"
+            return f"end:{finish_reason_name(entry.end.reason)}"
         case _:
             raise ValueError("a log entry is a token, a finish or the end; this one has no body")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pagestream.v1.inference_pb2 import RequestError, TokenLogprobs, Usage
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 
-from pagestream_streams.protocol.finish_reasons import reason_of, reason_word
+from pagestream_streams.protocol.finish_reasons import finish_reason_name, parse_finish_reason
 
 Argument = bytes | str | int
 
@@ -20,12 +20,12 @@ def to_values(entry: LogEntry) -> tuple[str | bytes, ...]:
         extra = entry.logprobs.SerializeToString() if entry.HasField("logprobs") else ""
         return "t", str(entry.choice), str(entry.token_id), entry.text, entry.digest, extra
     if entry.HasField("finish"):
-        reason = reason_word(entry.finish.reason)
+        reason = finish_reason_name(entry.finish.reason)
         return "f", str(entry.choice), reason, entry.text, entry.digest, entry.finish.stop_reason
     if entry.HasField("end"):
         usage = entry.end.usage
         counts = f"{usage.prompt_tokens},{usage.completion_tokens},{usage.cached_tokens}"
-        return "e", "", reason_word(entry.end.reason), counts, entry.digest, error_text(entry.end)
+        return "e", "", finish_reason_name(entry.end.reason), counts, entry.digest, error_text(entry.end)
     raise ValueError("a log entry is a token, a finish or the end; this one has no body")
 
 
@@ -41,11 +41,13 @@ def from_fields(fields: Mapping[bytes, bytes]) -> LogEntry:
         return entry
     text = fields.get(b"x", b"").decode()
     if b"f" in fields:
-        finish = ChoiceFinish(reason=reason_of(fields[b"f"].decode()), stop_reason=fields.get(b"s", b"").decode())
+        finish = ChoiceFinish(
+            reason=parse_finish_reason(fields[b"f"].decode()), stop_reason=fields.get(b"s", b"").decode()
+        )
         return LogEntry(choice=int(fields[b"c"]), digest=digest, text=text, finish=finish)
     prompt, completion, cached = map(int, fields[b"u"].split(b","))
     usage = Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
-    end = LogEnd(reason=reason_of(fields[b"end"].decode()), usage=usage, error=_error(fields.get(b"m", b"")))
+    end = LogEnd(reason=parse_finish_reason(fields[b"end"].decode()), usage=usage, error=_error(fields.get(b"m", b"")))
     return LogEntry(digest=digest, end=end)
 
 

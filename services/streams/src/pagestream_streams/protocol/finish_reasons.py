@@ -1,27 +1,38 @@
-"""Finish reasons as the words that Redis holds. Lua scripts write them too, so they are part of the stored form."""
+"""Names of finish reasons: what Redis, the HTTP API and the engine call a value of the proto enum `FinishReason`.
+
+A name is the enum value's without its prefix, in lower case: FINISH_REASON_STOP is "stop". Lua scripts write names
+too, so they are part of the stored form.
+"""
 
 from __future__ import annotations
 
-from pagestream.v1 import inference_pb2 as api
+from typing import cast
 
-_REASONS: dict[str, api.FinishReason] = {
-    "stop": api.FINISH_REASON_STOP,
-    "length": api.FINISH_REASON_LENGTH,
-    "cancelled": api.FINISH_REASON_CANCELLED,
-    "deadline": api.FINISH_REASON_DEADLINE,
-    "error": api.FINISH_REASON_ERROR,
+from pagestream.v1.inference_pb2 import FinishReason
+
+_PREFIX = "FINISH_REASON_"
+
+FINISH_REASONS: dict[str, FinishReason] = {
+    name.removeprefix(_PREFIX).lower(): cast("FinishReason", value) for name, value in FinishReason.items() if value
 }
-_WORDS = {reason: word for word, reason in _REASONS.items()}
+"""Every reason by its name, without UNSPECIFIED."""
+
+_NAMES = {reason: name for name, reason in FINISH_REASONS.items()}
 
 
-def reason_word(reason: api.FinishReason) -> str:
-    """The stored word. ValueError for UNSPECIFIED, which is no way to end."""
-    word = _WORDS.get(reason)
-    if word is None:
-        raise ValueError(f"finish reason {reason} can't be written: give one of {', '.join(_REASONS)}")
-    return word
+def finish_reason_name(reason: FinishReason) -> str:
+    """Return the name of a reason. ValueError for UNSPECIFIED and for values that the enum does not have."""
+    name = _NAMES.get(reason)
+    if name is None:
+        raise ValueError(f"finish reason {reason} has no name: expected one of {', '.join(FINISH_REASONS)}")
+    return name
 
 
-def reason_of(word: str) -> api.FinishReason:
-    """The reason that a stored word means; UNSPECIFIED for the empty word."""
-    return _REASONS[word] if word else api.FINISH_REASON_UNSPECIFIED
+def parse_finish_reason(name: str) -> FinishReason:
+    """Return the reason of a name; UNSPECIFIED for "". ValueError for a name that no reason has."""
+    if not name:
+        return FinishReason.FINISH_REASON_UNSPECIFIED
+    reason = FINISH_REASONS.get(name)
+    if reason is None:
+        raise ValueError(f"unknown finish reason {name!r}: expected one of {', '.join(FINISH_REASONS)}")
+    return reason

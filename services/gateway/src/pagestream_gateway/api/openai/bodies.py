@@ -9,18 +9,12 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from pagestream.v1.inference_pb2 import FinishReason, Usage
+from pagestream.v1.inference_pb2 import Usage
 from pagestream.v1.records_pb2 import API_FORM_CHAT_COMPLETIONS, ChoiceFinish, LogEnd, RequestSpec
+from pagestream_streams.protocol.finish_reasons import finish_reason_name
 
 from pagestream_gateway.api.openai.logprobs import LogprobsWriter
 from pagestream_gateway.core.runs import Run
-
-
-def reason_word(reason: FinishReason) -> str | None:
-    """OpenAI's word for a finish reason, ours where OpenAI has none; None while not finished."""
-    if not reason:
-        return None
-    return FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
@@ -118,7 +112,7 @@ class ChunkWriter:
             "index": number,
             **said,
             "logprobs": self._logprobs.whole(runs),
-            "finish_reason": reason_word(finish.reason),
+            "finish_reason": finish_reason_name(finish.reason) if finish.reason else None,
             "stop_reason": finish.stop_reason or None,
         }
 
@@ -133,4 +127,4 @@ def _compact(body: dict[str, Any] | None) -> str:
 
 def _finish_fields(finish: ChoiceFinish) -> str:
     stop = encode_basestring_ascii(finish.stop_reason) if finish.stop_reason else "null"
-    return f'"finish_reason":"{reason_word(finish.reason)}","stop_reason":{stop}'
+    return f'"finish_reason":"{finish_reason_name(finish.reason)}","stop_reason":{stop}'

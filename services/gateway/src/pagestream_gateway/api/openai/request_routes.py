@@ -5,11 +5,12 @@ from typing import Any
 from fastapi import APIRouter
 from pagestream.v1.inference_pb2 import RequestState
 from pagestream_streams import RequestView
+from pagestream_streams.protocol.finish_reasons import finish_reason_name
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pagestream_gateway.api.openai.answers import EventStream, Reading
-from pagestream_gateway.api.openai.bodies import reason_word, usage_body
+from pagestream_gateway.api.openai.bodies import usage_body
 from pagestream_gateway.api.openai.caller import Door
 from pagestream_gateway.api.openai.documents import EVENTS_PARAMETERS
 from pagestream_gateway.api.openai.position import Position
@@ -65,7 +66,7 @@ def _view_body(view: RequestView) -> dict[str, Any]:
         "model": view.model,
         "state": RequestState.Name(view.state).removeprefix("REQUEST_STATE_").lower(),
         "queue_position": view.queue_position,
-        "finish_reason": reason_word(view.finish_reason),
+        "finish_reason": finish_reason_name(view.finish_reason) if view.finish_reason else None,
         "next_index": view.next_index,
         "usage": usage_body(view.usage),
         "attempts": view.attempts,
