@@ -1,10 +1,19 @@
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from pagestream_telemetry.environment import GROUPS, read_environment
 from pagestream_telemetry.errors import TelemetryError, VariableError
 
-FIELDS = {"name": str, "count": int, "share": float, "on": bool, "place": Path | None, "port": int | None}
+FIELDS = {
+    "name": str,
+    "count": int,
+    "share": float,
+    "on": bool,
+    "place": Path | None,
+    "port": int | None,
+    "weights": Mapping[str, int],
+}
 
 
 def read(**variables: str) -> dict[str, dict[str, object]]:
@@ -19,8 +28,17 @@ def test_each_type_is_read() -> None:
         PAGESTREAM_WORKER__ON="False",
         PAGESTREAM_WORKER__PLACE="/place",
         PAGESTREAM_WORKER__PORT="",
+        PAGESTREAM_WORKER__WEIGHTS="a=2, b=1",
     )["WORKER"]
-    assert given == {"name": "", "count": -3, "share": 0.5, "on": False, "place": Path("/place"), "port": None}
+    assert given == {
+        "name": "",
+        "count": -3,
+        "share": 0.5,
+        "on": False,
+        "place": Path("/place"),
+        "port": None,
+        "weights": {"a": 2, "b": 1},
+    }
 
 
 @pytest.mark.parametrize(
@@ -35,12 +53,12 @@ def test_each_type_is_read() -> None:
         "OTHER__FIELD",
     ],
 )
-def test_what_is_no_setting_of_this_process_is_left_alone(variable: str) -> None:
+def test_variables_that_are_no_settings_of_this_process_are_ignored(variable: str) -> None:
     assert read(**{variable: "tcp://10.0.0.1:80"}) == {"WORKER": {}}
 
 
 @pytest.mark.parametrize(
-    ("variable", "text", "told"),
+    ("variable", "text", "expected"),
     [
         ("PAGESTREAM_WORKER__COUNTS", "1", "did you mean PAGESTREAM_WORKER__COUNT?"),
         ("PAGESTREAM_WORKER__ELSE", "1", "known in this group: PAGESTREAM_WORKER__NAME"),
@@ -51,14 +69,16 @@ def test_what_is_no_setting_of_this_process_is_left_alone(variable: str) -> None
         ("PAGESTREAM_WORKER__PORT", "tcp://10.0.0.1:80", "a whole number is expected"),
         ("PAGESTREAM_WORKER__SHARE", "nan", "a finite number is expected"),
         ("PAGESTREAM_WORKER__ON", "yes", "true or false is expected"),
+        ("PAGESTREAM_WORKER__WEIGHTS", "a", "a list like"),
+        ("PAGESTREAM_WORKER__WEIGHTS", "a=x", "a list like"),
         ("PAGESTREAM_WORKER__COUNT", "", "a whole number is expected"),
     ],
 )
-def test_what_is_wrong_is_named(variable: str, text: str, told: str) -> None:
+def test_an_error_names_the_variable_and_what_is_expected(variable: str, text: str, expected: str) -> None:
     with pytest.raises(VariableError) as caught:
         read(**{variable: text})
     assert str(caught.value).startswith(f"{variable}: ")
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
     assert caught.value.variable == variable
     assert isinstance(caught.value, TelemetryError)
 

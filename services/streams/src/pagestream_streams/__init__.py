@@ -4,7 +4,6 @@ from pagestream_streams.admin.broker import Broker, expire_engine
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_server, server_command
 from pagestream_streams.engine.session import EngineSession
-from pagestream_streams.environment import settings_from_environment
 from pagestream_streams.errors import (
     DigestMismatch,
     IdempotencyConflict,
@@ -27,7 +26,7 @@ from pagestream_streams.protocol.records import (
     ModelInfo,
     RequestView,
 )
-from pagestream_streams.settings import StreamsSettings
+from pagestream_streams.settings import StreamsSettings, settings_from_environment
 
 __all__ = [
     "Append",

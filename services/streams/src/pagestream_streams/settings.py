@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pagestream_telemetry.environment import fields_of, read_environment, variable_of
+from pagestream_telemetry.errors import VariableError
+
+GROUP = "BROKER"
+
 
 @dataclass(frozen=True)
 class StreamsSettings:
@@ -97,3 +102,20 @@ class StreamsSettings:
                 f"sweep_gap_ms ({self.sweep_gap_ms}) must be above sweep_ms ({self.sweep_ms}): "
                 "each sweep would be taken for the end of an outage"
             )
+
+
+def settings_from_environment(environ: Mapping[str, str]) -> StreamsSettings:
+    """Read `PAGESTREAM_BROKER__<FIELD>`; weights are written "tenant=2,other=1".
+
+    Raises:
+        VariableError: a field is unknown, or a value malformed or negative.
+        ValueError: the values don't fit each other.
+    """
+    given = read_environment(environ, {GROUP: fields_of(StreamsSettings)})[GROUP]
+    for name, value in given.items():
+        if isinstance(value, int | float) and value < 0:
+            raise VariableError(variable_of(GROUP, name), f"{value} was given, a number of at least 0 is expected")
+    try:
+        return StreamsSettings(**given)
+    except ValueError as error:
+        raise ValueError(f"{variable_of(GROUP, '*')}: {error}") from error

@@ -1,8 +1,8 @@
-"""Settings from the environment: `PAGESTREAM_<GROUP>__<FIELD>`.
+"""Settings from environment variables: `PAGESTREAM_<GROUP>__<FIELD>`. All processes read them here.
 
-A name without two underscores in a row is no setting (`PAGESTREAM_REQUIRE` of the tests, or the addresses that
-Kubernetes injects for a Service), and is left alone. Every other one is checked, so that a typing error in a manifest
-is told at the start instead of being a default.
+A name without a double underscore is no setting (`PAGESTREAM_REQUIRE` of the tests, the addresses that Kubernetes
+injects for a Service) and is ignored. Every other name that begins with PAGESTREAM_ is checked, so that a misspelt
+variable in a manifest ends the process at its start instead of leaving a default in place.
 """
 
 from __future__ import annotations
@@ -31,20 +31,26 @@ GROUPS: Mapping[str, str] = {
     "OPERATOR": "the operator",
     "CLIENT": "the command line's clients",
 }
-"""All groups that there are: a process ignores those of other processes, and refuses any other."""
+"""All groups with what they configure. A process ignores the groups of other processes and refuses unknown ones."""
 
 Fields = Mapping[str, Any]
 """Names of a group's fields, in lower case, with their types."""
 
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+
 
 def read_environment(environ: Mapping[str, str], groups: Mapping[str, Fields]) -> dict[str, dict[str, Any]]:
-    """The values that are given for a process' own groups: group (in upper case) -> field -> value.
+    """Read the variables of a process' own groups.
 
-    Types may be str, int, float, bool and Path, each also with None, which is what an empty text then means. Numbers
-    must be finite.
+    Args:
+        environ: all variables of the process.
+        groups: the process' groups (in upper case) with their fields. A field's type is one that `parse_value` knows.
+
+    Returns:
+        Group -> field -> value, for the fields that have a variable.
 
     Raises:
-        VariableError: a group or a field is unknown, or a value malformed; says what is known or expected.
+        VariableError: a group or a field is unknown, or a value malformed.
     """
     given: dict[str, dict[str, Any]] = {group: {} for group in groups}
     for variable, text in environ.items():
@@ -63,17 +69,27 @@ def read_environment(environ: Mapping[str, str], groups: Mapping[str, Fields]) -
 
 
 def fields_of(kind: type) -> dict[str, Any]:
-    """The fields of a dataclass or TypedDict with their types."""
+    """Return the fields of a dataclass or TypedDict with their types."""
     return typing.get_type_hints(kind)
 
 
 def variable_of(group: str, field: str) -> str:
-    """The name of a field's variable."""
+    """Return the name of a field's variable."""
     return f"{PREFIX}{group}{SEPARATOR}{field.upper()}"
 
 
 def parse_value(variable: str, text: str, kind: Any) -> Any:
-    """A variable's value. VariableError that says what was expected."""
+    """Convert a variable's text to its field's type.
+
+    Args:
+        variable: name, for the error.
+        text: as given.
+        kind: str, int, float, bool, Path, each also with None (which an empty text then means), or Mapping[str, int],
+            written "name=2,other=1".
+
+    Raises:
+        VariableError: the text is malformed, or a number not finite.
+    """
     kind, is_optional = _without_none(kind)
     if is_optional and not text:
         return None
@@ -81,19 +97,32 @@ def parse_value(variable: str, text: str, kind: Any) -> Any:
         return text
     if kind is Path:
         return Path(text)
-    if kind is bool:
-        words = {"true": True, "1": True, "false": False, "0": False}
-        if text.lower() not in words:
-            raise VariableError(variable, f"{text!r} was given, true or false is expected")
-        return words[text.lower()]
-    expected = "a whole number" if kind is int else "a finite number"
     try:
+        if kind is bool:
+            return _BOOLEANS[text.lower()]
+        if typing.get_origin(kind) is Mapping:
+            return dict(_named_number(part) for part in text.split(",") if part)
         value = kind(text)
-    except ValueError:
-        raise VariableError(variable, f"{text!r} was given, {expected} is expected") from None
-    if not math.isfinite(value):
-        raise VariableError(variable, f"{text!r} was given, {expected} is expected")
-    return value
+        if math.isfinite(value):
+            return value
+    except (ValueError, KeyError):
+        pass
+    raise VariableError(variable, f"{text!r} was given, {_expected(kind)} is expected")
+
+
+def _named_number(part: str) -> tuple[str, int]:
+    name, _, number = part.strip().rpartition("=")
+    if not name or not number.isdecimal():
+        raise ValueError
+    return name, int(number)
+
+
+def _expected(kind: Any) -> str:
+    if kind is bool:
+        return "true or false"
+    if kind is int:
+        return "a whole number"
+    return "a finite number" if kind is float else 'a list like "name=2,other=1"'
 
 
 def _without_none(kind: Any) -> tuple[Any, bool]:
