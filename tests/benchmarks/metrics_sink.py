@@ -19,7 +19,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.metrics.v1 import metrics_pb2
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from pagestream_operator.metrics import MetricsSink, MetricsStore, SinkSettings
-from pagestream_telemetry.table import ENGINE_METRICS, Kind, Metric
+from pagestream_telemetry.catalog import ENGINE_METRICS, Kind, Metric
 
 
 def text(key: str, value: str) -> KeyValue:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pagestream_telemetry.catalog import Kind, Metric
 from pagestream_telemetry.instruments import Registry
-from pagestream_telemetry.table import Kind, Metric
 
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.lease import Leadership

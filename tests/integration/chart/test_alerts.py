@@ -10,8 +10,8 @@ import pytest
 import yaml
 from pagestream_gateway.core.problems import _TABLE
 from pagestream_operator import instruments
+from pagestream_telemetry.catalog import ENGINE_METRICS, GATEWAY_METRICS, Kind, Metric
 from pagestream_telemetry.exposition import exposed_name
-from pagestream_telemetry.table import ENGINE_METRICS, GATEWAY_METRICS, Kind, Metric
 from support.kubernetes.api import CommandError, run_tool
 from support.kubernetes.chart import CHART, ROOT
 

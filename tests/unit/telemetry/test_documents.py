@@ -3,10 +3,10 @@
 from dataclasses import fields
 from pathlib import Path
 
+from pagestream_telemetry.catalog import ENGINE_METRICS, GATEWAY_METRICS, Kind, Metric
 from pagestream_telemetry.environment import GROUPS
 from pagestream_telemetry.exposition import exposed_name
 from pagestream_telemetry.settings import TelemetrySettings
-from pagestream_telemetry.table import ENGINE_METRICS, GATEWAY_METRICS, Kind, Metric
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "telemetry.md").read_text()
 

@@ -1,7 +1,7 @@
 import logging
 
 import pytest
-from pagestream_telemetry import table
+from pagestream_telemetry import catalog
 from pagestream_telemetry.errors import TelemetryError
 from pagestream_telemetry.instruments import Family, Registry
 
@@ -12,7 +12,7 @@ def families(registry: Registry) -> dict[str, Family]:
 
 def test_a_gauge_that_was_not_set_is_not_told() -> None:
     registry = Registry()
-    series = registry.number(table.KV_UTILIZATION).series("demo")
+    series = registry.number(catalog.KV_UTILIZATION).series("demo")
     assert families(registry) == {}
     series.set(0.5)
     [point] = families(registry)["pagestream.kv.utilization"].points
@@ -23,18 +23,18 @@ def test_a_gauge_that_was_not_set_is_not_told() -> None:
 
 def test_a_counter_is_told_from_zero_on() -> None:
     registry = Registry()
-    series = registry.number(table.ERRORS).series("", "queue_full")
+    series = registry.number(catalog.ERRORS).series("", "queue_full")
     [point] = families(registry)["pagestream.errors"].points
     assert (point.value, point.attributes) == (0, {"error.type": "queue_full"})
     series.add()
     series.add(2)
-    assert registry.number(table.ERRORS).series("", "queue_full") is series
+    assert registry.number(catalog.ERRORS).series("", "queue_full") is series
     assert families(registry)["pagestream.errors"].points[0].value == 3
 
 
 def test_a_bucket_holds_what_is_at_most_its_bound() -> None:
     registry = Registry()
-    series = registry.distribution(table.BATCH_SIZE).series("demo")
+    series = registry.distribution(catalog.BATCH_SIZE).series("demo")
     for size in (1, 2, 3, 1024, 5000):
         series.record(size)
     series.record(2, count=10)
@@ -45,7 +45,7 @@ def test_a_bucket_holds_what_is_at_most_its_bound() -> None:
 
 def test_series_that_are_gone_are_forgotten() -> None:
     registry = Registry()
-    depth = registry.number(table.QUEUE_DEPTH)
+    depth = registry.number(catalog.QUEUE_DEPTH)
     for partition in ("0", "1"):
         depth.series("demo", partition, "0").set(1)
     depth.forget_others({("demo", "1", "0")})
@@ -54,12 +54,12 @@ def test_series_that_are_gone_are_forgotten() -> None:
 
 def test_attributes_are_those_of_the_table() -> None:
     with pytest.raises(TelemetryError, match=r"pagestream\.errors"):
-        Registry().number(table.ERRORS).series("demo")
+        Registry().number(catalog.ERRORS).series("demo")
 
 
 def test_a_source_that_fails_takes_nothing_else_away(caplog: pytest.LogCaptureFixture) -> None:
     registry = Registry()
-    gauge = registry.number(table.STREAMS_OPEN).series()
+    gauge = registry.number(catalog.STREAMS_OPEN).series()
 
     def fails() -> None:
         raise ValueError("why")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pagestream_streams import Broker, GatewaySession
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.tasks import Periodic
-from pagestream_telemetry import table
+from pagestream_telemetry import catalog
 from pagestream_telemetry.process import Telemetry, running_telemetry
 
 from pagestream_gateway.api.grpc.server import GrpcServer
@@ -127,7 +127,7 @@ def _instance_id(settings: Settings) -> str:
 
 
 def _count_reclaims(telemetry: Telemetry, session: GatewaySession) -> None:
-    telemetry.registry.number(table.RECLAIMS).series().set(session.num_reclaimed)
+    telemetry.registry.number(catalog.RECLAIMS).series().set(session.num_reclaimed)
 
 
 @contextlib.asynccontextmanager

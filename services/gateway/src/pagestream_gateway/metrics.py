@@ -1,6 +1,6 @@
 """What a gateway counts."""
 
-from pagestream_telemetry import table
+from pagestream_telemetry import catalog
 from pagestream_telemetry.instruments import Registry
 
 
@@ -8,16 +8,16 @@ class Metrics:
     """Counters and gauges of one gateway process. All use is from the event loop."""
 
     def __init__(self, registry: Registry) -> None:
-        self._streams_open = registry.number(table.STREAMS_OPEN).series()
+        self._streams_open = registry.number(catalog.STREAMS_OPEN).series()
         self._streams_open.set(0)
-        self._tokens = registry.number(table.GATEWAY_TOKENS).series()
-        self._requests = registry.number(table.GATEWAY_REQUESTS)
-        self._errors = registry.number(table.ERRORS)
-        self._cancellations = registry.number(table.CANCELLATIONS)
-        self._first_token = registry.distribution(table.TIME_TO_FIRST_TOKEN)
-        self._per_token = registry.distribution(table.TIME_PER_OUTPUT_TOKEN)
-        self._duration = registry.distribution(table.REQUEST_DURATION)
-        self._between_tokens = registry.distribution(table.INTER_TOKEN_LATENCY)
+        self._tokens = registry.number(catalog.GATEWAY_TOKENS).series()
+        self._requests = registry.number(catalog.GATEWAY_REQUESTS)
+        self._errors = registry.number(catalog.ERRORS)
+        self._cancellations = registry.number(catalog.CANCELLATIONS)
+        self._first_token = registry.distribution(catalog.TIME_TO_FIRST_TOKEN)
+        self._per_token = registry.distribution(catalog.TIME_PER_OUTPUT_TOKEN)
+        self._duration = registry.distribution(catalog.REQUEST_DURATION)
+        self._between_tokens = registry.distribution(catalog.INTER_TOKEN_LATENCY)
 
     @property
     def streams_open(self) -> int:

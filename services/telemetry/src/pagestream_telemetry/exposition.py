@@ -15,8 +15,8 @@ from prometheus_client.core import Metric as Exposed
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from pagestream_telemetry.catalog import Kind, Metric
 from pagestream_telemetry.instruments import Family, Point, Registry
-from pagestream_telemetry.table import Kind, Metric
 
 _UNITS = {"s": "seconds", "By": "bytes"}
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]+")

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from pagestream_telemetry.catalog import Kind, Metric
 from pagestream_telemetry.errors import TelemetryError
-from pagestream_telemetry.table import Kind, Metric
 
 logger = logging.getLogger(__name__)
 

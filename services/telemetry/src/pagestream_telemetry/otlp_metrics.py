@@ -24,9 +24,9 @@ from opentelemetry.sdk.metrics.export import Metric as SdkMetric
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+from pagestream_telemetry.catalog import Kind
 from pagestream_telemetry.instruments import Family, Point, Registry
 from pagestream_telemetry.settings import TelemetrySettings
-from pagestream_telemetry.table import Kind
 
 logger = logging.getLogger(__name__)
 

@@ -1,33 +1,42 @@
-"""One process' telemetry: what it measures, and the ways out that its settings open."""
+"""One process' telemetry: its instruments, its tracer, the exporters that its settings turn on, and its identity."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import unquote
 
 from pagestream_telemetry.exposition import render
 from pagestream_telemetry.instruments import Registry
-from pagestream_telemetry.resource import resource_attributes
 from pagestream_telemetry.settings import TelemetrySettings
 from pagestream_telemetry.spans import NO_TRACER, Tracer
+
+RESOURCE_VARIABLE = "OTEL_RESOURCE_ATTRIBUTES"
+_DISTRIBUTION = "pagestream-telemetry"
+_IMPORTED_AT = time.monotonic()
+_START_FIELD = 19  # of /proc/<pid>/stat, after the name in parentheses: start in clock ticks since boot
 
 
 @dataclass(frozen=True)
 class Telemetry:
-    """Instruments and tracer of a process, and whose they are."""
+    """Instruments and tracer of a process, with the attributes that identify it."""
 
     registry: Registry
     tracer: Tracer
     resource: Mapping[str, str]
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text form, as they are now."""
+        """Return all metrics in Prometheus' text format, as they are now."""
         return render(self.registry, self.resource)
 
 
 def silent_telemetry(service: str = "pagestream") -> Telemetry:
-    """Telemetry that exports nothing: instruments count all the same."""
+    """Return telemetry that exports nothing; its instruments count all the same."""
     return Telemetry(Registry(), NO_TRACER, {"service.name": service})
 
 
@@ -35,10 +44,10 @@ def silent_telemetry(service: str = "pagestream") -> Telemetry:
 def running_telemetry(
     settings: TelemetrySettings, *, service: str, instance_id: str, environ: Mapping[str, str]
 ) -> Iterator[Telemetry]:
-    """Telemetry that exports what the settings say, for the length of a block; the last figures are sent at its end.
+    """Export what the settings say for the length of a block; the last values are sent at its end.
 
     Args:
-        settings: without an endpoint nothing is exported, and no exporter is even loaded.
+        settings: without an endpoint nothing is exported, and no exporter is imported.
         service: `service.name`.
         instance_id: `service.instance.id`, the same after a restart of the process.
         environ: for OTEL_RESOURCE_ATTRIBUTES.
@@ -56,3 +65,32 @@ def running_telemetry(
                 tracer = tracing
             stack.callback(OtlpMetrics(settings, registry, resource).close)
         yield Telemetry(registry, tracer, resource)
+
+
+def resource_attributes(service: str, instance_id: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the attributes that every metric and span of the process carries.
+
+    They are those of OTEL_RESOURCE_ATTRIBUTES (a pod's name and uid, its pool), overridden by `service.name`,
+    `service.instance.id` and `service.version`, by which the operator recognises a process. A malformed part of the
+    variable is left out, as OpenTelemetry's specification says.
+    """
+    given: dict[str, str] = {}
+    for part in environ.get(RESOURCE_VARIABLE, "").split(","):
+        name, equals, value = part.partition("=")
+        if equals and name.strip():
+            given[name.strip()] = unquote(value.strip())
+    return given | {
+        "service.name": service,
+        "service.instance.id": instance_id,
+        "service.version": metadata.version(_DISTRIBUTION),
+    }
+
+
+def process_age_s() -> float:
+    """Return the seconds since the process was started; without /proc, since this module was imported."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        return max(0.0, uptime - int(fields[_START_FIELD]) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return time.monotonic() - _IMPORTED_AT

@@ -10,11 +10,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from pagestream_engine.request.outputs import EngineStats
-from pagestream_telemetry import table
-from pagestream_telemetry.age import process_age_s
+from pagestream_telemetry import catalog
 from pagestream_telemetry.context import TraceContext
 from pagestream_telemetry.instruments import Registry
-from pagestream_telemetry.process import Telemetry, silent_telemetry
+from pagestream_telemetry.process import Telemetry, process_age_s, silent_telemetry
 from pagestream_telemetry.spans import Span, SpanKind
 
 from pagestream_worker.gpu import gpu_use
@@ -61,13 +60,13 @@ class WorkerTelemetry:
         self._model = model
         self._engine_id = engine_id
         self._phases: dict[str, _Phases] = {}
-        self._step_duration = registry.distribution(table.STEP_DURATION).series(model)
-        self._batch_size = registry.distribution(table.BATCH_SIZE).series(model)
-        self._queue_wait = registry.distribution(table.QUEUE_WAIT).series(model)
-        self._per_token = registry.distribution(table.ENGINE_TIME_PER_OUTPUT_TOKEN).series(model)
-        self._resumes = registry.number(table.RESUMES).series(model)
-        self._cancellations = registry.number(table.CANCELLATIONS).series(model)
-        self._errors = registry.number(table.ERRORS)
+        self._step_duration = registry.distribution(catalog.STEP_DURATION).series(model)
+        self._batch_size = registry.distribution(catalog.BATCH_SIZE).series(model)
+        self._queue_wait = registry.distribution(catalog.QUEUE_WAIT).series(model)
+        self._per_token = registry.distribution(catalog.ENGINE_TIME_PER_OUTPUT_TOKEN).series(model)
+        self._resumes = registry.number(catalog.RESUMES).series(model)
+        self._cancellations = registry.number(catalog.CANCELLATIONS).series(model)
+        self._errors = registry.number(catalog.ERRORS)
 
     # -- what is read --
 
@@ -78,7 +77,7 @@ class WorkerTelemetry:
 
     def ready(self) -> None:
         """It claims."""
-        self._registry.number(table.STARTUP_DURATION).series(self._model).set(process_age_s())
+        self._registry.number(catalog.STARTUP_DURATION).series(self._model).set(process_age_s())
 
     # -- what is counted --
 
@@ -194,35 +193,35 @@ class _Gauges:
         """Takes a snapshot."""
         stats = self._view.stats()
         for metric, value in (
-            (table.KV_UTILIZATION, stats.kv_utilization),
-            (table.KV_FRAGMENTATION, self._view.fragmentation()),
-            (table.PREFIX_QUERIES, stats.prefix_query_tokens),
-            (table.PREFIX_HITS, stats.prefix_hit_tokens),
-            (table.REQUESTS_RUNNING, stats.num_running),
-            (table.REQUESTS_WAITING, stats.num_waiting),
-            (table.TOKENS_PROMPT, stats.num_prompt_tokens),
-            (table.TOKENS_GENERATED, stats.num_generated_tokens),
-            (table.PREEMPTIONS, stats.num_preemptions),
-            (table.DRAINING, int(self._health.is_draining)),
+            (catalog.KV_UTILIZATION, stats.kv_utilization),
+            (catalog.KV_FRAGMENTATION, self._view.fragmentation()),
+            (catalog.PREFIX_QUERIES, stats.prefix_query_tokens),
+            (catalog.PREFIX_HITS, stats.prefix_hit_tokens),
+            (catalog.REQUESTS_RUNNING, stats.num_running),
+            (catalog.REQUESTS_WAITING, stats.num_waiting),
+            (catalog.TOKENS_PROMPT, stats.num_prompt_tokens),
+            (catalog.TOKENS_GENERATED, stats.num_generated_tokens),
+            (catalog.PREEMPTIONS, stats.num_preemptions),
+            (catalog.DRAINING, int(self._health.is_draining)),
         ):
             self._number(metric).series(self._model).set(value)
-        self._number(table.RECLAIMS).series().set(self._view.reclaimed())
+        self._number(catalog.RECLAIMS).series().set(self._view.reclaimed())
         blocks = {
             "used": stats.num_blocks - stats.num_free_blocks,
             "cached": stats.num_cached_blocks,
             "free": stats.num_free_blocks - stats.num_cached_blocks,
         }
         for state, count in blocks.items():
-            self._number(table.KV_BLOCKS).series(self._model, state).set(count)
+            self._number(catalog.KV_BLOCKS).series(self._model, state).set(count)
         for kind, size in self._view.memory_bytes.items():
-            self._number(table.MEMORY_USAGE).series(self._model, kind).set(size)
+            self._number(catalog.MEMORY_USAGE).series(self._model, kind).set(size)
         self._set_gpu()
 
     def _set_gpu(self) -> None:
         use = gpu_use()
         if use is not None:
-            self._number(table.GPU_MEMORY_USAGE).series(self._model).set(use.memory_bytes)
-            self._number(table.GPU_UTILIZATION).series(self._model).set(use.utilization)
+            self._number(catalog.GPU_MEMORY_USAGE).series(self._model).set(use.memory_bytes)
+            self._number(catalog.GPU_UTILIZATION).series(self._model).set(use.utilization)
 
 
 def silent_worker_telemetry(model: str = "") -> WorkerTelemetry:

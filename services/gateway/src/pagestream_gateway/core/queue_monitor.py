@@ -8,7 +8,7 @@ from pagestream_streams import Broker
 from pagestream_streams.admin.queues import QueueState, queue_states
 from pagestream_streams.errors import StreamsError
 from pagestream_streams.tasks import Periodic
-from pagestream_telemetry import table
+from pagestream_telemetry import catalog
 from pagestream_telemetry.instruments import Registry
 
 logger = logging.getLogger(__name__)
@@ -22,11 +22,11 @@ class QueueMonitor:
 
     def __init__(self, broker: Broker, registry: Registry) -> None:
         self._broker = broker
-        self._depth = registry.number(table.QUEUE_DEPTH)
-        self._age = registry.number(table.QUEUE_AGE)
+        self._depth = registry.number(catalog.QUEUE_DEPTH)
+        self._age = registry.number(catalog.QUEUE_AGE)
         self._by_model = {
             metric: registry.number(metric)
-            for metric in (table.QUEUE_TOKENS, table.QUEUE_DRAIN_RATE, table.QUEUE_RUNNING)
+            for metric in (catalog.QUEUE_TOKENS, catalog.QUEUE_DRAIN_RATE, catalog.QUEUE_RUNNING)
         }
         self._read_at = float("-inf")
 
@@ -70,9 +70,9 @@ class QueueMonitor:
 
     def _set_sums(self, model: str, partitions: list[QueueState]) -> None:
         sums = {
-            table.QUEUE_TOKENS: sum(waiting.tokens for state in partitions for waiting in state.waiting),
-            table.QUEUE_DRAIN_RATE: sum(state.drain_rate for state in partitions),
-            table.QUEUE_RUNNING: sum(state.running for state in partitions),
+            catalog.QUEUE_TOKENS: sum(waiting.tokens for state in partitions for waiting in state.waiting),
+            catalog.QUEUE_DRAIN_RATE: sum(state.drain_rate for state in partitions),
+            catalog.QUEUE_RUNNING: sum(state.running for state in partitions),
         }
         for metric, value in sums.items():
             self._by_model[metric].series(model).set(value)

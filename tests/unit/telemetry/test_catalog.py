@@ -1,12 +1,12 @@
-from pagestream_telemetry import table
+from pagestream_telemetry import catalog
+from pagestream_telemetry.catalog import ENGINE_METRICS, GATEWAY_METRICS, Kind, Metric
 from pagestream_telemetry.exposition import exposed_name
-from pagestream_telemetry.table import ENGINE_METRICS, GATEWAY_METRICS, Kind, Metric
 
 ALL = {metric.name: metric for metric in (*ENGINE_METRICS, *GATEWAY_METRICS)}
 
 
 def test_the_table_is_whole() -> None:
-    defined = {value for value in vars(table).values() if isinstance(value, Metric)}
+    defined = {value for value in vars(catalog).values() if isinstance(value, Metric)}
     assert defined == set(ALL.values())
 
 
