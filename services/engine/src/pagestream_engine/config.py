@@ -27,8 +27,8 @@ class ModelConfig:
     attention_backend: str = "auto"
     """auto is Triton on a GPU, torch on a CPU."""
     deterministic: bool | None = None
-    """Whether a sequence's logits are the same bit for bit in any batch, after preemption and in any chunks; None: on a
-    CPU where that is nearly free, which the start tries out."""
+    """Whether a sequence's logits are the same bit for bit in any batch, after preemption and in any chunks. None: yes
+    on a CPU where a trial at load finds it nearly free. A GPU, and a CPU with AMX in bfloat16, refuse True."""
     seed: int = 0
     """Of the generator that draws seeds for requests that bring none."""
     max_logprobs: int = 20

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from pagestream_engine.attention.native import library
-from pagestream_engine.attention.native.levels import LEVELS, cpu_flags, find_prebuilt
+from pagestream_engine.attention.native.levels import LEVELS, find_prebuilt
 from pagestream_engine.attention.native.prebuild import prebuild
+from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 
 HERE = LEVELS.get(platform.machine(), ())
 needs_level = pytest.mark.skipif(not HERE, reason="no levels are known for this architecture")
@@ -57,7 +58,7 @@ def test_what_is_compiled_beforehand_is_found_and_loaded_without_a_compiler(
     made = list(prebuild(compiler, (16,), tmp_path))
     assert len(made) == len(HERE)
     found = find_prebuilt(16, tmp_path)
-    if not any(level.flags <= cpu_flags() for level in HERE):
+    if not any(level.flags <= instruction_sets(read_cpuinfo()) for level in HERE):
         assert found is None
         return
     assert found in made

@@ -9,8 +9,9 @@ import pytest
 import torch
 from pagestream_engine.attention.native.library import find_compiler
 from pagestream_engine.config import EngineConfig
+from pagestream_engine.errors import ConfigError
 from pagestream_engine.layers.row_counts import RowCounts
-from pagestream_engine.runner import ModelRunner
+from pagestream_engine.runner import ModelRunner, numerics
 from support.engines.tiny_models import make_model
 
 
@@ -32,6 +33,39 @@ def test_unasked_only_where_it_is_free(monkeypatch: pytest.MonkeyPatch, folder: 
     off = _runner(folder, deterministic=False).numerics
     assert not off.deterministic
     assert not off.linears
+
+
+@pytest.fixture(params=[True, False], ids=["amx", "no-amx"])
+def has_amx(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(numerics, "computes_bfloat16_on_amx", lambda *_: request.param)
+    return bool(request.param)
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_bfloat16_on_amx_refuses_it_and_is_off_by_default(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, has_amx: bool
+) -> None:
+    monkeypatch.setattr(RowCounts, "is_free", True)
+    assert _runner(folder, dtype="bfloat16").numerics.deterministic is not has_amx
+    assert not _runner(folder, dtype="bfloat16", deterministic=False).numerics.deterministic
+    if not has_amx:
+        assert _runner(folder, dtype="bfloat16", deterministic=True).numerics.deterministic
+        return
+    with pytest.raises(ConfigError, match=r"^deterministic: given True, expected False or None") as caught:
+        _runner(folder, dtype="bfloat16", deterministic=True)
+    assert caught.value.field == "deterministic"
+    for remedy in ("float32", "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"):
+        assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device"), [(torch.float32, "cpu"), (torch.float16, "cpu"), (torch.bfloat16, "cuda")]
+)
+@pytest.mark.parametrize("wanted", [True, False, None])
+def test_amx_concerns_bfloat16_on_the_cpu_alone(
+    has_amx: bool, dtype: torch.dtype, device: str, wanted: bool | None
+) -> None:
+    assert numerics.possible_mode(wanted, dtype, torch.device(device)) is wanted
 
 
 def test_unasked_never_by_torchs_own_attention(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 
 from pagestream_engine.attention import AttentionBackend
-from pagestream_engine.attention.native.library import cpu_features
+from pagestream_engine.cpu import computes_bfloat16_on_amx, processor_identity, read_cpuinfo
+from pagestream_engine.errors import ConfigError
 from pagestream_engine.models.folder import model_revision
 from pagestream_engine.models.llama import LlamaModel
 
@@ -29,6 +31,12 @@ _MAKERS = {
 }
 
 
+_ON_AMX = (
+    "there a row's bits change with the rows beside it, and the trial at load does not find all such cases; set dtype "
+    "to float32, or ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment before the engine starts"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Numerics:
     """How a loaded model computes."""
@@ -37,6 +45,30 @@ class Numerics:
     """Whether a token's logits depend on its sequence alone, bit for bit."""
     linears: bytes
     """Digest of the bits that the linears give trial rows; empty where none were tried."""
+
+
+def possible_mode(wanted: bool | None, dtype: torch.dtype, device: torch.device) -> bool | None:
+    """Return the mode to settle: `wanted`, or False instead of None where deterministic mode is not available.
+
+    oneDNN's AMX kernels in bfloat16 change a row's bits with the number of rows, and the trial with random rows at load
+    has called row counts equal that were not: of 64 requests, 31 got other log probabilities in a batch than alone.
+
+    Args:
+        wanted: `ModelConfig.deterministic`.
+        dtype: of the weights.
+        device: that computes.
+
+    Raises:
+        ConfigError: `wanted` is True, and the model computes in bfloat16 on a CPU with AMX.
+    """
+    if wanted is False or dtype != torch.bfloat16 or device.type != "cpu":
+        return wanted
+    if not computes_bfloat16_on_amx(read_cpuinfo(), os.environ):
+        return wanted
+    if wanted:
+        raise ConfigError("deterministic", True, "False or None in bfloat16 on a CPU with AMX", _ON_AMX)
+    _log.info("deterministic mode is off: it is not available in bfloat16 on a CPU with AMX")
+    return False
 
 
 def settle_numerics(model: LlamaModel, backend: AttentionBackend[Any], wanted: bool | None) -> Numerics:
@@ -98,4 +130,4 @@ def _code() -> str:
 def _device(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} {torch.version.cuda}"
-    return hashlib.sha256(cpu_features()).hexdigest()
+    return hashlib.sha256(processor_identity(read_cpuinfo())).hexdigest()

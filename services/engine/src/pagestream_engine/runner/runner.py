@@ -14,7 +14,7 @@ from pagestream_engine.models.config import ModelInfo
 from pagestream_engine.models.loader import load_model
 from pagestream_engine.runner.batch import build_batch
 from pagestream_engine.runner.memory import cache_bytes
-from pagestream_engine.runner.numerics import fingerprint, settle_numerics
+from pagestream_engine.runner.numerics import fingerprint, possible_mode, settle_numerics
 from pagestream_engine.sampler import sample
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 
@@ -44,7 +44,7 @@ class ModelRunner:
         self.max_model_len = _max_model_len(config.model.max_model_len, info)
         shape = CacheShape(info.num_layers, info.num_kv_heads, info.head_dim, config.cache.block_size, self.dtype)
         cos_sin = cos_sin_table(info.rope, info.head_dim, self.max_model_len, device)
-        wanted = config.model.deterministic
+        wanted = possible_mode(config.model.deterministic, self.dtype, device)
         self._backend = select_backend(config.model.attention_backend, shape, cos_sin, exact=wanted is True)
         with torch.inference_mode():
             self._model = load_model(model_dir, info, dtype=self.dtype, device=device)

@@ -6,6 +6,8 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagestream_engine.cpu import instruction_sets, read_cpuinfo
+
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Where an image's build puts them (`python -m pagestream_engine.attention.native.prebuild`). A checkout has none."""
 
@@ -31,21 +33,11 @@ LEVELS = {
 """By `platform.machine()`, the best first. Below them the engine runs on torch's operations."""
 
 
-def cpu_flags() -> frozenset[str]:
-    """The instruction sets that all processors of this machine have, as the system tells; none where it doesn't."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    sets = [frozenset(line.partition(":")[2].split()) for line in lines if line.startswith(("flags", "Features"))]
-    return frozenset.intersection(*sets) if sets else frozenset()
-
-
 def find_prebuilt(head_dim: int, folder: Path = PREBUILT, flags: frozenset[str] | None = None) -> Path | None:
     """The best library for a head size that this processor (or one with `flags`) can run; None where there is none."""
     if not folder.is_dir():
         return None
-    has = cpu_flags() if flags is None else flags
+    has = instruction_sets(read_cpuinfo()) if flags is None else flags
     for level in LEVELS.get(platform.machine(), ()):
         found = sorted(folder.glob(f"kernels-{head_dim}-{level.name}-*.so"))
         if level.flags <= has and found:

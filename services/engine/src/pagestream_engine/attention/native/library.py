@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from pagestream_engine.attention.native.levels import find_prebuilt
+from pagestream_engine.cpu import processor_identity, read_cpuinfo
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
 HEAD_DIM_MULTIPLE = 16
@@ -63,7 +64,7 @@ def compiled(compiler: str, head_dim: int, folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(folder)
     flags = _flags(head_dim, "native")
-    fingerprint = _fingerprint(compiler, flags, platform.machine().encode(), cpu_features())
+    fingerprint = _fingerprint(compiler, flags, platform.machine().encode(), processor_identity(read_cpuinfo()))
     target = folder / f"kernels-{head_dim}-{fingerprint}.so"
     return target if target.is_file() else _compile(compiler, flags, target)
 
@@ -97,16 +98,6 @@ def _fingerprint(compiler: str, flags: list[str], *machine: bytes) -> str:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_COMPILE_LIMIT_S).stdout
     parts = [SOURCE.read_bytes(), " ".join(flags).encode(), version, *machine]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def cpu_features() -> bytes:
-    """The processor's name and its instruction sets, as the system tells them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    except OSError:
-        return platform.processor().encode()
-    wanted = (b"model name", b"flags", b"Features", b"CPU part")
-    return b"\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
 
 
 def _cache_folder() -> Path:
