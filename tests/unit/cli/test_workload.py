@@ -8,7 +8,7 @@ from pagestream_cli.bench.arrivals import poisson
 from pagestream_cli.bench.options import LengthRange
 from pagestream_cli.bench.workload import from_prompts, from_random, from_trace, with_poisson
 from pagestream_simulator.errors import WorkloadInvalidError
-from pagestream_simulator.traces import TraceRow
+from pagestream_simulator.traces.files import TraceRow
 
 OUTPUT = LengthRange(8, 8)
 

@@ -1,1 +1,1 @@
-"""Simulates fleets of engines on request traces under a scaling law."""
+"""Fleets of simulated engines that serve request traces under a scaling law."""

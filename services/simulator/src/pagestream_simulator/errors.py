@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SimulatorError(Exception):
-    """A simulation can't run. `hint` says what to do about it; `exit_code` is a command's."""
+    """A simulation can't run. `hint` says what to do; `exit_code` is what a command exits with."""
 
     exit_code = 1
 
@@ -14,13 +14,13 @@ class SimulatorError(Exception):
 
 
 class SettingInvalidError(SimulatorError):
-    """A policy, a term or an option has no meaning."""
+    """A policy, a term or an option has an unknown name or a value out of its range."""
 
     exit_code = 2
 
 
 class WorkloadInvalidError(SettingInvalidError):
-    """A trace, a profile or a prompt file is not in a form that is read here."""
+    """A trace, an engine profile or a prompt file can't be read or is malformed."""
 
 
 class CompilerMissingError(SimulatorError):

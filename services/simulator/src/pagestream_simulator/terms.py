@@ -1,4 +1,4 @@
-"""The terms of a study: what is asked of a law, and under which circumstances. Read from a TOML file."""
+"""The terms of a simulation: the laws' objective, the load, the fleet and its signals. Read from a TOML file."""
 
 from __future__ import annotations
 
@@ -7,75 +7,81 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pagestream_scaling import TtftPolicy
+from pagestream_telemetry.settings import TelemetrySettings
+
 from pagestream_simulator.errors import WorkloadInvalidError
+
+LAWS = ("optimum", "fixed", "pagestream", "hpa", "keda")
+"""Names of the laws that can be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What every law has to attain."""
+    """The objective of every law."""
 
-    ttft_s: float = 2.0
+    ttft_s: float = TtftPolicy().objective_s
     """From arrival to the first token, queue included."""
-    attainment: float = 0.99
-    """Part of the requests that must meet it."""
+    attainment: float = TtftPolicy().attainment
+    """Share of the requests that must meet it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What the law is wanted to attain beyond the objective."""
+    """What Pagestream's law should reach beyond the objective."""
 
     ratio_to_optimum: float = 1.15
-    """At most so many times the optimum's pod-hours."""
+    """Pod-hours, at most this multiple of the optimum's."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTerms:
-    """What arrives."""
+    """The requests that arrive."""
 
     tune: str = ""
     """File name of the trace on which settings are chosen."""
     report: str = ""
-    """And of the one on which they are judged."""
+    """File name of the trace on which they are judged."""
     context_tokens: int = 1024
     """Lengths are shrunk to this context."""
     engines_at_peak: int = 20
     """Size of the smallest fixed fleet that attains the objective: arrivals are scaled to this."""
     jitter_s: float = 2.0
-    """Copies of a request come within so many seconds of it."""
+    """Copies of a request arrive within this many seconds of it."""
     seeds: tuple[int, ...] = (0, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetTerms:
-    """What serves."""
+    """The pods that serve."""
 
     startup_s: tuple[float, ...] = (8.0, 60.0)
     """A pod's creation to ready."""
     startup_cluster_test_s: float = 0.0
-    """What the cluster test measured, in place of the first; 0: nothing yet."""
+    """The cluster test's measurement, which replaces the first of `startup_s`; 0: not measured."""
     initial_engines: int = 10
     """Ready when the trace begins."""
     min_engines: int = 1
     max_engines: int = 40
     partitions: int = 32
-    """Of the queue."""
+    """Partitions of the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignalTerms:
-    """What is known, and when."""
+    """How often metrics are exported and laws decide."""
 
-    export_s: float = 2.0
-    """Engines and gateways report so often."""
+    export_s: float = TelemetrySettings().export_interval_s
+    """Seconds between two exports of an engine or gateway."""
     decide_s: float = 1.0
-    """The operator decides so often."""
+    """Seconds between two decisions of Pagestream's law: the operator's `decide_s`, which a unit test compares."""
     hpa_sync_s: float = 15.0
-    """And HPA's and KEDA's law."""
+    """Seconds between two decisions of HPA and KEDA: Kubernetes' default."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchTerms:
-    """How settings are chosen."""
+    """How a law's settings are searched."""
 
     trials: int = 24
     seed: int = 0
@@ -83,7 +89,7 @@ class SearchTerms:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """All of them."""
+    """All terms, by group."""
 
     objective: Objective = Objective()
     goal: Goal = Goal()
@@ -94,17 +100,17 @@ class Terms:
 
 
 def read_terms(path: Path) -> Terms:
-    """The terms in a file; what it leaves out keeps its default.
+    """Read terms from a file; what it leaves out keeps its default.
 
     Raises:
-        WorkloadInvalidError: it can't be read, or has a name that isn't one of ours.
+        WorkloadInvalidError: the file can't be read, or has an unknown name.
     """
     try:
         content = tomllib.loads(path.read_text())
         groups: dict[str, Any] = {entry.name: type(getattr(Terms(), entry.name)) for entry in fields(Terms)}
         unknown = sorted(set(content) - set(groups))
         if unknown:
-            raise TypeError(f"there is no group {unknown[0]}")
+            raise TypeError(f"there is no group {unknown[0]}, only {', '.join(groups)}")
         return Terms(**{name: groups[name](**_values(values)) for name, values in content.items()})
     except (OSError, ValueError, TypeError) as error:
         raise WorkloadInvalidError(f"{path} holds no terms: {error}") from error

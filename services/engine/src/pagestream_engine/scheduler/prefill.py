@@ -8,7 +8,7 @@ from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.request.sequence import Sequence, SequenceGroup, SequenceState
 from pagestream_engine.scheduler.base import ScheduledSequence
 
-_RESERVE_SHARE = 4
+RESERVE_SHARE = 4
 """Blocks are kept free for one in so many running sequences when another is admitted: a few steps of growth, so that
 the newcomer is not preempted at once and computed again and again."""
 
@@ -44,7 +44,7 @@ class PrefillSet:
 
     def num_reserved_blocks(self, num_running: int) -> int:
         """Blocks to keep free when another is admitted."""
-        return -(-num_running // _RESERVE_SHARE)
+        return -(-num_running // RESERVE_SHARE)
 
     def admit(self, group: SequenceGroup, leader: Sequence, prefix: list[int]) -> None:
         """Starts a group: its leader from its cached prefix, the others when the leader has computed the prompt."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pagestream_simulator.trace_scaling import scale_factor, scale_to_context
-from pagestream_simulator.traces import read_trace
+from pagestream_simulator.traces.context import scale_factor, scale_to_context
+from pagestream_simulator.traces.files import read_trace
 
 from pagestream_cli.bench.http_client import HttpClient
 from pagestream_cli.bench.load import run_load

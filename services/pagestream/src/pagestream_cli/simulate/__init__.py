@@ -1,1 +1,1 @@
-"""`pagestream simulate`: a trace through the scaling law and a queueing model of engines."""
+"""`pagestream simulate`: the command of `pagestream_simulator`."""

@@ -1,5 +1,5 @@
-// Engines that share a queue, event by event: what pagestream_engine's scheduler and worker and the queue's claim do,
-// with a step's time computed instead of spent. fleet.py describes the model and is the only caller.
+// Engines that share a queue, event by event: the rules of the engine's scheduler, the worker's claims and the queue,
+// with the duration of a step computed. fleet.py describes the model and is the only caller.
 //
 // Times are seconds. Requests are numbered by arrival, engines by the order in which they were added.
 
@@ -14,19 +14,19 @@
 
 namespace {
 
-constexpr int kReserveShare = 4;  // prefill.py keeps a block free for one in so many running sequences
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 struct Profile {
     double fixed_s, prefill_token_s, prefill_pair_s, decode_s, decode_context_s;
     int64_t kv_blocks, block_size, max_num_seqs, max_num_batched_tokens, claim_tokens;
+    int64_t reserve_share;  // when a sequence is admitted, one block stays free for each so many running ones
 };
 
 struct Request {
     double arrival_s;
     int prompt, output, partition;
     int generated = 0;
-    double queued_s = 0;  // since when it waits in the queue
+    double queued_s = 0;  // when it entered the queue
 };
 
 struct Sequence {
@@ -181,7 +181,7 @@ class Fleet {
             push(now_ + steal_s_, Kind::kSteal, request.partition);
     }
 
-    // An entry that its partition's own engine left is anybody's; who asks first is chance.
+    // Offer entries that the partition's owner has left for steal_s to all engines, from a random one on.
     void offer(int partition) {
         if (head(partition, steal_s_) < 0 || engines_.empty()) return;
         size_t first = random_() % engines_.size();
@@ -192,7 +192,7 @@ class Fleet {
         }
     }
 
-    // The request at the head of a partition's queues that has waited so long; -1 without one.
+    // The request at the head of a partition's queues if it has waited at least so long; else -1.
     int head(int partition, double least_age) const {
         for (const auto* queues : {&resumed_, &fresh_}) {
             const auto& waiting = (*queues)[partition];
@@ -229,8 +229,8 @@ class Fleet {
         while (true) {
             int next = head(partition, least_age);
             if (next < 0) return;
-            // worker.py: an idle engine takes one of any size; others what their free blocks hold beside what they
-            // promised, until they hold as many uncomputed tokens as one step takes
+            // An idle engine takes a request of any size; another what fits into its free blocks beside the promised
+            // ones, until it holds as many uncomputed tokens as one step takes.
             if (engine.claimed) {
                 if (engine.claimed >= profile_.max_num_seqs) return;
                 if (engine.promised_tokens >= profile_.claim_tokens) return;
@@ -321,7 +321,7 @@ class Fleet {
             if (running >= profile_.max_num_seqs) return;
             auto first = engine.waiting.begin();
             int64_t wanted = promised + blocks_for(first->second.length);
-            if (running && wanted + (running + kReserveShare - 1) / kReserveShare > engine.free_blocks) return;
+            if (running && wanted + (running + profile_.reserve_share - 1) / profile_.reserve_share > engine.free_blocks) return;
             engine.prefills.push_back(first->second);
             engine.waiting.erase(first);
             int64_t before = engine.free_blocks;
@@ -330,7 +330,7 @@ class Fleet {
         }
     }
 
-    // Covers every decode's next token; takes the blocks of the latest sequences until the others fit.
+    // Allocate a block for every decode that needs one for its next token; preempt the latest sequences until all fit.
     bool make_room(Engine& engine) {
         auto at_border = [&](const Sequence& seq) { return seq.computed == seq.blocks * profile_.block_size; };
         bool preempted = false;
@@ -385,12 +385,12 @@ class Fleet {
             hand_back(id);
             return;
         }
-        begin_step(id);  // the engine's thread goes on at once; what is claimed meanwhile comes a step later
+        begin_step(id);  // the next step starts before the claim: what is claimed meanwhile is scheduled a step later
         claim(id);
         begin_step(id);
     }
 
-    // Notes the token that a sequence got; tells whether it was its last, and the sequence is gone.
+    // Count a token of a sequence; return whether it was the last one, which releases the sequence.
     bool give_token(Engine& engine, Sequence& seq) {
         Request& request = requests_[seq.request];
         ++engine.generated_tokens;
@@ -417,7 +417,7 @@ class Fleet {
     std::mt19937_64 random_;
     std::vector<Request> requests_;
     std::vector<std::deque<int>> fresh_, resumed_;  // by partition
-    std::vector<int> owner_;                        // by partition; -1: nobody
+    std::vector<int> owner_;                        // by partition; -1 without a ready engine
     std::deque<Engine> engines_;
     std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
     std::vector<int32_t> firsts_;  // requests in the order of their first tokens

@@ -1,14 +1,17 @@
-"""Engines that share a queue, on virtual time.
+"""Simulates engines that share a queue, on virtual time.
 
-The model follows the real parts, event by event. The queue has partitions, first come first served in each; handed back
-requests go first. An engine owns a partition by the highest hash and claims from it at once; what an owner left for
-STEAL_S is anybody's. It claims as the worker does: one request of any size when it holds none, otherwise what its free
-blocks hold beside what it has promised, until it holds as many uncomputed tokens as one step takes. It schedules as the
-engine does: one token budget for decodes, then chunks of prompts by arrival; blocks are taken as sequences grow, the
-latest sequence is preempted when they run out and is computed again. A drained engine ends its running step and hands
-everything back; what it had computed is lost.
+The model follows the real components event by event:
 
-Left out: prefix hits (every prompt is another one), Redis' and the gateway's milliseconds, deaths.
+- The queue has partitions and is first come, first served in each; requests that were handed back go first.
+- An engine owns a partition by the highest hash and claims from it immediately; an entry that its owner has left for
+  `StreamsSettings.steal_after_ms` may be claimed by any engine.
+- An engine claims as the worker does: a request of any size when it holds none; otherwise what fits into its free
+  blocks beside the blocks it has promised, until it holds as many uncomputed tokens as one step takes.
+- It schedules as the engine does: one token budget for decodes, then for prompt chunks by arrival. Blocks are allocated
+  as sequences grow; when they run out, the latest sequence is preempted and recomputed.
+- A drained engine finishes its running step and hands everything back; computed KV blocks are lost.
+
+Not simulated: prefix hits (all prompts differ), the latency of Redis and of gateways, engine failures.
 """
 
 from __future__ import annotations
@@ -21,17 +24,15 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from pagestream_engine.scheduler.prefill import RESERVE_SHARE
+from pagestream_streams.settings import StreamsSettings
 
 from pagestream_simulator.fleet.native import load_library
 from pagestream_simulator.fleet.profile import EngineProfile
-from pagestream_simulator.load import Load
-
-STEAL_S = 0.1
-"""As the queue's setting steal_after_ms."""
+from pagestream_simulator.traces.load import Load
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
-
 
 _LIMITS = ("kv_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "claim_tokens")
 
@@ -39,24 +40,24 @@ _LIMITS = ("kv_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", 
 class _Profile(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_double) for name in ("fixed_s", "token_s", "pair_s", "decode_s", "context_s")),
-        *((name, ctypes.c_int64) for name in _LIMITS),
+        *((name, ctypes.c_int64) for name in (*_LIMITS, "reserve_share")),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """One engine now; the last ones are totals since it began."""
+    """One engine now; `prompt_tokens` and what follows are totals since it was added."""
 
     kv_used_blocks: float
     running: float
     waiting: float
-    """Requests that it has claimed and does not run."""
+    """Claimed requests that do not run."""
     prompt_tokens: float
     generated_tokens: float
     preemptions: float
     busy_s: float
     gone_s: float
-    """When it had drained; infinity: it has not."""
+    """Time at which it had drained; infinity before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,9 @@ class QueueState:
 
     depth: float
     tokens: float
-    """Prompt tokens that wait."""
+    """Prompt tokens of queued requests."""
     oldest_s: float
-    """Since when the oldest waits; infinity: none does."""
+    """Time at which the oldest request was queued; infinity when the queue is empty."""
     running: float
     """Requests that engines own."""
     claimed_tokens: float
@@ -75,17 +76,17 @@ class QueueState:
 
 
 class Fleet:
-    """A queue with its arrivals, and engines that come and go. Used as `with Fleet(...) as fleet`."""
+    """A queue with its arrivals, and engines that are added and drained: a context manager."""
 
     def __init__(self, load: Load, profile: EngineProfile, *, partitions: int, seed: int = 0) -> None:
         self._library = _declared(load_library())
         self.first_s: Floats = np.full(len(load), np.inf)
-        """When each request had its first token; infinity: not yet."""
+        """Time of each request's first token; infinity before."""
         self.end_s: Floats = np.full(len(load), np.inf)
-        """And its last."""
+        """Time of each request's last token; infinity before."""
         self.profile = profile
         limits = (getattr(profile, name) for name in _LIMITS)
-        native = _Profile(*astuple(profile.cost), *limits)
+        native = _Profile(*astuple(profile.cost), *limits, RESERVE_SHARE)
         self._state = (ctypes.c_double * 8)()
         self._queue = (ctypes.c_double * 5)()
         self._load = load
@@ -94,48 +95,48 @@ class Fleet:
             len(load),
             *(_pointer(column) for column in (load.arrival_s, load.prompt_tokens, load.output_tokens, load.partition)),
             partitions,
-            STEAL_S,
+            StreamsSettings().steal_after_ms / 1000,
             seed,
             _pointer(self.first_s),
             _pointer(self.end_s),
         )
 
     def __enter__(self) -> Self:
-        """Itself."""
+        """Return this fleet."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Frees the memory outside of Python."""
+        """Free the memory that C++ holds."""
         if self._handle is not None:
             self._library.fleet_free(self._handle)
             self._handle = None
 
     def add_engine(self, ready_s: float) -> int:
-        """An engine that is ready at a time (now, if that has passed). Returns its number."""
+        """Add an engine that is ready at `ready_s` (now, if that has passed). Returns its number."""
         return int(self._library.fleet_add_engine(self._handle, ready_s))
 
     def drain(self, engine: int) -> None:
-        """Has an engine hand back what it holds and end. One that isn't ready yet never will be."""
+        """Have an engine hand back its requests and end. An engine that isn't ready yet never becomes ready."""
         self._library.fleet_drain(self._handle, engine)
 
     def advance(self, until_s: float) -> bool:
-        """Everything that happens up to a time. Returns whether all requests are complete."""
+        """Simulate up to `until_s`. Returns whether all requests are complete."""
         return bool(self._library.fleet_advance(self._handle, until_s))
 
     def engine(self, number: int) -> EngineState:
-        """How an engine is."""
+        """Return the state of the engine with this number."""
         self._library.fleet_stats(self._handle, number, self._state)
         return EngineState(*self._state)
 
     def queue(self) -> QueueState:
-        """How the queue is."""
+        """Return the state of the queue."""
         self._library.fleet_queue(self._handle, self._queue)
         return QueueState(*self._queue)
 
-    def firsts(self, start: int) -> Ints:
-        """The requests that got their first tokens, in that order, from the `start`th on."""
+    def first_tokens(self, start: int) -> Ints:
+        """Return the requests that got their first token, in that order, without the first `start` of them."""
         count = int(self._library.fleet_num_first(self._handle)) - start
         found: Ints = np.empty(count, dtype=np.int32)
         self._library.fleet_firsts(self._handle, start, _pointer(found))

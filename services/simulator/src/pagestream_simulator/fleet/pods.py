@@ -1,4 +1,4 @@
-"""The pods of a pool: ordered, starting, ready, draining, gone; and what they cost."""
+"""The pods of a pool: ordered, starting, ready, draining, gone; and their cost in pod-seconds."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Pod:
     created_s: float
     ready_s: float
     drained_s: float = math.inf
-    """When it was told to end."""
+    """When its drain began; infinity before."""
     sample: PodSample | None = None
-    """What it last reported."""
+    """Its last export."""
     last: EngineState | None = None
-    """And from what."""
+    """The engine's state at that export."""
 
     @property
     def name(self) -> str:
-        """As Kubernetes would call it."""
+        """The pod's name in observations."""
         return f"engine-{self.engine}"
 
 
 class Pods:
-    """Orders and drains pods of a fleet, and counts what they cost."""
+    """Orders and drains pods of a fleet, and adds up their cost."""
 
     def __init__(self, fleet: Fleet, startup_s: float) -> None:
         self._fleet = fleet
@@ -40,22 +40,22 @@ class Pods:
         self._draining: list[Pod] = []
         self._ended_pod_s = 0.0
         self.num_up = 0
-        """Pods ordered after the beginning."""
+        """Pods ordered by `scale`."""
         self.num_down = 0
-        """Pods given back."""
+        """Pods drained."""
 
     @property
     def live(self) -> list[Pod]:
-        """Those that start or serve."""
+        """Pods that start or serve."""
         return self._live
 
     def begin(self, count: int) -> None:
-        """So many are ready when the trace begins; what came before is not counted."""
+        """Add `count` pods that are ready when the trace begins; their start-up costs nothing."""
         for _ in range(count):
             self._live.append(Pod(self._fleet.add_engine(0.0), 0.0, 0.0))
 
     def scale(self, count: int, now_s: float) -> None:
-        """Order pods, or drain the cheapest, until there are so many."""
+        """Order pods, or drain those that `drain_order` puts first, until `count` are live."""
         while len(self._live) < count:
             ready_s = now_s + self._startup_s
             self._live.append(Pod(self._fleet.add_engine(ready_s), now_s, ready_s))
@@ -66,7 +66,7 @@ class Pods:
                 self._drain(by_name[seen.name], now_s)
 
     def observed(self, now_s: float) -> tuple[PodObservation, ...]:
-        """The live pods as Kubernetes and their reports show them."""
+        """Return the live pods as Kubernetes and their exports show them."""
         return tuple(
             PodObservation(pod.name, PodState.READY, pod.created_s, pod.ready_s, pod.sample)
             if pod.ready_s <= now_s
@@ -75,13 +75,13 @@ class Pods:
         )
 
     def pod_seconds(self, end_s: float) -> float:
-        """From each pod's order to its end, or to `end_s`."""
+        """Return the seconds from each pod's order to its end, or to `end_s`, summed."""
         self.settle(end_s)
         open_pods = (*self._live, *self._draining)
         return self._ended_pod_s + sum(max(0.0, end_s - pod.created_s) for pod in open_pods)
 
     def settle(self, end_s: float = math.inf) -> None:
-        """Note which drained pods are gone."""
+        """Add up the cost of drained pods that are gone by `end_s`."""
         still = []
         for pod in self._draining:
             gone_s = self._fleet.engine(pod.engine).gone_s

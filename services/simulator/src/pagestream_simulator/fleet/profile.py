@@ -1,4 +1,4 @@
-"""What one engine is: how long a step takes, and what it can hold. Measured from the real one, kept as JSON."""
+"""An engine's profile: the cost of its steps and its limits. Measured from the real engine, kept as JSON."""
 
 from __future__ import annotations
 
@@ -8,68 +8,73 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from pagestream_engine.config import CacheConfig, SchedulerConfig
+
 from pagestream_simulator.errors import WorkloadInvalidError
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a step: a linear model of what is in it. All are 0 or more."""
+    """Seconds of a step, as a linear model of its contents. All coefficients are 0 or more."""
 
     fixed_s: float
-    """Of any step."""
+    """Per step."""
     prefill_token_s: float
-    """For each token of a prefill chunk: the matrix products."""
+    """Per token of a prefill chunk: the matrix products."""
     prefill_pair_s: float
-    """For each pair of a chunk's token and a token that it attends to."""
+    """Per pair of a chunk's token and a token that it attends to."""
     decode_s: float
-    """For each sequence that decodes."""
+    """Per sequence that decodes."""
     decode_context_s: float
-    """For each token that a decoding sequence attends to."""
+    """Per token that a decoding sequence attends to."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """One engine."""
+    """One engine. Defaults are the real engine's, except for the size of the pool."""
 
     cost: StepCost
     kv_blocks: int = 512
     """Blocks of its KV pool."""
-    block_size: int = 16
+    block_size: int = CacheConfig().block_size
     """Tokens in a block."""
-    max_num_seqs: int = 256
+    max_num_seqs: int = SchedulerConfig().max_num_seqs
     """Sequences that run at once."""
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = SchedulerConfig().max_num_batched_tokens
     """Tokens of a step."""
     claim_tokens: int = 2**53
-    """With so many uncomputed tokens at hand an engine claims nothing more."""
+    """An engine that holds this many uncomputed tokens claims no more; the default is no limit."""
     source: Mapping[str, Any] = field(default_factory=dict)
-    """What was measured, where, and how well the model fits it."""
+    """What was measured, on which machine, and the fit's residuals."""
 
 
 def read_profile(path: Path) -> EngineProfile:
-    """The profile that `write_profile` wrote.
+    """Read a profile that `write_profile` wrote.
 
     Raises:
-        WorkloadInvalidError: it can't be read or isn't one.
+        WorkloadInvalidError: the file can't be read or isn't a profile.
     """
     try:
         content = json.loads(path.read_text())
         cost = StepCost(**{name: float(value) for name, value in content.pop("cost").items()})
         profile = EngineProfile(cost=cost, **content)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise WorkloadInvalidError(f"{path} is no engine profile: {error}") from error
+        raise WorkloadInvalidError(
+            f"{path} is not an engine profile: {error}",
+            hint="measure one: python -m pagestream_simulator.study.measure",
+        ) from error
     _check(profile, path)
     return profile
 
 
 def write_profile(profile: EngineProfile, path: Path) -> None:
-    """As JSON, for people too."""
+    """Write a profile as indented JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(profile), indent=2) + "\n")
 
 
 def packaged_profile() -> Path:
-    """The profile that comes with this package: the reference model on one core."""
+    """Return the path of this package's profile: the reference model on one core."""
     return Path(__file__).resolve().parents[1] / "data" / "engine_profile.json"
 
 

@@ -1,10 +1,9 @@
-"""The laws that are compared: the pool's own, a fixed fleet, Kubernetes HPA's, KEDA's, and a plan."""
+"""The laws that are compared: Pagestream's own, Kubernetes' HPA, KEDA, a fixed fleet, and a plan."""
 
-from pagestream_simulator.laws.base import Law
 from pagestream_simulator.laws.fixed import FixedLaw, PlannedLaw
 from pagestream_simulator.laws.hpa import HpaBehavior, HpaLaw, HpaSettings
 from pagestream_simulator.laws.keda import KedaLaw, KedaSettings
-from pagestream_simulator.laws.own import OwnLaw
+from pagestream_simulator.laws.law import Law, PagestreamLaw
 
 __all__ = [
     "FixedLaw",
@@ -14,6 +13,6 @@ __all__ = [
     "KedaLaw",
     "KedaSettings",
     "Law",
-    "OwnLaw",
+    "PagestreamLaw",
     "PlannedLaw",
 ]

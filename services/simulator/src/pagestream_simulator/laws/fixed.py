@@ -1,4 +1,4 @@
-"""Fleets that look at nothing: of a fixed size, and by a plan."""
+"""Laws that ignore what they observe: a fleet of a fixed size, and a plan made in advance."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from pagestream_scaling import PoolObservation
 
 @dataclass(frozen=True, slots=True)
 class FixedLaw:
-    """The same number all the time."""
+    """The same number of pods throughout."""
 
     engines: int
     period_s: float = 60.0
 
     def initial(self, usual: int) -> int:
-        """All of them."""
+        """Return the fleet's size."""
         return self.engines
 
     def desired(self, observation: PoolObservation) -> int:
-        """All of them."""
+        """Return the fleet's size."""
         return self.engines
 
     def planned(self, now_s: float) -> int:
-        """All of them."""
+        """Return the fleet's size."""
         return self.engines
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedLaw:
-    """What was planned beforehand: `counts[i]` pods from `times_s[i]` on."""
+    """A plan: `counts[i]` pods from `times_s[i]` (ascending, seconds) on."""
 
     times_s: Sequence[float]
     counts: Sequence[int]
     period_s: float = 1.0
 
     def initial(self, usual: int) -> int:
-        """The first of the plan."""
+        """Return the plan's first count."""
         return self.counts[0]
 
     def desired(self, observation: PoolObservation) -> int:
-        """Of the plan, now."""
+        """Return the plan's count at the observation's time."""
         return self.planned(observation.time_s)
 
     def planned(self, now_s: float) -> int:
-        """Of the plan, at a time."""
+        """Return the plan's count at `now_s`; before its first time, the first count."""
         return self.counts[max(0, bisect.bisect_right(self.times_s, now_s) - 1)]

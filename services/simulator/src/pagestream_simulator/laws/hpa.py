@@ -10,54 +10,63 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from pagestream_scaling import PodState, PoolObservation
+from pagestream_scaling import KvUtilizationPolicy, PodState, PoolObservation
+
+from pagestream_simulator.terms import FleetTerms, SignalTerms
 
 
 @dataclass(frozen=True, slots=True)
 class HpaBehavior:
-    """`behavior` of one direction. Of the two policies the one that changes more holds (selectPolicy: Max)."""
+    """`behavior` of one direction. Of its two policies the one that allows more change applies (selectPolicy: Max)."""
 
     stabilization_s: float
     percent: float
-    """Of the replicas at the period's begin; 0: no such policy."""
+    """Of the replicas at the beginning of the period; 0: no such policy."""
     pods: int
-    """0: no such policy."""
+    """Pods in a period; 0: no such policy."""
     period_s: float = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class HpaSettings:
-    """An HPA on the pods metric KV utilization; the defaults are Kubernetes' own, the target is the pool's."""
+    """An HPA on the pods metric KV utilization.
 
-    target: float = 0.80
+    The defaults are Kubernetes', the target's is the scaling policy's, and the bounds' are the terms'.
+    """
+
+    target: float = KvUtilizationPolicy().target
     """Mean KV utilization (averageValue of a Pods metric)."""
     tolerance: float = 0.1
     up: HpaBehavior = field(default_factory=lambda: HpaBehavior(0.0, 100.0, 4))
     down: HpaBehavior = field(default_factory=lambda: HpaBehavior(300.0, 100.0, 0))
-    min_replicas: int = 1
-    max_replicas: int = 40
+    min_replicas: int = FleetTerms().min_engines
+    max_replicas: int = FleetTerms().max_engines
 
 
 class HpaLaw:
     """One HPA."""
 
-    def __init__(self, settings: HpaSettings, period_s: float = 15.0) -> None:
+    def __init__(self, settings: HpaSettings, period_s: float = SignalTerms().hpa_sync_s) -> None:
         self.period_s = period_s
         self.settings = settings
         self._recommendations: deque[tuple[float, int]] = deque()
         self._changes: deque[tuple[float, int]] = deque()  # (time, pods more or less)
 
     def initial(self, usual: int) -> int:
-        """As usual."""
+        """Return `usual`."""
         return usual
 
     def desired(self, observation: PoolObservation) -> int:
-        """The recommendation, stabilised and within its rates."""
+        """Return the recommendation after stabilisation, rates and bounds."""
         current = observation.replicas
-        return self.restrained(self.recommended(observation), current, observation.time_s)
+        return self.limited(self.recommended(observation), current, observation.time_s)
 
     def recommended(self, observation: PoolObservation) -> int:
-        """calcPlainMetricReplicas: pods that aren't ready count 0 when the others ask for more."""
+        """Recommend replicas as calcPlainMetricReplicas does.
+
+        A pod that isn't ready counts as 0 when the others ask for more; a ready one without a sample as 0 then, and as
+        on target when they ask for fewer.
+        """
         settings, current = self.settings, observation.replicas
         ready = [pod for pod in observation.pods if pod.state is PodState.READY]
         values = [pod.sample.kv_utilization for pod in ready if pod.sample is not None]
@@ -69,7 +78,7 @@ class HpaLaw:
             return current if abs(ratio - 1) <= settings.tolerance else math.ceil(ratio * len(values))
         filled = [*values]
         if ratio < 1:
-            filled += [settings.target] * missing  # a pod that doesn't say counts as right when others ask for fewer
+            filled += [settings.target] * missing
         elif ratio > 1:
             filled += [0.0] * (missing + unready)
         again = sum(filled) / len(filled) / settings.target
@@ -80,8 +89,8 @@ class HpaLaw:
             return current
         return wanted
 
-    def restrained(self, recommended: int, current: int, now_s: float) -> int:
-        """Stabilisation, rates and bounds."""
+    def limited(self, recommended: int, current: int, now_s: float) -> int:
+        """Apply stabilisation windows, rates and bounds to a recommendation."""
         settings = self.settings
         self._recommendations.append((now_s, recommended))
         longest = max(settings.up.stabilization_s, settings.down.stabilization_s)
@@ -90,12 +99,12 @@ class HpaLaw:
         lowest = min(n for at, n in self._recommendations if at >= now_s - settings.up.stabilization_s)
         highest = max(n for at, n in self._recommendations if at >= now_s - settings.down.stabilization_s)
         stable = max(lowest, current) if lowest > current else min(highest, current)
-        bounded = min(settings.max_replicas, max(settings.min_replicas, self._rated(stable, current, now_s)))
+        bounded = min(settings.max_replicas, max(settings.min_replicas, self._rate_limited(stable, current, now_s)))
         if bounded != current:
             self._changes.append((now_s, bounded - current))
         return bounded
 
-    def _rated(self, wanted: int, current: int, now_s: float) -> int:
+    def _rate_limited(self, wanted: int, current: int, now_s: float) -> int:
         if wanted == current:
             return current
         rises = wanted > current

@@ -1,4 +1,4 @@
-"""KEDA: an HPA that KEDA makes, fed with the queue's length and the pods' KV utilization; the larger answer holds.
+"""KEDA: an HPA that KEDA creates, fed with queue length and KV utilization; the larger recommendation applies.
 
 Source: KEDA 2.17 concepts/scaling-deployments: `pollingInterval` (30 s) and `cooldownPeriod` (300 s) act only between 0
 and 1 replica; from 1 on KEDA serves the metrics to an HPA. A queue trigger is an External metric with averageValue.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pagestream_scaling import PoolObservation
 
 from pagestream_simulator.laws.hpa import HpaLaw, HpaSettings
+from pagestream_simulator.terms import SignalTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +20,13 @@ class KedaSettings:
     """A ScaledObject."""
 
     hpa: HpaSettings = field(default_factory=HpaSettings)
-    """Of the HPA that KEDA makes, and the KV trigger's target."""
+    """Of the HPA that KEDA creates, with the KV trigger's target."""
     requests_each: float = 5.0
-    """The queue trigger's averageValue: so many requests for each pod."""
+    """The queue trigger's averageValue: requests per pod."""
     counts_running: bool = False
-    """Whether requests that engines own count with those that wait."""
+    """Whether requests that engines own count in addition to queued ones."""
     activation: float = 0.0
-    """From zero on more requests than these."""
+    """A pool at zero is activated by more requests than this."""
     polling_s: float = 30.0
     cooldown_s: float = 300.0
 
@@ -33,7 +34,7 @@ class KedaSettings:
 class KedaLaw:
     """One ScaledObject."""
 
-    def __init__(self, settings: KedaSettings, period_s: float = 15.0) -> None:
+    def __init__(self, settings: KedaSettings, period_s: float = SignalTerms().hpa_sync_s) -> None:
         self.period_s = period_s
         self._settings = settings
         self._hpa = HpaLaw(settings.hpa, period_s)
@@ -41,11 +42,11 @@ class KedaLaw:
         self._polled_s = -math.inf
 
     def initial(self, usual: int) -> int:
-        """As usual."""
+        """Return `usual`."""
         return usual
 
     def desired(self, observation: PoolObservation) -> int:
-        """KEDA's own step between 0 and 1, the HPA's from 1 on."""
+        """Decide between 0 and 1 as KEDA does, and from 1 on as its HPA does."""
         now_s, current = observation.time_s, observation.replicas
         if now_s - self._polled_s >= self._settings.polling_s:
             self._polled_s = now_s
@@ -59,7 +60,7 @@ class KedaLaw:
         if self._settings.hpa.min_replicas == 0 and idle_s >= self._settings.cooldown_s:
             return 0
         wanted = max(self._hpa.recommended(observation), self._by_queue(observation))
-        return max(1, self._hpa.restrained(wanted, current, now_s))
+        return max(1, self._hpa.limited(wanted, current, now_s))
 
     def _by_queue(self, observation: PoolObservation) -> int:
         requests, current = self._requests(observation), observation.replicas

@@ -1,1 +1,1 @@
-"""Searches and comparisons of scaling laws."""
+"""The autoscaling study: the clairvoyant optimum, searches of settings, and measurements of the real engine."""

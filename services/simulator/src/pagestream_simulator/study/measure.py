@@ -1,9 +1,9 @@
-"""Measures an engine for the simulation: `python -m pagestream_simulator.study.measure MODEL --output FILE`.
+"""Measures an engine's profile: `python -m pagestream_simulator.study.measure MODEL --output FILE`.
 
-The real `Engine` runs requests of random lengths at changing concurrency, on one thread. For each step we note what is
-in it and the CPU time that it took: on one thread that is the time it takes on a core of its own, whatever else the
-machine does meanwhile. The costs of `StepCost` are fitted to half of the steps by least squares of the relative error,
-none below 0; the residuals are of the other half.
+The real `Engine` runs requests of random lengths at changing concurrency, on one thread. Each step's contents and CPU
+time are recorded: on one thread, CPU time is what the step takes on a core of its own, whatever else the machine runs.
+The costs of `StepCost` are fitted to half of the steps by least squares of the relative error, none below 0; the
+residuals are those of the other half.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagestream_simulator.console import say
 from pagestream_simulator.fleet.profile import EngineProfile, StepCost, write_profile
 
 Matrix = npt.NDArray[np.float64]
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 48, 64)
 REQUESTS = 3
-"""For each sequence of a concurrency, so many requests on average."""
+"""Requests per sequence of a concurrency."""
 OUTPUT_TOKENS = (4, 80)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """What was in a step, and its seconds."""
+    """A step's contents and its seconds."""
 
     prefill_tokens: int
     prefill_pairs: int
@@ -45,12 +44,12 @@ class MeasuredStep:
     seconds: float
 
     def row(self) -> tuple[float, ...]:
-        """In the order of StepCost's fields."""
+        """Return the contents in the order of StepCost's fields."""
         return (1, self.prefill_tokens, self.prefill_pairs, self.decodes, self.decode_context)
 
 
 def measure(engine: Any, vocab_size: int, context: int, seed: int = 0) -> list[MeasuredStep]:
-    """The steps of requests of random lengths, each drawn on a logarithmic scale, up to `context` tokens."""
+    """Run requests of random lengths, drawn on a logarithmic scale up to `context` tokens; return the steps."""
     from pagestream_engine import SamplingParams
 
     rng = random.Random(seed)
@@ -75,7 +74,7 @@ def measure(engine: Any, vocab_size: int, context: int, seed: int = 0) -> list[M
 
 
 def contents(step: Any) -> tuple[int, int, int, int]:
-    """Tokens and pairs of prefill, sequences and context of decode in a ScheduledStep."""
+    """Return a ScheduledStep's prefill tokens and pairs, decoding sequences and their context tokens."""
     chunks = [(chunk.num_new_tokens, chunk.seq.num_computed_tokens) for chunk in step.prefills]
     pairs = sum(new * done + new * (new + 1) // 2 for new, done in chunks)
     context = sum(entry.seq.num_computed_tokens + 1 for entry in step.decodes)
@@ -83,13 +82,13 @@ def contents(step: Any) -> tuple[int, int, int, int]:
 
 
 def fit(steps: Sequence[MeasuredStep]) -> StepCost:
-    """The costs with the least sum of squared relative errors, none below 0."""
+    """Return the costs with the least sum of squared relative errors, none below 0."""
     rows: Matrix = np.array([step.row() for step in steps], dtype=np.float64)
     seconds: Matrix = np.array([step.seconds for step in steps], dtype=np.float64)
     weighted = rows / seconds[:, None]
     found = np.zeros(rows.shape[1])
     active = [index for index in range(rows.shape[1]) if rows[:, index].any()]
-    while active:  # least squares, without those that come out negative: enough for five columns
+    while active:  # drop columns that come out negative and solve again: enough for five columns
         solved, *_ = np.linalg.lstsq(weighted[:, active], np.ones(len(steps)), rcond=None)
         if (solved >= 0).all():
             found[active] = solved
@@ -99,13 +98,13 @@ def fit(steps: Sequence[MeasuredStep]) -> StepCost:
 
 
 def step_seconds(cost: StepCost, step: MeasuredStep) -> float:
-    """What the model says of a step."""
+    """Return the seconds that the costs predict for a step."""
     costs: tuple[float, ...] = astuple(cost)
     return sum(value * each for value, each in zip(costs, step.row(), strict=True))
 
 
 def residuals(cost: StepCost, steps: Sequence[MeasuredStep]) -> dict[str, float]:
-    """How far the model is off, per step and in all; parts of the measured time."""
+    """Return the relative errors of the prediction, per step and in total."""
     errors = [abs(step_seconds(cost, step) / step.seconds - 1) for step in steps]
     total = sum(step.seconds for step in steps)
     modelled = sum(step_seconds(cost, step) for step in steps)
@@ -137,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     blocks = max(given.kv_blocks, 2 * max(CONCURRENCIES) * given.context // 16)
     config = EngineConfig.from_options({"num_gpu_blocks_override": blocks, "enable_prefix_caching": False})
     engine = Engine(given.model, config)
-    measure(engine, engine.vocab_size, 2 * OUTPUT_TOKENS[1], seed=1)  # what is compiled at first use is compiled now
+    measure(engine, engine.vocab_size, 2 * OUTPUT_TOKENS[1], seed=1)  # warm-up: builds kernels
     steps = measure(engine, engine.vocab_size, given.context)
     cost, budget = fit(steps[::2]), engine.config.scheduler.max_num_batched_tokens
     source = {
@@ -149,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **residuals(cost, steps[1::2]),
     }
     write_profile(EngineProfile(cost, kv_blocks=given.kv_blocks, claim_tokens=budget, source=source), given.output)
-    say(f"{given.output}: {cost}, {source}")
+    print(f"{given.output}: {cost}, {source}")
     return 0
 
 

@@ -1,10 +1,10 @@
 """The clairvoyant optimum: a plan made with all arrivals known.
 
-A plan says for each slot of SLOT_S how many engines are ready in it. What it costs follows from the start-up time: a
-pod is ordered one start-up before it is needed, and kept where it would be needed again within one (a new one would
-cost as much). The plan is found in the simulator itself: fluid demand first, scaled until the objective is just met,
-then many small changes of which every one is kept that costs less and still meets it. So it is a plan that works, and
-an upper bound of the true optimum's cost; `lower_bound` is the other side.
+A plan holds the number of ready engines for each slot of SLOT_S. Its cost follows from the start-up time: a pod is
+ordered one start-up before it is needed, and kept where it is needed again within one (a new one would cost as much).
+The search starts with fluid demand, scaled until the objective is just met in simulation, then tries many small changes
+and keeps each one that costs less and still meets it. The result is a plan that works and thereby an upper bound of the
+optimum's cost; `lower_bound` is a lower one.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import numpy.typing as npt
 
 from pagestream_simulator.fleet.profile import EngineProfile
 from pagestream_simulator.laws import PlannedLaw
-from pagestream_simulator.load import Load
-from pagestream_simulator.run import Outcome, simulate
+from pagestream_simulator.simulation import Outcome, simulate
 from pagestream_simulator.terms import Terms
+from pagestream_simulator.traces.load import Load
 
 SLOT_S = 5.0
 WINDOW_S = 1.0
 PEAK_SHARES = (0.25,)
-"""How much of a slot's busiest second counts beside its mean: each is tried."""
+"""Weights of a slot's busiest second against its mean; each is tried."""
 _STEPS = 7
+"""Bisections of the multiple of fluid demand."""
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -32,14 +33,14 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Ready engines by slot, and what they come to."""
+    """Ready engines by slot, and the outcome."""
 
     needed: Counts
     outcome: Outcome
 
 
 def service_seconds(load: Load, profile: EngineProfile) -> Floats:
-    """What each request costs an engine at the least: in steps shared by as many sequences as its pool holds."""
+    """Return the least engine seconds of each request: its steps are shared by as many sequences as the pool holds."""
     cost = profile.cost
     prompt, output = load.prompt_tokens.astype(np.float64), load.output_tokens.astype(np.float64)
     pool = profile.kv_blocks * profile.block_size
@@ -50,16 +51,18 @@ def service_seconds(load: Load, profile: EngineProfile) -> Floats:
 
 
 def lower_bound(load: Load, profile: EngineProfile, attainment: float) -> float:
-    """Pod-hours that no plan can go below: the work of the cheapest requests that have to be met, never waiting for
-    anything and never a second idle, without start-ups."""
+    """Return pod-hours that no plan can go below.
+
+    They are the work of the cheapest requests that have to meet the objective, without waits, idle time and start-ups.
+    """
     seconds = np.sort(service_seconds(load, profile))
     return float(seconds[: int(np.ceil(attainment * len(seconds)))].sum() / 3600)
 
 
 def planned(needed: Counts, startup_s: float, slot_s: float = SLOT_S) -> PlannedLaw:
-    """The law that orders each engine one start-up before its slot."""
+    """Return the law that orders each engine one start-up before its slot."""
     ahead = int(np.ceil(startup_s / slot_s))
-    # Orders come on whole seconds: the earliest one before the slot begins.
+    # Orders are made at whole seconds: the latest that is early enough.
     lead_s = float(np.ceil(startup_s))
     begins = np.arange(len(needed)) * slot_s
     times = np.unique(np.concatenate((begins, np.maximum(0.0, begins - lead_s))))
@@ -73,7 +76,7 @@ def planned(needed: Counts, startup_s: float, slot_s: float = SLOT_S) -> Planned
 
 
 class Planner:
-    """Finds a plan for one load."""
+    """Searches a plan for one load."""
 
     def __init__(self, load: Load, profile: EngineProfile, terms: Terms, startup_s: float, seed: int) -> None:
         self._load, self._profile, self._terms = load, profile, terms
@@ -83,18 +86,18 @@ class Planner:
         self._misses: Floats = np.zeros(self._slots)
 
     def optimum(self, changes: int) -> Plan:
-        """The best plan after so many changes were tried."""
+        """Return the best plan after trying this number of changes."""
         best = min((self._scaled(share) for share in PEAK_SHARES), key=lambda plan: plan.outcome.pod_hours)
-        self._judged(best.needed)
+        self._evaluated(best.needed)
         share, kept = 0.3, 0
         for number in range(changes):
             misses = self._misses
-            plan = self._judged(self._changed(best.needed, share))
+            plan = self._evaluated(self._changed(best.needed, share))
             if self._is_better(plan, best):
                 best, kept = plan, kept + 1
             else:
                 self._misses = misses
-            if number % 10 == 9:  # about one change in five should be kept, or steps are too large or too small
+            if number % 10 == 9:  # steps are sized so that about one change in five is kept
                 share, kept = min(0.5, max(0.01, share * (1.4 if kept > 2 else 0.7))), 0
         return best
 
@@ -105,16 +108,16 @@ class Planner:
         )
 
     def _scaled(self, share: float) -> Plan:
-        """The least multiple of the fluid demand that meets the objective."""
+        """Return the least multiple of the fluid demand that meets the objective."""
         demand = self._demand(share)
         low, high = 0.25, 1.0
-        plan = self._judged(_whole(demand * high))
+        plan = self._evaluated(_whole(demand * high))
         while plan.outcome.attainment < self._terms.objective.attainment:
             low, high = high, high * 1.5
-            plan = self._judged(_whole(demand * high))
+            plan = self._evaluated(_whole(demand * high))
         for _ in range(_STEPS):
             middle = (low + high) / 2
-            tried = self._judged(_whole(demand * middle))
+            tried = self._evaluated(_whole(demand * middle))
             if tried.outcome.attainment >= self._terms.objective.attainment:
                 high, plan = middle, tried
             else:
@@ -122,7 +125,7 @@ class Planner:
         return plan
 
     def _demand(self, share: float) -> Floats:
-        """Engines that are busy all the time with what arrives in a slot; partly with its busiest second."""
+        """Return the engines that a slot's arrivals keep busy: its mean, and its busiest second weighted by `share`."""
         seconds = service_seconds(self._load, self._profile)
         per_slot = round(SLOT_S / WINDOW_S)
         windows = np.bincount(
@@ -132,22 +135,22 @@ class Planner:
         return demand
 
     def _changed(self, needed: Counts, share: float) -> Counts:
-        """One engine less in some stretches, one more in a few; those that miss the least give first."""
+        """Remove an engine in some stretches and add one in a few; stretches with the fewest misses lose first."""
         changed = needed.copy()
         order = self._random.permutation(self._slots)
         lengths = self._random.integers(1, 8, self._slots)
-        pain = np.convolve(self._misses, np.ones(7) / 7, mode="same")
-        usual = np.quantile(pain, 0.8)
+        misses = np.convolve(self._misses, np.ones(7) / 7, mode="same")
+        usual = np.quantile(misses, 0.8)
         for place in order[: max(1, int(share * self._slots / 4))]:
             stretch = slice(place, place + lengths[place])
-            if pain[place] <= usual or self._random.random() < 0.1:
+            if misses[place] <= usual or self._random.random() < 0.1:
                 changed[stretch] -= 1
             elif self._random.random() < 0.5:
                 changed[stretch] += 1
         result: Counts = np.maximum(changed, 0)
         return result
 
-    def _judged(self, needed: Counts) -> Plan:
+    def _evaluated(self, needed: Counts) -> Plan:
         times: list[Floats] = []
         law = planned(needed, self._startup_s)
         outcome = simulate(
@@ -157,7 +160,7 @@ class Planner:
             self._terms,
             startup_s=self._startup_s,
             seed=self._seed,
-            hear_ttft=times.append,
+            on_ttft=times.append,
         )
         late = times[0] > self._terms.objective.ttft_s
         slots = (self._load.arrival_s // SLOT_S).astype(np.int64)

@@ -1,4 +1,4 @@
-"""How many times a trace's requests need a fixed fleet of a given size."""
+"""Scales a trace so that the smallest fixed fleet that attains the objective has a given size."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from pagestream_simulator.errors import WorkloadInvalidError
 from pagestream_simulator.fleet.profile import EngineProfile
 from pagestream_simulator.laws import FixedLaw
-from pagestream_simulator.load import Load, scaled
-from pagestream_simulator.run import simulate
+from pagestream_simulator.simulation import simulate
 from pagestream_simulator.terms import Terms
-from pagestream_simulator.traces import TraceRow
+from pagestream_simulator.traces.files import TraceRow
+from pagestream_simulator.traces.load import Load, scale_arrivals
 
 _STEPS = 12
 _FACTOR_MAX = 4096.0
 
 
 def scaled_load(rows: Sequence[TraceRow], factor: float, terms: Terms, seed: int) -> Load:
-    """The trace with `factor` times its requests, by the terms."""
-    return scaled(
+    """Return a load with `factor` times the trace's requests, scaled as the terms say."""
+    return scale_arrivals(
         rows,
         factor,
         jitter_s=terms.load.jitter_s,
@@ -29,10 +29,10 @@ def scaled_load(rows: Sequence[TraceRow], factor: float, terms: Terms, seed: int
 
 
 def peak_factor(rows: Sequence[TraceRow], profile: EngineProfile, terms: Terms, seed: int = 0) -> float:
-    """The largest factor, within 1 part in 2,000, at which `engines_at_peak` engines attain the objective.
+    """Return the largest factor, within 1 part in 2,000, at which `engines_at_peak` engines attain the objective.
 
     Raises:
-        WorkloadInvalidError: one request at a time is too slow for the objective already, or no load is too much.
+        WorkloadInvalidError: single requests miss the objective, or no factor is too much.
     """
 
     def attains(factor: float) -> bool:
@@ -44,12 +44,18 @@ def peak_factor(rows: Sequence[TraceRow], profile: EngineProfile, terms: Terms, 
     while attains(high):
         low, high = high, 2 * high
         if high > _FACTOR_MAX:
-            raise WorkloadInvalidError("the trace is too thin to need so many engines", hint="give a longer one")
+            raise WorkloadInvalidError(
+                f"{len(rows)} requests, {_FACTOR_MAX:g} times, need fewer than {terms.load.engines_at_peak} engines",
+                hint="give a longer trace or fewer engines at the peak",
+            )
     for _ in range(_STEPS):
         middle = (low + high) / 2
         if len(rows) * middle < 1:
             break
         low, high = (middle, high) if attains(middle) else (low, middle)
     if low == 0:
-        raise WorkloadInvalidError("no load is small enough for the objective: single requests take longer")
+        raise WorkloadInvalidError(
+            f"single requests take longer than the objective of {terms.objective.ttft_s:g} s",
+            hint="give shorter requests or a faster engine profile",
+        )
     return low

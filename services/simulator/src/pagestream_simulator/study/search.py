@@ -1,4 +1,4 @@
-"""The search for a law's best setting: the same for every law."""
+"""Searches a law's best setting, in the same way for every law."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from dataclasses import dataclass
 
 from pagestream_scaling import PolicyInvalid
 
-from pagestream_simulator.run import Outcome
+from pagestream_simulator.simulation import Outcome
 from pagestream_simulator.study.spaces import Setting, Space
 
 _KEEP = 0.5
-"""Chance that a drawn setting has a number's default."""
+"""Probability that a drawn setting keeps a value's default."""
 _CHANGES = (1, 2, 3, 4)
+"""Numbers of values that a change of the best setting draws anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A setting and what it came to, for each start-up time."""
+    """A setting and its outcome at each start-up time."""
 
     setting: Setting
     outcomes: tuple[Outcome, ...]
 
     def rank(self, attainment: float) -> tuple[bool, float]:
-        """The lowest is the best: the fewest pod-hours among those that attain, else the highest attainment."""
+        """Return a sort key: the fewest pod-hours first among trials that attain, then the highest attainment."""
         lowest = min(outcome.attainment for outcome in self.outcomes)
         if lowest >= attainment:
             return (False, sum(outcome.pod_hours for outcome in self.outcomes))
@@ -39,7 +40,18 @@ def search(
     attainment: float,
     seed: int,
 ) -> list[Trial]:
-    """All trials, the best first: the default, then drawn settings, and from half of them on changes of the best."""
+    """Try the default, then drawn settings, and in the second half changes of the best one.
+
+    Args:
+        space: the law's settings.
+        attempt: runs a setting at each start-up time.
+        trials: settings to try.
+        attainment: share of the requests that must meet the objective.
+        seed: of the draws.
+
+    Returns:
+        All trials, the best first.
+    """
     rng = random.Random(seed)
     done = [Trial(space.default, tuple(attempt(space.default)))]
     while len(done) < trials:
@@ -50,7 +62,7 @@ def search(
         try:
             space.make(setting)
         except PolicyInvalid:
-            continue  # numbers that don't fit together are no trial
+            continue  # values that contradict each other don't count as a trial
         done.append(Trial(setting, tuple(attempt(setting))))
     return sorted(done, key=lambda trial: trial.rank(attainment))
 

@@ -1,4 +1,4 @@
-"""What may be tuned of each law: the values that the search draws from, and the law that they make."""
+"""The search space of each law: the values that a search draws from, and the law that they make."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pagestream_scaling import PolicyInvalid, ScalingPolicy
 
 from pagestream_simulator.errors import SettingInvalidError
-from pagestream_simulator.laws import HpaLaw, HpaSettings, KedaLaw, KedaSettings, Law, OwnLaw
+from pagestream_simulator.laws import HpaLaw, HpaSettings, KedaLaw, KedaSettings, Law, PagestreamLaw
 from pagestream_simulator.terms import Terms
 
 Setting = Mapping[str, float]
@@ -32,7 +32,7 @@ _KEDA: dict[str, tuple[float, ...]] = {f"hpa.{name}": values for name, values in
     "requests_each": (0.1, 0.2, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0, 20.0),
     "counts_running": (False, True),
 }
-_OWN: dict[str, tuple[float, ...]] = {
+_PAGESTREAM: dict[str, tuple[float, ...]] = {
     "kv_utilization.target": (0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
     "kv_utilization.low": (0.1, 0.2, 0.3, 0.5, 0.6, 0.7),
     "backlog.drain_s": (2.0, 5.0, 10.0, 20.0),
@@ -58,11 +58,11 @@ class Space:
     values: Mapping[str, Sequence[float]]
     default: Setting
     make: Callable[[Setting], Law]
-    """Raises PolicyInvalid where values don't fit together."""
+    """Raises PolicyInvalid for values that contradict each other."""
 
 
 def spaces(terms: Terms, policy: ScalingPolicy | None = None) -> dict[str, Space]:
-    """By name: pagestream, hpa, keda. `policy` is in place of our law's default."""
+    """Return the spaces of pagestream, hpa and keda, by name. `policy` replaces the default of Pagestream's law."""
     low, high, signals = terms.fleet.min_engines, terms.fleet.max_engines, terms.signals
     own = replace(policy or ScalingPolicy(), min_replicas=low, max_replicas=high)
     own = replace(
@@ -73,7 +73,10 @@ def spaces(terms: Terms, policy: ScalingPolicy | None = None) -> dict[str, Space
     keda = KedaSettings(hpa=hpa)
     return {
         "pagestream": Space(
-            "pagestream", _OWN, _default(own, _OWN), lambda given: OwnLaw(changed(own, given), signals.decide_s)
+            "pagestream",
+            _PAGESTREAM,
+            _default(own, _PAGESTREAM),
+            lambda given: PagestreamLaw(changed(own, given), signals.decide_s),
         ),
         "hpa": Space("hpa", _HPA, _default(hpa, _HPA), lambda given: HpaLaw(changed(hpa, given), signals.hpa_sync_s)),
         "keda": Space(
@@ -83,10 +86,10 @@ def spaces(terms: Terms, policy: ScalingPolicy | None = None) -> dict[str, Space
 
 
 def changed(settings: Settings, given: Setting) -> Settings:
-    """Settings with other values at dotted names.
+    """Return settings with other values at dotted names.
 
     Raises:
-        PolicyInvalid: the values don't fit together.
+        PolicyInvalid: the values contradict each other.
         SettingInvalidError: there is no such name.
     """
     groups: dict[str, dict[str, float]] = {}
@@ -105,16 +108,16 @@ def changed(settings: Settings, given: Setting) -> Settings:
 
 
 def read_policy(path: Path) -> ScalingPolicy:
-    """The default policy with what a JSON file changes: groups of names, as `spec.scaling` has them in Python's case.
+    """Read what differs from the default policy from a JSON file: the groups of `spec.scaling`, in snake case.
 
     Raises:
-        SettingInvalidError: it can't be read, or has a name or value that isn't the policy's.
+        SettingInvalidError: the file can't be read, or has an unknown name or a value out of range.
     """
     try:
         content = json.loads(path.read_text())
         return changed(ScalingPolicy(), dict(_flat(content)))
     except (OSError, ValueError, TypeError, AttributeError, PolicyInvalid) as error:
-        raise SettingInvalidError(f"{path} is no scaling policy: {error}") from error
+        raise SettingInvalidError(f"{path} is not a scaling policy: {error}") from error
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

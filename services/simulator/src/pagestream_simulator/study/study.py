@@ -1,8 +1,8 @@
 """The autoscaling study: `python -m pagestream_simulator.study.study --terms FILE --traces DIR --output FILE`.
 
-It tunes every law on one trace of the terms and reports all of them on the other, and then the other way round. The
-second way is no part of the goal: it shows how much the choice of the trace matters. What is done is kept in the output
-as it goes; a run that was interrupted goes on after it.
+It tunes every law on one trace of the terms and judges all of them on the other, then the other way round. The second
+way is not part of the goal: it shows how much the choice of the trace matters. Results are written as they come, and an
+interrupted run resumes after the last one.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pagestream_simulator.console import say
 from pagestream_simulator.fleet.profile import EngineProfile, packaged_profile, read_profile
 from pagestream_simulator.laws import FixedLaw
-from pagestream_simulator.load import Load
-from pagestream_simulator.run import Outcome, simulate
+from pagestream_simulator.simulation import Outcome, simulate
 from pagestream_simulator.study.optimum import Planner, lower_bound
 from pagestream_simulator.study.peak import peak_factor, scaled_load
 from pagestream_simulator.study.search import search
 from pagestream_simulator.study.spaces import Setting, Space, spaces
 from pagestream_simulator.terms import Terms, read_terms
-from pagestream_simulator.traces import TraceRow, read_trace
+from pagestream_simulator.traces.files import TraceRow, read_trace
+from pagestream_simulator.traces.load import Load
 
 PLAN_CHANGES = 0
-"""Changes of a plan that are tried for the optimum."""
+"""Changes of a plan to try for the optimum."""
 KEPT_TRIALS = 5
+"""Best trials of a search that are written."""
 
 
 class Study:
-    """Runs what isn't in `kept` yet, and tells `keep` of each piece."""
+    """Runs what isn't in `kept` yet, and calls `keep` with all results after each one."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Study:
         self._loads: dict[tuple[str, int], Load] = {}
 
     def run(self) -> None:
-        """Both ways, the one of the terms first."""
+        """Run both ways, the terms' own first."""
         tune, report = self._terms.load.tune, self._terms.load.report
         for chosen_on, judged_on in ((tune, report), (report, tune)):
             for law in spaces(self._terms).values():
@@ -77,7 +77,7 @@ class Study:
     def _once(self, name: str, work: Callable[[], dict[str, Any]]) -> None:
         if name not in self._kept:
             self._kept[name] = work()
-            say(f"{name}: {json.dumps(self._kept[name])[:300]}")
+            print(f"{name}: {json.dumps(self._kept[name])[:300]}", file=sys.stderr, flush=True)
             self._keep(self._kept)
 
     def _search(self, space: Space, trace: str) -> dict[str, Any]:
@@ -124,11 +124,11 @@ class Study:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the study."""
-    parser = argparse.ArgumentParser(description="Compares scaling laws by the terms of a file.")
+    parser = argparse.ArgumentParser(description="Tunes and compares scaling laws by the terms in a file.")
     parser.add_argument("--terms", type=Path, required=True, metavar="FILE")
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="folder of the terms' traces")
-    parser.add_argument("--profile", type=Path, default=packaged_profile(), metavar="FILE", help="of an engine")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON; goes on where it ended")
+    parser.add_argument("--profile", type=Path, default=packaged_profile(), metavar="FILE", help="engine profile")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON; an existing file is resumed")
     given = parser.parse_args(arguments)
     terms = read_terms(given.terms)
     if terms.fleet.startup_cluster_test_s > 0:

@@ -1,7 +1,8 @@
-"""Compares the model with the engine: `python -m pagestream_simulator.study.validate MODEL TRACE --output FILE`.
+"""Compares a simulated engine with the real one: `python -m pagestream_simulator.study.validate MODEL TRACE`.
 
 The real `Engine` computes the first requests of a trace on virtual time: a step takes the CPU time that it took on one
-thread, and a request is added before the first step that begins after its arrival. The model gets the same requests.
+thread, and a request is added before the first step that begins after its arrival. The simulated engine gets the same
+requests.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from pagestream_simulator.console import say
 from pagestream_simulator.fleet.fleet import Fleet
 from pagestream_simulator.fleet.profile import EngineProfile, packaged_profile, read_profile
-from pagestream_simulator.load import Load, scaled
-from pagestream_simulator.run import Floats
-from pagestream_simulator.traces import read_trace
+from pagestream_simulator.simulation import Floats
+from pagestream_simulator.traces.files import read_trace
+from pagestream_simulator.traces.load import Load, scale_arrivals
 
 
 def run_engine(engine: Any, vocab_size: int, load: Load) -> tuple[Floats, Floats]:
-    """First and last token of each request, in seconds of virtual time."""
+    """Run a load through the real engine; return each request's first and last token in virtual seconds."""
     from pagestream_engine import SamplingParams
 
     rng = random.Random(0)
@@ -53,7 +53,7 @@ def run_engine(engine: Any, vocab_size: int, load: Load) -> tuple[Floats, Floats
 
 
 def run_model(profile: EngineProfile, load: Load) -> tuple[Floats, Floats]:
-    """The same of the model; one engine claims everything at once, as the driver above adds it."""
+    """Return the same of a simulated engine that claims all requests on arrival, as `run_engine` adds them."""
     with Fleet(load, replace(profile, claim_tokens=2**53), partitions=1) as fleet:
         fleet.add_engine(0.0)
         fleet.advance(np.inf)
@@ -61,7 +61,7 @@ def run_model(profile: EngineProfile, load: Load) -> tuple[Floats, Floats]:
 
 
 def figures(load: Load, first: Floats, last: Floats) -> dict[str, float]:
-    """What is compared."""
+    """Return the figures that are compared."""
     ttft = first - load.arrival_s
     several = load.output_tokens > 1
     tpot = (last - first)[several] / (load.output_tokens[several] - 1)
@@ -76,12 +76,12 @@ def figures(load: Load, first: Floats, last: Floats) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, print and write."""
-    parser = argparse.ArgumentParser(description="Compares the model of `pagestream simulate` with the engine.")
+    """Compare, print and write the figures."""
+    parser = argparse.ArgumentParser(description="Compares the engine of `pagestream simulate` with the real one.")
     parser.add_argument("model", type=Path, help="model folder, as measured")
-    parser.add_argument("trace", help="of which the first requests are taken")
+    parser.add_argument("trace", help="trace whose first requests are taken")
     parser.add_argument("--requests", type=int, default=200, metavar="N")
-    parser.add_argument("--times", type=float, default=0.6, metavar="X", help="so many times the trace's requests")
+    parser.add_argument("--times", type=float, default=0.6, metavar="X", help="multiple of the trace's requests")
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="lengths are shrunk to it")
     parser.add_argument("--profile", type=Path, default=packaged_profile(), metavar="FILE")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     profile = read_profile(given.profile)
     rows = read_trace(given.trace)
-    whole = scaled(rows, given.times, jitter_s=0.0, context_tokens=given.context, partitions=1, seed=0)
+    whole = scale_arrivals(rows, given.times, jitter_s=0.0, context_tokens=given.context, partitions=1, seed=0)
     n = given.requests
     load = Load(whole.arrival_s[:n], whole.prompt_tokens[:n], whole.output_tokens[:n], whole.partition[:n])
     options = {
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = {name: modelled[name] / measured[name] - 1 for name in measured}
     content = {"trace": Path(given.trace).name, "requests": len(load), "times": given.times}
     content |= {"measured": measured, "modelled": modelled, "relative_error": errors}
-    say(json.dumps(content, indent=2))
+    print(json.dumps(content, indent=2))
     if given.output is not None:
         given.output.write_text(json.dumps(content, indent=2) + "\n")
     return 0

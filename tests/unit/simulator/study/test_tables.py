@@ -1,4 +1,4 @@
-from pagestream_simulator.tables import tables
+from pagestream_simulator.study.tables import tables
 
 OUTCOME = {"attainment": 0.99, "ttft_p50_s": 0.2, "ttft_p99_s": 2.0, "pod_hours": 4.0, "pods_up": 3}
 

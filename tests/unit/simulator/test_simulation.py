@@ -1,21 +1,17 @@
 """A small trace through all of it."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
-from pagestream_cli.__main__ import main
 from pagestream_simulator.fleet.profile import EngineProfile, packaged_profile, read_profile
 from pagestream_simulator.laws import FixedLaw
-from pagestream_simulator.load import Load, scaled
-from pagestream_simulator.run import Course, Outcome, simulate
+from pagestream_simulator.simulation import Course, Outcome, simulate
 from pagestream_simulator.study.optimum import Planner, lower_bound, planned
 from pagestream_simulator.study.peak import peak_factor, scaled_load
 from pagestream_simulator.study.search import search
 from pagestream_simulator.study.spaces import Setting, spaces
 from pagestream_simulator.terms import FleetTerms, LoadTerms, Terms
-from pagestream_simulator.traces import SAMPLE, read_trace
+from pagestream_simulator.traces.files import SAMPLE, read_trace
+from pagestream_simulator.traces.load import Load, scale_arrivals
 
 TERMS = Terms(load=LoadTerms(engines_at_peak=4), fleet=FleetTerms(initial_engines=2, max_engines=8, partitions=8))
 
@@ -77,7 +73,7 @@ def test_pods_cost_from_their_order_to_their_end(load: Load, profile: EngineProf
 def test_a_watched_run_comes_to_the_same(load: Load, profile: EngineProfile) -> None:
     space = spaces(TERMS)["pagestream"]
     courses: list[Course] = []
-    seen = simulate(load, profile, space.make(space.default), TERMS, startup_s=5.0, watch=courses.append)
+    seen = simulate(load, profile, space.make(space.default), TERMS, startup_s=5.0, on_course=courses.append)
     assert seen == simulate(load, profile, space.make(space.default), TERMS, startup_s=5.0)
     course = courses[0]
     assert (course.ready <= course.pods).all()
@@ -87,7 +83,7 @@ def test_a_watched_run_comes_to_the_same(load: Load, profile: EngineProfile) -> 
 
 def test_a_scaled_trace_has_so_many_requests_near_their_first_times() -> None:
     rows = read_trace(SAMPLE)
-    load = scaled(rows, 3.5, jitter_s=2.0, context_tokens=1024, partitions=8, seed=1)
+    load = scale_arrivals(rows, 3.5, jitter_s=2.0, context_tokens=1024, partitions=8, seed=1)
     assert len(load) == pytest.approx(3.5 * len(rows), rel=0.05)
     assert (np.diff(load.arrival_s) >= 0).all()
     assert ((load.prompt_tokens + load.output_tokens) <= 1024).all()
@@ -95,7 +91,7 @@ def test_a_scaled_trace_has_so_many_requests_near_their_first_times() -> None:
     times = np.array([row.arrival_s for row in rows])
     nearest = np.abs(load.arrival_s[:, None] - times[None, :]).min(axis=1)
     assert nearest.max() <= 2.0
-    once = scaled(rows, 1.0, jitter_s=2.0, context_tokens=10**6, partitions=8, seed=1)
+    once = scale_arrivals(rows, 1.0, jitter_s=2.0, context_tokens=10**6, partitions=8, seed=1)
     assert np.allclose(once.arrival_s, times)
     assert list(once.prompt_tokens) == [row.input_tokens for row in rows]
 
@@ -113,33 +109,3 @@ def test_the_search_is_the_same_by_the_same_seed_and_ends_with_the_best_first() 
     assert trials[0].setting["target"] == min(trial.setting["target"] for trial in trials)
     assert trials[-1].outcomes[0].attainment == 0.5
     assert any(trial.setting == space.default for trial in trials)
-
-
-def test_the_command_prints_a_table_and_writes_numbers_and_a_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    policy = tmp_path / "policy.json"
-    policy.write_text(json.dumps({"stabilization": {"down_s": 30.0}}))
-    numbers, picture = tmp_path / "numbers.json", tmp_path / "picture.png"
-    arguments = ["--engines-at-peak", "4", "--startup", "5", "--plan-changes", "5", "--policy", str(policy)]
-    assert main(["simulate", SAMPLE, *arguments, "--output", str(numbers), "--plot", str(picture)]) == 0
-    printed = capsys.readouterr().out
-    content = json.loads(numbers.read_text())
-    assert set(content["laws"]) == {"optimum", "fixed", "pagestream", "hpa", "keda"}
-    assert all(name in printed for name in content["laws"])
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--engines-at-peak", "0"], "--engines-at-peak 0"),
-        (["--startup", "-1"], "--startup -1"),
-        (["--policy", "missing.json"], "missing.json"),
-        (["--profile", "missing.json"], "missing.json"),
-        (["--terms", "missing.toml"], "missing.toml"),
-    ],
-)
-def test_what_is_wrong_is_named(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", SAMPLE, *arguments]) == 2
-    assert named in capsys.readouterr().err

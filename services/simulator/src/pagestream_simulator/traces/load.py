@@ -1,4 +1,4 @@
-"""Scaled arrivals: what a trace's requests are when so many more people ask."""
+"""Loads: a trace with its arrival rate multiplied."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagestream_simulator.trace_scaling import scale_to_context
-from pagestream_simulator.traces import TraceRow
+from pagestream_simulator.traces.context import scale_to_context
+from pagestream_simulator.traces.files import TraceRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """Requests in the order of their arrivals; arrays of equal length."""
+    """Requests in order of arrival, as arrays of equal length."""
 
     arrival_s: npt.NDArray[np.float64]
     prompt_tokens: npt.NDArray[np.int32]
     output_tokens: npt.NDArray[np.int32]
     partition: npt.NDArray[np.int32]
-    """Of the queue."""
+    """Partition of the queue, counted from 0."""
 
     def __len__(self) -> int:
-        """How many requests."""
+        """Return the number of requests."""
         return len(self.arrival_s)
 
     @property
     def duration_s(self) -> float:
-        """The last arrival."""
+        """Seconds from the trace's begin to the last arrival."""
         return float(self.arrival_s[-1])
 
 
-def scaled(
+def scale_arrivals(
     rows: Sequence[TraceRow], factor: float, *, jitter_s: float, context_tokens: int, partitions: int, seed: int
 ) -> Load:
-    """A trace with `factor` times its requests.
+    """Return a load with `factor` times a trace's requests.
 
-    Each request comes `factor` times: the first copy when it did, the others up to `jitter_s` before or after, so that
-    bursts that are longer keep their height. A broken part of `factor` is a chance. Lengths are shrunk to
-    `context_tokens`, as `pagestream bench --scale-to-context` does. Partitions are drawn: prompts are unlike.
+    The first copy of a request arrives when it did, the others up to `jitter_s` before or after, so that longer bursts
+    keep their height. The fraction of `factor` is the probability of one more copy. Lengths are shrunk to
+    `context_tokens`, as `pagestream bench --scale-to-context` does. Partitions are drawn, since all prompts differ.
     """
     rng = np.random.default_rng(seed)
     fitted = scale_to_context(rows, context_tokens)

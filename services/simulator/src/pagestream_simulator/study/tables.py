@@ -1,4 +1,4 @@
-"""The study's tables in Markdown: `python -m pagestream_simulator.tables autoscaling.json`."""
+"""Prints the study's results as Markdown tables: `python -m pagestream_simulator.study.tables autoscaling.json`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pagestream_simulator.simulation import format_ttft
+
 _HEAD = "| law | attained, mean (lowest) | TTFT p50 | p99 | pod-hours | of the optimum | pods ordered |"
 _LINE = "|---|---|---|---|---|---|---|"
 _LAWS = ("pagestream", "hpa", "keda")
 _EARLIER = "earlier "
-"""Before the names of what an earlier state of the law came to."""
+"""Prefix of results of an earlier state of the law."""
 Numbers = Mapping[str, Any]
 
 
 def tables(kept: Numbers) -> Iterator[str]:
-    """One table for each way of tuning, trace and start-up time, over its seeds."""
+    """Yield the lines of one table for each trace and start-up time, over its seeds."""
     places = sorted({name.removeprefix("reference ") for name in kept if name.startswith("reference ")})
     groups = sorted({(place.split(" seed ")[0], place.split(" startup ")[1]) for place in places})
     chosen = sorted({name.split(" tuned on ")[1].split(":")[0] for name in kept if " tuned on " in name})
@@ -33,11 +35,11 @@ def tables(kept: Numbers) -> Iterator[str]:
             yield from _rows(kept, [f"{law} tuned on {on}" for law in (*_LAWS, _EARLIER + _LAWS[0])], seeds, best)
         yield from _rows(kept, [f"{law} default" for law in (*_LAWS, _EARLIER + _LAWS[0])], seeds, best)
         bound = sum(reference["lower_bound_pod_hours"] for reference in references) / len(references)
-        yield f"\nNo plan can cost less than {bound:.2f} pod-hours.\n"
+        yield f"\nNo plan costs less than {bound:.2f} pod-hours.\n"
 
 
 def _rows(kept: Numbers, labels: Sequence[str], places: Sequence[str], best: float) -> Iterator[str]:
-    """One for each label that has numbers; which seeds, where some have none."""
+    """Yield a row for each label that has results, with its seeds where some have none."""
     for label in labels:
         there = [place for place in places if f"{label}: {place}" in kept]
         if there:
@@ -50,12 +52,8 @@ def _row(label: str, found: Sequence[Numbers], best: float) -> str:
     attained = [outcome["attainment"] for outcome in found]
     hours = _mean(found, "pod_hours")
     share = f"{100 * sum(attained) / len(attained):.2f} % ({100 * min(attained):.2f} %)"
-    times = " | ".join(_seconds(_mean(found, name)) for name in ("ttft_p50_s", "ttft_p99_s"))
+    times = " | ".join(format_ttft(_mean(found, name)) for name in ("ttft_p50_s", "ttft_p99_s"))
     return f"| {label} | {share} | {times} | {hours:.2f} | {hours / best:.2f} | {_mean(found, 'pods_up'):.0f} |"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value < 1e5 else "never"
 
 
 def _mean(found: Sequence[Numbers], name: str) -> float:

@@ -1,8 +1,8 @@
-"""Makes the small trace that comes with this package: `python -m pagestream_simulator.sample_trace [FILE]`.
+"""Generates this package's small trace: `python -m pagestream_simulator.traces.sample [FILE]`.
 
-Its rows are drawn, not recorded. Arrivals are a Poisson process whose rate swells and ebbs (a burst each minute);
-lengths are log-normal, the output's independent of the prompt's, with the medians and spread in the constants below:
-short chats beside a few long documents.
+Its rows are drawn, not recorded. Arrivals are a Poisson process whose rate follows a sine (a burst each minute);
+lengths are log-normal, the output's independent of the prompt's, with the medians and spreads below: short chats and a
+few long documents.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from pagestream_simulator.traces import sample_path, write_csv
+from pagestream_simulator.traces.files import sample_path, write_csv
 
 REQUESTS = 400
 SEED = 0
@@ -22,14 +22,14 @@ BEGIN = datetime(2026, 1, 1, tzinfo=UTC).replace(tzinfo=None)
 MEAN_RATE = 4.0
 """Requests a second."""
 SWING = 0.75
-"""The rate varies by this part of its mean."""
+"""Amplitude of the rate, as a share of its mean."""
 PERIOD_S = 60.0
 PROMPT_MEDIAN, PROMPT_SIGMA, PROMPT_MAX = 600.0, 1.1, 8000
 OUTPUT_MEDIAN, OUTPUT_SIGMA, OUTPUT_MAX = 120.0, 0.8, 1000
 
 
 def sample_rows(count: int = REQUESTS, seed: int = SEED) -> Iterator[tuple[datetime, int, int]]:
-    """Arrival, prompt tokens and output tokens of each request; the same for the same seed."""
+    """Yield arrival, prompt tokens and output tokens of each request; a seed always yields the same."""
     rng = random.Random(seed)
     now_s = 0.0
     for _ in range(count):

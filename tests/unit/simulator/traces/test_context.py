@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagestream_simulator.errors import WorkloadInvalidError
-from pagestream_simulator.trace_scaling import scale_factor, scale_to_context
-from pagestream_simulator.traces import TraceRow
+from pagestream_simulator.traces.context import scale_factor, scale_to_context
+from pagestream_simulator.traces.files import TraceRow
 
 
 def rows_of(*lengths: tuple[int, int]) -> list[TraceRow]:

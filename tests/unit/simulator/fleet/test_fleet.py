@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from pagestream_simulator.fleet.fleet import Fleet
 from pagestream_simulator.fleet.profile import EngineProfile, StepCost
-from pagestream_simulator.load import Load
+from pagestream_simulator.traces.load import Load
 
 COST = StepCost(fixed_s=0.01, prefill_token_s=0.0005, prefill_pair_s=1e-7, decode_s=0.0002, decode_context_s=1e-6)
 
@@ -130,8 +130,8 @@ def test_queue_tells_depth_tokens_and_age() -> None:
         fleet.add_engine(4.0)
         assert fleet.advance(10.0)
         assert fleet.queue().claimed_tokens == 30
-        assert list(fleet.firsts(0)) == [0, 1]
-        assert len(fleet.firsts(2)) == 0
+        assert list(fleet.first_tokens(0)) == [0, 1]
+        assert len(fleet.first_tokens(2)) == 0
     assert (fleet.first_s >= 4.0).all()
 
 

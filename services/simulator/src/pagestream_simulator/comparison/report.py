@@ -1,38 +1,17 @@
-"""Shows what the laws came to, and keeps it as JSON."""
+"""Formats a comparison as a table, and writes it as JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from pagestream_simulator.load import Load
-from pagestream_simulator.run import Course, Outcome
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Result:
-    """One law's run."""
-
-    law: str
-    outcome: Outcome
-    course: Course
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Comparison:
-    """All laws on one load."""
-
-    settings: Mapping[str, Any]
-    load: Load
-    lower_bound_pod_hours: float
-    results: Sequence[Result]
+from pagestream_simulator.comparison.comparison import Comparison, Result
+from pagestream_simulator.simulation import format_ttft
 
 
 def as_text(comparison: Comparison) -> str:
-    """A table for people."""
+    """Return a table with a row for each law."""
     s = comparison.settings
     lines = [
         f"{s['trace']}: {len(comparison.load)} requests in {comparison.load.duration_s:.0f} s "
@@ -50,8 +29,7 @@ def as_text(comparison: Comparison) -> str:
 def _row(result: Result, best: float | None) -> str:
     o = result.outcome
     ratio = f"{o.pod_hours / best:.2f}" if best else "-"
-    p99 = f"{o.ttft_p99_s:.2f} s" if o.ttft_p99_s < 1e5 else "never"
-    p50 = f"{o.ttft_p50_s:.2f} s" if o.ttft_p50_s < 1e5 else "never"
+    p50, p99 = format_ttft(o.ttft_p50_s), format_ttft(o.ttft_p99_s)
     attained = f"{100 * o.attainment:.2f} %"
     return (
         f"{result.law:<12}{attained:>10}{p50:>10}{p99:>9}{o.pod_hours:>11.2f}{ratio:>12}{o.pods_up:>6}{o.pods_down:>6}"
@@ -59,7 +37,7 @@ def _row(result: Result, best: float | None) -> str:
 
 
 def write_json(comparison: Comparison, path: Path) -> None:
-    """All numbers but the single requests'."""
+    """Write all figures as JSON, without those of single requests."""
     content = {
         "settings": dict(comparison.settings),
         "requests": len(comparison.load),

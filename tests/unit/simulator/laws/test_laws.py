@@ -54,16 +54,16 @@ def test_hpa_doubles_or_adds_four_in_fifteen_seconds() -> None:
     assert HpaLaw(settings).desired(observed(0.0, [1.0] * 2)) == 6
     assert HpaLaw(settings).desired(observed(0.0, [1.0] * 10)) == 20
     law = HpaLaw(settings)
-    assert law.restrained(100, 2, 0.0) == 6
-    assert law.restrained(100, 6, 5.0) == 6
-    assert law.restrained(100, 6, 20.0) == 12
+    assert law.limited(100, 2, 0.0) == 6
+    assert law.limited(100, 6, 5.0) == 6
+    assert law.limited(100, 6, 20.0) == 12
 
 
 def test_hpa_takes_away_a_part_in_a_period() -> None:
     law = HpaLaw(HpaSettings(down=HpaBehavior(0.0, 10.0, 0, 60.0)))
-    assert law.restrained(1, 20, 0.0) == 18
-    assert law.restrained(1, 18, 30.0) == 18
-    assert law.restrained(1, 18, 61.0) == 16
+    assert law.limited(1, 20, 0.0) == 18
+    assert law.limited(1, 18, 30.0) == 18
+    assert law.limited(1, 18, 61.0) == 16
 
 
 def test_keda_scales_by_the_queue_and_wakes_from_zero_when_it_polls() -> None:

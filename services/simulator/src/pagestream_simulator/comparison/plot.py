@@ -1,4 +1,4 @@
-"""Draws a comparison as a PNG."""
+"""Draws a comparison as a PNG. Needs the extra `plot` (matplotlib), which is imported when used."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pagestream_simulator.report import Comparison, Result
-from pagestream_simulator.run import Floats
+from pagestream_simulator.comparison.comparison import Comparison, Result
+from pagestream_simulator.simulation import Floats
 
 SIZE_INCHES = (11, 10)
 DPI = 80
@@ -16,7 +16,7 @@ BIN_S = 10.0
 
 
 def write_plot(comparison: Comparison, path: Path) -> None:
-    """Four panels over time: arrivals, pods, KV utilization, TTFT."""
+    """Draw four panels over time: arrivals, pods, KV utilization, TTFT."""
     import matplotlib as mpl
 
     mpl.use("Agg")

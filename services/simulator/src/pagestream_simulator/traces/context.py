@@ -1,8 +1,8 @@
-"""Shrinks a trace to a model's context, so that a small model sees the shape of a large one's traffic.
+"""Shrinks a trace's lengths to a model's context, so that a small model sees the shape of a large one's traffic.
 
 All lengths are multiplied by one factor, context / (99th percentile of prompt + output), never above 1: the proportions
 between requests and between prompt and output stay. The one request in a hundred that is still too long is shrunk
-further, by itself, to the context. No length falls below one token.
+further, to the context. No length falls below one token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from pagestream_simulator.errors import WorkloadInvalidError
-from pagestream_simulator.traces import TraceRow
+from pagestream_simulator.traces.files import TraceRow
 
 PERCENTILE = 99.0
 """With the maximum instead, one outlier would make all others tiny: in the Azure conversation trace it is 3.3 times
@@ -22,18 +22,20 @@ this percentile.
 
 
 def scale_factor(rows: Sequence[TraceRow], context: int) -> float:
-    """What all lengths are multiplied by."""
+    """Return the factor for all lengths, at most 1."""
     return min(1.0, context / float(np.percentile([row.input_tokens + row.output_tokens for row in rows], PERCENTILE)))
 
 
 def scale_to_context(rows: Sequence[TraceRow], context: int) -> list[TraceRow]:
-    """The same requests with prompt + output within `context` tokens.
+    """Return the requests with prompt + output within `context` tokens.
 
     Raises:
         WorkloadInvalidError: `context` has no room for a prompt and an output.
     """
     if context < 2:
-        raise WorkloadInvalidError(f"a context of {context} tokens has no room for a prompt and an answer")
+        raise WorkloadInvalidError(
+            f"a context of {context} tokens has no room for a prompt and an output; at least 2 are expected"
+        )
     factor = scale_factor(rows, context)
     return [_fit(row, factor, context) for row in rows]
 

@@ -1,4 +1,4 @@
-"""A trace through a law: the loop of virtual time."""
+"""Runs a load through a scaling law and a simulated fleet, on virtual time."""
 
 from __future__ import annotations
 
@@ -11,45 +11,52 @@ import numpy.typing as npt
 from pagestream_simulator.fleet.fleet import Fleet
 from pagestream_simulator.fleet.pods import Pods
 from pagestream_simulator.fleet.profile import EngineProfile
+from pagestream_simulator.fleet.signals import Signals
 from pagestream_simulator.laws import FixedLaw, Law, PlannedLaw
-from pagestream_simulator.load import Load
-from pagestream_simulator.signals import Signals
 from pagestream_simulator.terms import Terms
+from pagestream_simulator.traces.load import Load
 
 Floats = npt.NDArray[np.float64]
 
 OVERTIME_S = 600.0
-"""After the last arrival, requests have so long to end."""
+"""Time that requests have to finish after the last arrival."""
+NEVER_S = 1e6
+"""Stands for the TTFT of a request without a first token in percentiles, which interpolate between requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a law came to. Pod-hours count from each pod's order to its end, until the last arrival."""
+    """A run's figures. Pod-hours count from each pod's order to its end, up to the last arrival."""
 
     requests: int
     attainment: float
-    """Part of the requests within the objective; one without a first token is beyond it."""
+    """Share of the requests within the objective; one without a first token has missed it."""
     ttft_p50_s: float
     ttft_p99_s: float
     pod_hours: float
     pods_up: int
-    """Pods ordered after the beginning."""
+    """Pods ordered after the trace's begin."""
     pods_down: int
     unfinished: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Course:
-    """How a run went, second by second."""
+    """A run as time series."""
 
     time_s: Floats
     pods: Floats
-    """Ordered: those that start or serve."""
+    """Pods that start or serve."""
     ready: Floats
     kv_utilization: Floats
     """Mean over ready pods."""
     ttft_s: Floats
-    """Of each request; infinity: none."""
+    """Of each request; infinity without a first token."""
+
+
+def format_ttft(percentile_s: float) -> str:
+    """Format a percentile of TTFT; `never` if requests without a first token are in it."""
+    return f"{percentile_s:.2f} s" if percentile_s < NEVER_S / 10 else "never"
 
 
 def simulate(
@@ -60,10 +67,24 @@ def simulate(
     *,
     startup_s: float,
     seed: int = 0,
-    watch: Callable[[Course], None] | None = None,
-    hear_ttft: Callable[[Floats], None] | None = None,
+    on_course: Callable[[Course], None] | None = None,
+    on_ttft: Callable[[Floats], None] | None = None,
 ) -> Outcome:
-    """Run a trace. `watch` gets the course, which takes a little longer; `hear_ttft` each request's time alone."""
+    """Run a load through a law.
+
+    Args:
+        load: the requests.
+        profile: of every engine.
+        law: decides the number of pods; not used before.
+        terms: objective, fleet and signals.
+        startup_s: from a pod's order to ready.
+        seed: of partition ownership and claims.
+        on_course: called with the run's time series; recording them takes a little longer.
+        on_ttft: called with the seconds to first token of each request.
+
+    Returns:
+        The run's figures.
+    """
     with Fleet(load, profile, partitions=terms.fleet.partitions, seed=seed) as fleet:
         pods = Pods(fleet, startup_s)
         pods.begin(law.initial(terms.fleet.initial_engines))
@@ -78,26 +99,26 @@ def simulate(
             elif now_s >= decide_s:
                 decide_s += law.period_s
                 pods.scale(law.desired(signals.observation(now_s)), now_s)
-            if watch is not None or not isinstance(law, FixedLaw | PlannedLaw):
-                signals.report(now_s)
-            if watch is not None:
+            if on_course is not None or not isinstance(law, FixedLaw | PlannedLaw):
+                signals.export(now_s)
+            if on_course is not None:
                 rows.append(_row(now_s, pods))
         pod_seconds = pods.pod_seconds(load.duration_s)
         fleet.advance(load.duration_s + OVERTIME_S)
         ttft = fleet.first_s - load.arrival_s
-        if hear_ttft is not None:
-            hear_ttft(ttft)
-        if watch is not None:
+        if on_ttft is not None:
+            on_ttft(ttft)
+        if on_course is not None:
             times, counts, ready, utilization = map(np.array, zip(*rows, strict=True))
-            watch(Course(times, counts, ready, utilization, ttft))
+            on_course(Course(times, counts, ready, utilization, ttft))
         return _outcome(ttft, fleet.end_s, pods, pod_seconds, terms.objective.ttft_s)
 
 
 def _follow(law: FixedLaw | PlannedLaw, pods: Pods, signals: Signals, now_s: float) -> None:
-    """Nobody needs reports for these, but for which pods are the cheapest to drain."""
+    # These laws need no signals; draining does, since drain_order compares the pods' last samples.
     wanted = law.planned(now_s)
     if wanted < len(pods.live):
-        signals.report(now_s)
+        signals.export(now_s)
     pods.scale(wanted, now_s)
 
 
@@ -108,7 +129,7 @@ def _row(now_s: float, pods: Pods) -> tuple[float, int, int, float]:
 
 
 def _outcome(ttft: Floats, end_s: Floats, pods: Pods, pod_seconds: float, objective_s: float) -> Outcome:
-    p50, p99 = np.percentile(np.minimum(ttft, 1e6), (50, 99))
+    p50, p99 = np.percentile(np.minimum(ttft, NEVER_S), (50, 99))
     return Outcome(
         requests=len(ttft),
         attainment=float(np.mean(ttft <= objective_s)),

@@ -1,6 +1,6 @@
-"""Request traces: when requests came and how long they were.
+"""Reads and writes request traces: arrival times and lengths.
 
-Two published forms are read: the Azure LLM inference traces (csv with TIMESTAMP, ContextTokens, GeneratedTokens) and
+Two published formats are read: the Azure LLM inference traces (csv with TIMESTAMP, ContextTokens, GeneratedTokens) and
 the Mooncake traces (jsonl with timestamp in milliseconds, input_length, output_length, hash_ids).
 """
 
@@ -17,9 +17,9 @@ from pagestream_simulator.errors import WorkloadInvalidError
 
 CSV_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_BLOCK_TOKENS = 512
-"""Prompt tokens behind one of hash_ids, as published with the traces."""
+"""Prompt tokens in a block of `hash_ids`, as published with the traces."""
 SAMPLE = "sample"
-"""Name of the trace that comes with this package."""
+"""Name of this package's own trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,24 @@ class TraceRow:
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
-    """Equal numbers stand for equal blocks of the prompt. Empty: nothing is known about prefixes."""
+    """Ids of the prompt's blocks: equal ids are equal tokens. Empty: unknown."""
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
 
 
 def sample_path() -> Path:
-    """The trace that comes with this package."""
-    return Path(__file__).resolve().parent / "data" / "sample_trace.csv"
+    """Return the path of this package's own trace."""
+    return Path(__file__).resolve().parents[1] / "data" / "sample_trace.csv"
 
 
 def read_trace(name: str, limit: int | None = None) -> list[TraceRow]:
-    """The first `limit` requests of a trace, the first one at second 0.
+    """Read the first `limit` requests of a trace, in order of arrival, with the first one at second 0.
+
+    Args:
+        name: path of a .csv (Azure) or .jsonl (Mooncake) file, or `sample`.
+        limit: most requests to read; None reads all.
 
     Raises:
-        WorkloadInvalidError: there is no such file, or it has another form; the message names the line.
+        WorkloadInvalidError: the file can't be read or is malformed; the message names the line.
     """
     path = sample_path() if name == SAMPLE else Path(name)
     try:
@@ -53,14 +57,14 @@ def read_trace(name: str, limit: int | None = None) -> list[TraceRow]:
     except OSError as error:
         raise WorkloadInvalidError(f"cannot read the trace {name}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise WorkloadInvalidError(f"the trace {name} is no text") from error
+        raise WorkloadInvalidError(f"the trace {name} is not a text file") from error
     if not rows:
         raise WorkloadInvalidError(f"the trace {name} has no requests")
     return _from_zero(rows)
 
 
 def write_csv(rows: Iterable[tuple[datetime, int, int]], path: Path) -> None:
-    """Write a trace in the Azure form."""
+    """Write a trace in Azure's format."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(CSV_COLUMNS)
@@ -73,7 +77,7 @@ def _read_csv(lines: Iterable[str]) -> Iterator[TraceRow]:
     if missing:
         raise WorkloadInvalidError(
             f"the trace has no column {missing[0]}",
-            hint=f"expected: {', '.join(CSV_COLUMNS)}; or a .jsonl in Mooncake's form",
+            hint=f"expected: {', '.join(CSV_COLUMNS)}; or a .jsonl file in Mooncake's format",
         )
     for row in reader:
         try:

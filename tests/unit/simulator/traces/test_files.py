@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 from pagestream_simulator.errors import WorkloadInvalidError
-from pagestream_simulator.sample_trace import REQUESTS, sample_rows
-from pagestream_simulator.traces import TraceRow, read_trace, sample_path, write_csv
+from pagestream_simulator.traces.files import TraceRow, read_trace, sample_path, write_csv
+from pagestream_simulator.traces.sample import REQUESTS, sample_rows
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -63,7 +63,7 @@ def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WorkloadInvalidError, match="No such file"):
         read_trace(str(tmp_path / "none.csv"))
     (tmp_path / "b.csv").write_bytes(b"\xff\xfe\x00" * 10)
-    with pytest.raises(WorkloadInvalidError, match="no text"):
+    with pytest.raises(WorkloadInvalidError, match="not a text file"):
         read_trace(str(tmp_path / "b.csv"))
 
 

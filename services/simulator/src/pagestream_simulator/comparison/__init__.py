@@ -1,0 +1,1 @@
+"""All laws on one trace, as a table, JSON and a plot: what `pagestream simulate` runs."""
