@@ -1,35 +1,21 @@
-"""Whether a model computes bit for bit the same in any batch here, and a name for the bits that it gives."""
+"""Settle whether a model computes bit for bit the same in any batch on this machine."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from pagestream_engine.attention import AttentionBackend
-from pagestream_engine.cpu import computes_bfloat16_on_amx, processor_identity, read_cpuinfo
+from pagestream_engine.cpu import computes_bfloat16_on_amx, read_cpuinfo
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.models.folder import model_revision
 from pagestream_engine.models.llama import LlamaModel
 
 _log = logging.getLogger(__name__)
-
-_MAKERS = {
-    "pagestream_engine": (
-        *("attention/**/*", "layers/**/*", "models/**/*", "runner/**/*", "sampler/**/*"),
-        *("request/**/*", "text/**/*"),
-    ),
-    "pagestream_kernels": ("**/*",),
-}
-
 
 _ON_AMX = (
     "there a row's bits change with the rows beside it, and the trial at load does not find all such cases; set dtype "
@@ -91,43 +77,3 @@ def settle_numerics(model: LlamaModel, backend: AttentionBackend[Any], wanted: b
         return Numerics(False, b"")
     model.use_row_counts()
     return Numerics(True, b"".join(row_counts.digest for row_counts in tried))
-
-
-def fingerprint(model_dir: Path, backend: AttentionBackend[Any], max_model_len: int, numerics: Numerics) -> str:
-    """16 hexadecimal digits of a SHA-256 over all that the bits of a logit may depend on."""
-    shape = backend.shape
-    parts = [
-        model_revision(model_dir),
-        _code(),
-        str(shape.dtype),
-        str(shape.block_size),
-        str(max_model_len),
-        type(backend).__name__,
-        backend.kernel_version,
-        "deterministic" if numerics.deterministic else "default",
-        numerics.linears.hex(),
-        torch.__version__,
-        torch.backends.cpu.get_cpu_capability(),
-        str(torch.get_num_threads()),
-        _device(backend.device),
-    ]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-@cache
-def _code() -> str:
-    """Digest of the sources that make tokens and text: another version of them may make others."""
-    digest = hashlib.sha256()
-    for package, places in _MAKERS.items():
-        root = Path(str(resources.files(package)))
-        paths = {path for place in places for path in root.glob(place)}
-        for path in sorted(path for path in paths if path.suffix in (".py", ".cpp", ".h")):
-            digest.update(f"{package}/{path.relative_to(root)}:{path.stat().st_size}".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)} {torch.version.cuda}"
-    return hashlib.sha256(processor_identity(read_cpuinfo())).hexdigest()

@@ -13,8 +13,9 @@ from pagestream_engine.layers.rope import cos_sin_table
 from pagestream_engine.models.config import ModelInfo
 from pagestream_engine.models.loader import load_model
 from pagestream_engine.runner.batch import build_batch
+from pagestream_engine.runner.fingerprint import fingerprint
 from pagestream_engine.runner.memory import cache_bytes
-from pagestream_engine.runner.numerics import fingerprint, possible_mode, settle_numerics
+from pagestream_engine.runner.numerics import possible_mode, settle_numerics
 from pagestream_engine.sampler import sample
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 
