@@ -248,9 +248,9 @@ def test_a_quiet_stream_of_a_gateway_that_is_stopped(tmp_path: Path, kind: type[
             stream = client.generate(MODEL, "hello", max_tokens=6, seed=0)
 
             async def silence() -> None:
-                first = client._core.endpoints.current
+                first = client._configuration.endpoints.current
                 gateways[first].signal(signal.SIGSTOP)
-                while client._core.endpoints.current == first:  # noqa: ASYNC110  it rings no event
+                while client._configuration.endpoints.current == first:  # noqa: ASYNC110  it rings no event
                     await asyncio.sleep(0.02)
                 engine.go_on()
 

@@ -6,11 +6,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from urllib.parse import urlsplit
 
-import grpc
 import pytest
 from pagestream_client import AsyncClient, Client, Reconnection
-from pagestream_client.connections import Connection
-from pagestream_client.status import Failure
+from pagestream_client.failures import Code, Failure
+from pagestream_client.grpc.connections import Connection
 from support.clients.gateway_clients import Address, gateway_settings, running_address
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
 from support.network.flaky_network import FlakyNetwork
@@ -19,7 +18,7 @@ from support.protocol.token_streams import eventually
 
 LIMIT_S = 60.0
 POLICY = Reconnection(limit_s=20.0)
-NO_REDIS = Failure(grpc.StatusCode.UNAVAILABLE, "the store does not answer", reason="UNAVAILABLE")
+NO_REDIS = Failure(Code.UNAVAILABLE, "the store does not answer", reason="UNAVAILABLE")
 
 
 @asynccontextmanager

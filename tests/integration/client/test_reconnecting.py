@@ -37,7 +37,7 @@ def targets(networks: list[FlakyNetwork]) -> list[str]:
 
 
 def in_use(networks: list[FlakyNetwork], client: AsyncClient) -> FlakyNetwork:
-    return next(network for network in networks if network.target == client._core.endpoints.current)
+    return next(network for network in networks if network.target == client._configuration.endpoints.current)
 
 
 def text_of(chunks: list[Chunk]) -> str:
@@ -129,7 +129,7 @@ async def test_a_gateway_that_is_told_to_end_hands_its_streams_to_the_other(
             async for chunk in client.generate(MODEL, "hello", max_tokens=20, seed=0):
                 chunks.append(chunk)
                 if chunk.next_index == 5:
-                    await gateways[client._core.endpoints.current].aclose()
+                    await gateways[client._configuration.endpoints.current].aclose()
                     engine.go_on()
     assert text_of(chunks) == ALPHABET
 

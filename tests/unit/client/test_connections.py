@@ -5,13 +5,13 @@ from typing import Any
 import grpc
 import pytest
 from pagestream_client import StreamClosed
-from pagestream_client.connections import Connection, Connections
-from pagestream_client.status import Failure
+from pagestream_client.failures import Code, Failure
+from pagestream_client.grpc.connections import Connection, Connections
 
-NO_REDIS = Failure(grpc.StatusCode.UNAVAILABLE, "no store", reason="UNAVAILABLE")
-STOPPING = Failure(grpc.StatusCode.UNAVAILABLE, "stopping", reason="GATEWAY_STOPPING")
-BROKEN = Failure(grpc.StatusCode.UNAVAILABLE, "connection reset")
-FULL = Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_after_s=1.0)
+NO_REDIS = Failure(Code.UNAVAILABLE, "no store", reason="UNAVAILABLE")
+STOPPING = Failure(Code.UNAVAILABLE, "stopping", reason="GATEWAY_STOPPING")
+BROKEN = Failure(Code.UNAVAILABLE, "connection reset")
+FULL = Failure(Code.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_after_s=1.0)
 TARGET = "127.0.0.1:1"
 
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 from pagestream_client.endpoints import Endpoints
+from pagestream_client.grpc.configuration import checked_targets
 
 
 def endpoints(*targets: str, seed: int = 0) -> Endpoints:
@@ -58,11 +59,11 @@ def test_a_gateway_named_twice_is_one() -> None:
 @pytest.mark.parametrize("target", ["a", "http://a:1", "a:port", "", "a:1:2", "::1:50051"])
 def test_what_is_no_target_is_refused(target: str) -> None:
     with pytest.raises(ValueError, match="host:port"):
-        endpoints("b:1", target)
+        checked_targets(["b:1", target])
 
 
 def test_addresses_of_version_6_stand_in_brackets() -> None:
-    assert endpoints("[::1]:50051").current == "[::1]:50051"
+    assert checked_targets(["[::1]:50051"]) == ["[::1]:50051"]
 
 
 def test_none_is_refused() -> None:

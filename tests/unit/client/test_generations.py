@@ -2,7 +2,7 @@
 
 from pagestream.v1 import inference_pb2 as api
 from pagestream_client import Choice, Chunk, FinishReason, Logprob, Usage, put_together
-from pagestream_client.chunks import chunk_of, finish_reason_from_proto
+from pagestream_client.grpc.messages import chunk_of, finish_reason_from_proto
 
 
 def chunk(choice: int, ids: list[int], text: str, **fields: object) -> Chunk:

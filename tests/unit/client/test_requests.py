@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from pagestream.v1 import inference_pb2 as api
 from pagestream_client import InvalidRequest, SamplingOptions
-from pagestream_client.requests import Input, generate_request
+from pagestream_client.grpc.requests import generate_request
+from pagestream_client.requests import Input
 
 
 def made(given: Input = Input(prompt="x"), *, on_disconnect: str = "cancel", **options: Any) -> api.GenerateRequest:  # noqa: B008
@@ -63,21 +64,21 @@ def test_what_happens_without_a_reader() -> None:
 @pytest.mark.parametrize(
     ("field", "given", "options"),
     [
-        ("input", Input(), {}),
-        ("input", Input(prompt="a", prompt_token_ids=[1]), {}),
-        ("prompt", Input(prompt=7), {}),  # type: ignore[arg-type]
-        ("prompt_token_ids", Input(prompt_token_ids=[-1]), {}),
-        ("messages.1.tool", Input(messages=[{"role": "user"}, {"tool": "x"}]), {}),
-        ("messages.0.content", Input(messages=[{"content": None}]), {}),  # type: ignore[dict-item]
-        ("temperature", Input(prompt="a"), {"temperature": "hot"}),
-        ("n", Input(prompt="a"), {"n": -1}),
-        ("stop", Input(prompt="a"), {"stop": [1]}),
-        ("logit_bias", Input(prompt="a"), {"logit_bias": {"a": 1}}),
+        ("input", {}, {}),
+        ("input", {"prompt": "a", "prompt_token_ids": [1]}, {}),
+        ("prompt", {"prompt": 7}, {}),
+        ("prompt_token_ids", {"prompt_token_ids": [-1]}, {}),
+        ("messages.1.tool", {"messages": [{"role": "user"}, {"tool": "x"}]}, {}),
+        ("messages.0.content", {"messages": [{"content": None}]}, {}),
+        ("temperature", {"prompt": "a"}, {"temperature": "hot"}),
+        ("n", {"prompt": "a"}, {"n": -1}),
+        ("stop", {"prompt": "a"}, {"stop": [1]}),
+        ("logit_bias", {"prompt": "a"}, {"logit_bias": {"a": 1}}),
     ],
 )
-def test_what_cannot_be_sent_is_named(field: str, given: Input, options: dict[str, Any]) -> None:
+def test_what_cannot_be_sent_is_named(field: str, given: dict[str, Any], options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        made(given, **options)
+        made(Input(**given), **options)
     assert caught.value.field == field
 
 

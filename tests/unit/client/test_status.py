@@ -14,10 +14,9 @@ from pagestream_client import (
     RequestNotFound,
     Unavailable,
 )
-from pagestream_client.details import Details, details_in
-from pagestream_client.status import Failure, error_of, failure_of
-
-Code = grpc.StatusCode
+from pagestream_client.failures import Code, Failure, error_of
+from pagestream_client.grpc.details import Details, details_in
+from pagestream_client.grpc.status import failure_of
 
 
 def packed(*details: Message) -> bytes:
@@ -33,7 +32,7 @@ def rpc_error(code: Code, message: str | None, data: bytes | None = None) -> grp
     trailing = grpc.aio.Metadata(("other", "value"))
     if data is not None:
         trailing.add("grpc-status-details-bin", data)
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=message)
+    return grpc.aio.AioRpcError(grpc.StatusCode[code.name], grpc.aio.Metadata(), trailing, details=message)
 
 
 def test_a_gateways_words_are_read() -> None:

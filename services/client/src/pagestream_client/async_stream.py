@@ -1,39 +1,31 @@
-"""A stream for asyncio."""
+"""A stream for asyncio, over either protocol."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
-
-import grpc
-from pagestream.v1 import inference_pb2 as api
+from typing import Self
 
 from pagestream_client.chunks import Chunk
-from pagestream_client.connections import Connection, Connections
-from pagestream_client.core import ClientCore
+from pagestream_client.endpoints import Endpoints
 from pagestream_client.errors import Position, StreamClosed
+from pagestream_client.failures import Failure
 from pagestream_client.generations import Generation, put_together
-from pagestream_client.pursuit import Pursuit
-from pagestream_client.status import failure_of
-
-_STATUS_LIMIT_S = 1.0  # after the last chunk: whole calls end with a status, and count as such
+from pagestream_client.resumable_stream import ResumableStream
 
 
-class AsyncStream:
+class AsyncStream(ABC):
     """The chunks of one request, each once and in order, over as many connections as it takes.
 
-    Iterate over it; `async with`, or `aclose`, ends it early. One task reads it.
+    Iterate over it; leaving its `async with` block, or `aclose`, ends it early. One task reads it.
     """
 
-    def __init__(self, core: ClientCore, pursuit: Pursuit, connections: Connections) -> None:
-        """For AsyncClient."""
-        self._core = core
-        self._pursuit = pursuit
-        self._connections = connections
-        self._connection: Connection | None = None
-        self._call: Any = None
+    def __init__(self, state: ResumableStream, endpoints: Endpoints) -> None:
+        """Clients make streams; see their `generate` and `resume`."""
+        self._state = state
+        self._endpoints = endpoints
         self._target = ""
         self._ahead: Chunk | None = None
         self._closing = asyncio.Event()
@@ -42,90 +34,92 @@ class AsyncStream:
     @property
     def request_id(self) -> str:
         """Empty until a gateway has accepted the request; see `accepted`."""
-        return self._pursuit.position.request_id
+        return self._state.position.request_id
 
     @property
     def position(self) -> Position:
-        """Where the stream stands after the last chunk that was taken: what `AsyncClient.resume` takes."""
-        return self._pursuit.position
+        """The place after the last chunk that was read: what the client's `resume` takes."""
+        return self._state.position
 
     async def accepted(self) -> str:
-        """Waits until a gateway has durably accepted the request; returns its id. Raises as iterating does."""
-        while not self._pursuit.is_accepted:
+        """Wait until a gateway has durably accepted the request; return its id. Raises as iterating does."""
+        while not self._state.is_accepted:
             self._ahead = await self._advance()
         return self.request_id
 
     async def collect(self) -> Generation:
-        """The whole answer, from here on. Raises as iterating does."""
+        """Read the rest of the answer and put it together. Raises as iterating does."""
         return put_together([chunk async for chunk in self])
 
     def __aiter__(self) -> Self:
-        """The stream is its own iterator."""
+        """Return the stream, which is its own iterator."""
         return self
 
     async def __anext__(self) -> Chunk:
-        """The next chunk. Raises the errors of `pagestream_client.errors`."""
+        """Return the next chunk. Raises the errors of `pagestream_client.errors`."""
         chunk, self._ahead = self._ahead, None
         while chunk is None:
             if self._closing.is_set() and not self._abandoned:
                 raise StopAsyncIteration
-            if self._pursuit.is_over:
+            if self._state.is_over:
                 await self._finish()
+                self._state.raise_failure()
                 raise StopAsyncIteration
             chunk = await self._advance()
         return chunk
 
     async def __aenter__(self) -> Self:
-        """It is open already."""
+        """Return the stream, which is open already."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes it."""
+        """Close it."""
         await self.aclose()
 
     def __del__(self) -> None:
-        """A loop that is left by `break` ends the call, as closing does."""
+        """End the call of a loop that was left by `break`, as `aclose` does."""
         with suppress(RuntimeError):  # the event loop may be closed by now
-            self._hang_up()
+            self._interrupt()
 
     async def aclose(self) -> None:
-        """Ends the reading at once; a request that runs meets its `on_disconnect`. Closing again changes nothing."""
+        """End the reading at once; a running request is treated as its `on_disconnect` says. Idempotent."""
         self._closing.set()
-        self._hang_up()
+        self._interrupt()
+        await self._hang_up()
 
     def abandon(self) -> None:
-        """The client closes: whoever reads hears StreamClosed."""
-        self._abandoned = not (self._closing.is_set() or self._pursuit.is_over)
+        """Close it because the client closes: its reader gets StreamClosed."""
+        self._abandoned = not (self._closing.is_set() or self._state.is_over)
         self._closing.set()
-        self._hang_up()
+        self._interrupt()
 
     async def _advance(self) -> Chunk | None:
-        """One message, or one failed call and the pause after it."""
+        """Read one message, or make up for one failed call with the pause after it."""
         if self._closing.is_set():
             raise StreamClosed("the stream was closed before it had ended")
         try:
-            response = await self._read()
-        except grpc.RpcError as error:
-            connection = self._connection
-            self._hang_up()
-            if self._closing.is_set():
-                return None
-            failure = failure_of(error)
-            self._connections.failed(connection, failure)
-            delay_s = self._pursuit.failed(failure, self._target)
+            is_open, chunk = await self._read()
         except asyncio.CancelledError:
-            self._hang_up()
+            await self._hang_up()
             if self._closing.is_set() and not is_cancelled():
-                return None  # it was our own hanging up
+                return None  # the call was cancelled because the stream was closed
             raise
+        except Exception as error:
+            failure = self._failure_of(error)
+            await self._hang_up()
+            if failure is None:
+                raise
+            if self._closing.is_set():
+                return None  # the call failed because the stream was closed
+            delay_s = self._state.failed(failure, self._target)
         else:
-            if response is not None:
-                return self._taken(response)
-            self._hang_up()
-            delay_s = self._pursuit.ended(self._target)
-        if not self._pursuit.is_over:
+            if is_open:
+                return chunk
+            await self._hang_up()
+            delay_s = 0.0 if self._state.is_over else self._state.ended(self._target)
+        if not self._state.is_over:
             await self._pause(delay_s)
         return None
 
@@ -134,44 +128,30 @@ class AsyncStream:
             async with asyncio.timeout(delay_s):
                 await self._closing.wait()
 
-    def _taken(self, response: Any) -> Chunk | None:
-        try:
-            return self._pursuit.take(response, self._target)
-        except BaseException:
-            self._hang_up()
-            raise
+    @abstractmethod
+    async def _read(self) -> tuple[bool, Chunk | None]:
+        """Read one message of the current call, which is begun where there is none. Returns whether the call is still
+        open, and the message's chunk, if it has one.
+        """
 
-    async def _read(self) -> Any:
-        """The next message; None at the call's end."""
-        if self._call is None:
-            call, self._target = self._pursuit.next_call(), self._core.endpoints.current
-            connection = self._connection = self._connections.to(self._target)
-            stub = connection.stub
-            method = stub.Generate if isinstance(call.request, api.GenerateRequest) else stub.Resume
-            self._call = method(call.request, timeout=call.timeout_s, metadata=self._core.metadata)
-        answer = await self._call.read()
-        return None if answer is grpc.aio.EOF else answer
+    @abstractmethod
+    def _failure_of(self, error: Exception) -> Failure | None:
+        """Return what an error of `_read` says of the call; None where it is not the call's."""
 
+    @abstractmethod
     async def _finish(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            try:
-                with suppress(TimeoutError):  # the log has ended; how this connection ends changes nothing
-                    async with asyncio.timeout(_STATUS_LIMIT_S):
-                        await call.code()
-            finally:
-                call.cancel()
-                self._connection = None
-        self._pursuit.raise_failure()
+        """Wait briefly for the proper end of a call whose last chunk has come."""
 
-    def _hang_up(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            call.cancel()
-        self._connection = None  # only now: it may be the last that holds it
+    @abstractmethod
+    def _interrupt(self) -> None:
+        """End the current call, if there is one, and a read that waits for it."""
+
+    @abstractmethod
+    async def _hang_up(self) -> None:
+        """Release what the current call holds, if there is one."""
 
 
 def is_cancelled() -> bool:
-    """Whether somebody cancels the current task; else its CancelledError comes from a gRPC call that was cancelled."""
+    """Whether the current task is being cancelled; else its CancelledError comes from a call that was cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

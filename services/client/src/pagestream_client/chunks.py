@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from pagestream.v1 import inference_pb2 as api
-
 from pagestream_client.errors import Position
 
 
@@ -81,41 +79,3 @@ class Chunk:
     def position(self) -> Position:
         """Where the stream stands after this chunk."""
         return Position(self.request_id, self.next_index, self.digest)
-
-
-_REASONS: dict[int, FinishReason] = {
-    value: FinishReason(name.removeprefix("FINISH_REASON_").lower())
-    for name, value in api.FinishReason.items()
-    if value
-}
-
-
-def finish_reason_from_proto(reason: int) -> FinishReason | None:
-    """Return the reason of a proto enum value: None for UNSPECIFIED, ERROR for a value that this client lacks."""
-    return _REASONS.get(reason, FinishReason.ERROR) if reason else None
-
-
-def usage_of(usage: api.Usage) -> Usage:
-    """The message as a dataclass."""
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
-
-
-def chunk_of(chunk: api.TokenChunk) -> Chunk:
-    """The message as a dataclass."""
-    return Chunk(
-        request_id=chunk.request_id,
-        next_index=chunk.next_index,
-        digest=chunk.digest,
-        choice=chunk.choice,
-        token_ids=tuple(chunk.token_ids),
-        text=chunk.text,
-        logprobs=tuple(_logprobs_of(each) for each in chunk.logprobs),
-        finish_reason=finish_reason_from_proto(chunk.finish_reason),
-        stop_reason=chunk.stop_reason,
-        usage=usage_of(chunk.usage) if chunk.HasField("usage") else None,
-        error=RequestError(chunk.error.code, chunk.error.message) if chunk.HasField("error") else None,
-    )
-
-
-def _logprobs_of(position: api.TokenLogprobs) -> tuple[Logprob, ...]:
-    return tuple(Logprob(each.token_id, each.logprob, each.rank, each.text) for each in position.entries)

@@ -1,28 +1,29 @@
-"""The gateways that a client knows, and which of them it uses."""
+"""The gateways that a client knows, and which of them it calls."""
 
 from __future__ import annotations
 
 import random
-import re
 import threading
 from collections.abc import Sequence
 
-_TARGET = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}")
-
 
 class Endpoints:
-    """Remembers which gateways failed; all streams of a client share it. Safe to use from several threads.
+    """Choose the gateway of the next call; all streams of a client share it. Safe to use from several threads.
 
-    A client stays with a gateway that works. Where it begins is chance, so that many clients share the gateways.
+    A client stays with a gateway that works. The first one is drawn at random, so that many clients spread over the
+    gateways.
+
+    Args:
+        targets: addresses of the gateways; a repeated one counts once.
+        rng: draws the first one.
+
+    Raises:
+        ValueError: there is no target.
     """
 
     def __init__(self, targets: Sequence[str], rng: random.Random) -> None:
-        """ValueError unless each target is "host:port" and there is at least one."""
         if not targets:
-            raise ValueError("at least one gateway is needed, as 'host:port'")
-        for target in targets:
-            if not _TARGET.fullmatch(target):
-                raise ValueError(f"a gateway is given as 'host:port' (or '[address]:port'), got {target!r}")
+            raise ValueError("at least one gateway is needed, none was given")
         self.targets = tuple(dict.fromkeys(targets))
         self._lock = threading.Lock()
         self._failed = dict.fromkeys(self.targets, 0)  # number of the failure, counted over all targets; 0: it works
@@ -31,17 +32,17 @@ class Endpoints:
 
     @property
     def current(self) -> str:
-        """The gateway to ask now."""
+        """The gateway of the next call."""
         return self._current
 
     def worked(self, target: str) -> None:
-        """It answered."""
+        """Note that a gateway answered."""
         if self._failed[target]:
             with self._lock:
                 self._failed[target] = 0
 
     def failed(self, target: str) -> None:
-        """It did not answer, or is about to end: next is the one whose last failure is the longest ago."""
+        """Note that a gateway did not answer, or is stopping; the one whose last failure is the longest ago is next."""
         with self._lock:
             self._num_failures += 1
             self._failed[target] = self._num_failures

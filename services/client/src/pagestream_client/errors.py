@@ -1,4 +1,5 @@
-"""What can go wrong for a caller, as one tree. gRPC's own errors never pass it: they are chained to these.
+"""The errors of the client as one tree. The errors of gRPC and of the HTTP library never reach a caller: they are
+chained to these.
 
 PagestreamError
 |- InvalidRequest         a field of the request is wrong
@@ -9,15 +10,15 @@ PagestreamError
 |- OffsetOutOfRange       the offset is past the end of a finished log
 |- DataLoss               the log differs from what was seen before
 |- QueueFull              the deployment takes no more requests now
-|- DeadlineExceeded       the deadline passed, and no gateway told how the request ended
+|- DeadlineExceeded       the deadline passed, and no gateway sent how the request ended
 |- Unavailable            no gateway answered for as long as the client tries
 |- GenerationFailed       the request was accepted and ended with an error
 |  `- Quarantined         engines died of it
 |- StreamClosed           the client was closed under an open stream or call
-`- ServerError            a gateway failed on this request; its log tells why
+`- ServerError            a gateway failed on this request; its log has the reason
 """
 
-# ruff: noqa: N818 -- these names are said by users: "the queue is full", not "queue full error"
+# ruff: noqa: N818 -- the names read as conditions ("queue full"), as gRPC's and kopf's do
 
 from __future__ import annotations
 
@@ -26,23 +27,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a stream stands: what `resume` takes, on any gateway, in any process."""
+    """A place in a request's token log: what `resume` takes, on any gateway, in any process."""
 
     request_id: str
     next_index: int = 0
-    """Log entries that were read: one for each token, for the finish of each choice, and for the end."""
+    """Number of log entries read so far: one for each token, for the finish of each choice, and for the end."""
     digest: str = ""
-    """Of the log up to there."""
+    """Rolling digest of the log up to there."""
 
 
 class PagestreamError(Exception):
     """The root of this package's errors.
 
     Attributes:
-        position: where the stream stood, for errors of streams that were accepted; else None.
+        position: place after the last chunk that was read, for errors of accepted streams; else None.
+        http_status: status of the HTTP answer that was the reason; None over gRPC and without an answer.
     """
 
     position: Position | None = None
+    http_status: int | None = None
 
 
 class InvalidRequest(PagestreamError):
@@ -84,14 +87,14 @@ class OffsetOutOfRange(PagestreamError):
 
 
 class DataLoss(PagestreamError):
-    """The log differs from what was read before. Going on would mix two generations; ask anew."""
+    """The log differs from what was read before. Continuing would mix two generations; send a new request."""
 
 
 class QueueFull(PagestreamError):
     """The deployment takes no more requests now, and asks to wait longer than the client's limit or the deadline.
 
     Attributes:
-        retry_after_s: seconds after which a retry may do.
+        retry_after_s: seconds after which a retry may succeed.
     """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
@@ -100,22 +103,22 @@ class QueueFull(PagestreamError):
 
 
 class DeadlineExceeded(PagestreamError):
-    """The deadline passed, and no gateway told how the request ended.
+    """The deadline passed, and no gateway sent how the request ended.
 
     Where no gateway has accepted the request, it is raised as soon as there is no time for another try.
-    A request that its deadline ended is no error: its last chunks say `FinishReason.DEADLINE`.
+    A request that was ended by its deadline is no error: its last chunks have `FinishReason.DEADLINE`.
     """
 
 
 class Unavailable(PagestreamError):
-    """No gateway answered for as long as the client tries. What was accepted goes on; resume it from `position`."""
+    """No gateway answered for as long as the client tries. An accepted request continues; resume it from `position`."""
 
 
 class GenerationFailed(PagestreamError):
     """The request was accepted and ended with an error.
 
     Attributes:
-        code: a stable word, such as "engine_error".
+        code: a stable identifier, such as "engine_error".
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -124,7 +127,7 @@ class GenerationFailed(PagestreamError):
 
 
 class Quarantined(GenerationFailed):
-    """Engines died while they computed this request, again and again at the same place; it is not tried any more."""
+    """Engines died repeatedly at the same place of this request; it is not retried any more."""
 
 
 class StreamClosed(PagestreamError):
@@ -132,10 +135,10 @@ class StreamClosed(PagestreamError):
 
 
 class ServerError(PagestreamError):
-    """A gateway failed on this request; its log tells why.
+    """A gateway failed on this request; its log has the reason.
 
     Attributes:
-        status: name of the gRPC status.
+        status: name of the google.rpc code.
     """
 
     def __init__(self, status: str, message: str) -> None:

@@ -1,39 +1,30 @@
-"""A stream for programs that block."""
+"""A stream for programs that block, over either protocol."""
 
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Any, Self
-
-import grpc
-from pagestream.v1 import inference_pb2 as api
+from typing import Self
 
 from pagestream_client.chunks import Chunk
-from pagestream_client.connections import Connection, Connections
-from pagestream_client.core import ClientCore
+from pagestream_client.endpoints import Endpoints
 from pagestream_client.errors import Position, StreamClosed
+from pagestream_client.failures import Failure
 from pagestream_client.generations import Generation, put_together
-from pagestream_client.pursuit import Pursuit
-from pagestream_client.status import failure_of
-
-_STATUS_LIMIT_S = 1.0  # after the last chunk: whole calls end with a status, and count as such
+from pagestream_client.resumable_stream import ResumableStream
 
 
-class Stream:
+class Stream(ABC):
     """The chunks of one request, each once and in order, over as many connections as it takes.
 
-    Iterate over it; `with`, or `close`, ends it early. One thread reads it; any may close it.
+    Iterate over it; leaving its `with` block, or `close`, ends it early. One thread reads it; any thread may close it.
     """
 
-    def __init__(self, core: ClientCore, pursuit: Pursuit, connections: Connections) -> None:
-        """For Client."""
-        self._core = core
-        self._pursuit = pursuit
-        self._connections = connections
-        self._connection: Connection | None = None
-        self._call: Any = None
+    def __init__(self, state: ResumableStream, endpoints: Endpoints) -> None:
+        """Clients make streams; see their `generate` and `resume`."""
+        self._state = state
+        self._endpoints = endpoints
         self._target = ""
         self._ahead: Chunk | None = None
         self._closing = threading.Event()
@@ -42,128 +33,105 @@ class Stream:
     @property
     def request_id(self) -> str:
         """Empty until a gateway has accepted the request; see `accepted`."""
-        return self._pursuit.position.request_id
+        return self._state.position.request_id
 
     @property
     def position(self) -> Position:
-        """Where the stream stands after the last chunk that was taken: what `Client.resume` takes."""
-        return self._pursuit.position
+        """The place after the last chunk that was read: what the client's `resume` takes."""
+        return self._state.position
 
     def accepted(self) -> str:
-        """Waits until a gateway has durably accepted the request; returns its id. Raises as iterating does."""
-        while not self._pursuit.is_accepted:
+        """Wait until a gateway has durably accepted the request; return its id. Raises as iterating does."""
+        while not self._state.is_accepted:
             self._ahead = self._advance()
         return self.request_id
 
     def collect(self) -> Generation:
-        """The whole answer, from here on. Raises as iterating does."""
+        """Read the rest of the answer and put it together. Raises as iterating does."""
         return put_together(self)
 
     def __iter__(self) -> Self:
-        """The stream is its own iterator."""
+        """Return the stream, which is its own iterator."""
         return self
 
     def __next__(self) -> Chunk:
-        """The next chunk. Raises the errors of `pagestream_client.errors`."""
+        """Return the next chunk. Raises the errors of `pagestream_client.errors`."""
         chunk, self._ahead = self._ahead, None
         while chunk is None:
             if self._closing.is_set() and not self._abandoned:
                 raise StopIteration
-            if self._pursuit.is_over:
+            if self._state.is_over:
                 self._finish()
+                self._state.raise_failure()
                 raise StopIteration
             chunk = self._advance()
         return chunk
 
     def __enter__(self) -> Self:
-        """It is open already."""
+        """Return the stream, which is open already."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes it."""
+        """Close it."""
         self.close()
 
     def __del__(self) -> None:
-        """A loop that is left by `break` ends the call, as closing does."""
+        """End the call of a loop that was left by `break`, as `close` does."""
         self._hang_up()
 
     def close(self) -> None:
-        """Ends the reading at once; a request that runs meets its `on_disconnect`. Closing again changes nothing."""
+        """End the reading at once; a running request is treated as its `on_disconnect` says. Idempotent."""
         self._closing.set()
         self._hang_up()
 
     def abandon(self) -> None:
-        """The client closes: whoever reads hears StreamClosed."""
-        self._abandoned = not (self._closing.is_set() or self._pursuit.is_over)
+        """Close it because the client closes: its reader gets StreamClosed."""
+        self._abandoned = not (self._closing.is_set() or self._state.is_over)
         self._closing.set()
         self._hang_up()
 
     def _advance(self) -> Chunk | None:
-        """One message, or one failed call and the pause after it."""
+        """Read one message, or make up for one failed call with the pause after it."""
         if self._closing.is_set():
             raise StreamClosed("the stream was closed before it had ended")
         try:
-            response = self._read()
-        except grpc.RpcError as error:
-            connection = self._connection
+            is_open, chunk = self._read()
+        except Exception as error:
+            failure = self._failure_of(error)
             self._hang_up()
+            if failure is None:
+                raise
             if self._closing.is_set():
-                return None  # it was our own hanging up
-            failure = failure_of(error)
-            self._connections.failed(connection, failure)
-            delay_s = self._pursuit.failed(failure, self._target)
-        except BaseException:  # KeyboardInterrupt, in whatever the main thread waits
+                return None  # the call failed because it was closed
+            delay_s = self._state.failed(failure, self._target)
+        except BaseException:  # KeyboardInterrupt, wherever the main thread waits
             self._hang_up()
             raise
         else:
-            if response is not None:
-                return self._taken(response)
+            if is_open:
+                return chunk
             self._hang_up()
-            delay_s = self._pursuit.ended(self._target)
-        if not self._pursuit.is_over:
+            delay_s = 0.0 if self._state.is_over else self._state.ended(self._target)
+        if not self._state.is_over:
             self._closing.wait(delay_s)
         return None
 
-    def _taken(self, response: Any) -> Chunk | None:
-        try:
-            return self._pursuit.take(response, self._target)
-        except BaseException:
-            self._hang_up()
-            raise
+    @abstractmethod
+    def _read(self) -> tuple[bool, Chunk | None]:
+        """Read one message of the current call, which is begun where there is none. Returns whether the call is still
+        open, and the message's chunk, if it has one.
+        """
 
-    def _read(self) -> Any:
-        """The next message; None at the call's end."""
-        call = self._call
-        if call is None:
-            call = self._call = self._called()
-            if self._closing.is_set():  # by another thread, which did not see this call
-                call.cancel()
-        return next(call, None)
+    @abstractmethod
+    def _failure_of(self, error: Exception) -> Failure | None:
+        """Return what an error of `_read` says of the call; None where it is not the call's."""
 
-    def _called(self) -> Any:
-        call, self._target = self._pursuit.next_call(), self._core.endpoints.current
-        connection = self._connection = self._connections.to(self._target)
-        method = connection.stub.Generate if isinstance(call.request, api.GenerateRequest) else connection.stub.Resume
-        try:
-            return method(call.request, timeout=call.timeout_s, metadata=self._core.metadata)
-        except ValueError as error:  # another thread has just closed the channel
-            raise StreamClosed("the client was closed before the stream had ended") from error
-
+    @abstractmethod
     def _finish(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            try:
-                with suppress(grpc.FutureTimeoutError, grpc.FutureCancelledError):
-                    call.exception(_STATUS_LIMIT_S)  # the log has ended; how this connection ends changes nothing
-            finally:
-                call.cancel()
-                self._connection = None
-        self._pursuit.raise_failure()
+        """Wait briefly for the proper end of a call whose last chunk has come."""
 
+    @abstractmethod
     def _hang_up(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            call.cancel()
-        self._connection = None  # only now: it may be the last that holds it
+        """End the current call, if there is one. Called from any thread."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from pagestream.v1 import inference_pb2 as api
-
-from pagestream_client.chunks import FinishReason, Usage, finish_reason_from_proto, usage_of
+from pagestream_client.chunks import FinishReason, Usage
 
 
 class RequestState(enum.StrEnum):
@@ -48,29 +46,3 @@ class ModelInfo:
     """Unix seconds of its first publication."""
     engines: int
     """That run it now."""
-
-
-_STATES = {
-    api.REQUEST_STATE_QUEUED: RequestState.QUEUED,
-    api.REQUEST_STATE_RUNNING: RequestState.RUNNING,
-    api.REQUEST_STATE_FINISHED: RequestState.FINISHED,
-}
-
-
-def request_info_of(answer: api.GetRequestResponse) -> RequestInfo:
-    """The message as a dataclass."""
-    return RequestInfo(
-        request_id=answer.request_id,
-        model=answer.model,
-        state=_STATES.get(answer.state, RequestState.QUEUED),
-        queue_position=answer.queue_position if answer.HasField("queue_position") else None,
-        finish_reason=finish_reason_from_proto(answer.finish_reason),
-        next_index=answer.next_index,
-        usage=usage_of(answer.usage),
-        attempts=answer.attempts,
-    )
-
-
-def model_info_of(model: api.Model) -> ModelInfo:
-    """The message as a dataclass."""
-    return ModelInfo(model.name, model.max_model_len, model.created, model.engines)

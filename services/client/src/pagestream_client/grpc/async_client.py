@@ -1,4 +1,4 @@
-"""The client for asyncio."""
+"""The client over gRPC for asyncio."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ import grpc
 from pagestream.v1 import inference_pb2 as api
 
 from pagestream_client.async_stream import AsyncStream, is_cancelled
-from pagestream_client.chunks import FinishReason, finish_reason_from_proto
-from pagestream_client.connections import Connections
-from pagestream_client.core import ClientCore
+from pagestream_client.chunks import FinishReason
 from pagestream_client.errors import Position, StreamClosed
-from pagestream_client.requests import Input, OnDisconnect, SamplingOptions, generate_request
-from pagestream_client.settings import Reconnection, Transport
-from pagestream_client.status import failure_of
-from pagestream_client.views import ModelInfo, RequestInfo, model_info_of, request_info_of
+from pagestream_client.grpc.async_stream import AsyncGrpcStream
+from pagestream_client.grpc.configuration import GrpcConfiguration
+from pagestream_client.grpc.connections import Connections
+from pagestream_client.grpc.messages import finish_reason_from_proto, model_info_of, request_info_of
+from pagestream_client.grpc.requests import generate_request
+from pagestream_client.grpc.status import failure_of
+from pagestream_client.grpc.transport import Transport
+from pagestream_client.requests import Input, OnDisconnect, SamplingOptions
+from pagestream_client.settings import Reconnection
+from pagestream_client.views import ModelInfo, RequestInfo
 
 
 class AsyncClient:
-    """Asks any of several gateways, and goes on at another one when a connection dies.
+    """Call any of several gateways over gRPC, and continue at another one when a connection dies.
 
-    Used in one event loop, as `async with AsyncClient([...]) as client`, or closed by `close`.
+    Use it in one event loop, as `async with AsyncClient([...]) as client`, or end it by `close`.
 
     Args:
         targets: "host:port" of each gateway's gRPC port.
-        api_key: shown to the gateways, where they ask for one.
-        credentials: of a TLS connection, such as `grpc.ssl_channel_credentials()`; None is no TLS.
-        reconnection: how long and how often to try.
+        api_key: sent to the gateways, where they require one.
+        credentials: those of a TLS connection, such as `grpc.ssl_channel_credentials()`; None is no TLS.
+        reconnection: limits of retries.
         transport: how connections are made and watched.
 
     Raises:
@@ -48,24 +52,24 @@ class AsyncClient:
         reconnection: Reconnection | None = None,
         transport: Transport | None = None,
     ) -> None:
-        self._core = ClientCore(
+        self._configuration = GrpcConfiguration(
             targets, api_key=api_key, credentials=credentials, reconnection=reconnection, transport=transport
         )
         self._connections = Connections(self._connect, clock=time.monotonic)
         self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
 
     async def __aenter__(self) -> Self:
-        """Connections are made when they are needed."""
+        """Return the client; connections are made when they are needed."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes it."""
+        """Close it."""
         await self.close()
 
     async def close(self) -> None:
-        """Ends open streams and calls (whoever waits for one hears StreamClosed) and all connections."""
+        """End open streams and calls, whose readers get StreamClosed, and all connections."""
         channels = self._connections.close()
         for stream in list(self._streams):
             stream.abandon()
@@ -87,24 +91,23 @@ class AsyncClient:
         client_request_id: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncStream:
-        """Asks for a generation. It is sent when the stream is first read, or by its `accepted`.
+        """Request a generation. It is sent when the stream is first read, or by its `accepted`.
 
         Args:
             model: the served name; may be empty where exactly one is served.
             prompt: text; or one of the next two.
             prompt_token_ids: token ids, taken as they are.
             messages: a conversation of `{"role": ..., "content": ...}`.
-            continue_final_message: whether the last message is a beginning to go on with.
+            continue_final_message: whether the last message is the beginning of the answer.
             deadline_s: seconds after which the request ends with FinishReason.DEADLINE, wherever it is.
-            idempotency_key: a later call with the same key and body joins this request; the client makes one of its own
-                otherwise.
-            on_disconnect: "cancel" or "continue" when nobody reads any more.
+            idempotency_key: a later call with the same key and body joins this request; random where it is not given.
+            on_disconnect: "cancel" or "continue" when the request has no reader any more.
             priority: 0 is served first.
             client_request_id: the caller's own id, kept as metadata.
             sampling: see SamplingOptions.
 
         Raises:
-            InvalidRequest: an argument can't be sent. All else is raised by the stream.
+            InvalidRequest: an argument cannot be sent. All other errors are raised by the stream.
         """
         request = generate_request(
             model,
@@ -118,57 +121,60 @@ class AsyncClient:
         return self._stream(request, deadline_s)
 
     def resume(self, request_id: str, next_index: int = 0, digest: str = "") -> AsyncStream:
-        """A request's stream from a place on, also after its end until its retention time has passed.
+        """Read a request's stream from a position on; possible until the retention time after its end has passed.
 
         Args:
-            request_id: as `AsyncStream.accepted` or a chunk told it.
-            next_index: the last chunk's; 0 is from the start.
-            digest: the last chunk's: a log that differs raises DataLoss. Empty is not compared.
+            request_id: as `AsyncStream.accepted` or a chunk gave it.
+            next_index: that of the last chunk; 0 is from the start.
+            digest: that of the last chunk: a log that differs raises DataLoss. Empty is not compared.
         """
         return self._stream(Position(request_id, next_index, digest), None)
 
     async def cancel(self, request_id: str) -> FinishReason:
-        """Ends a request in whatever state it is; returns how it ended, now or before. RequestNotFound."""
+        """End a request in any state; return how it ended, now or before. Raises RequestNotFound."""
         answer = await self._ask("Cancel", api.CancelRequest(request_id=request_id))
         return finish_reason_from_proto(answer.finish_reason) or FinishReason.CANCELLED
 
     async def get_request(self, request_id: str) -> RequestInfo:
-        """Where a request stands. RequestNotFound."""
+        """Return the state of a request. Raises RequestNotFound."""
         return request_info_of(await self._ask("GetRequest", api.GetRequestRequest(request_id=request_id)))
 
     async def list_models(self) -> list[ModelInfo]:
-        """The models by name, also those that no engine runs now."""
+        """Return the models by name, also those that no engine runs now."""
         return [model_info_of(model) for model in (await self._ask("ListModels", api.ListModelsRequest())).models]
 
     async def _ask(self, method: str, request: Any) -> Any:
-        """One call, on as many gateways as it takes: all of these may be repeated."""
-        core, patience = self._core, self._core.patience()
+        """Make one call, at as many gateways as it takes: all of these calls may be repeated."""
+        configuration, retry = self._configuration, self._configuration.retry_state()
+        timeout_s = configuration.transport.answer_timeout_s
         while True:
-            target = core.endpoints.current
+            target = configuration.endpoints.current
             connection = self._connections.to(target)
             call = getattr(connection.stub, method)
             try:
-                answer = await call(request, timeout=core.transport.answer_timeout_s, metadata=core.metadata)
+                answer = await call(request, timeout=timeout_s, metadata=configuration.metadata)
             except grpc.RpcError as error:
                 failure = failure_of(error)
                 self._connections.failed(connection, failure)
-                delay_s = patience.after(failure, target)
+                delay_s = retry.next_delay(failure, target)
             except asyncio.CancelledError as error:
                 if self._connections.is_closed and not is_cancelled():
                     raise StreamClosed("the client was closed before the answer came") from error
                 raise
             else:
-                patience.worked(target)
+                retry.worked(target)
                 return answer
             await asyncio.sleep(delay_s)
 
     def _stream(self, start: api.GenerateRequest | Position, deadline_s: float | None) -> AsyncStream:
-        stream = AsyncStream(self._core, self._core.pursuit(start, deadline_s=deadline_s), self._connections)
+        state = self._configuration.stream_state(start, deadline_s=deadline_s)
+        stream = AsyncGrpcStream(self._configuration, state, self._connections)
         self._streams.add(stream)
         return stream
 
     def _connect(self, target: str) -> grpc.aio.Channel:
-        options, credentials = self._core.transport.options(), self._core.credentials
+        configuration = self._configuration
+        options, credentials = configuration.transport.options(), configuration.credentials
         if credentials is None:
             return grpc.aio.insecure_channel(target, options=options)
         return grpc.aio.secure_channel(target, credentials, options=options)

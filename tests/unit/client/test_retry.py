@@ -2,7 +2,6 @@
 
 import random
 
-import grpc
 import pytest
 from pagestream_client import (
     DataLoss,
@@ -15,15 +14,15 @@ from pagestream_client import (
     Unavailable,
 )
 from pagestream_client.endpoints import Endpoints
-from pagestream_client.patience import Patience
-from pagestream_client.status import Failure
+from pagestream_client.failures import Code, Failure
+from pagestream_client.retry import RetryState
 from pagestream_gateway.settings import GatewaySettings
 from pagestream_streams import StreamsSettings
 
-AWAY = Failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
-FULL = Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_after_s=3.0)
-NO_REDIS = Failure(grpc.StatusCode.UNAVAILABLE, "no store", reason="UNAVAILABLE", retry_after_s=1.0)
-STOPPING = Failure(grpc.StatusCode.UNAVAILABLE, "stopping", reason="GATEWAY_STOPPING", retry_after_s=1.0)
+AWAY = Failure(Code.UNAVAILABLE, "connection refused")
+FULL = Failure(Code.RESOURCE_EXHAUSTED, "full", reason="QUEUE_FULL", retry_after_s=3.0)
+NO_REDIS = Failure(Code.UNAVAILABLE, "no store", reason="UNAVAILABLE", retry_after_s=1.0)
+STOPPING = Failure(Code.UNAVAILABLE, "stopping", reason="GATEWAY_STOPPING", retry_after_s=1.0)
 POLICY = Reconnection(limit_s=60.0, first_delay_s=0.1, max_delay_s=2.0)
 
 
@@ -35,16 +34,16 @@ class Clock:
 
 
 class Bench:
-    """A Patience over a clock that the test moves."""
+    """A RetryState over a clock that the test moves."""
 
     def __init__(self, *targets: str, policy: Reconnection = POLICY) -> None:
         self.clock = Clock()
         rng = random.Random(1)
         self.endpoints = Endpoints(targets or ("a:1", "b:1"), rng)
-        self.patience = Patience(self.endpoints, policy, clock=self.clock, rng=rng)
+        self.retry = RetryState(self.endpoints, policy, clock=self.clock, rng=rng)
 
     def fail(self, failure: Failure = AWAY, *, lasted_s: float = 0.0) -> float:
-        delay_s = self.patience.after(failure, self.endpoints.current, lasted_s=lasted_s)
+        delay_s = self.retry.next_delay(failure, self.endpoints.current, lasted_s=lasted_s)
         self.clock.now += delay_s
         return delay_s
 
@@ -83,7 +82,7 @@ def test_progress_starts_the_count_anew() -> None:
     bench = Bench("a:1")
     for _ in range(20):
         bench.fail()
-        bench.patience.worked("a:1")
+        bench.retry.worked("a:1")
         bench.clock.now += 50.0
     assert bench.fail() <= 0.1
 
@@ -167,27 +166,27 @@ def test_a_single_gateway_that_is_about_to_end_is_given_its_time() -> None:
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
-        (grpc.StatusCode.UNAUTHENTICATED, Unauthenticated),
-        (grpc.StatusCode.DATA_LOSS, DataLoss),
-        (grpc.StatusCode.UNIMPLEMENTED, ServerError),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, InvalidRequest),
+        (Code.INVALID_ARGUMENT, InvalidRequest),
+        (Code.UNAUTHENTICATED, Unauthenticated),
+        (Code.DATA_LOSS, DataLoss),
+        (Code.UNIMPLEMENTED, ServerError),
+        (Code.RESOURCE_EXHAUSTED, InvalidRequest),
     ],
 )
-def test_what_another_try_would_not_change_is_raised_at_once(code: grpc.StatusCode, expected: type[Exception]) -> None:
+def test_what_another_try_would_not_change_is_raised_at_once(code: Code, expected: type[Exception]) -> None:
     bench = Bench()
     with pytest.raises(expected):
         bench.fail(Failure(code, "no"))
 
 
 def test_a_broken_connection_is_tried_again_whatever_it_looks_like() -> None:
-    for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED):
+    for code in (Code.INTERNAL, Code.UNKNOWN, Code.CANCELLED):
         Bench().fail(Failure(code, "RST_STREAM"))
 
 
 def test_a_gateways_own_fault_is_tried_three_times() -> None:
     bench = Bench()
-    fault = Failure(grpc.StatusCode.INTERNAL, "a defect", reason="INTERNAL_ERROR")
+    fault = Failure(Code.INTERNAL, "a defect", reason="INTERNAL_ERROR")
     for _ in range(3):
         bench.fail(fault)
     with pytest.raises(ServerError, match="a defect") as caught:

@@ -1,4 +1,4 @@
-"""The connections to gateways: made when they are needed, shared by all calls, and left for new ones."""
+"""The channels to gateways: opened when they are needed, shared by all calls, and replaced."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import grpc
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 
 from pagestream_client.errors import StreamClosed
-from pagestream_client.status import Failure
+from pagestream_client.failures import Failure
 
 _LEAVE_S = 2.0
-"""No connection is left before it is so old: while no gateway has Redis, many streams would make one for each try."""
+"""Youngest age in seconds at which a connection is replaced: while no gateway reaches Redis, many streams would open
+one for each try."""
 
 
 @dataclass(eq=False)
 class Connection:
-    """To one gateway. Whoever has a call holds it: one that was left is closed when nobody holds it any more."""
+    """A channel to one gateway. Each open call holds it: one that was replaced is closed with its last call."""
 
     target: str
     channel: Any
@@ -29,10 +30,14 @@ class Connection:
 
 
 class Connections:
-    """One to each target. Safe to use from several threads."""
+    """One connection to each target. Safe to use from several threads.
+
+    Args:
+        connect: opens a channel, of either of gRPC's two APIs.
+        clock: returns monotonic seconds.
+    """
 
     def __init__(self, connect: Callable[[str], Any], *, clock: Callable[[], float]) -> None:
-        """`connect` makes a channel, of either of gRPC's two APIs; `clock` tells monotonic seconds."""
         self._connect = connect
         self._clock = clock
         self._open: dict[str, Connection] = {}
@@ -40,7 +45,7 @@ class Connections:
         self._lock = threading.Lock()
 
     def to(self, target: str) -> Connection:
-        """The connection for the next call. StreamClosed after `close`."""
+        """Return the connection for the next call. Raises StreamClosed after `close`."""
         with self._lock:
             if self._closed:
                 raise StreamClosed("the client is closed")
@@ -49,8 +54,10 @@ class Connections:
             return self._open[target]
 
     def failed(self, connection: Connection | None, failure: Failure) -> None:
-        """A call on it has failed. Where a gateway said that it cannot serve, the next call gets a new connection: one
-        address may stand for many gateways, and a connection stays with one of them. Calls that are open go on.
+        """Note that a call on a connection has failed.
+
+        Where a gateway said that it cannot serve, the next call gets a new connection: one address may stand for many
+        gateways, and a connection stays with one of them. Open calls continue on the old one.
         """
         if connection is None or not failure.is_gateway_unable:
             return
@@ -65,7 +72,7 @@ class Connections:
         return self._closed
 
     def close(self) -> list[Any]:
-        """From now on there are none. Returns the channels, which the caller closes."""
+        """Refuse further calls. Returns the channels, which the caller closes."""
         with self._lock:
             self._closed = True
             channels = [connection.channel for connection in self._open.values()]
@@ -75,6 +82,6 @@ class Connections:
     def _made(self, target: str) -> Connection:
         channel = self._connect(target)
         connection = Connection(target, channel, InferenceStub(channel), self._clock())
-        if isinstance(channel, grpc.Channel):  # those of asyncio close themselves
+        if isinstance(channel, grpc.Channel):  # asyncio's close themselves
             weakref.finalize(connection, channel.close).atexit = False
         return connection

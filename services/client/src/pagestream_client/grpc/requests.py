@@ -1,0 +1,97 @@
+"""From a caller's arguments to GenerateRequest."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pagestream.v1 import inference_pb2 as api
+
+from pagestream_client.errors import InvalidRequest
+from pagestream_client.requests import Input, OnDisconnect, SamplingOptions, disconnect_policy
+
+_DISCONNECT = {OnDisconnect.CANCEL: api.ON_DISCONNECT_CANCEL, OnDisconnect.CONTINUE: api.ON_DISCONNECT_CONTINUE}
+_MESSAGE_FIELDS = ("role", "content", "name")
+
+
+def generate_request(
+    model: str,
+    given: Input,
+    options: SamplingOptions,
+    *,
+    idempotency_key: str | None,
+    on_disconnect: OnDisconnect | str,
+    priority: int,
+    client_request_id: str,
+) -> api.GenerateRequest:
+    """Build the message. Without a key it gets a random one, so that a retry joins the request of the first try.
+
+    Raises:
+        InvalidRequest: a value that the message cannot hold; all other checks are the gateway's.
+    """
+    request = api.GenerateRequest(
+        model=model,
+        idempotency_key=idempotency_key or uuid.uuid4().hex,
+        on_disconnect=_DISCONNECT[disconnect_policy(on_disconnect)],
+        client_request_id=client_request_id,
+    )
+    _set(request, "priority", priority)
+    _set_input(request, given)
+    for name, value in options.items():
+        _set_option(request.sampling, name, value)
+    return request
+
+
+def _set_input(request: api.GenerateRequest, given: Input) -> None:
+    if given.prompt is not None:
+        _set(request, "prompt", given.prompt)
+    elif given.prompt_token_ids is not None:
+        request.prompt_token_ids.SetInParent()
+        _extend(request.prompt_token_ids.ids, "prompt_token_ids", given.prompt_token_ids)
+    else:
+        request.chat.SetInParent()
+        request.chat.continue_final_message = given.continue_final_message
+        for number, message in enumerate(given.messages or ()):
+            _add_message(request.chat, f"messages.{number}", message)
+
+
+def _add_message(chat: api.ChatInput, path: str, given: Mapping[str, str]) -> None:
+    unknown = given.keys() - set(_MESSAGE_FIELDS)
+    if unknown:
+        raise InvalidRequest(f"{path}.{min(unknown)}", f"is unknown; a message has {', '.join(_MESSAGE_FIELDS)}")
+    message = chat.messages.add()
+    for name, value in given.items():
+        _set(message, name, value, path=f"{path}.{name}")
+
+
+def _set_option(sampling: api.SamplingParams, name: str, value: Any) -> None:
+    if value is None:
+        return
+    if name == "stop":
+        _extend(sampling.stop, name, [value] if isinstance(value, str) else value)
+    elif name == "stop_token_ids":
+        _extend(sampling.stop_token_ids, name, value)
+    elif name == "logit_bias":
+        try:
+            sampling.logit_bias.update(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(name, f"expected numbers by token id: {error}") from error
+    elif name in SamplingOptions.__annotations__:
+        _set(sampling, name, value)
+    else:
+        raise TypeError(f"{name!r} is no sampling option; there are {', '.join(SamplingOptions.__annotations__)}")
+
+
+def _set(message: Any, name: str, value: object, *, path: str = "") -> None:
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(path or name, f"{value!r:.80} can't be sent: {error}") from error
+
+
+def _extend(target: Any, name: str, values: Sequence[object]) -> None:
+    try:
+        target.extend(values)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(name, f"{values!r:.80} can't be sent: {error}") from error
