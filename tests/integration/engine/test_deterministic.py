@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from pagestream_engine.attention.native.library import find_compiler
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.cpu import computes_bfloat16_on_amx, read_cpuinfo
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.layers.linear import Linear
+from pagestream_engine.native_build import find_compiler
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import Sequence
 from pagestream_engine.runner import ModelRunner

@@ -1,18 +1,25 @@
-"""The engine: continuous batching over a paged KV cache, offline or fed from the durable token stream."""
+"""The engine: continuous batching over a paged KV cache, offline or fed from the durable token stream.
 
-from pagestream_engine.config import EngineConfig
-from pagestream_engine.engine import Engine
-from pagestream_engine.llm import LLM
-from pagestream_engine.request.outputs import (
-    CompletionOutput,
-    EngineStats,
-    Logprob,
-    RequestOutput,
-    StepOutput,
-    TokenLogprob,
-)
-from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sibling import Sibling
+Names are imported when they are used: `pagestream_engine.scheduler` and others are used without the model's libraries.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagestream_engine.config import EngineConfig
+    from pagestream_engine.engine import Engine
+    from pagestream_engine.llm import LLM
+    from pagestream_engine.request.outputs import (
+        CompletionOutput,
+        EngineStats,
+        Logprob,
+        RequestOutput,
+        StepOutput,
+        TokenLogprob,
+    )
+    from pagestream_engine.request.sampling_params import SamplingParams
+    from pagestream_engine.request.sibling import Sibling
 
 __all__ = [
     "LLM",
@@ -27,3 +34,25 @@ __all__ = [
     "StepOutput",
     "TokenLogprob",
 ]
+
+_MODULES = {
+    "LLM": "llm",
+    "Engine": "engine",
+    "EngineConfig": "config",
+    "SamplingParams": "request.sampling_params",
+    "Sibling": "request.sibling",
+    **dict.fromkeys(
+        ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "StepOutput", "TokenLogprob"), "request.outputs"
+    ),
+}
+"""The module that defines each exported name."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

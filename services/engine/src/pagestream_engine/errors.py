@@ -26,6 +26,14 @@ class ModelNotFound(EngineError, FileNotFoundError):  # noqa: N818
         super().__init__(f"model: given {given!r}, expected {expected}")
 
 
+class NativeBuildError(EngineError):
+    """A C++ source can't be compiled on this machine."""
+
+
+class CompilerNotFound(NativeBuildError):  # noqa: N818
+    """There is no C++ compiler on this machine."""
+
+
 class InvariantViolation(EngineError):  # noqa: N818
     """The engine's bookkeeping contradicts itself: a bug, never the fault of a request."""
 

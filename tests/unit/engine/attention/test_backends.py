@@ -12,10 +12,11 @@ import pytest
 import torch
 from pagestream_engine.attention import AttentionBackend, AttentionBatch, CacheShape, select_backend
 from pagestream_engine.attention.exact_torch_backend import ExactTorchBackend
-from pagestream_engine.attention.native.library import find_compiler, load_library
+from pagestream_engine.attention.native.library import load_library
 from pagestream_engine.attention.native_backend import NativeBackend
 from pagestream_engine.attention.torch_backend import TorchBackend
 from pagestream_engine.errors import ConfigError
+from pagestream_engine.native_build import find_compiler
 from torch import Tensor
 
 _POSITIONS = 512

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import platform
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from pagestream_engine import native_build
 from pagestream_engine.attention.native import library
 from pagestream_engine.attention.native.levels import LEVELS, find_prebuilt
 from pagestream_engine.attention.native.prebuild import prebuild
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
+from pagestream_engine.native_build import find_compiler
 
 HERE = LEVELS.get(platform.machine(), ())
 needs_level = pytest.mark.skipif(not HERE, reason="no levels are known for this architecture")
@@ -18,7 +24,7 @@ needs_level = pytest.mark.skipif(not HERE, reason="no levels are known for this 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for level in HERE:
-        (tmp_path / f"kernels-64-{level.name}-0123456789abcdef.so").touch()
+        (tmp_path / f"kernels-64-{level.name}-0123456789abcdef-fedcba9876543210.so").touch()
     return tmp_path
 
 
@@ -49,11 +55,11 @@ def test_nothing_for_another_head_size_or_folder(folder: Path) -> None:
 
 
 @needs_level
-@pytest.mark.skipif(library.find_compiler() is None, reason="no C++ compiler")
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 def test_what_is_compiled_beforehand_is_found_and_loaded_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = library.find_compiler()
+    compiler = find_compiler()
     assert compiler is not None
     made = list(prebuild(compiler, (16,), tmp_path))
     assert len(made) == len(HERE)
@@ -63,7 +69,7 @@ def test_what_is_compiled_beforehand_is_found_and_loaded_without_a_compiler(
         return
     assert found in made
     monkeypatch.setattr(library, "find_prebuilt", lambda head_dim: find_prebuilt(head_dim, tmp_path))
-    monkeypatch.setattr(library, "find_compiler", lambda: None)
+    monkeypatch.setattr(native_build, "find_compiler", lambda: None)
     library.load_library.cache_clear()
     try:
         loaded = library.load_library(16)
@@ -71,3 +77,21 @@ def test_what_is_compiled_beforehand_is_found_and_loaded_without_a_compiler(
         library.load_library.cache_clear()
     assert loaded is not None
     assert loaded._name == str(found)
+
+
+def test_an_image_copies_all_that_the_command_imports(tmp_path: Path) -> None:
+    """The image's build runs it without the packages around it, so that a layer is built anew for its files alone."""
+    root = Path(__file__).parents[4]
+    text = (root / "deploy" / "images" / "engine.Dockerfile").read_text().replace("\\\n", " ")
+    copied = re.findall(r"^COPY (.+) /src/(\S+)$", text, re.MULTILINE)
+    assert copied
+    for sources, target in copied:
+        for source in map(root.joinpath, sources.split()):
+            if source.is_dir():
+                shutil.copytree(source, tmp_path / target)
+            else:
+                (tmp_path / target).mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, tmp_path / target)
+    # -S: without this environment's packages.
+    command = [sys.executable, "-S", "-m", "pagestream_engine.attention.native.prebuild", "--help"]
+    subprocess.run(command, check=True, capture_output=True, env={"PYTHONPATH": str(tmp_path)}, timeout=60)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from pagestream_engine.attention.native.library import find_compiler
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.layers.row_counts import RowCounts
+from pagestream_engine.native_build import find_compiler
 from pagestream_engine.runner import ModelRunner, numerics
 from support.engines.tiny_models import make_model
 

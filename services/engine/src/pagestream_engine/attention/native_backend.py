@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagestream_engine.attention.base import AttentionBackend, AttentionBatch, CacheShape
 from pagestream_engine.attention.native.calls import NativeKernels, PagedLayer
+from pagestream_engine.native_build import toolchain_of
 
 _TILE_TOKENS = 16
 """Query tokens that share each key and value that was widened: with a group of 3, 48 rows to one transposition."""
@@ -45,8 +46,8 @@ class NativeBackend(AttentionBackend[NativePlan]):
 
     @property
     def kernel_version(self) -> str:
-        """The library's file name: it holds a digest of source, compiler, flags and processor."""
-        return self._library_path.stem
+        """Head size, instruction level, and a digest of compiler, flags and processor."""
+        return toolchain_of(self._library_path)
 
     def plan(self, batch: AttentionBatch) -> NativePlan:
         count = batch.num_prefills

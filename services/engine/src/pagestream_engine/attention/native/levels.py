@@ -34,7 +34,7 @@ LEVELS = {
 
 
 def find_prebuilt(head_dim: int, folder: Path = PREBUILT, flags: frozenset[str] | None = None) -> Path | None:
-    """The best library for a head size that this processor (or one with `flags`) can run; None where there is none."""
+    """Return the best library for a head size that this processor, or one with `flags`, can run; None without one."""
     if not folder.is_dir():
         return None
     has = instruction_sets(read_cpuinfo()) if flags is None else flags

@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels for processors that this machine may not be one of.
+"""Compile the C++ kernels beforehand, for other machines than this one.
 
 `python -m pagestream_engine.attention.native.prebuild [--out FOLDER] [--head-dims 64,128]`: what an image's build runs.
 """
@@ -12,23 +12,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pagestream_engine.attention.native.levels import LEVELS, PREBUILT
-from pagestream_engine.attention.native.library import compile_for, find_compiler
+from pagestream_engine.attention.native.library import library_for
+from pagestream_engine.native_build import compile_into, find_compiler
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 """Those of published models of the families that the engine runs, and of the models in its tests."""
 
 
 def prebuild(compiler: str, head_dims: Sequence[int], folder: Path) -> Iterator[Path]:
-    """Compile each level of this architecture for each head size into `folder`; yields the libraries.
+    """Compile each level of this architecture for each head size into `folder`; yield the libraries.
 
     Raises:
-        subprocess.SubprocessError: the compiler failed, or took longer than its limit.
+        NativeBuildError: the compiler failed, or took longer than its limit.
         OSError: the folder can't be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for level in LEVELS.get(platform.machine(), ()):
         for head_dim in head_dims:
-            made = compile_for(compiler, head_dim, level.name, folder)
+            made = compile_into(folder, library_for(head_dim, level.name), compiler)
             made.chmod(0o755)
             yield made
 
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     compiler = find_compiler()
     if compiler is None:
-        print("prebuild: no C++ compiler on the PATH", file=sys.stderr)  # noqa: T201
+        print("prebuild: no C++ compiler on the PATH; install g++, or set CXX to one", file=sys.stderr)  # noqa: T201
         return 1
     head_dims = [int(each) for each in options.head_dims.split(",")]
     for made in prebuild(compiler, head_dims, options.out):

@@ -1,0 +1,131 @@
+"""Compile C++ sources of this project, at first use into the user's cache folder or beforehand into another one.
+
+This module imports no torch: the simulator compiles its fleet with it, and an image's build the engine's kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagestream_engine.cpu import processor_identity, read_cpuinfo
+from pagestream_engine.errors import CompilerNotFound, NativeBuildError
+
+_COMPILERS = ("c++", "g++", "clang++")
+_LIMIT_S = 120.0
+"""Of one run of the compiler."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """A shared library and what it is compiled from."""
+
+    name: str
+    """Beginning of its file name, distinct for each purpose and variant."""
+    source: Path
+    flags: tuple[str, ...]
+
+    def file_name(self, compiler: str, machine: bytes = b"") -> str:
+        """Return `<name>-<toolchain>-<source>.so`, two digests of 16 hexadecimal digits.
+
+        Args:
+            compiler: path of the compiler.
+            machine: identity of the machine, where the machine code may depend on it.
+
+        Raises:
+            NativeBuildError: the compiler can't tell its version.
+        """
+        version = _run([compiler, "--version"])
+        toolchain = _digest(version, " ".join(self.flags).encode(), platform.machine().encode(), machine)
+        return f"{self.name}-{toolchain}-{_digest(self.source.read_bytes())}.so"
+
+
+def toolchain_of(library: Path) -> str:
+    """Return what `NativeLibrary.file_name` says of a library without the digest of its source."""
+    return library.stem.rpartition("-")[0]
+
+
+def find_compiler() -> str | None:
+    """Return the path of a C++ compiler: `CXX`, or the first of c++, g++ and clang++ on the PATH; None without one."""
+    names = (os.environ["CXX"], *_COMPILERS) if os.environ.get("CXX") else _COMPILERS
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def cached(library: NativeLibrary) -> Path:
+    """Return the library in the user's cache folder, compiled if it isn't there.
+
+    Any number of processes may do this at once. The folder may be shared by unlike machines: the file's name holds the
+    identity of the processor, for which `-march=native` compiles.
+
+    Raises:
+        CompilerNotFound: there is no C++ compiler.
+        NativeBuildError: the compiler failed or took too long, or the folder is not writable or not private.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise CompilerNotFound("no C++ compiler on the PATH; install g++ or clang++, or set CXX to the path of one")
+    folder = cache_folder()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(folder)
+        target = folder / library.file_name(compiler, processor_identity(read_cpuinfo()))
+        return target if target.is_file() else _compile(compiler, library, target)
+    except OSError as error:
+        raise NativeBuildError(
+            f"{folder}: {error.strerror or error}; set XDG_CACHE_HOME to a writable folder"
+        ) from error
+
+
+def compile_into(folder: Path, library: NativeLibrary, compiler: str) -> Path:
+    """Compile a library for other machines than this one into `folder`; return its path.
+
+    Raises:
+        NativeBuildError: the compiler failed or took too long.
+        OSError: the folder can't be written.
+    """
+    return _compile(compiler, library, folder / library.file_name(compiler))
+
+
+def cache_folder() -> Path:
+    """Return the folder of compiled libraries: `$XDG_CACHE_HOME/pagestream/native`, by default below `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pagestream" / "native"
+
+
+def _compile(compiler: str, library: NativeLibrary, target: Path) -> Path:
+    """Write beside the target and rename, so that no process loads a file that is not whole."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as name:
+        made = Path(name) / target.name
+        _run([compiler, *library.flags, "-o", str(made), str(library.source)])
+        made.replace(target)
+    return target
+
+
+def _run(command: list[str]) -> bytes:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, timeout=_LIMIT_S).stdout
+    except subprocess.CalledProcessError as error:
+        detail = error.stderr.decode(errors="replace").strip()
+        raise NativeBuildError(f"{command[0]} failed with status {error.returncode}: {detail}") from error
+    except subprocess.TimeoutExpired as error:
+        raise NativeBuildError(f"{command[0]} took longer than {_LIMIT_S:.0f} s") from error
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _check_private(folder: Path) -> None:
+    """Raise NativeBuildError for a folder that other users may write: what is loaded from it runs as this user."""
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise NativeBuildError(
+            f"{folder}: given owner {status.st_uid} and mode {status.st_mode & 0o777:o}, expected this user "
+            f"({os.geteuid()}) as owner and no write permission for others; run chmod 700 or remove the folder"
+        )
