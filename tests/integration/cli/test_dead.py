@@ -92,6 +92,6 @@ async def test_what_listens_there_is_no_redis(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(store, "CONNECT_LIMIT_S", 0.2)
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(ServerNotFoundError, match="does not speak as Redis does"):
+        with pytest.raises(ServerNotFoundError, match="is not Redis protocol"):
             async with store.opened(f"redis://127.0.0.1:{port}/0"):
                 pass

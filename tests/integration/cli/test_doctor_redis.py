@@ -180,7 +180,7 @@ def test_what_listens_there_is_no_redis(tmp_path: Path, monkeypatch: pytest.Monk
         [finding] = examine(f"redis://127.0.0.1:{other.server_port}/0", tmp_path)["redis"]
         other.shutdown()
     assert finding.verdict is Verdict.PROBLEM
-    assert "does not speak as Redis does" in finding.found
+    assert "is not Redis protocol" in finding.found
 
 
 def test_the_command_looks_at_the_redis_of_the_running_serve(

@@ -324,9 +324,9 @@ async def test_a_claim_whose_connection_is_reset_in_the_middle_of_the_script_lea
             return await num_attempts() == 1
 
         await eventually(has_run)
-        assert len(engine.session._holdings) == 0
+        assert len(engine.session.active_requests) == 0
         for _ in range(3):
-            await once_there(engine.session._beat)
+            await once_there(engine.session.heartbeat.beat)
         claims = await once_there(lambda: engine.claim(2))
         assert sorted(claim.attempts for claim in claims) == [1, 2]
         assert await num_attempts() == 3
@@ -354,7 +354,7 @@ async def test_a_claim_whose_reply_is_lost_is_handed_back_by_itself(broker: Brok
             network.mend()
             for _ in range(3):
                 with suppress(Unavailable):  # a connection that the mending has reset
-                    await engine.session._beat()
+                    await engine.session.heartbeat.beat()
             claims = await engine.claim(2)
             assert sorted(claim.attempts for claim in claims) == [1, 2]
             for claim in claims:

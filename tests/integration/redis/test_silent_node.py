@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 from pagestream.v1.inference_pb2 import REQUEST_STATE_QUEUED
 from pagestream_streams import Append, AppendKind, Broker, GatewaySession, StreamsSettings
-from pagestream_streams.connection.cluster import ClusterLink
+from pagestream_streams.connection.cluster import ClusterTopology
 from pagestream_streams.connection.embedded import ServerBinary
 from pagestream_streams.protocol import keys
 from pagestream_streams.protocol.keys import Partition
@@ -40,8 +40,8 @@ async def broker(topology: Topology) -> AsyncIterator[Broker]:
 
 
 def port_of(broker: Broker, key: str) -> int:
-    link = broker.connection._link
-    assert isinstance(link, ClusterLink)
+    link = broker.connection._topology
+    assert isinstance(link, ClusterTopology)
     return int(link._node(key).port)
 
 
@@ -80,8 +80,8 @@ async def test_the_dead_of_other_partitions_are_reclaimed(topology: Topology, br
             await gateway.accept(request)
             [claim] = await dead.claim()
             with silent(topology, port):
-                await dead.session._sweeper.stop()
-                await dead.session._heartbeat.stop()
+                await dead.session.sweeper.stop()
+                await dead.session.heartbeat.stop()
 
                 async def is_queued() -> bool:
                     return (await broker.view(claim.request_id, TENANT)).state == REQUEST_STATE_QUEUED

@@ -10,7 +10,7 @@ from pagestream.v1.inference_pb2 import FINISH_REASON_DEADLINE, FINISH_REASON_ST
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Append, Broker, Claim, GatewaySession, RequestNotFound, StreamsSettings, Unavailable
 from pagestream_streams.connection import connection
-from pagestream_streams.connection.cluster import ClusterLink
+from pagestream_streams.connection.cluster import ClusterTopology
 from pagestream_streams.connection.connection import Call
 from pagestream_streams.connection.embedded import ServerBinary
 from pagestream_streams.connection.scripts import VIEW
@@ -120,8 +120,8 @@ async def stream_through(
 
 async def test_connections_that_are_closed_under_their_commands(topology: Topology, broker: Broker) -> None:
     """redis-py does that whenever it looks for slots anew: a lost connection like any other."""
-    link = broker.connection._link
-    assert isinstance(link, ClusterLink)
+    link = broker.connection._topology
+    assert isinstance(link, ClusterTopology)
     ended = asyncio.Event()
 
     async def ask() -> int:

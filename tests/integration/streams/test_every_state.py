@@ -62,7 +62,7 @@ class Stage:
         await self.suspected()
         await self.claimed()
         assert self.owner is not None
-        assert self.owner[1].alone
+        assert self.owner[1].isolated
 
     async def condemned(self) -> None:
         for name in "abcd":
@@ -88,7 +88,7 @@ class Stage:
 
 async def silence(engine: Worker) -> None:
     """What SIGKILL does to an engine."""
-    for task in (engine.session._heartbeat, engine.session._sweeper, engine.session._subscription):
+    for task in (engine.session.heartbeat, engine.session.sweeper, engine.session.subscription):
         await task.stop()
 
 

@@ -108,12 +108,12 @@ async def test_what_needs_a_longer_context_waits_for_an_engine_that_has_it(redis
             assert claim.request_id == short.request_id
             await broker.cancel(short.request_id, TENANT)
             where = await broker.directory.locate(long.request_id)
-            assert await old.session._claim_from(where, 9, 1000) == []
+            assert await old.session.claimer.claim_from(where, 9, 1000) == []
             [claim] = await new.claim()
             assert claim.request_id == long.request_id
             await new.generate(claim, 1)
             await new.session.hand_back([claim.request_id])
-            assert await old.session._claim_from(where, 9, 1000) == [], "nor does it go on there"
+            assert await old.session.claimer.claim_from(where, 9, 1000) == [], "nor does it go on there"
     hasty = dataclasses.replace(FAST, fingerprint_grace_ms=200)
     async with await Broker.connect(redis_url, hasty) as impatient, of_context(impatient, 50) as old:
         [claim] = await old.claim()

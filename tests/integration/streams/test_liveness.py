@@ -39,8 +39,8 @@ NOT_OURS = ("cmdstat_info", "cmdstat_role", "cmdstat_ping", "cmdstat_replconf")
 
 async def silence(engine: Worker) -> None:
     """What SIGKILL does to an engine: its tasks end, and nothing is said to Redis."""
-    await engine.session._heartbeat.stop()
-    await engine.session._sweeper.stop()
+    await engine.session.heartbeat.stop()
+    await engine.session.sweeper.stop()
 
 
 async def test_reclaim_by_lease(broker: Broker) -> None:
@@ -80,7 +80,7 @@ async def test_a_zombie_notices(broker: Broker) -> None:
         [claim] = await a.claim()
         await silence(a)
         await b.claim()
-        a.session._heartbeat.start()
+        a.session.heartbeat.start()
         await eventually(lambda: a.lost == [claim.request_id])
 
 
@@ -107,8 +107,8 @@ async def test_reclaim_costs_what_is_dead(redis_url: str, redis_server: Place, b
         worker(still, "living") as living,
         worker(still, "dead") as dead,
     ):
-        await living.session._sweeper.stop()
-        await dead.session._sweeper.stop()
+        await living.session.sweeper.stop()
+        await dead.session.sweeper.stop()
         await gateway._sweeper.stop()
         where = Partition(MODEL, 0)
         for engine, count in ((living, number), (dead, 3)):
@@ -116,7 +116,7 @@ async def test_reclaim_costs_what_is_dead(redis_url: str, redis_server: Place, b
                 await gateway.accept(spec())
             owned: list[Claim] = []
             while len(owned) < count:
-                owned += await engine.session._claim_from(where, count - len(owned), 10**6)
+                owned += await engine.session.claimer.claim_from(where, count - len(owned), 10**6)
         execute = still.connection.execute
         await execute("ZADD", where.prefix + "leases", 1, dead.session.engine_id)
         before = num_calls(redis_server)
@@ -140,7 +140,7 @@ async def test_what_is_due_does_not_hold_up_the_sweeps(broker: Broker, monkeypat
 
     monkeypatch.setattr(broker, "end", slow_end)
     async with GatewaySession(broker) as gateway, worker(broker, "dead") as dead:
-        await dead.session._sweeper.stop()
+        await dead.session.sweeper.stop()
         request = spec()
         await gateway.accept(request)
         await dead.claim()
@@ -158,7 +158,7 @@ async def test_what_is_due_does_not_hold_up_the_sweeps(broker: Broker, monkeypat
         for each in late:
             await eventually(lambda each=each: has_ended(broker, each))  # type: ignore[misc]
         assert num_begun < 2 * len(late), "what is being ended is not ended again by each sweep"
-        dead.session._holdings.drop(list(dead.session._holdings))
+        dead.session.active_requests.drop(list(dead.session.active_requests))
 
 
 async def has_ended(broker: Broker, request: RequestSpec) -> bool:
@@ -242,7 +242,7 @@ class TestReconciliation:
             for number in range(60):
                 await gateway.accept(spec(partition=number % 2))
                 [claim] = await engine.claim()
-                engine.session._heartbeat.nudge()
+                engine.session.heartbeat.nudge()
                 assert claim.epoch == 1
                 await engine.generate(claim, 1, finish=True)
             assert engine.lost == []

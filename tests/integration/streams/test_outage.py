@@ -119,7 +119,7 @@ async def test_an_engine_that_died_during_the_outage_is_reclaimed_from(server: E
         [claim] = await a.claim()
         await a.generate(claim, 2)
         server.kill()
-        await a.session._heartbeat.stop()
+        await a.session.heartbeat.stop()
         await server.start()
         [again] = await b.claim()
         assert (again.epoch, numbers(again.entries)) == (2, [100, 101])

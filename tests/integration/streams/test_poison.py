@@ -47,9 +47,9 @@ async def mortal(broker: Broker, name: str) -> AsyncIterator[Worker]:
 
 
 async def silence(engine: Worker) -> None:
-    for task in (engine.session._heartbeat, engine.session._sweeper, engine.session._subscription):
+    for task in (engine.session.heartbeat, engine.session.sweeper, engine.session.subscription):
         await task.stop()
-    engine.session._holdings.drop(list(engine.session._holdings))
+    engine.session.active_requests.drop(list(engine.session.active_requests))
 
 
 async def die(broker: Broker, engine: Worker) -> None:
@@ -139,7 +139,7 @@ class TestWhatCounts:
         for length, name in enumerate("abcd", start=1):
             async with mortal(broker, name) as engine:
                 claim = await claim_and_run(engine)
-                assert not claim.alone
+                assert not claim.isolated
                 await engine.generate(claim, length)
                 await die(broker, engine)
             assert len(await deaths(broker, request.request_id)) == 1
@@ -169,18 +169,18 @@ class TestWhatCounts:
         await kill_with(broker, "a")
         async with worker(broker, "b") as cut_off:
             await claim_and_run(cut_off)
-            await cut_off.session._heartbeat.stop()
+            await cut_off.session.heartbeat.stop()
             await eventually(lambda: is_suspect(broker, request.request_id))
-            cut_off.session._heartbeat.start()
+            cut_off.session.heartbeat.start()
             await eventually(lambda: not_suspect(broker, request))
             assert len(await deaths(broker, request.request_id)) == 1
             await eventually(lambda: cut_off.lost == [request.request_id])
         async with worker(broker, "c") as engine:
-            assert not (await claim_and_run(engine)).alone
+            assert not (await claim_and_run(engine)).isolated
 
 
 async def knows_of_suspects(session: EngineSession) -> bool:
-    return bool(session._with_suspects)
+    return bool(session.assignment.with_suspects)
 
 
 async def not_suspect(broker: Broker, request: RequestSpec) -> bool:
@@ -201,14 +201,14 @@ class TestAlone:
             await kill_with(broker, name)
         first = await accepted(gateway, partition=1)
         async with worker(broker, "busy") as busy, AsyncExitStack() as stack:
-            await busy.session._heartbeat.stop()
+            await busy.session.heartbeat.stop()
             where = await broker.directory.locate(first.request_id)
             await eventually(lambda: holds_one_from(busy.session, where))
             assert await busy.session.claim(max_requests=9, max_prompt_tokens=100) == []
             idle = await stack.enter_async_context(worker(broker, "idle"))
             others = [await accepted(gateway, partition=number % 2) for number in range(4)]
             [claim] = await idle.claim()
-            assert (claim.request_id, claim.alone) == (suspect.request_id, True)
+            assert (claim.request_id, claim.isolated) == (suspect.request_id, True)
             assert await idle.session.claim(max_requests=9, max_prompt_tokens=100) == []
             assert len(await busy.claim(2)) == 2, "the others go on"
             digest = await idle.generate(claim, 1)
@@ -228,7 +228,7 @@ class TestAlone:
             await kill_with(broker, name)
         wanted = asyncio.Event()
         async with await Broker.connect(broker.connection.url, quick) as other:
-            session = EngineSession(other, model=MODEL, engine_id="busy", on_lost=ignore, on_wanted=wanted.set)
+            session = EngineSession(other, model=MODEL, engine_id="busy", on_lost=ignore, on_hand_back_all=wanted.set)
             async with session:
                 busy = Worker(session)
                 long = await accepted(gateway, partition=1)
@@ -238,7 +238,7 @@ class TestAlone:
                     await wanted.wait()
                 await session.hand_back([long.request_id])
                 [claim] = await busy.claim()
-                assert (claim.request_id, claim.alone) == (suspect.request_id, True)
+                assert (claim.request_id, claim.isolated) == (suspect.request_id, True)
                 await busy.generate(claim, 1, finish=True)
                 [claim] = await busy.claim()
                 assert claim.request_id == long.request_id
@@ -252,24 +252,24 @@ class TestAlone:
                 await engine.session.mark(running=[claim.request_id for claim in claims])
                 await die(broker, engine)
         wanted = asyncio.Event()
-        session = EngineSession(broker, model=MODEL, engine_id="trial", on_lost=ignore, on_wanted=wanted.set)
+        session = EngineSession(broker, model=MODEL, engine_id="trial", on_lost=ignore, on_hand_back_all=wanted.set)
         async with session:
             trial = Worker(session)
             [first] = await trial.claim()
-            assert first.alone
+            assert first.isolated
             await eventually(lambda: knows_of_suspects(session))
             await trial.generate(first, 1)
             assert wanted.is_set()
             await session.hand_back([first.request_id])
             wanted.clear()
             [second] = await trial.claim()
-            assert (second.alone, {first.request_id, second.request_id}) == (True, suspects)
-            await session._heartbeat.stop()
-            await session._beat()
+            assert (second.isolated, {first.request_id, second.request_id}) == (True, suspects)
+            await session.heartbeat.stop()
+            await session.heartbeat.beat()
             await trial.generate(second, 1)
             assert not wanted.is_set(), "none waits behind it"
             [again] = await trial.claim()
-            assert (again.request_id, again.alone, again.next_index) == (first.request_id, False, 1)
+            assert (again.request_id, again.isolated, again.next_index) == (first.request_id, False, 1)
 
     async def test_what_is_lost_on_the_way_stays_a_suspect(self, broker: Broker, gateway: GatewaySession) -> None:
         suspect = await accepted(gateway)
@@ -280,7 +280,7 @@ class TestAlone:
             await engine.session.hand_back([suspect.request_id])
             assert await is_suspect(broker, suspect.request_id)
             [claim] = await engine.claim()
-            assert claim.alone
+            assert claim.isolated
 
     async def test_it_can_be_cancelled_while_it_waits(self, broker: Broker, gateway: GatewaySession) -> None:
         suspect = await accepted(gateway)
@@ -295,8 +295,8 @@ class TestAlone:
 
 async def holds_one_from(session: EngineSession, where: Partition) -> bool:
     """A claim past the doorbell and the suspects of other partitions; entries of others are left for a while."""
-    session._hold(await session._claim_from(where, 1, 100))
-    return len(session._holdings) == 1
+    session.claimer.hold(await session.claimer.claim_from(where, 1, 100))
+    return len(session.active_requests) == 1
 
 
 def ignore(_: object) -> None:
@@ -311,9 +311,9 @@ class TestQuarantine:
             [claim] = await engine.claim()
             await engine.generate(claim, 1)
         for name in ("a", "b"):
-            assert not (await kill_with(broker, name)).alone
+            assert not (await kill_with(broker, name)).isolated
         for name in ("c", "d"):
-            assert (await kill_with(broker, name)).alone
+            assert (await kill_with(broker, name)).isolated
         return request
 
     async def test_after_two_deaths_with_it_alone(self, broker: Broker, gateway: GatewaySession) -> None:
@@ -342,7 +342,7 @@ class TestQuarantine:
             new_id = await broker.requeue_dead(request.request_id)
             assert await broker.requeue_dead(request.request_id) == new_id != request.request_id
             [claim] = await engine.claim()
-            assert (claim.request_id, claim.alone, claim.next_index) == (new_id, True, 1)
+            assert (claim.request_id, claim.isolated, claim.next_index) == (new_id, True, 1)
             assert claim.entries == old[:1]
             await engine.generate(claim, 3, finish=True)
         assert numbers(await read_all(gateway, new_id)) == [100, 101, 102]
@@ -380,11 +380,11 @@ class TestStorms:
             await kill_with(broker, name)
         async with mortal(broker, "other") as other:
             for name in "cd":
-                assert (await kill_with(broker, name)).alone
+                assert (await kill_with(broker, name)).isolated
             await die(broker, other)
         async with worker(broker, "calm") as calm:
             [claim] = await calm.claim()
-            assert claim.alone
+            assert claim.isolated
             await calm.generate(claim, 2, finish=True)
         assert (await broker.view(request.request_id, TENANT)).finish_reason == FINISH_REASON_STOP
         assert await broker.dead(MODEL) == []
@@ -395,7 +395,7 @@ class TestStorms:
             await kill_with(broker, name)
         started = asyncio.get_running_loop().time()
         async with worker(broker, "d") as engine:
-            assert (await engine.claim())[0].alone
+            assert (await engine.claim())[0].isolated
         assert asyncio.get_running_loop().time() - started > FAST.control_ms / 2000
 
     async def test_an_engine_that_dies_in_that_time_acquits(self, broker: Broker, gateway: GatewaySession) -> None:
@@ -409,7 +409,7 @@ class TestStorms:
         await kill_with(broker, "d")
         async with worker(broker, "calm") as calm:
             [claim] = await calm.claim()
-            assert claim.alone
+            assert claim.isolated
             await calm.generate(claim, 2, finish=True)
         assert (await broker.view(request.request_id, TENANT)).finish_reason == FINISH_REASON_STOP
 
@@ -430,7 +430,7 @@ class TestStorms:
                     claims = await engine.session.claim(max_requests=1, max_prompt_tokens=100)
                     await asyncio.wait(ended, timeout=0.02)
                 await engine.session.mark(running=[claim.request_id for claim in claims])
-                assert all(claim.alone for claim in claims)
+                assert all(claim.isolated for claim in claims)
                 await die(broker, engine)
         codes = [(await task)[-1].end.error.code for task in ended]
         assert codes == ["quarantined"] * 2

@@ -1,7 +1,7 @@
 """An engine is chosen to hand everything back for a suspect only where it takes the suspect then."""
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from pagestream.v1.records_pb2 import RequestSpec
@@ -13,13 +13,20 @@ OLD, NEW = "0123456789abcdef", "fedcba9876543210"
 
 
 @asynccontextmanager
-async def still_engine(broker: Broker, name: str, fingerprint: str = "") -> AsyncIterator[Worker]:
+async def still_engine(
+    broker: Broker, name: str, fingerprint: str = "", on_hand_back_all: Callable[[], None] = lambda: None
+) -> AsyncIterator[Worker]:
     """Its beats are the test's own."""
     session = EngineSession(
-        broker, model=MODEL, engine_id=name, on_lost=lambda _: None, on_wanted=lambda: None, fingerprint=fingerprint
+        broker,
+        model=MODEL,
+        engine_id=name,
+        on_lost=lambda _: None,
+        on_hand_back_all=on_hand_back_all,
+        fingerprint=fingerprint,
     )
     async with session:
-        await session._heartbeat.stop()
+        await session.heartbeat.stop()
         yield Worker(session)
 
 
@@ -47,18 +54,20 @@ async def test_not_for_one_that_has_to_go_on_where_it_is_computed_alike(broker: 
     async with GatewaySession(broker) as gateway, await Broker.connect(redis_url, prompt) as hasty:
         suspect = await accepted(gateway, 1)
         await make_suspect(broker, suspect, num_tokens=1, fingerprint=OLD)
-        async with still_engine(hasty, "new", NEW) as new, still_engine(hasty, "old", OLD) as old:
+        chosen: list[str] = []
+        async with (
+            still_engine(hasty, "new", NEW, lambda: chosen.append("new")) as new,
+            still_engine(hasty, "old", OLD) as old,
+        ):
             await accepted(gateway, 0)
             [mine] = await new.claim()
             assert mine.request_id != suspect.request_id
-            wanted: list[str] = []
-            new.session._on_wanted = lambda: wanted.append("new")
-            await new.session._beat()
-            assert (wanted, new.session._with_suspects) == ([], set())
-            await old.session._beat()
-            assert old.session._with_suspects == {1}
+            await new.session.heartbeat.beat()
+            assert (chosen, new.session.assignment.with_suspects) == ([], set())
+            await old.session.heartbeat.beat()
+            assert old.session.assignment.with_suspects == {1}
             [claim] = await old.claim()
-            assert (claim.request_id, claim.alone) == (suspect.request_id, True)
+            assert (claim.request_id, claim.isolated) == (suspect.request_id, True)
 
 
 async def test_one_that_was_blocked_by_another_partition_takes_it_first(broker: Broker, redis_url: str) -> None:
@@ -73,15 +82,15 @@ async def test_one_that_was_blocked_by_another_partition_takes_it_first(broker: 
         large = [await accepted(gateway, 0, prompt_tokens=600) for _ in range(2)]
         [claim] = await busy.session.claim(max_requests=1, max_prompt_tokens=1000)
         assert claim.request_id == large[0].request_id, "it has not heard of the suspect yet"
-        await busy.session._beat()
+        await busy.session.heartbeat.beat()
 
         async def is_blocked() -> bool:
-            busy.session._doorbell.ring_all()
+            busy.session.doorbell.ring_all()
             assert await busy.session.claim(max_requests=1, max_prompt_tokens=400) == []
-            return busy.session._blocked == 0
+            return busy.session.assignment.reserved == 0
 
         await eventually(is_blocked)
-        assert busy.session._with_suspects == {1}
+        assert busy.session.assignment.with_suspects == {1}
         await busy.session.hand_back([claim.request_id])
         [claim] = await busy.session.claim(max_requests=1, max_prompt_tokens=10**6)
-        assert (claim.request_id, claim.alone) == (suspect.request_id, True)
+        assert (claim.request_id, claim.isolated) == (suspect.request_id, True)

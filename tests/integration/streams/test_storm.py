@@ -59,7 +59,7 @@ class Slot:
         claims: list[tuple[Claim, int, str]] = []
         while True:
             found = await engine.session.claim(max_requests=4 - len(claims), max_prompt_tokens=1000)
-            self.runs_alone += any(claim.alone for claim in found)
+            self.runs_alone += any(claim.isolated for claim in found)
             claims += [(claim, claim.next_index, claim.digest) for claim in found]
             await engine.session.mark(running=[claim.request_id for claim, _, _ in claims])
             await asyncio.sleep(STEP_S)

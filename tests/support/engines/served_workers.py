@@ -91,7 +91,7 @@ async def running_worker(
         engine_id="worker",
         on_lost=worker.drop,
         load=worker.load,
-        on_wanted=worker.want,
+        on_hand_back_all=worker.want,
         fingerprint=fingerprint,
     ) as session:
         task = asyncio.create_task(worker.run(session, stop))

@@ -57,7 +57,7 @@ class ScriptedQueue:
     async def retire(self) -> bool:
         return True
 
-    async def its_kind_waits(self) -> bool:
+    async def has_queued_with_same_fingerprint(self) -> bool:
         self.looks += 1
         return self.waits
 

@@ -18,7 +18,7 @@ from pagestream_engine.engine import Engine
 from pagestream_engine.errors import ConfigError, EngineError
 from pagestream_engine.models.folder import resolve_model
 from pagestream_streams import Broker, EngineSession, StreamsSettings
-from pagestream_streams.connection.topologies import open_link
+from pagestream_streams.connection.topologies import open_topology
 from pagestream_streams.errors import StreamsError, Unavailable
 from pagestream_telemetry.endpoint import Endpoint, Probes
 from pagestream_telemetry.errors import EndpointError
@@ -161,7 +161,7 @@ async def _serve(process: ProcessSettings, stop: asyncio.Event, instruments: Ins
             on_lost=worker.drop,
             load=worker.load,
             fingerprint=engine.fingerprint,
-            on_wanted=worker.want,
+            on_hand_back_all=worker.want,
             card=card,
             max_model_len=engine.max_model_len,
         )
@@ -196,7 +196,7 @@ async def _run(process: ProcessSettings) -> None:
 def check_address(url: str) -> None:
     """Raises ValueError that names the option."""
     try:
-        open_link(url, StreamsSettings())
+        open_topology(url, StreamsSettings())
     except ValueError as error:
         raise ValueError(f"--redis: {error}") from error
 

@@ -180,7 +180,7 @@ class Worker:
             self._is_retiring = True
             self._room.set()
             await tasks[0]
-            if not self._requests and not await self._patiently(session.its_kind_waits):
+            if not self._requests and not await self._patiently(session.has_queued_with_same_fingerprint):
                 return
 
     async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:
@@ -287,7 +287,8 @@ class Worker:
         self._pending.set()
         logger.info(
             "claimed",
-            extra=_ids(request) | {"attempt": claim.attempts, "next_index": claim.next_index, "alone": claim.alone},
+            extra=_ids(request)
+            | {"attempt": claim.attempts, "next_index": claim.next_index, "isolated": claim.isolated},
         )
 
     def _refuse(self, request: RunningRequest, code: str, message: str) -> None:

@@ -11,7 +11,7 @@ from pagestream_streams import Broker, ModelNotFound, StreamsSettings
 from pagestream_streams.admin.model_directory import Directory
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.connection import Connection
-from pagestream_streams.connection.wakeups import Waker
+from pagestream_streams.connection.wakeups import WakeUpSender
 from pagestream_streams.protocol import ids
 from support.protocol.token_streams import eventually
 
@@ -80,18 +80,18 @@ async def test_a_gateway_that_hears_slowly_has_one_message_on_its_way() -> None:
             open_now -= 1
             return [1]
 
-    waker = Waker(cast(Connection, Slow()), 1.0)
+    wake_ups = WakeUpSender(cast(Connection, Slow()), 1.0)
     for number in range(200):
-        waker.wake([(LogSlice(request_id="r", first_index=number), b"slow quick ")])
+        wake_ups.send([(LogSlice(request_id="r", first_index=number), b"slow quick ")])
         await asyncio.sleep(0)
     await eventually(lambda: sum("quick" in channel for channel, _ in heard) > 0)
     assert not any("slow" in channel for channel, _ in heard)
     assert most <= 2
     release.set()
-    await eventually(lambda: not waker._sending)
+    await eventually(lambda: not wake_ups.is_sending)
     assert sum("slow" in channel for channel, _ in heard) == 2
     release.clear()
-    waker.wake([(LogSlice(request_id="r"), b"slow ")])
+    wake_ups.send([(LogSlice(request_id="r"), b"slow ")])
     await asyncio.sleep(0)
-    await waker.stop()
-    assert not waker._sending
+    await wake_ups.stop()
+    assert not wake_ups.is_sending

@@ -1,6 +1,6 @@
 import pytest
 from pagestream_streams import StreamsSettings
-from pagestream_streams.connection.topologies import ClusterLink, SingleLink, open_link
+from pagestream_streams.connection.topologies import ClusterTopology, SingleServer, open_topology
 
 SETTINGS = StreamsSettings()
 
@@ -16,14 +16,14 @@ SETTINGS = StreamsSettings()
     ],
 )
 async def test_one_server_at_a_time(url: str) -> None:
-    link = open_link(url, SETTINGS)
-    assert isinstance(link, SingleLink)
+    link = open_topology(url, SETTINGS)
+    assert isinstance(link, SingleServer)
     await link.close()
 
 
 async def test_a_cluster() -> None:
-    link = open_link("redis+cluster://user:secret@a:7000,b:7001", SETTINGS)
-    assert isinstance(link, ClusterLink)
+    link = open_topology("redis+cluster://user:secret@a:7000,b:7001", SETTINGS)
+    assert isinstance(link, ClusterTopology)
     await link.close()
 
 
@@ -43,4 +43,4 @@ async def test_a_cluster() -> None:
 )
 def test_what_is_wrong_is_said(url: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        open_link(url, SETTINGS)
+        open_topology(url, SETTINGS)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, StreamsSettings, Unavailable
+from pagestream_streams.connection.base import Topology
 from pagestream_streams.connection.connection import Connection
 from pagestream_streams.connection.scripts import POLL
 from pagestream_streams.gateway.follower import Follower
@@ -23,7 +24,7 @@ AWAY, THERE = Partition("m", 0), Partition("m", 1)
 SETTINGS = StreamsSettings(poll_ms=20, outage_limit_s=0.4)
 
 
-class HalfALink:
+class HalfATopology:
     """A cluster of which one partition's node does not answer; each log of the other has five entries."""
 
     def __init__(self) -> None:
@@ -48,9 +49,8 @@ async def refuse(_: RequestSpec, __: bool) -> None:
 
 
 @contextmanager
-def readers_of(link: HalfALink, settings: StreamsSettings = SETTINGS) -> Iterator[Readers]:
-    connection = Connection("redis://127.0.0.1:1", settings)
-    connection._link = cast(Any, link)
+def readers_of(topology: HalfATopology, settings: StreamsSettings = SETTINGS) -> Iterator[Readers]:
+    connection = Connection("redis://127.0.0.1:1", settings, cast(Topology, topology))
     broker = SimpleNamespace(settings=settings, connection=connection)
     yield Readers(cast(Broker, broker), "gateway:1", refuse)
 
@@ -67,8 +67,8 @@ def follower(readers: Readers, where: Partition, request_id: str) -> Follower:
 @pytest.mark.parametrize("leaver", [True, False])
 @pytest.mark.parametrize("waits_there", [True, False])
 async def test_one_partition_away_keeps_no_other_from_its_logs(leaver: bool, waits_there: bool) -> None:
-    link = HalfALink()
-    with readers_of(link) as readers:
+    topology = HalfATopology()
+    with readers_of(topology) as readers:
         waiting = follower(readers, THERE, "healthy")
         stranded = follower(readers, AWAY, "stranded") if waits_there else None
         if leaver:
@@ -89,11 +89,11 @@ async def test_one_partition_away_keeps_no_other_from_its_logs(leaver: bool, wai
 
 
 async def test_an_outage_ends_reads_after_its_limit_and_no_sooner() -> None:
-    link = HalfALink()
-    link.all_away = True
+    topology = HalfATopology()
+    topology.all_away = True
     patient = dataclasses.replace(SETTINGS, outage_limit_s=30.0)
     for settings, fails in ((SETTINGS, True), (patient, False)):
-        with readers_of(link, settings) as readers:
+        with readers_of(topology, settings) as readers:
             waiting = [follower(readers, where, where.prefix) for where in (AWAY, THERE)]
             readers.start()
             try:
@@ -112,7 +112,7 @@ async def test_an_outage_ends_reads_after_its_limit_and_no_sooner() -> None:
 async def test_a_silent_redis_is_an_outage_too_whoever_has_left() -> None:
     """Each round of polls waits for its answers, and so does what takes readers back."""
 
-    class Silence(HalfALink):
+    class Silence(HalfATopology):
         async def pipeline(self, commands: Sequence[Sequence[Any]], limit_s: float | None = None) -> list[Any]:
             assert limit_s is not None
             await asyncio.sleep(limit_s)
@@ -135,8 +135,8 @@ async def test_a_silent_redis_is_an_outage_too_whoever_has_left() -> None:
 
 
 async def test_a_partition_that_was_away_long_ago_has_its_whole_time_again() -> None:
-    link = HalfALink()
-    with readers_of(link) as readers, pytest.MonkeyPatch.context() as patch:
+    topology = HalfATopology()
+    with readers_of(topology) as readers, pytest.MonkeyPatch.context() as patch:
         stranded = follower(readers, AWAY, "stranded")
         now = 1000.0
         patch.setattr(time, "monotonic", lambda: now)

@@ -1,4 +1,4 @@
-"""The way to a Redis Cluster: commands to the node that has their key, and what to do where it no longer has."""
+"""A Redis Cluster: send commands to the node that has their key, and follow slots that move."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from redis.asyncio.client import PubSub
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.connection import Connection as Socket
 
-from pagestream_streams.connection.idle import close_idle
+from pagestream_streams.connection.base import Command, close_idle
 from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.tasks import cancel
 
-Command = Sequence[Argument]
-
 _MOST_REDIRECTIONS = 5
 _LOOK_PAUSE_S = 0.2
-# Where a command's key stands, if not right behind its name.
+# Index of a command's key where it isn't 1.
 _KEY_AT = {"EVAL": 3, "EVALSHA": 3, "MEMORY": 2, "XGROUP": 2}
 _LOST = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 
 
-class ClusterLink:
+class ClusterTopology:
     """A cluster. Each script's keys share a hash tag, so one node has them all.
 
-    redis-py knows the nodes, their slots and connections; commands are sent here. Its own way to send them closes every
-    node's connections under the commands that wait on them, sends ASKING on another connection than the command that it
-    is for, and sleeps where the caller would rather hear at once; one node's trouble is an error for all of a pipeline.
+    redis-py keeps the nodes, their slots and connections; commands are sent here. redis-py's own sending closes every
+    node's connections under the commands that wait on them, sends ASKING on another connection than its command, sleeps
+    before it reports an error, and fails a whole pipeline for one node's error.
     """
 
-    def __init__(self, cluster: RedisCluster, most: int) -> None:
-        """`most` commands or pipelines at once; more wait for their turn. A node has a connection for each."""
+    is_cluster = True
+
+    def __init__(self, cluster: RedisCluster, max_commands: int) -> None:
+        """More commands or pipelines at once than `max_commands` wait. A node has a connection for each."""
         self._cluster = cluster
-        self._turns = asyncio.Semaphore(most)
+        self._turns = asyncio.Semaphore(max_commands)
         self._looked_at = float("-inf")
         self._looking: asyncio.Task[None] | None = None
 
     async def execute(self, *command: Argument) -> Any:
-        """One command. Errors are redis-py's."""
+        """Run one command; see Topology."""
         [reply] = await self.pipeline([command])
         if isinstance(reply, Exception):
             raise reply
         return reply
 
     async def pipeline(self, commands: Sequence[Command], limit_s: float | None = None) -> list[Any]:
-        """Commands in one round trip for each node; a reply may be an exception, a lost connection among them. A node
-        that is silent for longer than the limit is left, and the others' replies are there.
+        """Run commands in one round trip to each node; see Topology.
+
+        A lost connection is the reply of its commands, too. A node that is silent for longer than the limit is left.
         """
         try:
             async with asyncio.timeout(limit_s):
@@ -75,8 +76,8 @@ class ClusterLink:
         finally:
             self._turns.release()
 
-    async def together(self, key: str, commands: Sequence[Command]) -> list[Any]:
-        """Commands on one connection to the node that has `key`; a reply may be an exception."""
+    async def pipeline_to(self, key: str, commands: Sequence[Command]) -> list[Any]:
+        """Run commands on one connection to the node that has `key`; see Topology."""
         async with self._turns:
             await self._cluster.initialize()
             replies = await self._batch(self._node(key), commands)
@@ -84,16 +85,16 @@ class ClusterLink:
             return replies
 
     def pubsub(self) -> PubSub:
-        """A subscriber on a connection of its own."""
+        """Return a subscriber on a connection of its own."""
         pubsub: PubSub = self._cluster.pubsub()
         return pubsub
 
     async def drop_idle(self) -> None:
-        """Closes the connections that nothing waits on: what is sent next connects anew."""
+        """Close the connections on which no command waits; the next command opens them again."""
         await asyncio.gather(*(close_idle(node._free) for node in self._cluster.get_nodes()))
 
     async def close(self) -> None:
-        """Closes every connection."""
+        """Close every connection."""
         if self._looking is not None:
             await cancel(self._looking)
         await self._cluster.aclose()
@@ -105,7 +106,7 @@ class ClusterLink:
         return node
 
     async def _batch(self, node: ClusterNode, commands: Sequence[Command], limit_s: float | None = None) -> list[Any]:
-        """Each command's reply, or its error; all have one where the connection is lost."""
+        """Return each command's reply or error; all have one where the connection is lost."""
         try:
             async with asyncio.timeout(limit_s):
                 socket = node.acquire_connection()
@@ -117,7 +118,7 @@ class ClusterLink:
             return [error] * len(commands)
 
     async def _redirected(self, command: Command, reply: Any) -> Any:
-        """The reply of the node to which others point."""
+        """Follow MOVED and ASK, and return the reply at their end."""
         for _ in range(_MOST_REDIRECTIONS):
             if isinstance(reply, exceptions.MovedError):
                 await self._cluster.nodes_manager.move_slot(reply)
@@ -132,7 +133,7 @@ class ClusterLink:
         return reply
 
     async def _learn(self, replies: Sequence[Any]) -> None:
-        """Where a slot went, or asks which node has which slots, from what was refused or lost."""
+        """Update the slot table from MOVED replies; read it anew where a node was lost or a slot has no owner."""
         for reply in replies:
             if isinstance(reply, exceptions.MovedError):
                 await self._cluster.nodes_manager.move_slot(reply)
@@ -141,7 +142,10 @@ class ClusterLink:
                 return
 
     def _look_again(self) -> None:
-        """Beside the commands, as a node that hangs may be asked first. Not at each call: nodes need time to agree."""
+        """Read the slot table in the background, at most every _LOOK_PAUSE_S seconds: nodes need time to agree.
+
+        In the background because the first node that is asked may hang.
+        """
         now = asyncio.get_running_loop().time()
         is_looking = self._looking is not None and not self._looking.done()
         if not is_looking and now - self._looked_at >= _LOOK_PAUSE_S:
@@ -149,13 +153,13 @@ class ClusterLink:
             self._looking = asyncio.create_task(self._look(), name="look for slots")
 
     async def _look(self) -> None:
-        """Leaves the connections on which others wait."""
+        """Read the slot table, without closing connections on which commands wait."""
         with suppress(exceptions.RedisError, exceptions.RedisClusterException, OSError):
             await self._cluster.nodes_manager.initialize()
 
 
 def _key(command: Command) -> Argument:
-    """The command's key; "" for one without."""
+    """Return the command's key; "" for one without."""
     if command[0] == "XREADGROUP":
         return command[command.index("STREAMS") + 1]
     place = _KEY_AT.get(str(command[0]), 1)
@@ -173,10 +177,10 @@ async def _replies(node: ClusterNode, socket: Socket, commands: Sequence[Command
                 replies.append(error)
         return replies
     except AttributeError as error:
-        # A node that has left the cluster is closed, perhaps under a command that is just opening its connection.
+        # A node that has left the cluster is closed, perhaps while a command opens its connection.
         await socket.disconnect(nowait=True)
         raise exceptions.ConnectionError("the connection was closed while it was being opened") from error
     except BaseException:
-        # Replies that nobody waits for must not answer the next command.
+        # Replies that are still to come must not answer the next command.
         await socket.disconnect(nowait=True)
         raise

@@ -1,4 +1,4 @@
-"""How safe a write has to be before it counts: on the server's disk, on so many replicas."""
+"""How durable a write has to be before it counts: on the server's disk, on a number of replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagestream_streams.settings import StreamsSettings
 
 @dataclass(frozen=True)
 class Durability:
-    """What is waited for behind each write. Nothing, where neither disk nor replicas are asked for."""
+    """What each write waits for; nothing where neither disk nor replicas are asked for."""
 
     replicas: int
     on_disk: bool
@@ -23,19 +23,19 @@ class Durability:
 
     @classmethod
     def of(cls, settings: StreamsSettings) -> Durability:
-        """As the settings say."""
+        """Take wait_replicas, wait_fsync and wait_timeout_ms."""
         return cls(settings.wait_replicas, settings.wait_fsync, settings.wait_timeout_ms)
 
     @property
-    def waits(self) -> bool:
-        """Whether anything is waited for."""
+    def is_required(self) -> bool:
+        """Whether writes wait at all."""
         return self.replicas > 0 or self.on_disk
 
     def commands(self, prefix: str) -> Sequence[Sequence[Argument]]:
-        """A write and the wait for it, to be sent behind a command on its connection.
+        """Return a write and the wait for it, to be sent after a command on the command's connection.
 
-        WAIT counts what its own connection has written: a repeated append writes nothing, and a read never does. The
-        write here comes after all that the command before it saw, and replicas and the file keep that order.
+        WAIT counts the writes of its own connection, and a repeated append or a read has none: hence the write.
+        Replicas and the append-only file keep the order: once they have it, they have all that the command saw.
         """
         touch = ("SET", f"{prefix}waited", "1")
         if self.on_disk:
@@ -43,7 +43,7 @@ class Durability:
         return touch, ("WAIT", self.replicas, self.timeout_ms)
 
     def check(self, reached: Any) -> None:
-        """Unavailable where the wait ended without what was asked for."""
+        """Raise Unavailable where the wait's reply shows less than was asked for."""
         if isinstance(reached, exceptions.ResponseError) and "unknown command" in str(reached):
             raise Unavailable("wait_fsync needs WAITAOF, which Redis and Valkey have from 7.2 on; unset it, or update")
         if isinstance(reached, exceptions.ResponseError):

@@ -11,7 +11,7 @@ from redis import exceptions
 from redis.asyncio.client import PubSub
 
 from pagestream_streams.connection.connection import Connection
-from pagestream_streams.connection.lost_transports import lost_transports_are_told
+from pagestream_streams.connection.error_translation import closed_transport_as_connection_error
 from pagestream_streams.tasks import cancel, wait_for_event
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Subscription:
         while True:
             pubsub = self._connection.pubsub()
             try:
-                with lost_transports_are_told():
+                with closed_transport_as_connection_error():
                     await self._follow(pubsub)
             except (exceptions.RedisError, OSError, TimeoutError) as error:
                 _log.info("%s: %s", self._channels, error)
@@ -98,5 +98,5 @@ class Subscription:
 
 async def _close(pubsub: PubSub) -> None:
     close: Callable[[], Awaitable[None]] = pubsub.aclose
-    with suppress(exceptions.RedisError, OSError, TimeoutError), lost_transports_are_told():
+    with suppress(exceptions.RedisError, OSError, TimeoutError), closed_transport_as_connection_error():
         await close()

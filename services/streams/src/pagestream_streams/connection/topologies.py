@@ -1,10 +1,10 @@
-"""The ways to a Redis: one server, the master that Sentinels name, or a cluster."""
+"""Open the topology that an address names: one server, the master that Sentinels name, or a cluster."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.asyncio import ConnectionPool, Redis
@@ -14,12 +14,10 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
-from pagestream_streams.connection.cluster import ClusterLink
-from pagestream_streams.connection.idle import close_idle
+from pagestream_streams.connection.base import Command, Topology, close_idle
+from pagestream_streams.connection.cluster import ClusterTopology
 from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.settings import StreamsSettings
-
-Command = Sequence[Argument]
 
 SCHEMES = (
     "redis://",
@@ -30,71 +28,46 @@ SCHEMES = (
     "redis+cluster://",
     "rediss+cluster://",
 )
-"""What an address may begin with; "rediss" is TLS."""
+"""Schemes of addresses; "rediss" is TLS."""
 
 _TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 _SENTINEL_PORT, _REDIS_PORT = 26379, 6379
 
 
-class Link(Protocol):
-    """Commands to the server that has their key. Errors are redis-py's."""
-
-    async def execute(self, *command: Argument) -> Any:
-        """One command."""
-
-    async def pipeline(self, commands: Sequence[Command], limit_s: float | None = None) -> list[Any]:
-        """Commands in one round trip for each server; a reply may be an exception: of each server that has not answered
-        within the limit it is TimeoutError.
-        """
-
-    async def together(self, key: str, commands: Sequence[Command]) -> list[Any]:
-        """Commands on one connection to the server that has `key`; a reply may be an exception."""
-
-    def pubsub(self) -> PubSub:
-        """A subscriber on a connection of its own."""
-
-    async def drop_idle(self) -> None:
-        """Closes the connections that nothing waits on: what is sent next connects anew."""
-
-    async def close(self) -> None:
-        """Closes every connection."""
-
-
-def open_link(url: str, settings: StreamsSettings) -> Link:
-    """The link that an address asks for; connects nothing yet. ValueError for a malformed address.
+def open_topology(url: str, settings: StreamsSettings) -> Topology:
+    """Create the topology that an address names, without connecting. ValueError for a malformed address.
 
     Forms: redis://[user:password@]host[:port][/db], unix://path, redis+sentinel://[user:password@]host[:port],.../
     service[/db], redis+cluster://[user:password@]host[:port],... With rediss the connections are TLS; its options are
     redis-py's, behind a question mark: ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_cert_reqs, ssl_check_hostname.
-    Sentinels are asked without a password unless sentinel_username and sentinel_password say one.
+    Sentinels are asked without a password unless sentinel_username and sentinel_password give one.
     """
     if not url.startswith(SCHEMES):
         shown = url.partition("://")[0]
-        raise ValueError(f"expected an address that begins with {', '.join(SCHEMES)}; this one begins with {shown!r}")
+        raise ValueError(
+            f"expected a Redis address that begins with {', '.join(SCHEMES)}; got one that begins with {shown!r}"
+        )
     kind = urlsplit(url).scheme.rpartition("+")[2]
     if kind == "sentinel":
         return _sentinel(url, settings)
     if kind == "cluster":
         return _cluster(url, settings)
-    # As many more as are never reached: SingleLink lets fewer commands through, and waits cheaper than redis-py's pool.
+    # A bound that is never reached: SingleServer admits fewer commands, and waits cheaper than redis-py's pool.
     pool = ConnectionPool.from_url(url, max_connections=4 * settings.max_connections, **_limits(settings))
-    return SingleLink(Redis(connection_pool=pool), settings.max_connections)
+    return SingleServer(Redis(connection_pool=pool), settings.max_connections)
 
 
-def unanswered(limit_s: float) -> TimeoutError:
-    """What stands for the reply of a server that was silent for so long."""
-    return TimeoutError(f"no answer within {limit_s:g} s")
+class SingleServer:
+    """One server, or the master that Sentinels name."""
 
+    is_cluster = False
 
-class SingleLink:
-    """One server."""
-
-    def __init__(self, redis: Redis, most: int, others: Sequence[Redis] = ()) -> None:
-        """`most` connections at once; more commands wait for their turn. `others` are closed with it."""
+    def __init__(self, redis: Redis, max_connections: int, others: Sequence[Redis] = ()) -> None:
+        """More commands at once than `max_connections` wait for their turn. `others` are closed with it."""
         self._redis = redis
         self._others = others
         self._command: Callable[..., Awaitable[Any]] = redis.execute_command
-        self._turns = asyncio.Semaphore(most)
+        self._turns = asyncio.Semaphore(max_connections)
 
     async def execute(self, *command: Argument) -> Any:
         async with self._turns:
@@ -109,9 +82,9 @@ class SingleLink:
         except TimeoutError:
             if limit_s is None:
                 raise
-            return [unanswered(limit_s)] * len(commands)
+            return [TimeoutError(f"no answer within {limit_s:g} s")] * len(commands)
 
-    async def together(self, key: str, commands: Sequence[Command]) -> list[Any]:
+    async def pipeline_to(self, key: str, commands: Sequence[Command]) -> list[Any]:
         return await self.pipeline(commands)
 
     def pubsub(self) -> PubSub:
@@ -127,7 +100,7 @@ class SingleLink:
 
 
 class _Address:
-    """A list of hosts with what stands before and behind it."""
+    """An address of several hosts, in its parts."""
 
     def __init__(self, url: str, default_port: int) -> None:
         parts = urlsplit(url)
@@ -147,7 +120,7 @@ class _Address:
             elif name in _TLS_OPTIONS and self.tls:
                 self.options[name] = value.lower() in ("true", "1", "yes") if name == "ssl_check_hostname" else value
             else:
-                raise ValueError(f"unknown option {name!r} behind the address; with rediss: {', '.join(_TLS_OPTIONS)}")
+                raise ValueError(f"unknown option {name!r} in the address; with rediss: {', '.join(_TLS_OPTIONS)}")
 
 
 def _host(text: str, default_port: int) -> tuple[str, int]:
@@ -159,7 +132,7 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
     return host.strip("[]"), int(port or default_port)
 
 
-def _sentinel(url: str, settings: StreamsSettings) -> Link:
+def _sentinel(url: str, settings: StreamsSettings) -> Topology:
     address = _Address(url, _SENTINEL_PORT)
     service, _, db = address.path.partition("/")
     if not service or (db and not db.isdecimal()):
@@ -172,21 +145,21 @@ def _sentinel(url: str, settings: StreamsSettings) -> Link:
     redis: Redis = sentinel.master_for(
         service,
         db=int(db or 0),
-        max_connections=4 * settings.max_connections,  # not reached: SingleLink lets fewer commands through
+        max_connections=4 * settings.max_connections,  # not reached: SingleServer admits fewer commands
         **limits,
         **tls,
         **address.credentials,
     )
-    return SingleLink(redis, settings.max_connections, sentinel.sentinels)
+    return SingleServer(redis, settings.max_connections, sentinel.sentinels)
 
 
-def _cluster(url: str, settings: StreamsSettings) -> Link:
+def _cluster(url: str, settings: StreamsSettings) -> Topology:
     address = _Address(url, _REDIS_PORT)
     if address.path:
-        raise ValueError("a cluster has one database and no service; leave out what stands behind the hosts")
+        raise ValueError(f"a cluster has one database and no service: remove {address.path!r} after the hosts")
     cluster = RedisCluster(
         startup_nodes=[ClusterNode(host, port) for host, port in address.hosts],
-        # A node's pool raises where a link waits: no more commands are let through than it has connections.
+        # A node's pool raises when it is exhausted: ClusterTopology admits fewer commands than it has connections.
         max_connections=2 * settings.max_connections,
         require_full_coverage=False,
         ssl=address.tls,
@@ -194,11 +167,11 @@ def _cluster(url: str, settings: StreamsSettings) -> Link:
         **address.credentials,
         **address.options,
     )
-    return ClusterLink(cluster, settings.max_connections)
+    return ClusterTopology(cluster, settings.max_connections)
 
 
 def _limits(settings: StreamsSettings) -> Mapping[str, Any]:
-    """For every connection. redis-py's own retries are off: what may be repeated is said by each script."""
+    """Return every connection's options. redis-py's own retries are off: scripts say whether they may be repeated."""
     return {
         "socket_timeout": settings.command_timeout_s,
         "socket_connect_timeout": settings.command_timeout_s,

@@ -1,4 +1,4 @@
-"""Wake-ups: what was appended, packed for each gateway that reads it. At most once; the log is the truth."""
+"""Wake-ups: new log entries, packed for each gateway that reads them. At most once; readers fall back to the log."""
 
 from __future__ import annotations
 
@@ -15,42 +15,48 @@ from pagestream_streams.tasks import cancel
 
 _log = logging.getLogger(__name__)
 
-_MOST_WAITING = 1024  # slices for one gateway, while its last message is on its way
+_MOST_WAITING = 1024  # slices for one gateway while its last message is in flight
 
 
 def gateways(readers: bytes) -> list[str]:
-    """The gateway ids in a request's readers, as the scripts return them."""
+    """Return the gateway ids in a request's readers, as the scripts return them."""
     return readers.decode().split()
 
 
-def one(log_slice: LogSlice) -> bytes:
-    """A wake-up of one slice. Several of them, one behind the other, are a wake-up of all."""
+def message_of(log_slice: LogSlice) -> bytes:
+    """Serialise a wake-up of one slice. Concatenated messages are one message with all slices."""
     return WakeUp(slices=[log_slice]).SerializeToString()
 
 
 async def publish(connection: Connection, slices: Iterable[tuple[LogSlice, bytes]]) -> None:
-    """Sends each slice to its readers: one message for each gateway. A slice without entries says: look into the log.
+    """Send slices to their readers, one message to each gateway.
 
-    Losing them costs readers settings.poll_ms, so failures are logged only.
+    A slice without entries makes readers read the log. A lost message costs them settings.poll_ms, so failures are
+    logged only.
     """
     await _send(connection, _packed(slices))
 
 
-class Waker:
-    """Sends wake-ups beside whoever appends: one message at a time to each gateway, what comes meanwhile in the next.
+class WakeUpSender:
+    """Sends wake-ups in the background: one message in flight for each gateway, later slices in the next one.
 
-    For a cluster, where the node of a gateway's channel may be silent while the logs are not.
+    For a cluster, where the node of a gateway's channel may be silent while the nodes of the logs are not.
     """
 
     def __init__(self, connection: Connection, limit_s: float) -> None:
-        """`limit_s`: how long a message may be on its way."""
+        """`limit_s`: seconds after which a message in flight counts as lost."""
         self._connection = connection
         self._limit_s = limit_s
         self._sending: dict[str, asyncio.Task[None]] = {}
         self._waiting: dict[str, WakeUp] = {}
 
-    def wake(self, slices: Iterable[tuple[LogSlice, bytes]]) -> None:
-        """Has them sent. Of what waits for a silent node most is dropped: readers look into their logs."""
+    @property
+    def is_sending(self) -> bool:
+        """Whether any message is in flight."""
+        return bool(self._sending)
+
+    def send(self, slices: Iterable[tuple[LogSlice, bytes]]) -> None:
+        """Queue slices for their readers. While a gateway's node is silent, all beyond _MOST_WAITING are dropped."""
         for gateway, message in _packed(slices).items():
             if gateway not in self._sending:
                 self._sending[gateway] = asyncio.create_task(self._send(gateway, message), name="wake-ups")
@@ -60,7 +66,7 @@ class Waker:
                 waiting.slices.extend(message.slices)
 
     async def stop(self) -> None:
-        """Ends what is on its way."""
+        """Cancel the messages in flight."""
         for task in list(self._sending.values()):
             await cancel(task)
 

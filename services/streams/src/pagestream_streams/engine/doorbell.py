@@ -1,4 +1,7 @@
-"""Which partitions may have work. Rings are lost at times, so every partition counts as loud again after a while."""
+"""Which partitions may have work, from messages on the model's channel.
+
+Messages are lost at times, so every partition counts as having work again after a while.
+"""
 
 from __future__ import annotations
 
@@ -10,58 +13,59 @@ from pagestream_streams.tasks import wait_for_event
 
 
 class Doorbell:
-    """Own partitions ring at once, others' when their entries may be old enough to take."""
+    """Remembers which partitions a claim found empty, until they ring again."""
 
     def __init__(self, delay_s: float) -> None:
-        """`delay_s` is both the delay of others' rings and the time after which silence means nothing."""
+        """`delay_s`: seconds until another engine's partition rings, and until an empty one is tried again."""
         self._delay = delay_s
-        self._quiet_since: defaultdict[int, float] = defaultdict(lambda: float("-inf"))
+        self._empty_since: defaultdict[int, float] = defaultdict(lambda: float("-inf"))
         self._rang_at: defaultdict[int, float] = defaultdict(lambda: float("-inf"))
         self._rung = asyncio.Event()
         self._timers: set[asyncio.TimerHandle] = set()
 
     def ring(self, partition: int, *, at_once: bool) -> None:
-        """A partition has got work."""
+        """Note that a partition has got work: at once where it is this engine's own, else after the delay."""
         if at_once:
             self._ring_now(partition)
             return
-        handle = asyncio.get_running_loop().call_later(self._delay, self._ring_now, partition)
-        self._timers = {timer for timer in self._timers if timer.when() > asyncio.get_running_loop().time()} | {handle}
+        loop = asyncio.get_running_loop()
+        handle = loop.call_later(self._delay, self._ring_now, partition)
+        self._timers = {timer for timer in self._timers if timer.when() > loop.time()} | {handle}
 
     def ring_all(self) -> None:
-        """Rings may have been missed."""
-        self._quiet_since.clear()
+        """Note that messages may have been missed: every partition may have work."""
+        self._empty_since.clear()
         self._rung.set()
 
-    def quiet(self, partition: int, asked_at: float) -> None:
-        """A claim that began at `asked_at` on the monotonic clock has found nothing in a partition.
+    def note_empty(self, partition: int, asked_at: float) -> None:
+        """Note that a claim found nothing in a partition.
 
-        A ring since then may be about what it has just missed.
+        `asked_at`: when that claim began, on time.monotonic(). A ring since then may be about an entry that it missed.
         """
         if self._rang_at[partition] < asked_at:
-            self._quiet_since[partition] = asked_at
+            self._empty_since[partition] = asked_at
 
     def look_again(self) -> None:
-        """A claim has found something: there may be more."""
+        """End `wait`: a claim found something, so there may be more."""
         self._rung.set()
 
-    def loud(self, partitions: int) -> list[int]:
-        """The partitions that a claim should look at."""
+    def partitions_with_work(self, count: int) -> list[int]:
+        """Return which of the partitions 0 to count - 1 may have work, and let `wait` wait for the next ring."""
         self._rung.clear()
         limit = time.monotonic() - self._delay
-        return [number for number in range(partitions) if self._quiet_since[number] < limit]
+        return [number for number in range(count) if self._empty_since[number] < limit]
 
     async def wait(self, timeout_s: float) -> None:
-        """Waits for a ring since the last look, at most so long."""
+        """Wait for a ring since the last `partitions_with_work`, at most `timeout_s` seconds."""
         await wait_for_event(self._rung, timeout_s)
 
     def close(self) -> None:
-        """Forgets delayed rings."""
+        """Cancel delayed rings."""
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
 
     def _ring_now(self, partition: int) -> None:
         self._rang_at[partition] = time.monotonic()
-        self._quiet_since.pop(partition, None)
+        self._empty_since.pop(partition, None)
         self._rung.set()

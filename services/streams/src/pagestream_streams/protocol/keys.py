@@ -34,12 +34,12 @@ class Partition(NamedTuple):
         return f"{self.prefix}req:{request_id}"
 
     def resumes(self, fingerprint: str) -> str:
-        """The queue of requests whose tokens were computed so."""
+        """The queue of begun requests whose last engine had this fingerprint."""
         return f"{self.prefix}queue:resume:{fingerprint}"
 
     @property
-    def alone(self) -> str:
-        """The hash of the engines that run a suspect alone, with its id."""
+    def isolated(self) -> str:
+        """The hash of the engines that run a suspect isolated: engine id -> request id."""
         return f"{self.prefix}alone"
 
     @property

@@ -68,7 +68,7 @@ class Claim:
     cached_tokens: int  # prompt tokens that earlier claims had from a prefix cache
     deadline: float | None  # on this process' time.monotonic() clock
     entries: list[LogEntry] = field(default_factory=list)  # the log so far
-    alone: bool = False  # whether engines died of it: nothing else may run until its log has got an entry
+    isolated: bool = False  # whether engines died of it: nothing else may run until its log has a new entry
     waited_s: float = 0.0  # seconds in its queue before this claim: since acceptance, or since it was put back
 
     @property

@@ -1,0 +1,130 @@
+"""Write what an engine's steps did: the entries of their requests, and which requests are in the running step."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from pagestream.v1.records_pb2 import LogSlice
+
+from pagestream_streams import fault_points
+from pagestream_streams.connection import wakeups
+from pagestream_streams.connection.connection import Call, Connection
+from pagestream_streams.connection.scripts import APPEND, MARK
+from pagestream_streams.connection.wakeups import WakeUpSender
+from pagestream_streams.engine.active_requests import ActiveRequests
+from pagestream_streams.engine.identity import EngineIdentity
+from pagestream_streams.engine.isolation import Isolation
+from pagestream_streams.errors import Unavailable
+from pagestream_streams.protocol import keys
+from pagestream_streams.protocol.entries import Argument, to_values
+from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.records import Append, AppendKind, AppendOutcome
+from pagestream_streams.settings import StreamsSettings
+
+_TO_JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
+
+
+class Appender:
+    """Appends to logs, one script run for each partition, and wakes the gateways that read them."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        settings: StreamsSettings,
+        identity: EngineIdentity,
+        active_requests: ActiveRequests,
+        isolation: Isolation,
+    ) -> None:
+        """Create it; nothing is sent yet."""
+        self._connection = connection
+        self._settings = settings
+        self._identity = identity
+        self._active_requests = active_requests
+        self._isolation = isolation
+        self._wake_ups = WakeUpSender(connection, settings.beat_limit_s)
+
+    async def stop(self) -> None:
+        """Cancel wake-ups in flight."""
+        await self._wake_ups.stop()
+
+    async def append(self, appends: Sequence[Append]) -> list[AppendOutcome]:
+        """Append a step's entries to their logs; see EngineSession.append."""
+        places: defaultdict[Partition, list[int]] = defaultdict(list)
+        for place, each in enumerate(appends):
+            places[self._identity.partition_of(each.request_id)].append(place)
+        retention_ms = self._settings.retention_s * 1000
+        wakes = not self._connection.waits_for_durability
+        calls = [
+            Call(APPEND, where.prefix, _arguments(retention_ms, [appends[i] for i in mine], wakes=wakes))
+            for where, mine in places.items()
+        ]
+        fault_points.before_append(appends)
+        # A cluster's silent node must not hold up the others' tokens.
+        limit_s = 2 * self._settings.beat_limit_s if self._connection.is_cluster else None
+        replies = await self._connection.run_each_acknowledged(calls, limit_s)
+        fault_points.after_append(appends)
+        results: dict[int, Any] = {}
+        for mine, reply in zip(places.values(), replies, strict=True):
+            if not isinstance(reply, Unavailable):
+                results.update(zip(mine, reply, strict=True))
+        outcomes = {i: AppendOutcome(AppendKind(found[0]), found[1]) for i, found in results.items()}
+        for i, outcome in outcomes.items():
+            is_over = self._active_requests.settle(appends[i], outcome)
+            self._isolation.settle(appends[i], outcome, is_over=is_over)
+        await self._wake([(_slice_of(appends[i]), found[2]) for i, found in results.items() if found[2]])
+        return [outcomes.get(i, AppendOutcome(AppendKind.AWAY, 0)) for i in range(len(appends))]
+
+    async def mark(self, *, running: Collection[str], waiting: Collection[str]) -> None:
+        """Record which requests are in the running step; see EngineSession.mark."""
+        by_partition: defaultdict[Partition, list[Argument]] = defaultdict(list)
+        for request_ids, step in ((running, 1), (waiting, 0)):
+            for request_id in request_ids:
+                if request_id in self._active_requests:
+                    fence = self._active_requests.fence(request_id)
+                    by_partition[self._identity.partition_of(request_id)] += [request_id, *fence, step]
+        await self._connection.run_many([Call(MARK, where.prefix, each) for where, each in by_partition.items()])
+
+    async def _wake(self, slices: Sequence[tuple[LogSlice, bytes]]) -> None:
+        if self._connection.is_cluster:
+            self._wake_ups.send(slices)  # no step waits for the node of a gateway's channel, which may be silent
+        else:
+            await wakeups.publish(self._connection, slices)
+
+
+def _arguments(retention_ms: int, appends: Sequence[Append], *, wakes: bool) -> list[Argument]:
+    """Return append.lua's arguments for appends to one partition.
+
+    `wakes`: the script publishes the wake-ups of first entries. It must not where writes have to wait for disk or
+    replicas.
+    """
+    values: list[str | int] = []
+    arguments: list[Argument] = [retention_ms, "", keys.wake_ups("")]
+    for each in appends:
+        cached = "" if each.cached_tokens is None else each.cached_tokens
+        values += (each.request_id, str(each.epoch), each.nonce, each.first_index, cached, len(each.entries))
+        if wakes and each.first_index == 0:
+            arguments.append(wakeups.message_of(_slice_of(each)))
+            values.append(len(arguments))
+        else:
+            values.append("")
+        for entry in each.entries:
+            for value in to_values(entry):
+                if isinstance(value, bytes):
+                    arguments.append(value)
+                    values.append(len(arguments))
+                else:
+                    values.append(value)
+    arguments[1] = _TO_JSON(values)
+    return arguments
+
+
+def _slice_of(append: Append) -> LogSlice:
+    return LogSlice(
+        request_id=append.request_id,
+        first_index=append.first_index,
+        entries=append.entries,
+        previous_digest=append.previous_digest,
+    )

@@ -1,0 +1,167 @@
+"""An engine's heartbeat: renew its leases, publish its load, and compare what it holds with what Redis shows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from pagestream.v1.records_pb2 import ModelCard
+
+from pagestream_streams.admin.broker import Broker
+from pagestream_streams.connection.connection import Call
+from pagestream_streams.connection.scripts import HEARTBEAT, REGISTRY
+from pagestream_streams.engine.active_requests import ActiveRequests
+from pagestream_streams.engine.assignment import Assignment
+from pagestream_streams.engine.hand_back import HandBack
+from pagestream_streams.engine.identity import EngineIdentity
+from pagestream_streams.engine.isolation import Isolation
+from pagestream_streams.errors import ModelNotFound, Unavailable
+from pagestream_streams.protocol import keys
+from pagestream_streams.protocol.entries import Argument
+from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.tasks import Periodic, within
+
+_log = logging.getLogger(__name__)
+
+Load = Callable[[], Mapping[str, str | int | float]]
+
+FINGERPRINT_FIELD = "fingerprint"
+"""Field of an engine's hash."""
+
+_CHOSEN = 2  # heartbeat.lua's reply to the engine that is to hand everything back for a suspect
+
+
+class Heartbeat:
+    """Beats every settings.heartbeat_ms and after each `nudge`."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        identity: EngineIdentity,
+        *,
+        assignment: Assignment,
+        active_requests: ActiveRequests,
+        isolation: Isolation,
+        hand_back: HandBack,
+        on_lost: Callable[[Collection[str]], None],
+        load: Load | None,
+        card: ModelCard | None,
+    ) -> None:
+        """Create it stopped. `on_lost`, `load` and `card` as for EngineSession."""
+        self._broker = broker
+        self._settings = broker.settings
+        self._identity = identity
+        self._assignment = assignment
+        self._active_requests = active_requests
+        self._isolation = isolation
+        self._hand_back = hand_back
+        self._on_lost = on_lost
+        self._load = load
+        self._card = card
+        self._timer = Periodic("engine heartbeat", self._settings.heartbeat_ms / 1000, self._beat_in_time)
+
+    def start(self) -> None:
+        """Beat at once, then periodically in the background."""
+        self._timer.start()
+
+    async def stop(self) -> None:
+        """Cancel the beat in flight, and beat no more."""
+        await self._timer.stop()
+
+    def nudge(self) -> None:
+        """Beat now."""
+        self._timer.nudge()
+
+    async def beat(self, limit_s: float | None = None) -> None:
+        """Renew the leases in every partition and act on the replies. Unavailable.
+
+        `limit_s` bounds the wait for the replies in seconds; None waits as long as the commands do. A partition that
+        does not answer in time keeps its requests held here.
+        """
+        identity, assignment, connection = self._identity, self._assignment, self._broker.connection
+        lease_ms, short_s = self._settings.lease_ms, None if limit_s is None else limit_s / 2
+        partitions = assignment.partitions = await self._read_partitions(short_s)
+        before = self._active_requests.snapshot()
+        registry, registered = keys.engines(identity.model), "" if assignment.is_retired else identity.engine_id
+        calls = [Call(REGISTRY, registry, (registered, lease_ms)), *self._calls(partitions)]
+        living, *replies = await connection.run_each(calls, limit_s)
+        failure = living if isinstance(living, Unavailable) else None
+        if assignment.is_retired:  # perhaps since this beat began
+            await connection.execute("ZREM", registry, identity.engine_id)
+        elif failure is None:
+            assignment.assign(identity.engine_id, {each.decode() for each in living})
+        try:
+            async with within(short_s, "the engine's load"):
+                await self._publish_load(lease_ms)
+        except Unavailable as error:
+            failure = error
+        answered = zip(partitions, replies, strict=True)
+        answers = {where: each for where, each in answered if not isinstance(each, Unavailable)}
+        owned = {request_id.decode() for ids, _ in answers.values() for request_id in ids}
+        silent = {each for each in before if identity.partition_of(each) not in answers}
+        await self._reconcile(before, owned | silent)
+        assignment.with_suspects = {where.number for where, (_, suspects) in answers.items() if suspects}
+        if any(suspects == _CHOSEN for _, suspects in answers.values()):
+            self._isolation.make_room()
+        if failure is not None:
+            raise failure
+
+    async def owned(self, partitions: Sequence[Partition]) -> set[str]:
+        """Return what Redis shows as this engine's, claims whose replies were lost included. Unavailable."""
+        replies = await self._broker.connection.run_many(self._calls(partitions))
+        return {request_id.decode() for ids, _ in replies for request_id in ids}
+
+    async def _beat_in_time(self) -> None:
+        async with self._broker.connection.dropping_idle_on_timeout():
+            await self.beat(self._settings.beat_limit_s)
+
+    async def _read_partitions(self, limit_s: float | None) -> Sequence[Partition]:
+        """Return the model's partitions; those known before where the cluster's node with the models is silent."""
+        directory, model, known = self._broker.directory, self._identity.model, self._assignment.partitions
+        try:
+            async with within(limit_s, "a look for the model's partitions"):
+                return await directory.all_partitions(model)
+        except Unavailable as error:
+            if not known:
+                raise
+            _log.info("%s: uses the known partitions: %s", self._identity.engine_id, error)
+            return known
+        except ModelNotFound:
+            if self._card is None:
+                raise
+            _log.warning("%s: Redis has lost the model's card; it is published again", self._identity.engine_id)
+            await self._broker.publish_model(self._card, **({"partitions": len(known)} if known else {}))
+            return await directory.all_partitions(model)
+
+    def _calls(self, partitions: Sequence[Partition]) -> list[Call]:
+        settings = self._settings
+        arguments = (
+            self._identity.engine_id,
+            settings.lease_ms,
+            int(self._isolation.can_make_room),
+            settings.alone_after_ms,
+            settings.control_ms,
+            self._identity.fingerprint,
+            settings.fingerprint_grace_ms,
+        )
+        return [Call(HEARTBEAT, where.prefix, arguments) for where in partitions]
+
+    async def _reconcile(self, before: Mapping[str, tuple[int, str]], owned: set[str]) -> None:
+        lost = self._active_requests.lost(before, owned)
+        if lost:
+            self._active_requests.drop(lost)
+            self._on_lost(lost)
+        unclaimed = self._active_requests.unclaimed(owned)
+        if unclaimed:
+            _log.warning(
+                "%s: hands back %d requests whose claims' replies were lost", self._identity.engine_id, len(unclaimed)
+            )
+            await self._hand_back.hand_back(unclaimed)
+
+    async def _publish_load(self, lease_ms: int) -> None:
+        load = self._load() if self._load else {}
+        fields: list[Argument] = ["model", self._identity.model, FINGERPRINT_FIELD, self._identity.fingerprint]
+        for name, value in load.items():
+            fields += [name, str(value)]
+        key = keys.engine(self._identity.engine_id)
+        await self._broker.connection.pipeline([("HSET", key, *fields), ("PEXPIRE", key, lease_ms)])
