@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from pagestream_operator.children.ports import METRICS_PORT
+from pagestream_operator.children.container import METRICS_PORT
 from prometheus_client.parser import text_string_to_metric_families
 from support.kubernetes.cluster import ClusterError, Object, name_of, process_of, send
 from support.kubernetes.release import NAMESPACE, Scene

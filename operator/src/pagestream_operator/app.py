@@ -13,7 +13,8 @@ from pagestream_telemetry.endpoint import Endpoint, Probes
 from pagestream_telemetry.process import running_telemetry
 from pagestream_telemetry.settings import TelemetrySettings
 
-from pagestream_operator.errors import ApiFailure, NotLeading
+from pagestream_operator.errors import ApiFailure
+from pagestream_operator.handlers import REGISTRY
 from pagestream_operator.instruments import pass_observer, tell_of
 from pagestream_operator.kube.apply import Applier
 from pagestream_operator.kube.client import KubeClient
@@ -29,7 +30,7 @@ from pagestream_operator.metrics import (
     PrometheusSource,
     SinkSettings,
 )
-from pagestream_operator.pool.farewell import let_go
+from pagestream_operator.pool.finalizer import release_finalizers
 from pagestream_operator.pool.reconciler import Context
 from pagestream_operator.settings import Settings
 
@@ -85,7 +86,7 @@ class App:
             variables.lease_look_s,
         )
         leadership = Leadership(client, lease, self._settings.identity, on_change=lambda _: manager.wake_all())
-        watcher = Watcher(client, store, self._settings.namespaces, resync_s=variables.resync_s)
+        watcher = Watcher(client, store, self._settings.namespaces, REGISTRY, resync_s=variables.resync_s)
         context = Context(
             client=client,
             store=store,
@@ -116,9 +117,9 @@ class App:
             self._trouble = "ending"
             try:
                 async with asyncio.timeout(self._settings.variables.shutdown_s / 2):
-                    await let_go(context)
-            except (TimeoutError, ApiFailure, NotLeading) as error:
-                logger.warning("can't say farewell: %s", error)
+                    await release_finalizers(context.client, context.store)
+            except (TimeoutError, ApiFailure) as error:
+                logger.warning("can't release finalizers: %s", error)
             stop_leading.set()
             await leading
             stop_watching.set()

@@ -1,16 +1,20 @@
 """What can go wrong in the operator, as one tree.
 
 OperatorError
-|- SettingsError     a setting is unknown, malformed or missing (a ValueError too)
-|- PoolInvalid       an EnginePool's spec can't be acted on (a ValueError too)
-|- NotLeading        a write was held back: this process is not, or not surely, the leader
-|- Rejected          the API server refused a request for good; says what it said
-|- Conflict          an object has moved on since it was read: read again
-|- Gone              an object isn't there
-`- ApiUnavailable    the API server can't be reached, or is busy: try again later
+|- SettingsError      a setting is unknown, malformed or missing, or there is no access to Kubernetes (a ValueError too)
+|- PoolInvalid        the spec of an EnginePool can't be acted on (a ValueError too)
+|- Blocked            an object of another owner has a name that a pool's object needs
+|- NotLeading         a write was held back: this replica is not, or not surely, the leader
+|- SinkUnavailable    the OTLP port can't be opened
+|- SourceUnavailable  Prometheus can't be asked: try again later
+`- ApiFailure         a call of the API server failed
+   |- Rejected        it refused, and would again
+   |- Conflict        the object has changed since it was read: read again
+   |- Gone            the object doesn't exist
+   `- ApiUnavailable  it can't be reached, or is busy: try again later
 """
 
-# ruff: noqa: N818 -- said as people say it: "the pool is invalid"
+# ruff: noqa: N818 -- named after what is the case: "the pool is invalid"
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ class SettingsError(OperatorError, ValueError):
 
 
 class PoolInvalid(OperatorError, ValueError):
-    """An EnginePool's spec can't be acted on; the message names the fields."""
+    """The spec of an EnginePool can't be acted on; the message names the fields."""
 
 
 class Blocked(OperatorError):
@@ -32,14 +36,28 @@ class Blocked(OperatorError):
 
 
 class NotLeading(OperatorError):
-    """A write was held back: this process is not the leader, or can't be sure to be."""
+    """A write was held back: this replica is not the leader, or can't be sure to be."""
+
+
+class SinkUnavailable(OperatorError):
+    """The OTLP port can't be opened."""
+
+    def __init__(self, address: str) -> None:
+        """`address` is host:port."""
+        super().__init__(f"the metrics sink can't listen at {address}; does another process listen there?")
+        self.address = address
+
+
+class SourceUnavailable(OperatorError):
+    """Prometheus can't be reached, or refused a query. Trying again later is right."""
 
 
 class ApiFailure(OperatorError):
-    """A request to the API server failed.
+    """A call of the API server failed.
 
     Attributes:
-        status: its HTTP status; 0 where there was no answer.
+        status: HTTP status of the answer; 0 where there was none.
+        retry_after_s: seconds that the API server asked to wait, if it did.
     """
 
     def __init__(self, what: str, status: int = 0, *, retry_after_s: float | None = None) -> None:
@@ -49,16 +67,16 @@ class ApiFailure(OperatorError):
 
 
 class Rejected(ApiFailure):
-    """The API server refused a request, and would again."""
+    """The API server refused a call, and would refuse it again."""
 
 
 class Conflict(ApiFailure):
-    """An object has moved on since it was read, or exists already."""
+    """An object has changed since it was read, or exists already."""
 
 
 class Gone(ApiFailure):
-    """An object isn't there."""
+    """An object doesn't exist."""
 
 
 class ApiUnavailable(ApiFailure):
-    """The API server can't be reached, timed out, or asks for patience."""
+    """The API server can't be reached, timed out, or is busy."""

@@ -2,16 +2,15 @@
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 
 import pytest
-from lightkube import Client
+from pagestream_operator.commands import apply_crd, delete_pools
+from pagestream_operator.commands.apply_crd import apply_definition
+from pagestream_operator.commands.delete_pools import remove_pools
 from pagestream_operator.crd import definition
 from pagestream_operator.errors import Rejected
-from pagestream_operator.hooks import apply_crd, delete_pools
-from pagestream_operator.hooks.client import open_client
-from pagestream_operator.hooks.crd import apply_definition
-from pagestream_operator.hooks.pools import remove_pools
+from pagestream_operator.kube.client import KubeClient
 from support.kubernetes.api import Administrator
 
 FINALIZER = "tests.pagestream.dev/nobody-takes-it-away"
@@ -19,9 +18,13 @@ NAME = "enginepools.pagestream.dev"
 
 
 @pytest.fixture
-def client(admin: Administrator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+def kubeconfig(admin: Administrator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(admin.kubeconfig))
-    with open_client() as client:
+
+
+@pytest.fixture
+async def client(kubeconfig: None) -> AsyncIterator[KubeClient]:
+    async with KubeClient(10.0) as client:
         yield client
 
 
@@ -44,7 +47,7 @@ def columns(admin: Administrator) -> list[str]:
 
 
 def test_what_helm_installed_once_is_brought_up_to_date_and_what_is_no_longer_in_it_goes(
-    admin: Administrator, client: Client, capsys: pytest.CaptureFixture[str]
+    admin: Administrator, kubeconfig: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     older = copy.deepcopy(definition())
     older["spec"]["versions"][0]["additionalPrinterColumns"] = [{"name": "Old", "type": "string", "jsonPath": ".kind"}]
@@ -56,14 +59,14 @@ def test_what_helm_installed_once_is_brought_up_to_date_and_what_is_no_longer_in
     assert "is up to date" in capsys.readouterr().err
 
 
-def test_a_definition_that_the_server_refuses_is_told_with_what_to_do(client: Client) -> None:
+async def test_a_definition_that_the_server_refuses_is_told_with_what_to_do(client: KubeClient) -> None:
     wrong = copy.deepcopy(definition())
     wrong["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["type"] = "array"
     with pytest.raises(Rejected, match="kubectl apply --server-side"):
-        apply_definition(client, wrong, limit_s=5)
+        await apply_definition(client, wrong, limit_s=5)
 
 
-def test_pools_of_the_selector_go_and_others_stay(admin: Administrator, client: Client, namespace: str) -> None:
+def test_pools_of_the_selector_go_and_others_stay(admin: Administrator, kubeconfig: None, namespace: str) -> None:
     for text in (pool("first"), pool("second"), pool("theirs", label="other")):
         admin.run("kubectl", "--namespace", namespace, "apply", "--filename", "-", text=text)
     delete_pools(["--namespaces", namespace, "--selector", "app.kubernetes.io/instance=mine"])
@@ -71,13 +74,13 @@ def test_pools_of_the_selector_go_and_others_stay(admin: Administrator, client: 
     assert [item["metadata"]["name"] for item in left] == ["theirs"]
 
 
-def test_a_pool_that_no_operator_drains_goes_after_the_limit(
-    admin: Administrator, client: Client, namespace: str
+async def test_a_pool_that_no_operator_drains_goes_after_the_limit(
+    admin: Administrator, client: KubeClient, namespace: str
 ) -> None:
     admin.run("kubectl", "--namespace", namespace, "apply", "--filename", "-", text=pool("stuck", finalizer=FINALIZER))
-    assert remove_pools(client, [namespace], "", limit_s=1) == [f"{namespace}/stuck"]
+    assert await remove_pools(client, [namespace], "", limit_s=1) == [f"{namespace}/stuck"]
     assert admin.get("--namespace", namespace, "enginepools")["items"] == []
 
 
-def test_where_there_are_no_pools_there_is_nothing_to_do(client: Client, namespace: str) -> None:
-    assert remove_pools(client, [namespace], "", limit_s=1) == []
+async def test_where_there_are_no_pools_there_is_nothing_to_do(client: KubeClient, namespace: str) -> None:
+    assert await remove_pools(client, [namespace], "", limit_s=1) == []

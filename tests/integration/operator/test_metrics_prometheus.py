@@ -9,13 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from pagestream_operator.metrics import (
-    MetricsStore,
-    PoolMetrics,
-    PrometheusSettings,
-    PrometheusSource,
-    SourceUnavailable,
-)
+from pagestream_operator.errors import SourceUnavailable
+from pagestream_operator.metrics import MetricsStore, PoolMetrics, PrometheusSettings, PrometheusSource
 from support.kubernetes.control_plane import ControlPlane, eventually
 from support.kubernetes.operator_process import PoolWorld, running_operator
 from support.processes.processes import until

@@ -19,7 +19,8 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc import Me
 from opentelemetry.sdk.metrics import Counter, Histogram, MeterProvider
 from opentelemetry.sdk.metrics.export import AggregationTemporality, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
-from pagestream_operator.metrics import MetricsSink, MetricsStore, SinkSettings, SinkUnavailable
+from pagestream_operator.errors import SinkUnavailable
+from pagestream_operator.metrics import MetricsSink, MetricsStore, SinkSettings
 from support.telemetry.otlp_messages import engine, export, gateway, gauge, total
 
 LOCAL = SinkSettings(host="127.0.0.1", port=0)

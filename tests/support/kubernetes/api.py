@@ -64,3 +64,16 @@ def run_tool(*command: str, text: str | None = None, environment: dict[str, str]
     if result.returncode:
         raise CommandError(f"{command[0]} ended with {result.returncode}\n{result.stderr}\n{result.stdout[-2000:]}")
     return result.stdout
+
+
+def write_kubeconfig(path: Path, server: str, *, token: str) -> None:
+    """Write a kubeconfig with access by a token. The server's certificate isn't checked."""
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "test", "cluster": {"server": server, "insecure-skip-tls-verify": True}}],
+        "users": [{"name": "test", "user": {"token": token}}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": "default"}}],
+        "current-context": "test",
+    }
+    path.write_text(json.dumps(config))

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from support.kubernetes.api import kube_binary
+from support.kubernetes.api import kube_binary, write_kubeconfig
 from support.processes.processes import wait_until
 from support.processes.stack import free_port
 
@@ -75,17 +75,7 @@ class ControlPlane:
     def kubeconfig_at(self, port: int) -> Path:
         """A file with access by way of another port of this machine, such as a proxy's."""
         path = self.folder / f"kubeconfig-{port}"
-        config = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [
-                {"name": "test", "cluster": {"server": f"https://127.0.0.1:{port}", "insecure-skip-tls-verify": True}}
-            ],
-            "users": [{"name": "test", "user": {"token": ADMIN_TOKEN}}],
-            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": "default"}}],
-            "current-context": "test",
-        }
-        path.write_text(json.dumps(config))
+        write_kubeconfig(path, f"https://127.0.0.1:{port}", token=ADMIN_TOKEN)
         return path
 
     def __enter__(self) -> Self:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from pagestream_operator.api import EnginePool
-from pagestream_operator.children.budget import budget
-from pagestream_operator.children.config_map import config_map
 from pagestream_operator.children.deployment import deployment
-from pagestream_operator.children.identity import service, service_account
 from pagestream_operator.children.manifest import Manifest
+from pagestream_operator.children.objects import config_map, disruption_budget, service, service_account
 from pagestream_operator.settings import EngineDefaults
 
 
 def children(pool: EnginePool, defaults: EngineDefaults) -> tuple[Manifest, ...]:
-    """All objects of a pool, in the order in which they are needed. The Deployment says nothing of replicas: those are
-    written through its scale alone.
+    """All objects of a pool, in the order in which they are needed. The Deployment has no `replicas`: those are written
+    through its scale alone.
     """
     options = config_map(pool)
     return (
         service_account(pool),
         options,
         service(pool),
-        budget(pool),
+        disruption_budget(pool),
         deployment(pool, defaults, options),
     )
 

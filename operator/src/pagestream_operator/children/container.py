@@ -7,9 +7,10 @@ from typing import Any
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children.manifest import engine_name
 from pagestream_operator.children.model_files import model_argument, model_mounts, model_variables
-from pagestream_operator.children.ports import METRICS_PORT
 from pagestream_operator.settings import EngineDefaults
 
+METRICS_PORT = 9400
+"""/healthz, /readyz and /metrics of an engine."""
 _CACHES = {"HOME": "/tmp", "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor", "TRITON_CACHE_DIR": "/tmp/triton"}  # noqa: S108
 """The root is read-only: what libraries write goes to the pod's own emptyDir."""
 

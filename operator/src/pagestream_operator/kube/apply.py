@@ -122,7 +122,7 @@ class Applier:
             "spec": {"replicas": deployment["spec"]["replicas"]},
         }
         async with self._leadership.act():
-            done = await self._client.apply(body, DEPLOYMENT, manager=SCALER)
+            done = await self._client.apply(DEPLOYMENT, body, manager=SCALER)
         self._store.put(DEPLOYMENT, done)
         return done
 
@@ -131,7 +131,7 @@ class Applier:
         if version is not None:
             body = {**wanted, "metadata": {**wanted["metadata"], "resourceVersion": version}}
         async with self._leadership.act():
-            done = await self._client.apply(body, kind, manager=MANAGER)
+            done = await self._client.apply(kind, body, manager=MANAGER)
         self._store.put(kind, done)
         return done
 

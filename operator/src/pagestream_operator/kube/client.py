@@ -1,178 +1,222 @@
-"""Calls of the API server, counted, with a limit each, and with errors that say what to do next."""
+"""Calls of the API server over aiohttp: counted, each with a time limit, with errors by what a caller can do next."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from functools import cache
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeAlias
 
-import httpx2
-from lightkube import AsyncClient
-from lightkube.core.exceptions import ConfigError
-from lightkube.generic_resource import create_namespaced_resource
-from lightkube.types import PatchType
+import aiohttp
 
-from pagestream_operator.children.manifest import Manifest
-from pagestream_operator.errors import ApiFailure, ApiUnavailable, Conflict, Gone, Rejected, SettingsError
+from pagestream_operator.errors import ApiFailure, ApiUnavailable, Conflict, Gone, Rejected
+from pagestream_operator.kube.access import find_access
 from pagestream_operator.kube.kinds import Kind
 
+Object: TypeAlias = dict[str, Any]
+
+_JSON, _MERGE, _APPLY = "application/json", "application/merge-patch+json", "application/apply-patch+yaml"
+_UNAUTHORIZED, _NOT_FOUND, _CONFLICT = 401, 404, 409
+_FIRST_ERROR = 400
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
-_NOT_YET = frozenset({401})  # a token that was renewed; read again at the next call
 _NO_ANSWER = 0
 _MALFORMED = "failed to create typed patch object"
-"""How the API server refuses, with status 500, an object that server-side apply can't read."""
+"""What the API server answers, with status 500, to an object that server-side apply can't read. It is a refusal."""
+_CHUNK = 500
+"""Objects of one page of a list."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One call."""
+
+    verb: str
+    """How it is counted."""
+    method: str
+    kind: Kind
+    namespace: str | None
+    name: str = ""
+    subresource: str = ""
+    body: Mapping[str, Any] | None = None
+    query: Mapping[str, str] = field(default_factory=dict)
+    content: str = _JSON
+
+    @property
+    def path(self) -> str:
+        """A new object is posted to the list of its kind."""
+        return self.kind.path(self.namespace, "" if self.method == "POST" else self.name, self.subresource)
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.kind.name} {self.namespace or '*'}/{self.name}"
 
 
 class KubeClient:
-    """Used as `async with KubeClient(timeout_s) as client`.
+    """A client of the API server: `async with KubeClient(timeout_s) as client`.
 
-    Every method raises an ApiFailure: Gone (404), Conflict (409), ApiUnavailable (no answer, 429, 5xx), or Rejected.
-    Access is found as everywhere: the pod's service account, KUBECONFIG, ~/.kube/config.
+    Objects are plain dictionaries. A call that ends with 401 is sent once more if the access, read anew, differs.
+    Every call raises an ApiFailure: Gone (404), Conflict (409), ApiUnavailable (no answer, 401, 429, 5xx) or Rejected.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """SettingsError where there is no access."""
-        try:
-            self._client = AsyncClient(timeout=httpx2.Timeout(timeout_s))
-        except ConfigError as error:
-            raise SettingsError(f"no access to Kubernetes: {error}; set KUBECONFIG, or run in a pod") from error
+        """Find the access. `timeout_s` limits each call, a list's pages one by one.
+
+        Raises:
+            SettingsError: there is no access.
+        """
+        self._access = find_access()
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._session: aiohttp.ClientSession
         self.calls: Counter[tuple[str, int]] = Counter()
-        """Calls by verb and HTTP status, 0 where there was no answer."""
+        """Calls by verb and HTTP status; 0: there was no answer."""
 
     async def __aenter__(self) -> Self:
-        """Nothing is opened before the first call."""
+        """Open the session. Nothing is connected before the first call."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=self._access.as_ssl_context()),
+            timeout=self._timeout,
+            proxy=self._access.proxy_url,
+            trust_env=self._access.trust_env,
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Closes connections."""
-        await self._client.close()
+        """Close all connections."""
+        await self._session.close()
 
-    async def get(self, kind: Kind, namespace: str, name: str) -> Manifest:
-        """Read an object."""
-        async with self._call("get", kind, namespace, name):
-            return dict(await self._client.get(_resource(kind), name, namespace=namespace))
+    async def get(self, kind: Kind, namespace: str | None, name: str) -> Object:
+        """Read an object. `namespace` is None for kinds of the whole cluster."""
+        return await self._send(_Request("get", "GET", kind, namespace, name))
 
-    async def list(self, kind: Kind, namespace: str | None) -> list[Manifest]:
-        """All objects that are watched of a kind, in one namespace or all."""
-        found: list[Manifest] = []
-        async with self._call("list", kind, namespace, ""):
-            selector: Any = _parse_selector(kind.label_selector)
-            listed = self._client.list(_resource(kind), namespace=namespace or "*", labels=selector, chunk_size=500)
-            async for each in listed:
-                found.append(dict(each))
-        return found
+    async def list(self, kind: Kind, namespace: str | None, selector: str | None = None) -> list[Object]:
+        """Read all objects of a kind in one namespace, or in all where it is None.
 
-    async def create(self, kind: Kind, body: Manifest, *, dry_run: bool = False) -> Manifest:
-        """Create an object."""
-        metadata = body["metadata"]
-        async with self._call("create", kind, metadata["namespace"], metadata.get("name", "")):
-            return dict(await self._client.create(_resource(kind)(body), dry_run=dry_run))
+        Args:
+            kind: what to list.
+            namespace: where; None for all namespaces.
+            selector: a label selector; the kind's own unless given.
+        """
+        chosen = kind.label_selector if selector is None else selector
+        query = {"limit": str(_CHUNK)} | ({"labelSelector": chosen} if chosen else {})
+        found: list[Object] = []
+        while True:
+            page = await self._send(_Request("list", "GET", kind, namespace, query=query))
+            found += page.get("items") or []
+            following = (page.get("metadata") or {}).get("continue")
+            if not following:
+                return found
+            query = {**query, "continue": following}
 
-    async def replace(self, kind: Kind, body: Manifest) -> Manifest:
-        """Replace an object that has not moved on since `body` was read."""
-        metadata = body["metadata"]
-        async with self._call("update", kind, metadata["namespace"], metadata["name"]):
-            return dict(await self._client.replace(_resource(kind)(body)))
+    async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+        """Create an object. With `dry_run` it is only checked, admission included."""
+        query = {"dryRun": "All"} if dry_run else {}
+        return await self._send(_Request("create", "POST", kind, *_place_of(body), body=body, query=query))
 
-    async def replace_status(self, kind: Kind, body: Manifest) -> Manifest:
-        """Replace an object's status, if it has not moved on since `body` was read."""
-        metadata = body["metadata"]
-        async with self._call("update", kind, metadata["namespace"], metadata["name"]):
-            status = _resource(kind).Status(body)
-            return dict(await self._client.replace(status, metadata["name"], namespace=metadata["namespace"]))
+    async def replace(self, kind: Kind, body: Object, *, subresource: str = "") -> Object:
+        """Replace an object, or a subresource of it such as `status`.
 
-    async def apply(self, body: Manifest, kind: Kind, *, manager: str) -> Manifest:
-        """Server-side apply. With `metadata.resourceVersion`, only if the object has not moved on since."""
-        metadata = body["metadata"]
-        async with self._call("apply", kind, metadata["namespace"], metadata["name"]):
-            done = await self._client.patch(
-                _resource(kind),
-                metadata["name"],
-                body,
-                namespace=metadata["namespace"],
-                patch_type=PatchType.APPLY,
-                field_manager=manager,
-                force=True,
-            )
-            return dict(done)
+        It raises Conflict if the object has changed since `body` was read.
+        """
+        return await self._send(_Request("update", "PUT", kind, *_place_of(body), subresource, body=body))
+
+    async def apply(self, kind: Kind, body: Object, *, manager: str) -> Object:
+        """Apply an object on the server's side. With `metadata.resourceVersion`: Conflict if it has changed since."""
+        query = {"fieldManager": manager, "force": "true"}
+        return await self._send(
+            _Request("apply", "PATCH", kind, *_place_of(body), body=body, query=query, content=_APPLY)
+        )
 
     async def apply_scale(
         self, kind: Kind, namespace: str, name: str, replicas: int, *, version: str, manager: str
     ) -> str:
-        """Set an object's replicas through its scale, if it has not moved on since `version`; returns its new one."""
+        """Set an object's replicas through its scale; returns its new version.
+
+        It raises Conflict if the object has changed since `version`.
+        """
         body = {
             "apiVersion": "autoscaling/v1",
             "kind": "Scale",
             "metadata": {"name": name, "namespace": namespace, "resourceVersion": version},
             "spec": {"replicas": replicas},
         }
-        async with self._call("scale", kind, namespace, name):
-            scale = await self._client.patch(
-                _resource(kind).Scale,
-                name,
-                body,
-                namespace=namespace,
-                patch_type=PatchType.APPLY,
-                field_manager=manager,
-                force=True,
-            )
-            new: str = scale.metadata.resourceVersion
-            return new
+        query = {"fieldManager": manager, "force": "true"}
+        scale = await self._send(
+            _Request("scale", "PATCH", kind, namespace, name, "scale", body=body, query=query, content=_APPLY)
+        )
+        return str(scale["metadata"]["resourceVersion"])
 
-    async def merge(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any], *, manager: str) -> Manifest:
+    async def merge(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any], *, manager: str) -> Object:
         """Merge a change into an object."""
-        async with self._call("patch", kind, namespace, name):
-            done = await self._client.patch(
-                _resource(kind),
-                name,
-                dict(patch),
-                namespace=namespace,
-                patch_type=PatchType.MERGE,
-                field_manager=manager,
-            )
-            return dict(done)
+        query = {"fieldManager": manager}
+        return await self._send(
+            _Request("patch", "PATCH", kind, namespace, name, body=patch, query=query, content=_MERGE)
+        )
 
-    @asynccontextmanager
-    async def _call(self, verb: str, kind: Kind, namespace: str | None, name: str) -> AsyncIterator[None]:
-        what = f"{verb} {kind.name} {namespace or '*'}/{name}"
-        status = 200
+    async def delete(self, kind: Kind, namespace: str, name: str) -> None:
+        """Delete an object; its finalizers may keep it for a while."""
+        await self._send(_Request("delete", "DELETE", kind, namespace, name))
+
+    async def _send(self, request: _Request) -> Object:
+        status = _NO_ANSWER
         try:
-            yield
-        except httpx2.HTTPStatusError as error:
-            failure = failure_of(what, error)
-            status = failure.status
-            raise failure from error
-        except (httpx2.HTTPError, ConfigError, ValueError) as error:
+            status, text, retry_after = await self._exchange(request)
+            if status == _UNAUTHORIZED and self._has_new_access():
+                status, text, retry_after = await self._exchange(request)
+            if status >= _FIRST_ERROR:
+                raise failure_of(str(request), status, _message(text), retry_after)
+            found: Object = json.loads(text)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             status = _NO_ANSWER
-            raise ApiUnavailable(f"{what}: {type(error).__name__} {error}") from error
+            raise ApiUnavailable(f"{request}: {type(error).__name__} {error}") from error
         finally:
-            self.calls[(verb, status)] += 1
+            self.calls[(request.verb, status)] += 1
+        return found
+
+    async def _exchange(self, request: _Request) -> tuple[int, bytes, str | None]:
+        """Send a request; returns the answer's status, body and Retry-After."""
+        async with self._session.request(
+            request.method,
+            self._access.server.rstrip("/") + request.path,
+            params=request.query,
+            data=None if request.body is None else json.dumps(request.body).encode(),
+            headers={**self._access.as_http_headers(), "Content-Type": request.content, "Accept": _JSON},
+        ) as response:
+            return response.status, await response.read(), response.headers.get("Retry-After")
+
+    def _has_new_access(self) -> bool:
+        before = self._access.as_http_headers()
+        self._access = find_access()
+        return self._access.as_http_headers() != before
 
 
-@cache
-def _resource(kind: Kind) -> Any:
-    return create_namespaced_resource(kind.group, kind.version, kind.name, kind.plural)
+def failure_of(what: str, status: int, message: str, retry_after: str | None = None) -> ApiFailure:
+    """Translate an answer of the API server into an error.
 
-
-def _parse_selector(text: str | None) -> dict[str, str] | None:
-    return None if text is None else dict(part.split("=") for part in text.split(","))
-
-
-def failure_of(what: str, error: httpx2.HTTPStatusError) -> ApiFailure:
-    """What an answer of the API server means to whoever asked."""
-    # An error in a stream has no response of its own.
-    status = error.response.status_code if error.response is not None else _NO_ANSWER
-    text = f"{what}: {status} {error}"
-    if status == httpx2.codes.NOT_FOUND:
+    Args:
+        what: what was tried.
+        status: HTTP status of the answer.
+        message: what the server wrote.
+        retry_after: its header of that name, in seconds; a date is ignored.
+    """
+    text = f"{what}: {status} {message}"
+    if status == _NOT_FOUND:
         return Gone(text, status)
-    if status == httpx2.codes.CONFLICT:
+    if status == _CONFLICT:
         return Conflict(text, status)
-    if (status in _BUSY or status in _NOT_YET) and _MALFORMED not in text:
-        return ApiUnavailable(text, status, retry_after_s=_retry_after(error.response.headers.get("Retry-After")))
+    if (status in _BUSY or status == _UNAUTHORIZED) and _MALFORMED not in text:
+        seconds = float(retry_after) if retry_after is not None and retry_after.isdecimal() else None
+        return ApiUnavailable(text, status, retry_after_s=seconds)
     return Rejected(text, status)
 
 
-def _retry_after(text: str | None) -> float | None:
-    return float(text) if text is not None and text.isdecimal() else None
+def _place_of(body: Object) -> tuple[str | None, str]:
+    metadata = body["metadata"]
+    return metadata.get("namespace"), metadata.get("name", "")
+
+
+def _message(body: bytes) -> str:
+    """The message of a Status object; of another answer, its beginning."""
+    try:
+        return str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")

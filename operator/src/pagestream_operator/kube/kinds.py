@@ -1,4 +1,4 @@
-"""The kinds of objects that the operator deals with."""
+"""The kinds of objects that the operator reads and writes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,30 @@ from pagestream_operator.children.manifest import MANAGED_BY, MANAGER
 
 @dataclass(frozen=True)
 class Kind:
-    """A namespaced kind."""
+    """A kind of objects, by the names that the API server has for it."""
 
     group: str
     version: str
     name: str
     plural: str
     label_selector: str | None = None
-    """Of those that are watched; None: all."""
+    """Which objects of the kind are listed and watched; None: all."""
 
     @property
     def api_version(self) -> str:
-        """As objects say it."""
+        """The `apiVersion` of its objects."""
         return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None, name: str = "", subresource: str = "") -> str:
+        """The URL path of an object, of its subresource, or without a name of all objects.
+
+        Args:
+            namespace: None for all namespaces, and for kinds of the whole cluster.
+            name: the object's name.
+            subresource: such as `status` or `scale`.
+        """
+        parts = ["apis" if self.group else "api", self.api_version, *(["namespaces", namespace] if namespace else [])]
+        return "/" + "/".join(part for part in (*parts, self.plural, name, subresource) if part)
 
 
 _OURS = f"{MANAGED_BY}={MANAGER}"
@@ -36,13 +47,13 @@ BUDGET = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets", _OU
 POD = Kind("", "v1", "Pod", "pods", _OURS)
 LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 EVENT = Kind("events.k8s.io", "v1", "Event", "events")
+DEFINITION = Kind("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions")
 
-CHILDREN = (SERVICE_ACCOUNT, CONFIG_MAP, SERVICE, BUDGET, DEPLOYMENT)
-WATCHED = (POOL, *CHILDREN, POD)
+WATCHED = (POOL, SERVICE_ACCOUNT, CONFIG_MAP, SERVICE, BUDGET, DEPLOYMENT, POD)
 
-_BY_NAME = {(kind.api_version, kind.name): kind for kind in (*WATCHED, LEASE, EVENT)}
+_BY_NAME = {(kind.api_version, kind.name): kind for kind in WATCHED}
 
 
 def kind_of(api_version: str, name: str) -> Kind:
-    """The kind of a manifest. KeyError for one that the operator doesn't deal with."""
+    """The watched kind of a manifest's `apiVersion` and `kind`. KeyError for another one."""
     return _BY_NAME[(api_version, name)]

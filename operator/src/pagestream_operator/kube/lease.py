@@ -67,8 +67,6 @@ class Leadership:
         self.identity = f"{name}_{secrets.token_hex(4)}"
         self.term = 0
         """How often the lease had changed hands when this process got it: the fence's number."""
-        self.last_contact = clock()
-        """When the API server last answered a look at the lease."""
         self._client, self._settings, self._clock = client, settings, clock
         self._on_change = on_change
         self._valid_until = float("-inf")
@@ -118,9 +116,7 @@ class Leadership:
                 await self._write(self.term)
             else:
                 await self._try_to_lead()
-            self.last_contact = self._clock()
         except Conflict:
-            self.last_contact = self._clock()
             self._seen = None
             await self._look_again()
         except ApiFailure as error:

@@ -27,7 +27,6 @@ class Pod:
     """Since when it is ready; None if it isn't."""
     is_ending: bool
     has_ended: bool
-    template_hash: str
     deletion_cost: str | None
     trouble: str | None
     """Why it can't start without a person, if so."""
@@ -45,7 +44,6 @@ class Pod:
             ready_s=unix_seconds(ready["lastTransitionTime"]) if ready.get("status") == "True" else None,
             is_ending=metadata.get("deletionTimestamp") is not None,
             has_ended=status.get("phase") in _ENDED,
-            template_hash=(metadata.get("labels") or {}).get("pod-template-hash", ""),
             deletion_cost=(metadata.get("annotations") or {}).get(DELETION_COST),
             trouble=_trouble(status, conditions),
         )

@@ -1,12 +1,11 @@
-"""Watches, by kopf: what the API server shows goes into the store.
+"""The store's source: kopf's watches, and lists that repair them.
 
-kopf keeps the streams (lists, watches, begins again after 410 and lost connections) and holds events back until all
-kinds were listed once. Its own bookkeeping on objects is not used, so that it writes nothing: every replica of the
-operator may watch. It runs in a thread with an event loop of its own, since it takes every task of its loop for one of
-its own, and the process' signals as well.
+kopf keeps the streams: it lists, watches, and begins again after 410 and lost connections. It runs in a thread with an
+event loop of its own, since it takes every task of its loop for one of its own (and cancels them all when it ends), and
+the process' signals as well.
 
-What it does not tell is an object that ended while no watch was open; so when a kind was listed again, or some time has
-passed, it is listed here and what isn't there any more is dropped.
+kopf does not report an object that ended while no watch was open. So each kind is listed once more when kopf has listed
+it again, and every `resync_s`; what such a list lacks is dropped from the store.
 """
 
 from __future__ import annotations
@@ -26,30 +25,39 @@ from pagestream_operator.kube.store import ObjectStore
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = (0.5, 1.0, 2.0, 2.0, 2.0, 5.0, 5.0, 5.0)
-"""Between tries of a list or watch. Short, since a lost watch is blindness; then the stream begins again from a
-list."""
 _RESTART_S = 2.0
-_SETTLE_S = 1.0  # after a list was begun again: time for its events, so that many of them cost one list of ours
+_SETTLE_S = 1.0
+"""After kopf has listed a kind again: time for the events of that list, so that many of them cost one list here."""
 _EXIT_S = 3.0
-_DEPLETE_S = 0.5
 
 
 class Watcher:
-    """Fills `store` while it runs. `synced` is set when all kinds were listed."""
+    """Fills a store while `run` runs."""
 
     def __init__(
-        self, client: KubeClient, store: ObjectStore, namespaces: tuple[str, ...] | None, *, resync_s: float
+        self,
+        client: KubeClient,
+        store: ObjectStore,
+        namespaces: tuple[str, ...] | None,
+        registry: kopf.OperatorRegistry,
+        *,
+        resync_s: float,
     ) -> None:
-        """`namespaces` None: all of them. `resync_s` 0: never without a reason."""
+        """Prepare; nothing is watched yet.
+
+        Args:
+            client: for the lists that repair watches.
+            store: what to fill. Its event loop is the one that `run` runs in.
+            namespaces: which to watch; None for all.
+            registry: kopf's handlers, which call `store_object` and `observe_event` of `memo.watcher`.
+            resync_s: seconds between lists of all kinds; 0 lists only where something may have been missed.
+        """
         self.synced = asyncio.Event()
+        """Set when all kinds were listed."""
         self.defined = asyncio.Event()
-        """Set when the API server knows EnginePool."""
-        self.restarts = 0
-        """How often kopf gave up and was begun again."""
-        self.missed = 0
-        """Objects whose end no watch has told."""
-        self._client, self._store, self._namespaces, self._resync_s = client, store, namespaces, resync_s
+        """Set when the API server serves EnginePool."""
+        self._client, self._store, self._namespaces = client, store, namespaces
+        self._registry, self._resync_s = registry, resync_s
         self._listed: dict[Kind, set[str]] = {kind: set() for kind in WATCHED}
         self._suspected: set[Kind] = set()
         self._wake = asyncio.Event()
@@ -68,20 +76,50 @@ class Watcher:
             await asyncio.gather(checking, return_exceptions=True)
 
     def suspect(self, *kinds: Kind) -> None:
-        """Have these kinds listed soon: something about them was not as the store says."""
+        """List these kinds soon: the store was found to be wrong about them."""
         self._suspected.update(kinds)
         self._wake.set()
 
+    # -- called by kopf's handlers, in kopf's thread
+
+    def store_object(self, kind: Kind, body: Mapping[str, Any]) -> None:
+        """Store an object."""
+        self._post(self._store.put, kind, body)
+
+    def observe_event(self, kind: Kind, change: str | None, body: Mapping[str, Any]) -> None:
+        """Note an event: ADDED, MODIFIED or DELETED; None for an object of a list."""
+        self._post(self._observe, kind, change, body)
+
+    def _post(self, callback: Callable[..., object], *arguments: Any) -> None:
+        """Call in the store's event loop, in the order of the posts."""
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:
+            logger.debug("an event came after the end of the store's event loop")
+
+    def _observe(self, kind: Kind, change: str | None, body: Mapping[str, Any]) -> None:
+        self.synced.set()
+        listed, uid = self._listed[kind], body["metadata"]["uid"]
+        if change == "DELETED":
+            listed.discard(uid)
+            self._store.drop(kind, body)
+        elif change is None and uid in listed:
+            self.suspect(kind)  # listed a second time: the watch was interrupted
+        else:
+            listed.add(uid)
+
+    # -- kopf's thread
+
     async def _watch(self, stop: asyncio.Event) -> None:
-        """Until kopf gives up, or `stop` is set."""
+        """Run kopf until it gives up, or `stop` is set."""
         self._loop = asyncio.get_running_loop()
         ended, flag = asyncio.Event(), threading.Event()
 
         def run() -> None:
             try:
                 asyncio.run(self._run_kopf(flag))
-            except Exception as error:  # noqa: BLE001 - whatever kopf met, watching must go on
-                logger.warning("watching has failed and begins again: %s", error)
+            except Exception as error:  # noqa: BLE001 - whatever kopf raises, it is started again
+                logger.warning("the watches have failed and are started again: %s", error)
             finally:
                 self._post(ended.set)
 
@@ -97,31 +135,22 @@ class Watcher:
             stopping.cancel()
             ending.cancel()
         if not stop.is_set():
-            self.restarts += 1
             self.suspect(*WATCHED)
             await _sleep(_RESTART_S, stop)
 
     async def _run_kopf(self, flag: threading.Event) -> None:
-        """In the thread."""
         await kopf.operator(
-            registry=self._registry(),
-            settings=_kopf_settings(),
+            registry=self._registry,
+            memo=kopf.Memo(watcher=self),
             standalone=True,
             clusterwide=self._namespaces is None,
             namespaces=self._namespaces or (),
             stop_flag=flag,
         )
 
-    def _post(self, callback: Callable[..., object], *arguments: Any) -> None:
-        """From the thread into the loop of the store, in order."""
-        try:
-            self._loop.call_soon_threadsafe(callback, *arguments)
-        except RuntimeError:
-            logger.debug("the loop has ended before the watches")
-
     async def _wait_for_definition(self, stop: asyncio.Event) -> None:
-        """kopf looks once for the kinds that there are."""
-        told = False
+        """Wait until EnginePool can be listed: kopf looks once for the kinds that there are."""
+        has_warned = False
         while not stop.is_set():
             try:
                 for namespace in self._namespaces or (None,):
@@ -130,43 +159,11 @@ class Watcher:
                 return
             except ApiFailure as error:
                 what = "the definition of EnginePool" if isinstance(error, Gone) else "the API server"
-                logger.log(logging.DEBUG if told else logging.WARNING, "waiting for %s: %s", what, error)
-                told = True
+                logger.log(logging.DEBUG if has_warned else logging.WARNING, "waiting for %s: %s", what, error)
+                has_warned = True
                 await _sleep(_RESTART_S, stop)
 
-    def _registry(self) -> kopf.OperatorRegistry:
-        registry = kopf.OperatorRegistry()
-
-        @kopf.on.login(registry=registry)
-        def login(**given: Any) -> kopf.ConnectionInfo | None:
-            return kopf.login_with_service_account(**given) or kopf.login_with_kubeconfig(**given)
-
-        for kind in WATCHED:
-            self._register(kind, registry)
-        return registry
-
-    def _register(self, kind: Kind, registry: kopf.OperatorRegistry) -> None:
-        place = (kind.group, kind.version, kind.plural)
-
-        # An index, since kopf holds all events back until everything listed has passed through the indexes.
-        @kopf.index(*place, id=f"index-{kind.plural}", registry=registry)
-        async def take(body: Mapping[str, Any], **_: Any) -> None:
-            self._post(self._store.put, kind, _plain(body))
-
-        @kopf.on.event(*place, id=f"event-{kind.plural}", registry=registry)
-        async def see(event: Mapping[str, Any], **_: Any) -> None:
-            self._post(self._see, kind, event["type"], event["object"])
-
-    def _see(self, kind: Kind, change: str | None, body: Mapping[str, Any]) -> None:
-        self.synced.set()
-        listed, uid = self._listed[kind], body["metadata"]["uid"]
-        if change == "DELETED":
-            listed.discard(uid)
-            self._store.drop(kind, body)
-        elif change is None and uid in listed:
-            self.suspect(kind)
-        else:
-            listed.add(uid)
+    # -- lists that repair watches
 
     async def _check(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
@@ -192,30 +189,8 @@ class Watcher:
                 asyncio.get_running_loop().call_later(_RESTART_S, self._wake.set)
                 return
             missed = self._store.settle(kind, listed, suspects)
-            self.missed += missed
             if missed:
-                logger.info("ends that no watch has told", extra={"kind": kind.name, "count": missed})
-
-
-def _plain(body: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: body[name] for name in body}
-
-
-def _kopf_settings() -> kopf.OperatorSettings:
-    settings = kopf.OperatorSettings()
-    settings.scanning.disabled = True
-    settings.posting.enabled = False
-    settings.networking.error_backoffs = _RETRY_S
-    settings.networking.request_timeout = 30.0
-    settings.networking.connect_timeout = 5.0
-    settings.watching.chunk_size = 500
-    settings.queueing.idle_timeout = 0.5
-    settings.process.ultimate_exiting_timeout = None
-    settings.queueing.exit_timeout = _DEPLETE_S
-    for kind in WATCHED:
-        if kind.label_selector is not None:
-            settings.watching.label_selectors[kind.group, kind.version, kind.plural] = kind.label_selector
-    return settings
+                logger.info("dropped objects whose end no watch reported", extra={"kind": kind.name, "count": missed})
 
 
 async def _sleep(seconds: float, stop: asyncio.Event) -> None:

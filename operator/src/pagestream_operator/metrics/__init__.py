@@ -1,13 +1,10 @@
-"""How metrics reach the operator: an OTLP/gRPC sink, and the store that the scaling law is fed from."""
+"""Metrics of engines and gateways: an OTLP/gRPC sink, a Prometheus client, and the store that both fill."""
 
-from pagestream_operator.metrics.errors import MetricsError, SinkUnavailable, SourceUnavailable
 from pagestream_operator.metrics.prometheus import PrometheusSettings, PrometheusSource
-from pagestream_operator.metrics.settings import SinkSettings, StoreSettings
-from pagestream_operator.metrics.sink import MetricsSink
-from pagestream_operator.metrics.store import MetricsStore, PodRef, PoolMetrics
+from pagestream_operator.metrics.sink import MetricsSink, SinkSettings
+from pagestream_operator.metrics.store import MetricsStore, PodRef, PoolMetrics, StoreSettings
 
 __all__ = [
-    "MetricsError",
     "MetricsSink",
     "MetricsStore",
     "PodRef",
@@ -15,7 +12,5 @@ __all__ = [
     "PrometheusSettings",
     "PrometheusSource",
     "SinkSettings",
-    "SinkUnavailable",
-    "SourceUnavailable",
     "StoreSettings",
 ]

@@ -19,9 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 
-from pagestream_operator.metrics.errors import SourceUnavailable
+from pagestream_operator.errors import SourceUnavailable
 from pagestream_operator.metrics.names import (
     ENGINE_COUNTERS,
     MODEL_ATTRIBUTE,
@@ -45,6 +45,7 @@ _NAMES: dict[str, str] = {
     "pagestream_queue_drain_rate_per_second": Queue.DRAIN_RATE,
     "pagestream_queue_running": Queue.RUNNING,
 }
+_OK = 200
 _LATENCY = "gen_ai_server_time_to_first_token_seconds_bucket"
 _MODEL_LABEL = "gen_ai_request_model"
 _KEPT_LABELS = frozenset({"partition", "class", "gen_ai_operation_name", "error_type"})  # the others name the source
@@ -107,33 +108,35 @@ class PrometheusSource:
         async with self._client() as client:
             await self._poll(client)
 
-    def _client(self) -> httpx.AsyncClient:
+    def _client(self) -> aiohttp.ClientSession:
         settings = self._settings
         ca_file = None if settings.ca_file is None else str(settings.ca_file)
-        verify = ssl.create_default_context(cafile=ca_file) if settings.url.startswith("https:") else False
-        return httpx.AsyncClient(base_url=settings.url, timeout=settings.timeout_s, verify=verify)
+        verify = ssl.create_default_context(cafile=ca_file) if settings.url.startswith("https:") else True
+        timeout = aiohttp.ClientTimeout(
+            total=2 * settings.timeout_s, connect=settings.timeout_s, sock_read=settings.timeout_s
+        )
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=verify), timeout=timeout, trust_env=True)
 
-    async def _poll(self, client: httpx.AsyncClient) -> None:
+    async def _poll(self, client: aiohttp.ClientSession) -> None:
         try:
-            async with asyncio.timeout(2 * self._settings.timeout_s):
-                body = await self._ask(client)
-            series = _series_of(json.loads(body))
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, TimeoutError) as error:
+            series = _series_of(json.loads(await self._ask(client)))
+        except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
             raise SourceUnavailable(f"{self._settings.url}: {error or type(error).__name__}") from error
         self._take(series)
         self._store.sweep()
 
-    async def _ask(self, client: httpx.AsyncClient) -> bytes:
+    async def _ask(self, client: aiohttp.ClientSession) -> bytes:
         token = self._settings.bearer_token_file
         headers = {} if token is None else {"Authorization": f"Bearer {token.read_text().strip()}"}
+        url = f"{self._settings.url.rstrip('/')}/api/v1/query"
         body = bytearray()
-        async with client.stream("POST", "/api/v1/query", data={"query": self._query}, headers=headers) as answer:
-            async for part in answer.aiter_bytes():
+        async with client.post(url, data={"query": self._query}, headers=headers, allow_redirects=False) as answer:
+            async for part in answer.content.iter_any():
                 body += part
                 if len(body) > self._settings.max_answer_bytes:
                     raise ValueError(f"the answer has more than {self._settings.max_answer_bytes} bytes")
-            if answer.status_code != httpx.codes.OK:
-                raise ValueError(f"HTTP {answer.status_code}: {body[:200].decode(errors='replace')}")
+            if answer.status != _OK:
+                raise ValueError(f"HTTP {answer.status}: {body[:200].decode(errors='replace')}")
         return bytes(body)
 
     # -- from series to points

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -16,14 +17,28 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceResponse,
 )
 
-from pagestream_operator.metrics.errors import SinkUnavailable
+from pagestream_operator.errors import SinkUnavailable
 from pagestream_operator.metrics.intake import Intake
-from pagestream_operator.metrics.settings import SinkSettings
 from pagestream_operator.metrics.store import MetricsStore
 
 _SERVICE = metrics_service_pb2.DESCRIPTOR.services_by_name["MetricsService"].full_name
 _TURN = 64  # resources that are taken in before other work of the event loop gets its turn
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SinkSettings:
+    """Bounds of what the sink takes in."""
+
+    host: str = "[::]"
+    port: int = 4317
+    """OTLP/gRPC's own; 0 takes a free one."""
+    max_message_bytes: int = 8 * 1024 * 1024
+    """An export of 1,000 pods has about 3 MB."""
+    max_concurrent_exports: int = 16
+    """Each holds at most one message."""
+    grace_s: float = 2.0
+    """Seconds for exports in flight when the sink stops."""
 
 
 class MetricsSink:

@@ -21,10 +21,35 @@ from pagestream_operator.metrics.names import (
 )
 from pagestream_operator.metrics.points import Histogram, Number, Source
 from pagestream_operator.metrics.series import Counter, Gauge, Taken
-from pagestream_operator.metrics.settings import StoreSettings
 
 _EXPORT_S = 2.5  # an export interval and a bit
 _SWEEP_S = 10.0  # how late a silent process may be dropped
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """Bounds of what the store keeps. Beyond a bound new names are refused, and known ones stay."""
+
+    max_pods: int = 4096
+    """Four times what one operator should hold."""
+    max_instances: int = 3
+    """Processes of one pod: its last restarts."""
+    max_gateways: int = 256
+    max_models: int = 256
+    max_attribute_sets: int = 128
+    """Of one metric of one process; a queue has one for each partition and class."""
+    max_latency_series: int = 2048
+    """Attribute sets of a latency over all gateways of a model."""
+    forget_s: float = 300.0
+    """A process that was silent for so many seconds is dropped."""
+    future_s: float = 5.0
+    """Points from further ahead are refused: they would hide all that follow."""
+    rate_window_s: float = 6.0
+    """Token rates are means over so many seconds: three exports."""
+    latency_kept_s: float = 300.0
+    """Seconds of latencies that are kept: the longest window of a TTFT term."""
+    gateways_apart_s: float = 5.0
+    """Reports of gateways that are no older than the newest one by so much count: two exports and a margin."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pagestream_scaling import PolicyInvalid, ScalingPolicy
 
-from pagestream_operator.api import GROUP, ConditionType, EnginePool, EnginePoolStatus
+from pagestream_operator.api import ConditionType, EnginePool, EnginePoolStatus
 from pagestream_operator.children import children
 from pagestream_operator.children.manifest import engine_name, service_name
 from pagestream_operator.errors import Blocked, Conflict, Gone, OperatorError, PoolInvalid, Rejected
@@ -28,7 +28,8 @@ from pagestream_operator.kube.pods import DELETION_COST, unix_seconds
 from pagestream_operator.kube.store import ObjectStore, PoolKey
 from pagestream_operator.metrics import MetricsStore
 from pagestream_operator.pool.conditions import Trouble, findings
-from pagestream_operator.pool.drain import marks
+from pagestream_operator.pool.deletion_cost import deletion_costs
+from pagestream_operator.pool.finalizer import FINALIZER
 from pagestream_operator.pool.scaler import Scaler, Verdict, first_replicas
 from pagestream_operator.pool.status import changed, differs, differs_in_substance, pool_status
 from pagestream_operator.pool.view import PoolView
@@ -36,7 +37,6 @@ from pagestream_operator.settings import EngineDefaults
 
 logger = logging.getLogger(__name__)
 
-FINALIZER = f"{GROUP}/drain"
 _WARNINGS = {ConditionType.DEGRADED: "True", ConditionType.READY: "False"}
 """Conditions that are bad news, and the status in which they are."""
 
@@ -187,7 +187,7 @@ class Reconciler:
 
     async def _mark(self, view: PoolView, verdict: Verdict, excess: int) -> None:
         """Best effort: a pod that is gone already, or has moved on, needs no mark."""
-        for mark in marks(view.pods, verdict.observation.pods, excess):
+        for mark in deletion_costs(view.pods, verdict.observation.pods, excess):
             patch = {"metadata": {"annotations": {DELETION_COST: mark.cost}}}
             try:
                 async with self.context.leadership.act():
@@ -285,7 +285,7 @@ class Reconciler:
 
     async def _write_status(self, body: dict[str, Any], new: EnginePoolStatus, old: EnginePoolStatus) -> None:
         async with self.context.leadership.act():
-            done = await self.context.client.replace_status(POOL, {**body, "status": new.to_object()})
+            done = await self.context.client.replace(POOL, {**body, "status": new.to_object()}, subresource="status")
         self._told_s = self.context.clock()
         self.context.store.put(POOL, done)
         for condition, before in changed(new, old):

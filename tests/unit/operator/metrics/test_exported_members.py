@@ -3,7 +3,6 @@ from pagestream_operator import metrics
 
 def test_exported_names() -> None:
     assert metrics.__all__ == [
-        "MetricsError",
         "MetricsSink",
         "MetricsStore",
         "PodRef",
@@ -11,8 +10,6 @@ def test_exported_names() -> None:
         "PrometheusSettings",
         "PrometheusSource",
         "SinkSettings",
-        "SinkUnavailable",
-        "SourceUnavailable",
         "StoreSettings",
     ]
     assert all(hasattr(metrics, name) for name in metrics.__all__)

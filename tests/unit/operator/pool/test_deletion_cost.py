@@ -1,5 +1,6 @@
 from pagestream_operator.kube.pods import DELETION_COST, Pod
-from pagestream_operator.pool.drain import Mark, marks
+from pagestream_operator.pool.deletion_cost import DeletionCost as Cost
+from pagestream_operator.pool.deletion_cost import deletion_costs
 from pagestream_scaling import PodObservation, PodSample
 from support.kubernetes.pool_objects import pod_body
 
@@ -18,26 +19,31 @@ def pods(**costs: str | None) -> list[Pod]:
 def test_the_cheapest_are_marked_in_order() -> None:
     all_pods = pods(a=None, b=None, c=None)
     seen = [observed(pod, share) for pod, share in zip(all_pods, (0.5, 0.1, 0.3), strict=True)]
-    assert {mark.pod: mark.cost for mark in marks(all_pods, seen, 2)} == {"b": "-1000000", "c": "-999999"}
+    assert {mark.pod: mark.cost for mark in deletion_costs(all_pods, seen, 2)} == {"b": "-1000000", "c": "-999999"}
 
 
 def test_marks_of_an_earlier_decision_are_taken_away() -> None:
     all_pods = pods(a="-1000000", b=None)
     seen = [observed(all_pods[0], 0.9), observed(all_pods[1], 0.1)]
-    assert sorted(marks(all_pods, seen, 1), key=lambda mark: mark.pod) == [Mark("a", None), Mark("b", "-1000000")]
+    assert sorted(deletion_costs(all_pods, seen, 1), key=lambda mark: mark.pod) == [
+        Cost("a", None),
+        Cost("b", "-1000000"),
+    ]
 
 
 def test_a_right_mark_is_not_written_again() -> None:
     all_pods = pods(a="-1000000", b=None)
-    assert marks(all_pods, [observed(all_pods[0], 0.1), observed(all_pods[1], 0.9)], 1) == []
+    assert deletion_costs(all_pods, [observed(all_pods[0], 0.1), observed(all_pods[1], 0.9)], 1) == []
 
 
 def test_somebody_elses_cost_stays() -> None:
     all_pods = pods(a="100", b=None)
-    assert marks(all_pods, [observed(all_pods[0], 0.9), observed(all_pods[1], 0.1)], 1) == [Mark("b", "-1000000")]
+    assert deletion_costs(all_pods, [observed(all_pods[0], 0.9), observed(all_pods[1], 0.1)], 1) == [
+        Cost("b", "-1000000")
+    ]
 
 
 def test_ending_pods_are_neither_marked_nor_counted() -> None:
     ending = Pod.from_object(pod_body("e", ending=True))
     [a] = pods(a=None)
-    assert marks([ending, a], [observed(ending, 0.0), observed(a, 0.9)], 1) == [Mark("a", "-1000000")]
+    assert deletion_costs([ending, a], [observed(ending, 0.0), observed(a, 0.9)], 1) == [Cost("a", "-1000000")]

@@ -1,0 +1,53 @@
+"""The objects of a pool beside its Deployment: ServiceAccount, ConfigMap, Service and PodDisruptionBudget."""
+
+from __future__ import annotations
+
+from pagestream_operator.api import EnginePool
+from pagestream_operator.children.container import METRICS_PORT
+from pagestream_operator.children.manifest import Manifest, engine_name, manifest, selector, service_name
+
+
+def service_account(pool: EnginePool) -> Manifest:
+    """The ServiceAccount of a pool's pods. It has no rights; each pool has its own, so that it can be given some, or
+    access to an image registry.
+    """
+    return manifest(pool, "v1", "ServiceAccount", engine_name(pool.name), {"automountServiceAccountToken": False})
+
+
+def config_map(pool: EnginePool) -> Manifest:
+    """The ConfigMap with `PAGESTREAM_ENGINE__<OPTION>` for each engine option that is set."""
+    return manifest(pool, "v1", "ConfigMap", engine_name(pool.name), {"data": dict(pool.spec.engine.to_environment())})
+
+
+def service(pool: EnginePool) -> Manifest:
+    """The headless Service: DNS names of the pods, for scrapers. Requests reach engines through Redis alone."""
+    return manifest(
+        pool,
+        "v1",
+        "Service",
+        service_name(pool.name),
+        {
+            "spec": {
+                "clusterIP": "None",
+                "selector": selector(pool.name),
+                "ports": [{"name": "metrics", "port": METRICS_PORT, "targetPort": "metrics", "protocol": "TCP"}],
+            }
+        },
+    )
+
+
+def disruption_budget(pool: EnginePool) -> Manifest:
+    """The PodDisruptionBudget. Pods that aren't ready may always be evicted: they must not hold up a node's drain."""
+    return manifest(
+        pool,
+        "policy/v1",
+        "PodDisruptionBudget",
+        engine_name(pool.name),
+        {
+            "spec": {
+                "maxUnavailable": pool.spec.drain.max_unavailable,
+                "selector": {"matchLabels": selector(pool.name)},
+                "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            }
+        },
+    )

@@ -1,3 +1,0 @@
-"""Ports of an engine pod."""
-
-METRICS_PORT = 9400
