@@ -20,27 +20,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.faults.cluster import running_cluster
 from support.faults.matrix import Cell, CellResult, all_cells, covering_cells, run_cell, table
 
-TOLD_FAILURES = 5
+SHOWN_FAILURES = 5
 
 
 async def run(cells: Sequence[Cell]) -> list[CellResult]:
-    """Run cells one after the other, and tell each when it is done."""
+    """Run cells one after the other; print each result."""
     results = []
     with tempfile.TemporaryDirectory() as folder:
         async with running_cluster(Path(folder)) as cluster:
             for number, cell in enumerate(cells, start=1):
                 result = await run_cell(cluster, cell)
                 results.append(result)
-                outcome = "equal" if not result.failures else "; ".join(result.failures[:TOLD_FAILURES])
+                outcome = "equal" if not result.failures else "; ".join(result.failures[:SHOWN_FAILURES])
                 print(f"{number:3}/{len(cells)}  {cell!s:36} {result.took_s:5.1f} s  {outcome}", flush=True)
     return results
 
 
 def main() -> int:
-    """Run the command; 1 where a cell failed."""
+    """Run the command. Returns 1 if a cell failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", nargs="?", default="", metavar="PATTERN", help='such as "gateway, SIGSTOP"')
-    parser.add_argument("--cover", action="store_true", help="28 cells in which all pairs of values occur")
+    parser.add_argument("--cover", action="store_true", help="run 28 cells in which all pairs of values occur")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to it")
     arguments = parser.parse_args()
     chosen = covering_cells() if arguments.cover else all_cells()

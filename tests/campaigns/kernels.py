@@ -19,11 +19,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.faults.pairwise import product
 from support.kernels import builds as kernel_builds
 from support.kernels import cases as kernel_cases
 from support.kernels.cache import ResultCache
 from support.kernels.worker import KernelWorker, Mode
+from support.pairwise import product
 
 Item = tuple[str, dict[str, Any]]
 MODES: tuple[Mode, ...] = ("interpret", "compile")

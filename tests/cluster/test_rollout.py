@@ -15,13 +15,13 @@ async def test_options_that_leave_the_numerics_alone(scene: Scene) -> None:
     await scene.settled(2)
     before = scene.pods()
     async with scene.load() as load:
-        await load.middle()
+        await load.wait_under_way()
         begin = time.monotonic()
         scene.patch(engine={"maxNumSeqs": 48})
         await scene.settled(2)
         scene.times.note("rolling update of 2 engines under load", time.monotonic() - begin)
         assert not before & scene.pods()
-        await load.whole()
+        await load.wait_marked()
         scene.times.note("rolling update: longest silence of a stream", load.longest_silence_s)
 
 
@@ -32,10 +32,10 @@ async def test_options_that_change_the_numerics(scene: Scene) -> None:
     scene.patch(drain={"graceSeconds": 180})
     await scene.settled(2)
     async with scene.load(compared=False) as load:
-        await load.middle()
+        await load.wait_under_way()
         begin = time.monotonic()
         scene.patch(engine={"blockSize": 32, "numGpuBlocksOverride": 128})
-        await load.whole()
+        await load.wait_marked()
         assert load.longest_silence_s < LONGEST_SILENCE_S, "a stream waited for an engine that computes as its last one"
         scene.times.note("other numerics: longest silence of a stream that was under way", load.longest_silence_s)
         await scene.settled(2, limit_s=240)

@@ -43,7 +43,7 @@ async def test_kv_utilization_brings_engines(scene: Scene) -> None:
         assert "KV" in last["reason"] or "kv" in last["reason"]
         await scene.until("another engine", lambda: len(NAMESPACE.ready_pods(scene.engines)) >= 2, limit_s=120)
         scene.times.note("that load until a second engine is ready", time.monotonic() - begin)
-        await load.progress(3)
+        await load.wait_finished(3)
     events = [event["reason"] for event in NAMESPACE.find("events") if event["involvedObject"]["kind"] == "EnginePool"]
     assert events, "a person who looks at the pool's events sees why it grew"
 
@@ -54,7 +54,7 @@ async def test_more_load_brings_all_engines(scene: Scene) -> None:
         begin = time.monotonic()
         await scene.until("three engines", lambda: len(NAMESPACE.ready_pods(scene.engines)) == 3, limit_s=120)
         scene.times.note("16 streams until three engines are ready", time.monotonic() - begin)
-        await load.progress(6)
+        await load.wait_finished(6)
     newest = max(NAMESPACE.pods(scene.engines), key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
     scene.times.note("an engine's start-up under load: pod created until ready", seconds_to_ready(newest))
 
@@ -63,12 +63,12 @@ async def test_scale_in_in_the_middle_of_streams(scene: Scene) -> None:
     scene.pin(3)
     await scene.settled(3)
     async with scene.load(width=12) as load:
-        await load.middle()
+        await load.wait_under_way()
         begin = time.monotonic()
         scene.pin(1)
         await scene.until("two engines to drain and go", lambda: len(NAMESPACE.find("pods", scene.engines)) == 1)
         scene.times.note("kubectl scale from 3 to 1 under load, until both pods are gone", time.monotonic() - begin)
-        await load.whole()
+        await load.wait_marked()
         scene.times.note("scale-in: longest silence of a stream", load.longest_silence_s)
 
 

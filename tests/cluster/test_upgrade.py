@@ -39,7 +39,7 @@ async def test_other_values_and_another_definition(scene: Scene) -> None:
     assert columns() != current
     what = "helm upgrade under load: gateways and operators restart, the definition changes"
     async with scene.load(width=6) as load:
-        await load.middle()
+        await load.wait_under_way()
         with scene.times.of(what):
             await asyncio.to_thread(
                 lambda: scene.release.upgrade(
@@ -48,7 +48,7 @@ async def test_other_values_and_another_definition(scene: Scene) -> None:
                     gateway__autoscaling__minReplicas=3,
                 )
             )
-        await load.whole()
+        await load.wait_marked()
         scene.times.note("helm upgrade: longest silence of a stream", load.longest_silence_s)
     gateways = scene.release.selector("gateway")
     await scene.until("a third gateway", lambda: len(NAMESPACE.ready_pods(gateways)) == 3)

@@ -1,4 +1,4 @@
-"""kill -9 of an engine under 32 streams: another one, or its successor, goes on, and no client can tell."""
+"""SIGKILL of an engine under 32 streams: another engine, or its successor, continues them unchanged."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
-def test_streams_go_on_as_if_nothing_had_happened(tmp_path: Path, num_engines: int) -> None:
+def test_streams_continue_unchanged(tmp_path: Path, num_engines: int) -> None:
     with running_stack(tmp_path, engines=num_engines) as stack:
         undisturbed = asyncio.run(run_all(stack))
         open_streams = []

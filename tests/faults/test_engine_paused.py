@@ -1,4 +1,4 @@
-"""SIGSTOP of an engine past its lease, then SIGCONT: another goes on, and the one that wakes up can't write."""
+"""SIGSTOP of an engine past its lease, then SIGCONT: another engine continues, and the resumed one can't write."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""kill -9 of a gateway: clients that come back with Last-Event-ID miss nothing and repeat nothing."""
+"""SIGKILL of a gateway: clients that reconnect with Last-Event-ID miss nothing and get nothing twice."""
 
 import asyncio
 from pathlib import Path
@@ -42,7 +42,7 @@ async def run_all(stack: Stack, *, victim: Gateway | None = None, restart: bool 
 
 
 @pytest.mark.parametrize("num_gateways", [1, 2], ids=["restarted", "another one"])
-def test_clients_come_back_and_miss_nothing(tmp_path: Path, num_gateways: int) -> None:
+def test_clients_reconnect_and_miss_nothing(tmp_path: Path, num_gateways: int) -> None:
     with running_stack(tmp_path, gateways=num_gateways) as stack:
         undisturbed = asyncio.run(run_all(stack))
         disturbed = asyncio.run(run_all(stack, victim=stack.gateways[0], restart=num_gateways == 1))

@@ -1,4 +1,4 @@
-"""A prompt that kills every engine that computes it, under `pagestream serve`: it ends, its neighbours never know."""
+"""A prompt that kills every engine that computes it, under `pagestream serve`: it is quarantined, others are served."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GOOD = {"model": "demo", "prompt": "One evening", "max_tokens": 60, "temperature
 
 
 class Neighbour(threading.Thread):
-    """Asks for the same answer again and again."""
+    """Repeats one request until `is_enough` is set."""
 
     def __init__(self, url: str) -> None:
         super().__init__(name="neighbour")
@@ -39,7 +39,7 @@ class Neighbour(threading.Thread):
         try:
             while not self.is_enough.is_set():
                 self.texts.append(completed(self._url, GOOD)["choices"][0]["text"])
-        except Exception as error:  # noqa: BLE001 - told by the test's own thread
+        except Exception as error:  # noqa: BLE001 - checked by the test's own thread
             self.error = error
 
 
@@ -98,7 +98,7 @@ def test_poison_is_quarantined_while_others_are_served(record: ServeRecord, data
     error = refused.json()["error"]
     assert error["code"] == "quarantined"
     assert neighbour.error is None
-    assert served > 1, "the neighbours stood still while the poison was found"
+    assert served > 1, "no other request finished while the poison was quarantined"
     assert set(neighbour.texts) == {expected}
 
     request_id = refused.headers["x-request-id"]

@@ -1,4 +1,4 @@
-"""Redis is away for ten seconds under load: nobody is taken for dead, what was accepted finishes, nothing restarts."""
+"""An outage of Redis for ten seconds under load: accepted requests finish, no lease expires, no process restarts."""
 
 import asyncio
 import time
@@ -50,7 +50,7 @@ async def expect_unavailable(stack: Stack) -> None:
     assert response.json()["error"]["message"]
 
 
-def test_accepted_requests_finish_and_nobody_is_taken_for_dead(tmp_path: Path) -> None:
+def test_accepted_requests_finish_and_no_engine_is_taken_for_dead(tmp_path: Path) -> None:
     with running_stack(tmp_path, engines=2) as stack:
         undisturbed = asyncio.run(_undisturbed(stack))
         pids = [part.process.pid for part in stack.parts if part.process and part is not stack.redis]

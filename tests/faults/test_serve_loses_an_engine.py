@@ -1,4 +1,4 @@
-"""`pagestream serve` with two engines, and one of them ends in the middle of its streams: the other goes on at once."""
+"""`pagestream serve` with two engines, one of which ends in the middle of its streams: the other continues at once."""
 
 import asyncio
 import json
@@ -32,14 +32,14 @@ LEASE_S = StreamsSettings().lease_ms / 1000
 
 @dataclass
 class Stream:
-    """What one client saw, and when."""
+    """One client's text, and the arrival times of its events."""
 
     text: str = ""
-    came: list[float] = field(default_factory=list)
+    arrived_s: list[float] = field(default_factory=list)
 
     def longest_gap_s(self, since: float) -> float:
-        """The longest wait for the next event that ended after a moment."""
-        return max((later - earlier for earlier, later in pairwise(self.came) if later > since), default=0.0)
+        """Return the longest wait between two events of which the later came after `since`."""
+        return max((later - earlier for earlier, later in pairwise(self.arrived_s) if later > since), default=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def pid_of(data: Path, name: str) -> int | None:
 
 
 def running(data: Path) -> dict[str, int]:
-    """How many sequences each living engine runs, by its name in serve.json."""
+    """Return the number of running sequences of each living engine, by its name in serve.json."""
     found: dict[str, int] = {}
     with Redis.from_url(record_of(data).redis_url, decode_responses=True) as redis:
         for key in redis.scan_iter("ps:engine:*"):
@@ -94,20 +94,27 @@ async def follow(client: httpx.AsyncClient, url: str, number: int, stream: Strea
         assert response.status_code == 200
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                stream.came.append(time.monotonic())
+                stream.arrived_s.append(time.monotonic())
                 stream.text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
 
 
 async def follow_all(data: Path, *, number: signal.Signals | None = None) -> tuple[list[Stream], float, str]:
-    """The streams; where a signal is given, the busier engine gets it once all have begun. When, and which."""
+    """Read all streams; send a signal to the busier engine once all have begun.
+
+    Returns:
+        The streams, the time of the signal, and the engine's name.
+    """
     streams, url, hit_at, name = [Stream() for _ in range(NUM_STREAMS)], record_of(data).http_urls()[0], 0.0, ""
     async with httpx.AsyncClient(timeout=LIMIT_S, verify=False) as client:  # noqa: S501 - there is no TLS here
         reading = [asyncio.create_task(follow(client, url, place, each)) for place, each in enumerate(streams)]
         if number is not None:
-            await until(lambda: all(len(each.came) > 20 for each in streams), "all have begun", LIMIT_S)
-            # Engines tell what they run with their heartbeats: what is there now may be from before these streams.
+            await until(lambda: all(len(each.arrived_s) > 20 for each in streams), "all have begun", LIMIT_S)
+            # Engines publish their load with heartbeats: the present figures may be older than these streams.
             await asyncio.to_thread(
-                wait_until, lambda: sum(running(data).values()) >= NUM_STREAMS, "the engines tell of all", LIMIT_S
+                wait_until,
+                lambda: sum(running(data).values()) >= NUM_STREAMS,
+                "the load has all streams",
+                LIMIT_S,
             )
             loads = await asyncio.to_thread(running, data)
             name = max(loads, key=lambda each: loads[each])
@@ -121,12 +128,12 @@ async def follow_all(data: Path, *, number: signal.Signals | None = None) -> tup
 
 
 def longest_gap_s(data: Path, number: signal.Signals, texts: list[str]) -> float:
-    """Of all streams when an engine gets a signal in their middle. All must have the known texts."""
+    """Signal an engine in the middle of its streams, whose texts must be the known ones; return the longest gap."""
     disturbed, hit_at, name = asyncio.run(follow_all(data, number=number))
     assert [each.text for each in disturbed] == texts
     gaps = [round(each.longest_gap_s(hit_at), 3) for each in disturbed]
     print(f"{number.name} to {name}: the longest gap of each stream: {gaps}")
-    assert max(each.came[-1] for each in disturbed) > hit_at, "nothing was under way"
+    assert max(each.arrived_s[-1] for each in disturbed) > hit_at, "nothing was under way"
     wait_until(lambda: is_whole(data), "it was started again", LIMIT_S)
     return max(gaps)
 
@@ -134,12 +141,12 @@ def longest_gap_s(data: Path, number: signal.Signals, texts: list[str]) -> float
 @pytest.mark.parametrize(
     ("number", "limit_s", "tries"), [(signal.SIGTERM, GAP_LIMIT_S, 2), (signal.SIGKILL, LEASE_S, 1)]
 )
-def test_the_other_goes_on_at_once(data: Path, number: signal.Signals, limit_s: float, tries: int) -> None:
-    """SIGTERM: within a second. SIGKILL: serve saw it, so that nobody waits for its lease to lapse.
+def test_the_other_engine_continues_at_once(data: Path, number: signal.Signals, limit_s: float, tries: int) -> None:
+    """After SIGTERM within a second; after SIGKILL before the lease lapses, since serve expires it.
 
-    That second may be missed once. The clients, the other engine and all that serve starts anew share two cores, and a
-    stream that waited for the processor looks like one that waited for an engine; but who waits for a lease or for an
-    engine's start does so every time.
+    The second may be missed once. The clients, the other engine and what serve restarts share two cores, and a stream
+    that waited for the processor can't be told from one that waited for an engine; but a wait for a lease or for an
+    engine's start would occur every time.
     """
     wait_until(lambda: is_whole(data), "both engines serve", LIMIT_S)
     undisturbed, _, _ = asyncio.run(follow_all(data))

@@ -109,7 +109,7 @@ async def test_a_single_gateway_that_comes_back_is_found(engine: SyntheticEngine
                 chunks.append(chunk)
                 if chunk.next_index == 5:
                     network.reset()
-                    asyncio.get_running_loop().call_later(1.5, network.mend)
+                    asyncio.get_running_loop().call_later(1.5, network.repair)
                     engine.go_on()
     assert text_of(chunks) == ALPHABET
 

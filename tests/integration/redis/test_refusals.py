@@ -162,7 +162,7 @@ async def test_an_accept_whose_reply_is_lost_is_completed_by_its_retry(
         network.lose_answers()
         with pytest.raises(Unavailable):
             await gateway.accept(request)
-        network.mend()
+        network.repair()
         await gateway.accept(request)
         assert await broker.connection.execute("XLEN", "ps:{test/model/0}:queue:0") == 1
 
@@ -180,7 +180,7 @@ async def test_an_append_whose_reply_is_lost_is_repeated_without_harm(
         network.lose_answers()
         with pytest.raises(Unavailable):
             await engine.session.append([append])
-        network.mend()
+        network.repair()
         [outcome] = await engine.session.append([append])
         assert outcome.kind is AppendKind.OK
         assert numbers(await read_all(gateway, request.request_id)) == [100, 101]
@@ -196,7 +196,7 @@ async def test_a_connection_that_is_reset_before_a_script(broker: Broker, networ
         network.reset()
         with pytest.raises(Unavailable):
             await engine.session.append([append])
-        network.mend()
+        network.repair()
         [outcome] = await engine.session.append([append])
         assert (outcome.kind, outcome.next_index) == (AppendKind.OK, 1)
 
@@ -221,7 +221,7 @@ def inside_a_call(server: EmbeddedRedis) -> Iterator[None]:
 
 
 def num_heard(network: FlakyNetwork, script: Script) -> int:
-    return sum(script.sha.encode() in said for said in network.heard)
+    return sum(script.sha.encode() in said for said in network.client_chunks)
 
 
 async def has_heard(network: FlakyNetwork, script: Script) -> None:
@@ -245,7 +245,7 @@ async def test_an_append_whose_connection_is_reset_in_the_middle_of_the_script_i
         entries = tokens([100, 101, 102])
         await engine.append(claim, 0, entries[:1])  # the server has the script
         before = await num_calls(broker, "xadd")
-        network.heard.clear()
+        network.client_chunks.clear()
         with inside_a_call(redis_server):
             appending = asyncio.create_task(engine.append(claim, 1, entries[1:]))
             await has_heard(network, APPEND)
@@ -276,7 +276,7 @@ async def test_an_accept_whose_connection_is_reset_in_the_middle_of_the_script_i
     async with GatewaySession(quiet) as gateway, worker(broker) as engine:
         await gateway.accept(spec(partition=1))  # the server has the script
         request = spec()
-        network.heard.clear()
+        network.client_chunks.clear()
         with inside_a_call(redis_server):
             accepting = asyncio.create_task(gateway.accept(request))
             await has_heard(network, ACCEPT)
@@ -305,7 +305,7 @@ async def test_a_claim_whose_connection_is_reset_in_the_middle_of_the_script_lea
         for request in requests:
             await gateway.accept(request)
         await engine.session.wait_for_work(5.0)
-        network.heard.clear()
+        network.client_chunks.clear()
         with inside_a_call(redis_server):
             claiming = asyncio.create_task(engine.session.claim(max_requests=1, max_prompt_tokens=100))
             await has_heard(network, CLAIM)
@@ -351,7 +351,7 @@ async def test_a_claim_whose_reply_is_lost_is_handed_back_by_itself(broker: Brok
             network.lose_answers()
             with pytest.raises(Unavailable):
                 await engine.session.claim(max_requests=1, max_prompt_tokens=100)
-            network.mend()
+            network.repair()
             for _ in range(3):
                 with suppress(Unavailable):  # a connection that the mending has reset
                     await engine.session.heartbeat.beat()

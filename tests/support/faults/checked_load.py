@@ -1,4 +1,4 @@
-"""A steady load of streams whose every answer is known beforehand: what the cluster tests disturb."""
+"""A steady load of streams whose answers are known in advance, for tests that disturb what serves them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ END_LIMIT_S = 150.0
 
 @dataclass(frozen=True)
 class Question:
-    """One of the requests."""
+    """One request of the load."""
 
     number: int
     max_tokens: int
     model: str = "demo"
 
-    async def ask(self, client: AsyncClient, seen: list[Chunk], hear: Callable[[], object] = lambda: None) -> Content:
-        """Asks it and reads the answer to its end, chunk by chunk into `seen`; returns what two runs must agree on.
-        `hear` is called at each chunk."""
+    async def ask(
+        self, client: AsyncClient, chunks: list[Chunk], on_chunk: Callable[[], object] = lambda: None
+    ) -> Content:
+        """Ask and append the answer to `chunks`, calling `on_chunk` for each; return what is equal in all runs."""
         words = f"{QUESTIONS[self.number % len(QUESTIONS)]} Number {self.number}."
         async for chunk in client.generate(
             self.model,
@@ -36,81 +37,84 @@ class Question:
             temperature=0.8 if self.number % 2 else 0.0,
             seed=self.number,
         ):
-            seen.append(chunk)
-            hear()
-        answer: Generation = put_together(seen)
-        return answer.choices, seen[-1].next_index, seen[-1].digest
+            chunks.append(chunk)
+            on_chunk()
+        answer: Generation = put_together(chunks)
+        return answer.choices, chunks[-1].next_index, chunks[-1].digest
 
 
 @dataclass
 class Load:
-    """What is going on."""
+    """The state of a running load."""
 
     answers: dict[int, Content] | None
     open_streams: dict[int, list[Chunk]] = field(default_factory=dict)
     finished: int = 0
     resumed: int = 0
-    """Streams that were in their middle at the last `mark`, and have ended well since."""
+    """Streams that were open at the last `mark` and have ended without an error since."""
     longest_silence_s: float = 0.0
     """Longest time between two chunks of a stream since the last `mark`."""
     stopping: bool = False
     marked: set[int] = field(default_factory=set)
-    heard: dict[int, float] = field(default_factory=dict)
+    last_chunk_s: dict[int, float] = field(default_factory=dict)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens that each open stream has so far."""
-        return [sum(len(chunk.token_ids) for chunk in seen) for seen in list(self.open_streams.values())]
+        """The number of tokens of each open stream so far."""
+        return [sum(len(chunk.token_ids) for chunk in chunks) for chunks in list(self.open_streams.values())]
 
     async def until(self, what: str, condition: Callable[[Load], bool], *, limit_s: float = 60.0) -> None:
-        """Waits until the load is as wanted. A stream that failed meanwhile fails this."""
-        async with asyncio.timeout(limit_s):
-            while not condition(self):
-                self.check()
-                await asyncio.sleep(WATCH_S)
+        """Wait for a condition; raise what a stream has raised. TimeoutError names `what`."""
+        try:
+            async with asyncio.timeout(limit_s):
+                while not condition(self):
+                    self.check()
+                    await asyncio.sleep(WATCH_S)
+        except TimeoutError as error:
+            raise TimeoutError(f"{what}: not within {limit_s:g} s") from error
 
     def mark(self) -> None:
-        """From now on silences and streams that were cut count anew."""
+        """Mark the streams that are open now, and measure silences from now on."""
         self.longest_silence_s, self.resumed = 0.0, 0
-        self.marked = {user for user, seen in self.open_streams.items() if seen}
+        self.marked = {user for user, chunks in self.open_streams.items() if chunks}
 
-    def hear(self, user: int) -> None:
-        """A chunk has come for a user."""
+    def note_chunk(self, user: int) -> None:
+        """Record the arrival of a user's chunk."""
         now = time.monotonic()
-        self.longest_silence_s = max(self.longest_silence_s, now - self.heard.get(user, now))
-        self.heard[user] = now
+        self.longest_silence_s = max(self.longest_silence_s, now - self.last_chunk_s.get(user, now))
+        self.last_chunk_s[user] = now
 
     def end(self, user: int) -> None:
-        """A user's answer has ended well."""
+        """Record that a user's answer has ended without an error."""
         self.finished += 1
         self.resumed += user in self.marked
         self.marked.discard(user)
-        self.heard.pop(user, None)
+        self.last_chunk_s.pop(user, None)
 
-    async def middle(self, streams: int = 3) -> None:
-        """Waits until so many streams are in the middle of their answers, and marks the moment."""
+    async def wait_under_way(self, streams: int = 3) -> None:
+        """Wait until this many streams have 100 to 600 tokens, then mark."""
         await self.until("streams under way", lambda load: sum(100 < each < 600 for each in load.tokens) >= streams)
         self.mark()
 
-    async def whole(self, *, limit_s: float = 120.0) -> None:
-        """Waits until all streams that were open at the mark have ended well."""
+    async def wait_marked(self, *, limit_s: float = 120.0) -> None:
+        """Wait until all streams that were open at the mark have ended without an error."""
         await self.until("the open streams' ends", lambda load: not load.marked, limit_s=limit_s)
 
-    async def progress(self, streams: int = 4, *, limit_s: float = 120.0) -> None:
-        """Waits until so many more streams have ended well."""
+    async def wait_finished(self, streams: int = 4, *, limit_s: float = 120.0) -> None:
+        """Wait until this many more streams have ended without an error."""
         goal = self.finished + streams
         await self.until(f"{streams} more streams", lambda load: load.finished >= goal, limit_s=limit_s)
 
     def check(self) -> None:
-        """Raises what a stream has raised."""
+        """Raise what a stream has raised."""
         for task in self.tasks:
             if task.done():
                 task.result()
 
 
 async def known_answers(targets: Sequence[str], api_key: str, questions: Sequence[Question]) -> dict[int, Content]:
-    """The answers of an undisturbed run."""
+    """Return the answers of an undisturbed run, by the questions' numbers."""
     async with asyncio.timeout(END_LIMIT_S), AsyncClient(targets, api_key=api_key) as client:
         answers = await asyncio.gather(*(question.ask(client, []) for question in questions))
     return {question.number: answer for question, answer in zip(questions, answers, strict=True)}
@@ -125,9 +129,10 @@ async def steady_load(
     *,
     width: int,
 ) -> AsyncIterator[Load]:
-    """`width` users, each asking one question after another, for the length of a block; then until the last answer has
-    ended. Each answer must be the known one, where answers are given: AssertionError otherwise, and what a stream
-    raised."""
+    """Run `width` users, each asking one question after another; at the block's end, wait for their last answers.
+
+    Where answers are given, a different one is an AssertionError. Raises what a stream has raised.
+    """
     load = Load(answers)
     waiting = asyncio.Queue[Question]()
 
@@ -138,9 +143,10 @@ async def steady_load(
                     for each in questions:
                         waiting.put_nowait(each)
                 question = waiting.get_nowait()
-                seen = load.open_streams[number] = []
+                chunks: list[Chunk] = []
+                load.open_streams[number] = chunks
                 try:
-                    content = await question.ask(client, seen, lambda: load.hear(number))
+                    content = await question.ask(client, chunks, lambda: load.note_chunk(number))
                 finally:
                     del load.open_streams[number]
                 if load.answers is not None:

@@ -1,4 +1,4 @@
-"""A Pagestream whose every process can be killed, stopped and cut off: Redis behind one proxy for each other part."""
+"""A deployment whose every process can be killed, stopped and cut off from Redis by a proxy of its own."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pagestream_streams import Broker, expire_engine
 from pagestream_streams.connection.embedded import find_server, server_command
 from pagestream_streams.errors import StreamsError
 from pagestream_streams.fault_points import VARIABLE
-from support.faults.feature_clients import FeatureClient, GrpcClient, Seen, clients_of
+from support.faults.fault_points import FaultPointController
+from support.faults.feature_clients import FeatureClient, GrpcClient, Transcript, clients_of
 from support.faults.feature_rows import FEATURE_ROWS, FeatureRow
-from support.faults.line import FaultLine
 from support.network.tcp_proxy import TcpProxy
 from support.processes.nursery import Nursery, Sapling
 from support.processes.stack import DEMO_MODEL, Part, StackError, free_port
@@ -31,11 +31,11 @@ ENGINE_OPTIONS = ("--dtype", "float32", "--num-gpu-blocks-override", "512")
 READY_LIMIT_S = 60.0
 POLL_S = 0.05
 PAST_LEASE_S = 2.6
-"""A lease (1.5 s), and time for a sweep to find that it has lapsed."""
+"""A lease (1.5 s) and the time until a sweep finds that it has lapsed."""
 
 
 class Fault(StrEnum):
-    """What happens to a part."""
+    """What is injected into a part."""
 
     KILL = "SIGKILL"
     STOP = "SIGSTOP"
@@ -44,21 +44,21 @@ class Fault(StrEnum):
 
 @dataclass
 class Member:
-    """A part and its lines to Redis (and, for a gateway, to its clients)."""
+    """A part and its proxies to Redis (and, for a gateway, to its clients)."""
 
     part: Part
-    links: Sequence[TcpProxy]
-    place: dict[str, str]
+    proxies: Sequence[TcpProxy]
+    addresses: dict[str, str]
     """A gateway's address for each API."""
 
     @property
     def name(self) -> str:
-        """Of the part."""
+        """Name of the part."""
         return self.part.name
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now."""
+        """Id of the process that runs now; 0 without one."""
         if isinstance(self.part, Sapling):
             return self.part.pid
         return self.part.process.pid if self.part.process else 0
@@ -67,47 +67,49 @@ class Member:
 class FaultCluster:
     """Two engines, two gateways, one Redis. Made by `running_cluster`."""
 
-    def __init__(self, folder: Path, nursery: Nursery, line: FaultLine, redis: Part, redis_port: int) -> None:
+    def __init__(
+        self, folder: Path, nursery: Nursery, fault_points: FaultPointController, redis: Part, redis_port: int
+    ) -> None:
         self.folder = folder
-        self.line = line
+        self.fault_points = fault_points
         self.redis = Member(redis, (), {})
         self.engines: list[Member] = []
         self.gateways: list[Member] = []
         self.redis_port = redis_port
-        self.undisturbed: dict[str, Seen] = {}
+        self.undisturbed: dict[str, Transcript] = {}
         self._nursery = nursery
         self._broker: Broker | None = None
         self._number = 0
 
     @property
     def members(self) -> list[Member]:
-        """All."""
+        """All parts."""
         return [*self.gateways, *self.engines, self.redis]
 
     async def add_engine(self, stack: AsyncExitStack) -> None:
-        """One more, behind its own link to Redis."""
-        link = await stack.enter_async_context(TcpProxy(self.redis_port))
+        """Start one more engine behind its own proxy to Redis."""
+        proxy = await stack.enter_async_context(TcpProxy(self.redis_port))
         name = f"engine-{len(self.engines)}"
-        arguments = [str(DEMO_MODEL), "--redis", f"redis://127.0.0.1:{link.port}/0", "--served-model-name", MODEL]
+        arguments = [str(DEMO_MODEL), "--redis", f"redis://127.0.0.1:{proxy.port}/0", "--served-model-name", MODEL]
         command = [MODULES[0], *arguments, "--engine-id", name, *ENGINE_OPTIONS]
         part = Sapling(name, command, self.folder / f"{name}.log", nursery=self._nursery)
-        self.engines.append(Member(part, (link,), {}))
+        self.engines.append(Member(part, (proxy,), {}))
         part.start()
 
     async def add_gateway(self, stack: AsyncExitStack) -> None:
-        """One more, behind its own link to Redis; its clients come through two more."""
+        """Start one more gateway behind its own proxy to Redis; its clients come through two more."""
         name = f"gateway-{len(self.gateways)}"
         http_port, grpc_port = free_port(), free_port()
-        links = [await stack.enter_async_context(TcpProxy(port)) for port in (self.redis_port, http_port, grpc_port)]
-        arguments = ["--redis", f"redis://127.0.0.1:{links[0].port}/0", "--gateway-id", name]
+        proxies = [await stack.enter_async_context(TcpProxy(port)) for port in (self.redis_port, http_port, grpc_port)]
+        arguments = ["--redis", f"redis://127.0.0.1:{proxies[0].port}/0", "--gateway-id", name]
         ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         part = Sapling(name, [MODULES[1], *arguments, *ports], self.folder / f"{name}.log", nursery=self._nursery)
-        place = {"sse": f"http://127.0.0.1:{links[1].port}", "grpc": f"127.0.0.1:{links[2].port}"}
-        self.gateways.append(Member(part, links, place))
+        addresses = {"sse": f"http://127.0.0.1:{proxies[1].port}", "grpc": f"127.0.0.1:{proxies[2].port}"}
+        self.gateways.append(Member(part, proxies, addresses))
         part.start()
 
     async def broker(self) -> Broker:
-        """The harness' own view of Redis."""
+        """Return the harness' own connection to Redis."""
         if self._broker is None:
             self._broker = await Broker.connect(f"redis://127.0.0.1:{self.redis_port}/0")
         return self._broker
@@ -119,74 +121,78 @@ class FaultCluster:
         for member in self.members:
             member.part.stop()
 
-    # -- what is done to it --
+    # -- faults --
 
-    def hit(self, fault: Fault, victims: Collection[Member]) -> None:
-        """Do it to all of them now."""
+    def inject(self, fault: Fault, victims: Collection[Member]) -> None:
+        """Inject a fault into all victims now."""
         for victim in victims:
             if fault is Fault.KILL:
                 victim.part.signal(signal.SIGKILL)
             elif fault is Fault.STOP:
                 victim.part.signal(signal.SIGSTOP)
             else:
-                for link in self._links(victim):
-                    link.cut()
+                for proxy in self._proxies(victim):
+                    proxy.cut()
 
-    async def mend(self, fault: Fault, victims: Collection[Member], *, supervised: bool = False) -> None:
-        """Start again what was killed at once; let the others go on when every lease has lapsed.
+    async def repair(self, fault: Fault, victims: Collection[Member], *, supervised: bool = False) -> None:
+        """Restart killed parts at once; resume the others when every lease has lapsed.
 
-        `supervised` does for a killed engine what `pagestream serve` does: it tells Redis that it is dead.
+        `supervised` expires a killed engine's lease first, as `pagestream serve` does.
         """
         if fault is Fault.KILL:
             for victim in sorted(victims, key=lambda member: member is not self.redis):
                 victim.part.wait()
                 if supervised and victim in self.engines:
-                    await self.tell_dead([victim])
+                    await self.expire_engines([victim])
                 victim.part.start()
             return
-        await asyncio.sleep(PAST_LEASE_S)  # the length is what is tested
+        await asyncio.sleep(PAST_LEASE_S)  # the length of the outage is what is tested
         for victim in victims:
             if fault is Fault.STOP:
                 victim.part.signal(signal.SIGCONT)
             else:
-                for link in self._links(victim):
-                    link.heal()
+                for proxy in self._proxies(victim):
+                    proxy.heal()
 
-    def _links(self, victim: Member) -> list[TcpProxy]:
-        """Redis is cut off when everybody's line to it is."""
+    def _proxies(self, victim: Member) -> list[TcpProxy]:
+        """Return the proxies to cut: a part's own; for Redis, those of all other parts to it."""
         if victim is self.redis:
-            return [member.links[0] for member in (*self.engines, *self.gateways)]
-        return list(victim.links)
+            return [member.proxies[0] for member in (*self.engines, *self.gateways)]
+        return list(victim.proxies)
 
-    async def tell_dead(self, engines: Collection[Member]) -> None:
-        """Have their requests go on without a wait for the lease."""
+    async def expire_engines(self, engines: Collection[Member]) -> None:
+        """Expire engines' leases, so that their requests are reclaimed at once."""
         broker = await self.broker()
         for engine in engines:
             try:
                 await expire_engine(broker, engine.name)
             except StreamsError:
-                return  # Redis is away: the lease does it
+                return  # Redis can't be reached: the lease lapses later
 
-    # -- how it is --
+    # -- readiness --
 
-    async def wait_whole(self, *, engines: int | None = None) -> None:
-        """Wait until every part serves; of the engines, so many. StackError where one has ended by itself."""
+    async def wait_ready(self, *, engines: int | None = None) -> None:
+        """Wait until every gateway and `engines` engines (None: all) serve.
+
+        Raises:
+            StackError: a gateway has ended, or READY_LIMIT_S is over.
+        """
         end = time.monotonic() + READY_LIMIT_S
         enough = len(self.engines) if engines is None else engines
         async with httpx.AsyncClient(timeout=2.0, verify=False) as client:  # noqa: S501 - there is no TLS here
-            while not await self._is_whole(client, enough):
+            while not await self._is_ready(client, enough):
                 if time.monotonic() > end:
                     raise StackError(f"not everything served within {READY_LIMIT_S:.0f} s: {self._states()}")
                 await asyncio.sleep(POLL_S)
 
-    async def _is_whole(self, client: httpx.AsyncClient, engines: int) -> bool:
+    async def _is_ready(self, client: httpx.AsyncClient, engines: int) -> bool:
         if sum(member.part.has_said_ready() for member in self.engines) < engines:
             return False
         for gateway in self.gateways:
             if not gateway.part.is_alive():
                 raise StackError(f"{gateway.name} has ended\n{gateway.part.log_tail()}")
             try:
-                response = await client.get(f"{gateway.place['sse']}/readyz")
+                response = await client.get(f"{gateway.addresses['sse']}/readyz")
             except httpx.HTTPError:
                 return False
             if response.status_code != httpx.codes.OK:
@@ -197,10 +203,10 @@ class FaultCluster:
         return ", ".join(f"{member.name}: {'alive' if member.part.is_alive() else 'dead'}" for member in self.members)
 
     async def num_quarantined(self) -> int:
-        """Requests in the dead streams."""
+        """Return the number of quarantined requests."""
         return len(await (await self.broker()).dead(MODEL))
 
-    # -- its clients --
+    # -- clients and references --
 
     def client(
         self,
@@ -210,14 +216,14 @@ class FaultCluster:
         first: int = 0,
         seed: int | None = None,
     ) -> FeatureClient:
-        """A client of a row that starts at gateway `first`, with a key of its own."""
+        """Return a client of a row that starts at gateway `first`, with an idempotency key of its own."""
         self._number += 1
-        places = [gateway.place[kind.api] for gateway in self.gateways]
-        places = [*places[first:], *places[:first]]
-        return kind(row, places, model=MODEL, key=f"{row.name} {self._number}", seed=seed)
+        addresses = [gateway.addresses[kind.api] for gateway in self.gateways]
+        addresses = [*addresses[first:], *addresses[:first]]
+        return kind(row, addresses, model=MODEL, key=f"{row.name} {self._number}", seed=seed)
 
     def clients(self) -> list[FeatureClient]:
-        """Each row over each API, spread over the gateways."""
+        """Return a client of each row over each API, spread over the gateways."""
         number = len(self.gateways)
         return [
             self.client(kind, row, first=(place + shift) % number)
@@ -225,8 +231,8 @@ class FaultCluster:
             for shift, kind in enumerate(clients_of(row))
         ]
 
-    async def reference(self, client: FeatureClient) -> Seen:
-        """The undisturbed run of what a client ran. Nothing may be disturbed meanwhile, where it is not known yet."""
+    async def reference(self, client: FeatureClient) -> Transcript:
+        """Return the undisturbed run of a client's request. It may have to run first: disturb nothing meanwhile."""
         if not client.row.seed_is_chosen:
             if client.name not in self.undisturbed:
                 self.undisturbed[client.name] = await self.client(type(client), client.row).run()
@@ -234,8 +240,8 @@ class FaultCluster:
         spec = await (await self.broker()).spec(client.request_id, TENANT)
         return await self.client(type(client), client.row, seed=spec.sampling.seed).run()
 
-    async def learn(self) -> None:
-        """Run every row undisturbed, one by one: nothing that they share may show."""
+    async def record_references(self) -> None:
+        """Run every row undisturbed, one after another, so that no row depends on others in its batch."""
         for row in FEATURE_ROWS:
             if not row.seed_is_chosen:
                 for kind in clients_of(row):
@@ -252,16 +258,16 @@ class FaultCluster:
 
 @asynccontextmanager
 async def running_cluster(folder: Path, *, engines: int = 2, gateways: int = 2) -> AsyncIterator[FaultCluster]:
-    """A cluster that is whole and has learned its rows; on an error the ends of all logs are added to it."""
+    """Yield a ready cluster with recorded references; the tails of all logs are added to an exception as notes."""
     async with AsyncExitStack() as stack:
-        line = await stack.enter_async_context(FaultLine(folder / "faults"))
-        environment = {VARIABLE: str(line.path), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        controller = await stack.enter_async_context(FaultPointController(folder / "faults"))
+        environment = {VARIABLE: str(controller.path), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         nursery = Nursery(MODULES, environment)
         stack.callback(nursery.close)
         redis_port, data = free_port(), folder / "redis"
         data.mkdir(parents=True)
         redis = Part("redis", server_command(find_server(), data, redis_port), folder / "redis.log")
-        cluster = FaultCluster(folder, nursery, line, redis, redis_port)
+        cluster = FaultCluster(folder, nursery, controller, redis, redis_port)
         redis.start()
         stack.push_async_callback(cluster.close)
         try:
@@ -270,8 +276,8 @@ async def running_cluster(folder: Path, *, engines: int = 2, gateways: int = 2) 
                 await cluster.add_engine(stack)
             for _ in range(gateways):
                 await cluster.add_gateway(stack)
-            await cluster.wait_whole()
-            await cluster.learn()
+            await cluster.wait_ready()
+            await cluster.record_references()
             yield cluster
         except Exception as error:
             for member in cluster.members:

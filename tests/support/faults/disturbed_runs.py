@@ -1,4 +1,4 @@
-"""The fault tests' workload, run through a stack while something happens to it."""
+"""Runs the fault tests' workload on a stack while a fault is injected into it."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Clients of the kill matrix: they come back wherever and however often their stream breaks, and forget nothing."""
+"""Clients of the kill matrix: they reconnect whenever their stream breaks, and record all that they received."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ import grpc.aio
 import httpx
 from pagestream.v1 import inference_pb2 as pb
 from pagestream.v1.inference_pb2_grpc import InferenceStub
+from pagestream_streams.protocol.finish_reasons import finish_reason_name
 from support.clients.stream_clients import StreamBrokenError
 from support.faults.feature_rows import FeatureRow, grpc_request, http_body
 
 RETRY_S = 0.1
 LIMIT_S = 90.0
-SILENCE_LIMIT_S = 20.0  # above the longest cut: whoever is silent for longer is left for another gateway
+SILENCE_LIMIT_S = 20.0  # above the longest cut: after more silence a client tries another gateway
 RETRYABLE = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -32,35 +33,34 @@ RETRYABLE = {
 RETRYABLE_HTTP = {httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.TOO_MANY_REQUESTS}
 RETRYABLE_CODES = {"unavailable", "gateway_stopping"}
 CHANNEL_OPTIONS = (
-    # Else channels of one process share a connection to an address, and wait for its back-off together.
+    # Otherwise a process' channels share a connection to an address, and its back-off.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
 )
-FINISH_WORDS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
 @dataclass
-class ChoiceSeen:
-    """What came of one choice."""
+class ChoiceTranscript:
+    """What was received of one choice."""
 
     token_ids: list[int] = field(default_factory=list)
-    """Over HTTP they are not told; the digest stands for them."""
+    """Empty over HTTP, which has no token ids; the digest is compared there."""
     text: str = ""
     logprobs: list[Any] = field(default_factory=list)
     finish_reason: str = ""
 
 
 @dataclass
-class Seen:
-    """What a client saw of its stream."""
+class Transcript:
+    """All that a client received of its stream."""
 
-    choices: defaultdict[int, ChoiceSeen] = field(default_factory=lambda: defaultdict(ChoiceSeen))
+    choices: defaultdict[int, ChoiceTranscript] = field(default_factory=lambda: defaultdict(ChoiceTranscript))
     usage: tuple[int, int] | None = None
     next_index: int = 0
     digest: str = ""
 
-    def differences(self, other: Seen) -> list[str]:
-        """Names of what is not equal."""
+    def differences(self, other: Transcript) -> list[str]:
+        """Describe all that is not equal."""
         found = [
             f"{name} of choice {index}: {getattr(mine, name)!r} is not {getattr(theirs, name)!r}"
             for index, mine, theirs in ((i, self.choices[i], other.choices[i]) for i in {*self.choices, *other.choices})
@@ -76,65 +76,67 @@ class Seen:
 
 
 class FeatureClient(ABC):
-    """Runs one row over one API."""
+    """Runs one feature row over one API."""
 
     api = ""
 
     def __init__(
-        self, row: FeatureRow, places: Sequence[str], *, model: str, key: str, seed: int | None = None
+        self, row: FeatureRow, addresses: Sequence[str], *, model: str, key: str, seed: int | None = None
     ) -> None:
-        """`places` are the gateways' addresses; the first is tried first. `key` makes retries join the first try."""
+        """`addresses` are the gateways', in the order in which they are tried; `key` is the idempotency key."""
         self.row = row
-        self.seen = Seen()
+        self.transcript = Transcript()
         self.request_id = ""
         self.reconnects = 0
         self.is_done = False
         self.progress: list[float] = []
         self.started_at = time.monotonic()
-        self._places = places
+        self._addresses = addresses
         self._model = model
         self._key = key
         self._seed = seed
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Row and API, for messages."""
         return f"{self.row.name} ({self.api})"
 
-    async def run(self) -> Seen:
-        """Read to the end. StreamBrokenError where the stream contradicts itself; TimeoutError."""
+    async def run(self) -> Transcript:
+        """Read to the end. StreamBrokenError where the stream contradicts itself; TimeoutError after LIMIT_S."""
         async with asyncio.timeout(LIMIT_S):
             for attempt in range(1_000_000):
-                await self._read(self._places[attempt % len(self._places)])
+                await self._read(self._addresses[attempt % len(self._addresses)])
                 if self.is_done:
                     break
                 self.reconnects += 1
                 await asyncio.sleep(RETRY_S)
-        for index, choice in self.seen.choices.items():
+        for index, choice in self.transcript.choices.items():
             if choice.finish_reason != self.row.finish:
                 raise StreamBrokenError(f"{self.name}: choice {index} ended by {choice.finish_reason!r}")
-        return self.seen
+        return self.transcript
 
     def recovery_s(self, since: float) -> float | None:
-        """Seconds from a moment to what came next; None where nothing came after it."""
+        """Return the seconds from a time.monotonic() to the next event; None without one."""
         return next((at - since for at in self.progress if at > since), None)
 
     @abstractmethod
-    async def _read(self, place: str) -> None:
-        """Read from one gateway as far as it goes; what is worth another try is swallowed."""
+    async def _read(self, address: str) -> None:
+        """Read from one gateway until the stream ends or breaks; errors that a retry may solve are suppressed."""
 
 
 class GrpcClient(FeatureClient):
-    """Generate, then Resume."""
+    """Calls Generate, then Resume."""
 
     api = "grpc"
 
-    async def _read(self, place: str) -> None:
-        async with grpc.aio.insecure_channel(place, options=CHANNEL_OPTIONS) as channel:
+    async def _read(self, address: str) -> None:
+        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
             stub = InferenceStub(channel)
-            seen = self.seen
+            transcript = self.transcript
             if self.request_id:
-                position = pb.ResumeRequest(request_id=self.request_id, next_index=seen.next_index, digest=seen.digest)
+                position = pb.ResumeRequest(
+                    request_id=self.request_id, next_index=transcript.next_index, digest=transcript.digest
+                )
                 call = stub.Resume(position)
             else:
                 call = stub.Generate(grpc_request(self.row, model=self._model, key=self._key, seed=self._seed))
@@ -156,17 +158,17 @@ class GrpcClient(FeatureClient):
         if self.request_id not in ("", chunk.request_id):
             raise StreamBrokenError(f"{self.name}: request id {self.request_id} became {chunk.request_id}")
         self.request_id = chunk.request_id
-        seen, has_usage = self.seen, chunk.HasField("usage")
+        transcript, has_usage = self.transcript, chunk.HasField("usage")
         if chunk.HasField("error"):
             raise StreamBrokenError(f"{self.name}: {chunk.error.code}: {chunk.error.message}")
         finishes = chunk.finish_reason != pb.FINISH_REASON_UNSPECIFIED
         entries = len(chunk.token_ids) + int(finishes) + int(has_usage)
-        if chunk.next_index != seen.next_index + entries:
+        if chunk.next_index != transcript.next_index + entries:
             raise StreamBrokenError(
-                f"{self.name}: {entries} entries after {seen.next_index} can't end at {chunk.next_index}"
+                f"{self.name}: {entries} entries after {transcript.next_index} can't end at {chunk.next_index}"
             )
         if chunk.token_ids or finishes:
-            choice = seen.choices[chunk.choice]
+            choice = transcript.choices[chunk.choice]
             choice.token_ids.extend(chunk.token_ids)
             choice.text += chunk.text
             choice.logprobs.extend(
@@ -174,38 +176,38 @@ class GrpcClient(FeatureClient):
                 for logprobs in chunk.logprobs
             )
             if finishes:
-                choice.finish_reason = FINISH_WORDS.get(chunk.finish_reason, str(chunk.finish_reason))
+                choice.finish_reason = finish_reason_name(chunk.finish_reason)
         if has_usage:
-            seen.usage = (chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
+            transcript.usage = (chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
             self.is_done = True
-        seen.next_index, seen.digest = chunk.next_index, chunk.digest
+        transcript.next_index, transcript.digest = chunk.next_index, chunk.digest
 
 
 class SseClient(FeatureClient):
-    """POST /v1/completions or /v1/chat/completions, then GET /v1/requests/ID/events with Last-Event-ID."""
+    """Calls POST /v1/completions or /v1/chat/completions, then GET /v1/requests/ID/events with Last-Event-ID."""
 
     api = "sse"
 
     def __init__(
-        self, row: FeatureRow, places: Sequence[str], *, model: str, key: str, seed: int | None = None
+        self, row: FeatureRow, addresses: Sequence[str], *, model: str, key: str, seed: int | None = None
     ) -> None:
-        super().__init__(row, places, model=model, key=key, seed=seed)
+        super().__init__(row, addresses, model=model, key=key, seed=seed)
         self._last_event_id = ""
 
-    async def _read(self, place: str) -> None:
-        # Without TLS here: to load what verifies certificates takes longer than a stream.
+    async def _read(self, address: str) -> None:
+        # Loading the certificate store takes longer than a stream, and there is no TLS here.
         async with httpx.AsyncClient(timeout=SILENCE_LIMIT_S, verify=False) as client:  # noqa: S501
             if self._last_event_id:
                 request = client.build_request(
                     "GET",
-                    f"{place}/v1/requests/{self.request_id}/events",
+                    f"{address}/v1/requests/{self.request_id}/events",
                     headers={"Last-Event-ID": self._last_event_id},
                 )
             else:
                 body = http_body(self.row, model=self._model, seed=self._seed)
                 route = "/v1/chat/completions" if self.row.is_chat else "/v1/completions"
                 request = client.build_request(
-                    "POST", f"{place}{route}", json=body, headers={"Idempotency-Key": self._key}
+                    "POST", f"{address}{route}", json=body, headers={"Idempotency-Key": self._key}
                 )
             with suppress(httpx.TransportError):
                 response = await client.send(request, stream=True)
@@ -241,28 +243,30 @@ class SseClient(FeatureClient):
             return
         self.progress.append(time.monotonic())
         request_id, index, digest = event_id.split("/")
-        opens = int(index) == self.seen.next_index == 0  # the roles, or what is echoed: before the first entry
+        opens = (
+            int(index) == self.transcript.next_index == 0
+        )  # the event with the role or the echoed prompt, before the first entry
         if self.row.is_chat and opens:
             self._last_event_id = event_id
             return
         if self.row.echo and opens and not self._last_event_id:
-            self.seen.next_index = -1
-        if request_id != self.request_id or int(index) <= self.seen.next_index:
+            self.transcript.next_index = -1
+        if request_id != self.request_id or int(index) <= self.transcript.next_index:
             raise StreamBrokenError(f"{self.name}: event {event_id} after {self._last_event_id}")
         self._last_event_id = event_id
-        self.seen.next_index, self.seen.digest = int(index), "" if self.row.is_list else digest
+        self.transcript.next_index, self.transcript.digest = int(index), "" if self.row.is_list else digest
         if body.get("usage"):
-            self.seen.usage = (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"])
+            self.transcript.usage = (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"])
         for choice in body["choices"]:
-            seen = self.seen.choices[choice["index"]]
-            seen.text += choice["delta"].get("content") or "" if self.row.is_chat else choice["text"]
+            transcript = self.transcript.choices[choice["index"]]
+            transcript.text += choice["delta"].get("content") or "" if self.row.is_chat else choice["text"]
             logprobs = choice.get("logprobs")
             if logprobs:
                 names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-                seen.logprobs += list(zip(*(logprobs[name] for name in names), strict=True))
-            seen.finish_reason = choice["finish_reason"] or seen.finish_reason
+                transcript.logprobs += list(zip(*(logprobs[name] for name in names), strict=True))
+            transcript.finish_reason = choice["finish_reason"] or transcript.finish_reason
 
 
 def clients_of(row: FeatureRow) -> Sequence[type[FeatureClient]]:
-    """The APIs that have the row."""
+    """Return the clients of the APIs that support the row."""
     return (SseClient,) if row.is_list else (GrpcClient, SseClient)

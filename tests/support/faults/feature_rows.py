@@ -1,7 +1,7 @@
-"""Every feature that a stream must carry through whatever happens to it: one row each.
+"""One row for each feature that a stream must keep through every fault.
 
-Whoever adds a feature adds its row here; the kill matrix and the campaign run all rows at once, over gRPC and as
-server-sent events, and compare each with its undisturbed run.
+A new feature gets a row here: the kill matrix and the campaign run all rows at once, over gRPC and as server-sent
+events, and compare each with its undisturbed run.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class FeatureRow:
 
     name: str
     prompt: str | tuple[str, ...]
-    """Several are a list of prompts in one request, which only POST /v1/completions has."""
+    """A tuple is a list of prompts in one request, which only POST /v1/completions has."""
     sampling: Mapping[str, Any]
     """vLLM's names, as in gRPC's SamplingParams and in the body of POST /v1/completions."""
     finish: str = "length"
-    """How every choice ends; a row whose feature decides the end says so."""
+    """The finish reason of every choice."""
     seed_is_chosen: bool = field(default=False)
-    """The gateway chooses the seed: the undisturbed run is one under the seed that was chosen."""
+    """Whether the gateway chooses the seed: the reference is then run with the chosen one."""
     is_chat: bool = False
-    """The prompt is a user's message, and goes through the model's chat template."""
+    """Whether the prompt is a user's message for the model's chat template."""
     echo: bool = False
-    """The prompts come before the answers; POST /v1/completions."""
+    """Whether the prompts are echoed before the answers; POST /v1/completions."""
 
     @property
     def is_list(self) -> bool:
-        """Whether it is several prompts: the order in which they come into the log is chance, and so is its digest."""
+        """Whether there are several prompts: their order in the log varies, and so does its digest."""
         return not isinstance(self.prompt, str)
 
 
@@ -51,7 +51,7 @@ FEATURE_ROWS = (
     FeatureRow(
         "stop string",
         "Once upon a time",
-        # The answer has "best friend is" twice: text is held back, let go, and held back again.
+        # The answer has "best friend is" twice: text is held back, released, and held back again.
         {"temperature": 0.0, "stop": ["best friend is Bruno", "a zebra"]},
         finish="stop",
     ),
@@ -98,7 +98,7 @@ FEATURE_ROWS = (
     FeatureRow(
         "min_tokens",
         "The cat and the boat",
-        # The model would end at once, and may not before 30 tokens.
+        # The bias makes the model end at once, which min_tokens forbids up to 30 tokens.
         {"temperature": 0.0, "min_tokens": 30, "logit_bias": {EOS_TOKEN_ID: 100.0}, "ignore_eos": False},
         finish="stop",
     ),
@@ -121,7 +121,7 @@ FEATURE_ROWS = (
 
 
 def sampling_of(row: FeatureRow, seed: int | None = None) -> dict[str, Any]:
-    """The row's parameters, whole; `seed` replaces its own."""
+    """Return the row's sampling parameters with defaults; `seed` replaces its own."""
     sampling: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **row.sampling}
     if seed is not None:
         sampling["seed"] = seed
@@ -129,7 +129,7 @@ def sampling_of(row: FeatureRow, seed: int | None = None) -> dict[str, Any]:
 
 
 def grpc_request(row: FeatureRow, *, model: str, key: str, seed: int | None = None) -> pb.GenerateRequest:
-    """The row for gRPC."""
+    """Return the row's gRPC request."""
     sampling = pb.SamplingParams(**sampling_of(row, seed))
     request = pb.GenerateRequest(model=model, sampling=sampling, idempotency_key=key)
     if row.is_chat:
@@ -140,7 +140,7 @@ def grpc_request(row: FeatureRow, *, model: str, key: str, seed: int | None = No
 
 
 def http_body(row: FeatureRow, *, model: str, seed: int | None = None) -> dict[str, Any]:
-    """The row for POST /v1/completions, or /v1/chat/completions."""
+    """Return the row's body for POST /v1/completions or /v1/chat/completions."""
     sampling = sampling_of(row, seed)
     if "logit_bias" in sampling:
         sampling["logit_bias"] = {str(token): bias for token, bias in sampling["logit_bias"].items()}

@@ -1,7 +1,7 @@
-"""The kill matrix: who is hit, by what, at which moment of a request's life; and how a cell of it is run.
+"""The kill matrix: the target, the fault, and the moment of a request's life; and how a cell of it is run.
 
-A cell runs every feature row over both APIs at once. A process stands still at its fault point while others are hit, so
-that what is hit is hit exactly then; one that is hit itself is hit where it stands.
+A cell runs every feature row over both APIs at once. A process is paused at its fault point while the fault is injected
+into it or into another process, so that the fault happens at exactly that moment.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 from pagestream_streams.fault_points import FaultPoint
 from support.faults.cluster import Fault, FaultCluster, FeatureClient, Member
-from support.faults.line import Stop
-from support.faults.pairwise import pairwise, product
+from support.faults.fault_points import Pause
+from support.pairwise import pairwise, product
 from support.processes.stack import StackError
 
-STOP_LIMIT_S = 30.0
+PAUSE_LIMIT_S = 30.0
 SETTLE_LIMIT_S = 15.0
 POLL_S = 0.01
 
 
 class Target(StrEnum):
-    """Who is hit."""
+    """The part into which the fault is injected."""
 
     ENGINE = "engine"
     GATEWAY = "gateway"
@@ -34,7 +34,7 @@ class Target(StrEnum):
 
 
 class Moment(StrEnum):
-    """When, in a request's life."""
+    """The moment in a request's life."""
 
     QUEUED = "queued"
     CLAIMED = "claimed"
@@ -45,8 +45,8 @@ class Moment(StrEnum):
     FINISH = "finish"
 
 
-# The passage of the fault point that is taken. A step makes one token of each choice, so the 20th append is in the
-# middle of 48 tokens; of the finishes the third, so that some requests have ended and others have not.
+# The passage of the fault point at which a process pauses. A step makes one token of each choice, so the 20th append is
+# in the middle of 48 tokens; of the finishes the third, so that some requests have ended and others have not.
 PASSAGES: Mapping[Moment, Sequence[tuple[FaultPoint, int]]] = {
     Moment.QUEUED: [(FaultPoint.QUEUED, 1)],
     Moment.CLAIMED: [(FaultPoint.CLAIMED, 1)],
@@ -54,7 +54,7 @@ PASSAGES: Mapping[Moment, Sequence[tuple[FaultPoint, int]]] = {
     Moment.FIRST_TOKEN: [(FaultPoint.FIRST_TOKEN, 1)],
     Moment.MIDDLE: [(FaultPoint.MIDDLE, 20)],
     Moment.LAST_TOKEN: [(FaultPoint.LAST_TOKEN, 3)],
-    # Before the append, and after it while nobody knows its reply.
+    # Before the append, and after it while its reply is unread.
     Moment.FINISH: [(FaultPoint.FINISH, 2), (FaultPoint.FINISHED, 2)],
 }
 FACTORS = {"target": tuple(Target), "fault": tuple(Fault), "moment": tuple(Moment)}
@@ -62,7 +62,7 @@ FACTORS = {"target": tuple(Target), "fault": tuple(Fault), "moment": tuple(Momen
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination."""
+    """One combination of target, fault and moment."""
 
     target: Target
     fault: Fault
@@ -73,7 +73,7 @@ class Cell:
 
     @property
     def number(self) -> int:
-        """Varies what a cell leaves open: which gateway, which two."""
+        """The cell's index, which chooses what the cell leaves open: which gateway, which two."""
         return 7 * (3 * list(Target).index(self.target) + list(Fault).index(self.fault)) + list(Moment).index(
             self.moment
         )
@@ -81,33 +81,31 @@ class Cell:
 
 @dataclass
 class CellResult:
-    """What came of a cell."""
+    """The result of a cell."""
 
     cell: Cell
     victims: list[str] = field(default_factory=list)
     unfinished: int = 0
-    """Streams that had not ended when it was hit."""
+    """Streams that had not ended when the fault was injected."""
     reconnects: int = 0
     recovery_s: list[float] = field(default_factory=list)
-    """From the hit to the next token, of each stream that had not ended."""
+    """From the injection to the next token, of each stream that had not ended."""
     failures: list[str] = field(default_factory=list)
     took_s: float = 0.0
 
 
 def all_cells() -> list[Cell]:
-    """All 84."""
+    """Return all 84 cells."""
     return [Cell(**case) for case in product(FACTORS)]
 
 
 def covering_cells() -> list[Cell]:
-    """28 in which each pair of target, fault and moment occurs."""
+    """Return 28 cells in which each pair of target, fault and moment occurs."""
     return [Cell(**case) for case in pairwise(FACTORS)]
 
 
 async def run_cell(cluster: FaultCluster, cell: Cell) -> CellResult:
-    """Run every row through the cell. What differs is in the result; TimeoutError, StreamBrokenError and StackError are
-    there as well.
-    """
+    """Run every row through the cell. Differences and errors of streams and processes are failures of the result."""
     result, started = CellResult(cell), time.monotonic()
     for passage in PASSAGES[cell.moment]:
         try:
@@ -120,45 +118,45 @@ async def run_cell(cluster: FaultCluster, cell: Cell) -> CellResult:
 
 
 async def _run_once(cluster: FaultCluster, cell: Cell, passage: tuple[FaultPoint, int], result: CellResult) -> None:
-    await cluster.wait_whole()
+    await cluster.wait_ready()
     clients = cluster.clients()
     running: list[asyncio.Task[object]] = []
-    standing: list[Stop] = []
+    paused: list[Pause] = []
     try:
         if cell.moment is Moment.QUEUED:
-            standing = await _all_stop(cluster, passage)
+            paused = await _pause_all(cluster, passage)
             running = _start(clients)
-            await _accepted(clients, running)
+            await _wait_accepted(clients, running)
         else:
-            cluster.line.arm(dict([passage]))
+            cluster.fault_points.arm(dict([passage]))
             running = _start(clients)
-            standing = [await _first_stop(cluster, running)]
-        cluster.line.disarm()
-        victims = _victims(cluster, cell, standing[0])
+            paused = [await _first_pause(cluster, running)]
+        cluster.fault_points.disarm()
+        victims = _victims(cluster, cell, paused[0])
         result.victims = [victim.name for victim in victims]
-        hit_at = time.monotonic()
-        cluster.hit(cell.fault, victims)
+        injected_at = time.monotonic()
+        cluster.inject(cell.fault, victims)
         open_streams = [client for client in clients if not client.is_done]
         result.unfinished += len(open_streams)
-        _go(cluster, [*standing, *cluster.line.waiting()])  # the other engine may have come there before the disarming
-        await cluster.mend(cell.fault, victims)
+        _resume(cluster, [*paused, *cluster.fault_points.take_pauses()])
+        await cluster.repair(cell.fault, victims)
         await asyncio.gather(*running)
     finally:
-        cluster.line.disarm()
-        _go(cluster, [*standing, *cluster.line.waiting()])
+        cluster.fault_points.disarm()
+        _resume(cluster, [*paused, *cluster.fault_points.take_pauses()])
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-    await cluster.wait_whole()
+    await cluster.wait_ready()
     result.reconnects += sum(client.reconnects for client in clients)
-    result.recovery_s += [took for client in open_streams if (took := client.recovery_s(hit_at)) is not None]
+    result.recovery_s += [took for client in open_streams if (took := client.recovery_s(injected_at)) is not None]
     result.failures += [failure async for failure in _failures(cluster, clients)]
 
 
 async def _failures(cluster: FaultCluster, clients: Sequence[FeatureClient]) -> AsyncIterator[str]:
     for client in clients:
         reference = await cluster.reference(client)
-        for difference in client.seen.differences(reference):
+        for difference in client.transcript.differences(reference):
             yield f"{client.name} {client.request_id}: {difference}"
     quarantined = await cluster.num_quarantined()
     if quarantined:
@@ -169,28 +167,28 @@ def _start(clients: Sequence[FeatureClient]) -> list[asyncio.Task[object]]:
     return [asyncio.create_task(client.run(), name=client.name) for client in clients]
 
 
-async def _all_stop(cluster: FaultCluster, passage: tuple[FaultPoint, int]) -> list[Stop]:
-    """Every engine stands still before it asks for requests."""
-    cluster.line.arm(dict([passage]), [engine.pid for engine in cluster.engines])
-    return [await cluster.line.stop(STOP_LIMIT_S) for _ in cluster.engines]
+async def _pause_all(cluster: FaultCluster, passage: tuple[FaultPoint, int]) -> list[Pause]:
+    """Pause every engine before it claims requests."""
+    cluster.fault_points.arm(dict([passage]), [engine.pid for engine in cluster.engines])
+    return [await cluster.fault_points.next_pause(PAUSE_LIMIT_S) for _ in cluster.engines]
 
 
-async def _first_stop(cluster: FaultCluster, running: Sequence[asyncio.Task[object]]) -> Stop:
-    stopping = asyncio.create_task(cluster.line.stop(STOP_LIMIT_S))
+async def _first_pause(cluster: FaultCluster, running: Sequence[asyncio.Task[object]]) -> Pause:
+    pausing = asyncio.create_task(cluster.fault_points.next_pause(PAUSE_LIMIT_S))
     try:
-        waited: set[asyncio.Task[Any]] = {stopping, *running}
-        while not stopping.done():
+        waited: set[asyncio.Task[Any]] = {pausing, *running}
+        while not pausing.done():
             done, waited = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-        return stopping.result()
+        return pausing.result()
     finally:
-        stopping.cancel()
+        pausing.cancel()
 
 
-async def _accepted(clients: Sequence[FeatureClient], running: Sequence[asyncio.Task[object]]) -> None:
+async def _wait_accepted(clients: Sequence[FeatureClient], running: Sequence[asyncio.Task[object]]) -> None:
     """Wait until every client has its request's id."""
-    async with asyncio.timeout(STOP_LIMIT_S):
+    async with asyncio.timeout(PAUSE_LIMIT_S):
         while not all(client.request_id for client in clients):
             for task in running:
                 if task.done():
@@ -198,9 +196,9 @@ async def _accepted(clients: Sequence[FeatureClient], running: Sequence[asyncio.
             await asyncio.sleep(POLL_S)
 
 
-def _victims(cluster: FaultCluster, cell: Cell, stop: Stop) -> list[Member]:
-    """The engine is the one that stands at the moment; gateways take turns, and so do the pairs of two."""
-    engine = next(member for member in cluster.engines if member.pid == stop.pid)
+def _victims(cluster: FaultCluster, cell: Cell, pause: Pause) -> list[Member]:
+    """Return the paused engine, or by the cell's index one of the gateways or of the pairs."""
+    engine = next(member for member in cluster.engines if member.pid == pause.pid)
     gateway = cluster.gateways[cell.number % len(cluster.gateways)]
     match cell.target:
         case Target.ENGINE:
@@ -215,13 +213,13 @@ def _victims(cluster: FaultCluster, cell: Cell, stop: Stop) -> list[Member]:
             return pairs[turn % len(pairs)]
 
 
-def _go(cluster: FaultCluster, standing: Collection[Stop]) -> None:
-    for stop in standing:
-        cluster.line.go(stop.pid)
+def _resume(cluster: FaultCluster, paused: Collection[Pause]) -> None:
+    for pause in paused:
+        cluster.fault_points.resume(pause.pid)
 
 
 def table(results: Sequence[CellResult]) -> Iterator[str]:
-    """Lines of Markdown, one for each cell, and what they sum up to."""
+    """Yield a Markdown table with a row for each cell, and the totals."""
     yield "| cell | hit | open streams | reconnects | recovery max | took | result |"
     yield "|---|---|---|---|---|---|---|"
     for each in results:

@@ -1,4 +1,4 @@
-"""Requests that the fault tests run twice: once undisturbed, once while something dies."""
+"""The requests of the fault tests, which run once undisturbed and once under a fault."""
 
 from pagestream.v1 import inference_pb2 as pb
 

@@ -14,8 +14,8 @@ from pagestream_kernels.rms_norm import rms_norm_variant
 from pagestream_kernels.rope_and_cache import rope_and_cache_variant
 from pagestream_kernels.runtime import Variant
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
-from support.faults.pairwise import Case
 from support.kernels.cases import BLOCK_SIZES, DTYPES, GROUP_SIZES, HEAD_DIMS
+from support.pairwise import Case
 
 TARGET_NAMES = ("sm_80", "sm_90", "sm_100", "gfx942")
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from pagestream_kernels.aot import TARGETS, compile_variant
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
-from support.faults.pairwise import Case, product
+from support.pairwise import Case, product
 from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

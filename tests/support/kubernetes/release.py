@@ -139,9 +139,9 @@ class Scene:
     async def disturbed(self, what: str, disturb: Callable[[], object]) -> AsyncIterator[Load]:
         """Streams in whose middle `disturb` is called; in the end all that were open then must end well."""
         async with self.load() as load:
-            await load.middle()
+            await load.wait_under_way()
             await asyncio.to_thread(disturb)
             yield load
-            await load.whole()
-            await load.progress(4)
+            await load.wait_marked()
+            await load.wait_finished(4)
             self.times.note(f"{what}: longest silence of a stream", load.longest_silence_s)

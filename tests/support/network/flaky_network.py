@@ -1,6 +1,6 @@
-"""A network that resets connections, loses answers or falls silent where a test wants it to: a TCP proxy for one port.
+"""A TCP proxy for one port that resets connections, or drops bytes in one or both directions, when a test asks for it.
 
-Unlike `tcp_proxy`, it loses bytes: what is taken up afterwards is a new connection.
+Unlike `tcp_proxy` it loses bytes, so that a client has to open a new connection afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NO_LINGER = struct.pack("ii", 1, 0)  # a socket that is closed with it sends RS
 
 
 class FlakyNetwork:
-    """Used as `async with FlakyNetwork(port)`."""
+    """The proxy: an async context manager."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -31,11 +31,11 @@ class FlakyNetwork:
         self._loses_answers = False
         self._stranded: set[asyncio.StreamWriter] = set()
         self.target = ""
-        """Where it listens, as "host:port"."""
+        """Its address as "host:port"."""
         self.num_connections = 0
-        """Accepted so far."""
-        self.heard: deque[bytes] = deque(maxlen=_KEPT)
-        """What clients said last; the server's sockets have it."""
+        """Connections that clients have opened so far, including those that were reset at once."""
+        self.client_chunks: deque[bytes] = deque(maxlen=_KEPT)
+        """The last chunks that clients sent; they were written to the server's sockets."""
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -50,13 +50,13 @@ class FlakyNetwork:
         await asyncio.gather(*self._pipes, return_exceptions=True)
 
     def reset(self) -> None:
-        """Reset all connections, and new ones as well until `mend`."""
+        """Reset all connections, and new ones until `repair`."""
         self._refuses = True
         for writer in self._writers:
             writer.transport.abort()
 
     def reset_callers(self) -> None:
-        """Reset the clients' ends of all connections: the server gets what they said, then the end. New ones live."""
+        """Reset the clients' ends of all connections: the server gets what they sent, then the end. New ones work."""
         for writer in self._to_callers:
             if writer.is_closing():
                 continue
@@ -64,19 +64,19 @@ class FlakyNetwork:
             writer.transport.abort()
 
     def silence(self) -> None:
-        """Lose every byte in both directions from now on, and reset nothing: a pulled cable."""
+        """Drop every byte in both directions from now on without a reset, as a pulled cable does."""
         self._is_silent = True
 
     def strand(self) -> None:
-        """Lose every byte of the connections that are open now; new ones live: a router that was restarted."""
+        """Drop every byte of the open connections; new ones work, as after a router's restart."""
         self._stranded |= self._writers
 
     def lose_answers(self) -> None:
-        """Lose what the server says from now on; what the client says arrives."""
+        """Drop what the server sends from now on; what clients send arrives."""
         self._loses_answers = True
 
-    def mend(self) -> None:
-        """Let new connections live again; the open ones are reset, since they have lost bytes."""
+    def repair(self) -> None:
+        """Let new connections work again; reset the open ones, since they have lost bytes."""
         self.reset()
         self._refuses = self._is_silent = self._loses_answers = False
 
@@ -105,7 +105,7 @@ class FlakyNetwork:
                 sink.write(data)
                 await sink.drain()
                 if not is_answer:
-                    self.heard.append(data)
+                    self.client_chunks.append(data)
         sink.transport.abort()
         self._writers.discard(sink)
         self._to_callers.discard(sink)

@@ -1,6 +1,6 @@
-"""A network that can be cut: a TCP proxy that, while it is cut, carries nothing and closes nothing.
+"""A TCP proxy that can be cut: it then forwards nothing and closes nothing.
 
-What was sent meanwhile is not lost but late, as with a cable that is pulled and put back: TCP sends it again.
+What is sent meanwhile is late, not lost, as after a cable was pulled and put back: TCP sends it again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CHUNK_BYTES = 1 << 16
 
 
 class TcpProxy:
-    """Listens on a free port of the loopback interface; used as `async with TcpProxy(port) as proxy`."""
+    """Listens on a free port of the loopback interface: an async context manager."""
 
     def __init__(self, upstream_port: int) -> None:
         self.port = 0
@@ -40,15 +40,15 @@ class TcpProxy:
 
     @property
     def is_cut(self) -> bool:
-        """Whether nothing passes."""
+        """Whether nothing is forwarded."""
         return not self._carries.is_set()
 
     def cut(self) -> None:
-        """Carry nothing from now on, in either direction, not even the end of a connection."""
+        """Forward nothing from now on, in either direction, not even the end of a connection."""
         self._carries.clear()
 
     def heal(self) -> None:
-        """Carry what was held back, and what comes."""
+        """Forward what was held back, and what follows."""
         self._carries.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -81,4 +81,4 @@ class TcpProxy:
                 writer.write(data)
                 await writer.drain()
         await self._carries.wait()
-        writer.close()  # its other direction ends by that as well
+        writer.close()  # which ends the other direction, too

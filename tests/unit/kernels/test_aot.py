@@ -5,11 +5,11 @@ import torch
 from pagestream_kernels.aot import TARGETS, Usage, check_usage, compile_variant
 from pagestream_kernels.errors import KernelError
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
-from support.faults.pairwise import pairwise
 from support.kernels import builds as kernel_builds
 from support.kernels import cases as kernel_cases
 from support.kernels.cache import ResultCache
 from support.kernels.worker import KernelWorker
+from support.pairwise import pairwise
 
 COVER = [(kernel, case) for kernel, factors in kernel_builds.FACTORS.items() for case in pairwise(factors)]
 

@@ -13,9 +13,9 @@ from pagestream_kernels import (
     paged_decode_attention_reference,
     plan_decode,
 )
-from support.faults.pairwise import Case, pairwise
 from support.kernels import cases as kernel_cases
 from support.kernels.worker import KernelWorker
+from support.pairwise import Case, pairwise
 
 COVER = pairwise(kernel_cases.FACTORS["paged_decode"])
 

@@ -11,9 +11,9 @@ from pagestream_kernels import (
     paged_prefill_attention,
     paged_prefill_attention_reference,
 )
-from support.faults.pairwise import Case, pairwise
 from support.kernels import cases as kernel_cases
 from support.kernels.worker import KernelWorker
+from support.pairwise import Case, pairwise
 
 COVER = pairwise(kernel_cases.FACTORS["paged_prefill"])
 

@@ -10,9 +10,9 @@ from pagestream_kernels import (
     rope_and_cache,
     rope_and_cache_reference,
 )
-from support.faults.pairwise import Case, pairwise
 from support.kernels import cases as kernel_cases
 from support.kernels.worker import KernelWorker
+from support.pairwise import Case, pairwise
 
 COVER = pairwise(kernel_cases.FACTORS["rope_and_cache"])
 

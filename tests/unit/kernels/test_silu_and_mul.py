@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from pagestream_kernels import KernelArgumentError, KernelUnavailableError, silu_and_mul, silu_and_mul_reference
-from support.faults.pairwise import Case, pairwise
 from support.kernels import cases as kernel_cases
 from support.kernels.worker import KernelWorker
+from support.pairwise import Case, pairwise
 
 COVER = pairwise(kernel_cases.FACTORS["silu_and_mul"])
 

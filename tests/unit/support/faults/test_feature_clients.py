@@ -6,13 +6,13 @@ import json
 import pytest
 from pagestream.v1 import inference_pb2 as pb
 from support.clients.stream_clients import StreamBrokenError
-from support.faults.feature_clients import ChoiceSeen, GrpcClient, Seen, SseClient
+from support.faults.feature_clients import ChoiceTranscript, GrpcClient, SseClient, Transcript
 from support.faults.feature_rows import FEATURE_ROWS
 
 
-def seen() -> Seen:
-    result = Seen(usage=(3, 2), next_index=4, digest="d")
-    result.choices[0] = ChoiceSeen([5, 6], "ab", [[(5, -0.5, 1, "a")], [(6, -0.25, 1, "b")]], "length")
+def seen() -> Transcript:
+    result = Transcript(usage=(3, 2), next_index=4, digest="d")
+    result.choices[0] = ChoiceTranscript([5, 6], "ab", [[(5, -0.5, 1, "a")], [(6, -0.25, 1, "b")]], "length")
     return result
 
 
@@ -42,7 +42,7 @@ def test_any_difference_of_the_log_is_named(name: str, value: object) -> None:
 
 
 def test_a_choice_that_is_missing_is_a_difference() -> None:
-    assert seen().differences(Seen(usage=(3, 2), next_index=4, digest="d"))
+    assert seen().differences(Transcript(usage=(3, 2), next_index=4, digest="d"))
 
 
 def chunk(next_index: int, *, request_id: str = "r", error: str = "") -> pb.TokenChunk:
@@ -67,7 +67,7 @@ def test_grpc_notices_what_a_stream_must_not_do(wrong: pb.TokenChunk) -> None:
     client = grpc_client()
     with pytest.raises(StreamBrokenError):
         client._take(wrong)
-    assert client.seen.next_index == 1
+    assert client.transcript.next_index == 1
 
 
 def test_sse_notices_what_a_stream_must_not_do() -> None:
@@ -81,4 +81,4 @@ def test_sse_notices_what_a_stream_must_not_do() -> None:
     with pytest.raises(StreamBrokenError, match="digest_mismatch"):
         client._take("r/2/d", json.dumps({"error": {"code": "digest_mismatch"}}))
     client._take("r/2/d", json.dumps({"error": {"code": "unavailable"}}))
-    assert client.seen.choices[0].text == "x"
+    assert client.transcript.choices[0].text == "x"

@@ -3,7 +3,7 @@ import itertools
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream_streams.fault_points import FaultPoint
 from support.faults.campaign import PASSAGES as CAMPAIGN_PASSAGES
-from support.faults.campaign import Plan
+from support.faults.campaign import Injection
 from support.faults.cluster import Fault
 from support.faults.feature_rows import FEATURE_ROWS, sampling_of
 from support.faults.matrix import FACTORS, PASSAGES, Moment, Target, all_cells, covering_cells
@@ -26,9 +26,9 @@ def test_every_moment_has_a_fault_point_and_the_campaign_has_all() -> None:
 
 
 def test_a_hit_follows_from_the_seed_and_its_number_alone() -> None:
-    hits = [Plan.draw(7, number) for number in range(500)]
-    assert hits == [Plan.draw(7, number) for number in range(500)]
-    assert hits != [Plan.draw(8, number) for number in range(500)]
+    hits = [Injection.draw(7, number) for number in range(500)]
+    assert hits == [Injection.draw(7, number) for number in range(500)]
+    assert hits != [Injection.draw(8, number) for number in range(500)]
     assert {hit.point for hit in hits} == set(FaultPoint)
     assert {hit.fault for hit in hits} == set(Fault)
 

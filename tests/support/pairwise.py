@@ -11,12 +11,12 @@ Pair = tuple[tuple[int, int], tuple[int, int]]  # ((factor, value), (factor, val
 
 
 def product(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Every combination of the factors' values."""
+    """Return every combination of the factors' values."""
     return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """A deterministic cover of all pairs: greedy, one case at a time, each started from a pair not yet covered."""
+    """Return a deterministic cover of all pairs: greedily, each case started from a pair that is not covered yet."""
     sizes = [len(values) for values in factors.values()]
     if len(sizes) < 2:
         return product(factors)
@@ -31,7 +31,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
 
 
 def _all_pairs(sizes: Sequence[int]) -> dict[Pair, None]:
-    """Ordered like a set that remembers: the same cover in every process."""
+    """Return all pairs as an ordered set, so that every process makes the same cover."""
     return {
         ((first, a), (second, b)): None
         for first, second in itertools.combinations(range(len(sizes)), 2)

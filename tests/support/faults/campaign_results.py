@@ -1,4 +1,4 @@
-"""What a campaign has counted so far: kept in a file, so that a campaign that was interrupted goes on."""
+"""The results of a campaign so far, kept in a file so that an interrupted campaign resumes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ KEPT_FAILURES = 50
 
 
 @dataclass
-class Tally:
-    """Counts of one campaign."""
+class CampaignResults:
+    """The results of one campaign."""
 
     seed: int
     hits: int = 0
-    """Disturbances: of one part, or of two at once."""
+    """Faults injected, each into one part or into several at once."""
     kills: int = 0
     """Processes that got a SIGKILL."""
     stops: int = 0
@@ -29,25 +29,25 @@ class Tally:
     tokens: int = 0
     reconnects: int = 0
     lost: int = 0
-    """Requests that had fewer tokens than undisturbed, or no end."""
+    """Requests with fewer tokens than undisturbed, or without an end."""
     repeated: int = 0
-    """Requests that had more, or whose stream contradicted itself."""
+    """Requests with more tokens, or whose stream contradicted itself."""
     different: int = 0
-    """Requests that had others, or another text, log probability, usage or finish reason."""
+    """Requests with other tokens, text, log probabilities, usage or finish reason."""
     quarantined: int = 0
     seconds: float = 0.0
-    """With load on, over all legs."""
+    """Seconds under load, over all legs."""
     killed: Counter[str] = field(default_factory=Counter)
     """Kills by part."""
     moments: Counter[str] = field(default_factory=Counter)
-    """Hits by fault point; "no moment" where none was reached in time."""
+    """Faults by fault point; "no moment" where none was reached in time."""
     recovery_s: list[float] = field(default_factory=list)
-    """Of each kill: until the last of the streams that were open had gone on."""
+    """Of each kill: until the last of the open streams continued."""
     failures: list[str] = field(default_factory=list)
 
     @classmethod
     def load(cls, path: Path, seed: int) -> Self:
-        """Go on with what a file says; start where there is none. ValueError for another seed's."""
+        """Read the results in a file, or start without one. ValueError if the file belongs to another seed."""
         if not path.exists():
             return cls(seed)
         content: dict[str, Any] = json.loads(path.read_text())
@@ -58,25 +58,25 @@ class Tally:
         return cls(**content)
 
     def save(self, path: Path) -> None:
-        """Replace the file at once."""
+        """Replace the file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(".new")
         fresh.write_text(json.dumps(vars(self), indent=1) + "\n")
         fresh.replace(path)
 
     def fail(self, kind: str, what: str) -> None:
-        """Count a request that went wrong: "lost", "repeated" or "different"."""
+        """Count a failed request; `kind` is "lost", "repeated" or "different"."""
         setattr(self, kind, getattr(self, kind) + 1)
         if len(self.failures) < KEPT_FAILURES:
             self.failures.append(f"{kind}: {what}")
 
     @property
     def is_clean(self) -> bool:
-        """Whether nobody could tell."""
+        """Whether no client noticed a fault."""
         return not (self.lost or self.repeated or self.different or self.quarantined)
 
     def table(self) -> Iterator[str]:
-        """Lines of Markdown."""
+        """Yield the lines of a Markdown table."""
         yield "| what | count |"
         yield "|---|---|"
         for name in ("kills", "stops", "cuts", "requests", "tokens", "reconnects"):
@@ -88,11 +88,11 @@ class Tally:
         yield f"| time under load | {self.seconds / 60:.0f} min |"
         yield ""
         yield f"Seed {self.seed}. Kills: {_listed(self.killed)}."
-        yield f"Hits by moment: {_listed(self.moments)}."
+        yield f"Faults by moment: {_listed(self.moments)}."
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that is not exceeded by so great a share; 0 of nothing."""
+    """Return the smallest value that at least this share of the values does not exceed; 0.0 without values."""
     if not values:
         return 0.0
     ordered = sorted(values)

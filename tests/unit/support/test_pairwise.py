@@ -3,8 +3,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from support.faults.pairwise import pairwise, product
 from support.kernels import cases as kernel_cases
+from support.pairwise import pairwise, product
 
 
 @pytest.mark.parametrize("kernel", kernel_cases.FACTORS)

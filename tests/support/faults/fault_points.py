@@ -1,4 +1,4 @@
-"""The harness' end of fault points: arms moments in processes, and hears when one stands still at its moment."""
+"""The harness' side of fault points: arms them in processes, and receives which process is paused at which one."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _POLL_S = 0.005
 
 
 @dataclass(frozen=True)
-class Stop:
-    """A process that stands still."""
+class Pause:
+    """A process that is paused at a fault point."""
 
     pid: int
     point: FaultPoint
 
 
-class FaultLine:
-    """Listens on a Unix socket; used as `async with FaultLine(path) as line`."""
+class FaultPointController:
+    """Listens on a Unix socket to which processes connect: a context manager."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.stops: asyncio.Queue[Stop] = asyncio.Queue()
+        self._pauses: asyncio.Queue[Pause] = asyncio.Queue()
         self._server: asyncio.Server | None = None
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -50,41 +50,41 @@ class FaultLine:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def arm(self, orders: Mapping[FaultPoint, int], pids: Collection[int] | None = None) -> None:
-        """Have processes stand still at their n-th passage of a moment from now on; those that start later as well."""
+        """Pause processes at their n-th passage of a point from now on; processes that start later as well."""
         self._orders = dict(orders)
         self._armed = None if pids is None else frozenset(pids)
         for pid in self._writers:
-            self._tell(pid, self._orders_for(pid))
+            self._send(pid, self._orders_for(pid))
 
     def disarm(self) -> None:
-        """Nobody who is not standing already will. Forgets who stood."""
+        """Pause no further process; those that are paused stay so."""
         self._orders = {}
         for pid in self._writers:
-            self._tell(pid, "disarm\n")
+            self._send(pid, "disarm\n")
 
-    def go(self, pid: int) -> None:
-        """Let a process pass, if it is there."""
-        self._tell(pid, "go\n")
+    def resume(self, pid: int) -> None:
+        """Let a process continue, if it is connected."""
+        self._send(pid, "go\n")
 
-    async def stop(self, limit_s: float) -> Stop:
-        """The next process that stands still. TimeoutError that says who could have.
+    async def next_pause(self, limit_s: float) -> Pause:
+        """Wait for the next process that pauses. TimeoutError names the armed points and the connected processes.
 
-        Asks again and again: nobody who waited before can keep a stop for himself.
+        It polls: a waiter that was cancelled in `Queue.get` could have taken a pause with it.
         """
         end = time.monotonic() + limit_s
-        while self.stops.empty():
+        while self._pauses.empty():
             if time.monotonic() > end:
                 known = sorted(self._writers)
-                raise TimeoutError(f"nobody stood still for {limit_s:g} s; orders {self._orders}, processes {known}")
+                raise TimeoutError(f"no process paused within {limit_s:g} s; armed: {self._orders}, processes: {known}")
             await asyncio.sleep(_POLL_S)
-        return self.stops.get_nowait()
+        return self._pauses.get_nowait()
 
-    def waiting(self) -> list[Stop]:
-        """Processes that stand still and that nobody has asked for."""
+    def take_pauses(self) -> list[Pause]:
+        """Return the paused processes that `next_pause` has not returned yet."""
         found = []
         with suppress(asyncio.QueueEmpty):
             while True:
-                found.append(self.stops.get_nowait())
+                found.append(self._pauses.get_nowait())
         return found
 
     def _orders_for(self, pid: int) -> str:
@@ -92,7 +92,7 @@ class FaultLine:
             return ""
         return "".join(f"arm {point} {count}\n" for point, count in self._orders.items())
 
-    def _tell(self, pid: int, text: str) -> None:
+    def _send(self, pid: int, text: str) -> None:
         writer = self._writers.get(pid)
         if writer is not None and text:
             writer.write(text.encode())
@@ -106,11 +106,11 @@ class FaultLine:
                 if line[0] == "hello":
                     pid = int(line[1])
                     self._writers[pid] = writer
-                    self._tell(pid, f"{self._orders_for(pid)}ok\n")
-                elif not self._orders:  # it stopped before it heard that nobody wants it to
-                    self.go(pid)
+                    self._send(pid, f"{self._orders_for(pid)}ok\n")
+                elif not self._orders:  # it paused before it received the disarming
+                    self.resume(pid)
                 else:
-                    self.stops.put_nowait(Stop(pid, FaultPoint(line[1])))
+                    self._pauses.put_nowait(Pause(pid, FaultPoint(line[1])))
         except (ConnectionError, asyncio.CancelledError):
             pass  # the process was killed, or the harness is closing
         finally:
