@@ -1,10 +1,10 @@
-"""What a worker tells of a real GPU."""
+"""A worker's readings of a real GPU."""
 
 import os
 
 import pytest
 import torch
-from pagestream_worker.gpu import gpu_use
+from pagestream_worker.gauges import gpu_use
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
-from pagestream_worker.__main__ import check_context
+from pagestream_worker.process import check_context
 from support.processes.stack import DEMO_MODEL, free_port
 
 EXIT_BAD_OPTIONS = 2

@@ -8,9 +8,10 @@ from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 from pagestream_streams import Broker, GatewaySession
 from pagestream_telemetry.instruments import Point
 from pagestream_telemetry.process import Telemetry, silent_telemetry
+from pagestream_worker.gauges import EngineGauges, EngineView
 from pagestream_worker.health import Health
-from pagestream_worker.telemetry import EngineView, WorkerTelemetry
-from pagestream_worker.worker import EngineFailed
+from pagestream_worker.serving.outputs import EngineFailed
+from pagestream_worker.telemetry import WorkerTelemetry
 from support.engines import served_workers as w
 
 
@@ -84,9 +85,9 @@ async def test_a_snapshot_tells_what_the_engine_holds(
     options = {"num_gpu_blocks_override": 32, "block_size": 8}
     async with GatewaySession(broker) as gateway:
         async with w.running_worker(broker, tmp_path, w.SlowRunner, telemetry=telemetry, **options) as running:
-            thread = running.worker._thread
+            thread = running.thread
             view = EngineView(thread.stats, lambda: thread.fragmentation, {"kv_pool": 5}, lambda: 7)
-            telemetry.watch(view, health)
+            told.registry.on_collect(EngineGauges(told.registry, w.MODEL, view, health).set)
             idle = {point.attributes["state"]: point.value for point in points(told, "pagestream.kv.blocks")}
             assert idle == {"used": 0, "cached": 0, "free": 32}
             spec = await w.accepted(gateway, list(range(1, 20)), max_tokens=200)
@@ -105,7 +106,7 @@ async def test_a_snapshot_tells_what_the_engine_holds(
             assert value(told, "pagestream.prefix_cache.queries") == 19
             assert (value(told, "pagestream.memory.usage"), value(told, "pagestream.reclaims")) == (5, 7)
     assert value(told, "pagestream.engine.draining") == 0
-    health.end()
+    health.drain()
     assert value(told, "pagestream.engine.draining") == 1
 
 

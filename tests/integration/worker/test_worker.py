@@ -18,8 +18,9 @@ from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sampling_params import child_seed
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 from pagestream_streams import Append, AppendOutcome, Broker, EngineSession, GatewaySession
-from pagestream_worker.request import RunningRequest
-from pagestream_worker.worker import EXIT_STALLED, EngineFailed
+from pagestream_worker.health import EXIT_STALLED
+from pagestream_worker.requests.running_request import RunningRequest
+from pagestream_worker.serving.outputs import EngineFailed
 from support.engines.arithmetic_model import (
     ArithmeticRunner,
     SeededRunner,

@@ -17,7 +17,8 @@ from pathlib import Path
 from pagestream_engine import Engine, EngineConfig
 from pagestream_engine.models.config import ModelInfo
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
-from pagestream_worker import __main__ as worker
+from pagestream_worker import process
+from pagestream_worker.__main__ import main
 
 NUM_BLOCKS = 8192
 PACE = "PACED_STEP_S"
@@ -50,5 +51,5 @@ def paced_engine(model: str | Path, config: EngineConfig, *, step_s: float) -> E
 
 
 if __name__ == "__main__":
-    vars(worker)["Engine"] = partial(paced_engine, step_s=float(os.environ[PACE]))
-    sys.exit(worker.main())
+    vars(process)["Engine"] = partial(paced_engine, step_s=float(os.environ[PACE]))
+    sys.exit(main())

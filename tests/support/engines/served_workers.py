@@ -13,9 +13,11 @@ from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 from pagestream_streams import Broker, EngineSession, GatewaySession
+from pagestream_telemetry.process import silent_telemetry
 from pagestream_worker.card import build_card
-from pagestream_worker.engine_thread import EngineThread
+from pagestream_worker.health import Health
 from pagestream_worker.settings import WorkerSettings
+from pagestream_worker.stepping.engine_thread import EngineThread
 from pagestream_worker.telemetry import WorkerTelemetry
 from pagestream_worker.worker import Worker
 from support.engines.arithmetic_model import (
@@ -52,10 +54,11 @@ class GatedRunner(ArithmeticRunner):
 
 
 class Running:
-    """A worker with its session, and the event that ends it."""
+    """A worker with its engine's thread, and the event that ends it."""
 
-    def __init__(self, worker: Worker, task: asyncio.Task[None], stop: asyncio.Event) -> None:
+    def __init__(self, worker: Worker, thread: EngineThread, task: asyncio.Task[None], stop: asyncio.Event) -> None:
         self.worker = worker
+        self.thread = thread
         self.task = task
         self.stop = stop
 
@@ -83,7 +86,12 @@ async def running_worker(
     engine = await asyncio.wrap_future(thread.loaded)
     await broker.publish_model(build_card(folder, MODEL, engine))
     settings = WorkerSettings(str(folder), "", MODEL, "worker", finish_timeout_s=finish_timeout_s)
-    worker = Worker(thread, settings, telemetry=telemetry)
+    worker = Worker(
+        thread,
+        settings,
+        Health(settings.stall_timeout_s),
+        telemetry or WorkerTelemetry(silent_telemetry(), MODEL, "worker"),
+    )
     stop = asyncio.Event()
     async with EngineSession(
         broker,
@@ -91,11 +99,11 @@ async def running_worker(
         engine_id="worker",
         on_lost=worker.drop,
         load=worker.load,
-        on_hand_back_all=worker.want,
+        on_hand_back_all=worker.hand_all_back,
         fingerprint=fingerprint,
     ) as session:
         task = asyncio.create_task(worker.run(session, stop))
-        running = Running(worker, task, stop)
+        running = Running(worker, thread, task, stop)
         try:
             yield running
         finally:

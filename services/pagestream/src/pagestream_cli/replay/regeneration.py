@@ -109,6 +109,6 @@ def offline(spec: RequestSpec, folder: str, *, dtype: str, deterministic: bool) 
 
 
 def _params(spec: RequestSpec, num_choices: int) -> list[SamplingParams]:
-    from pagestream_worker.request import child_of, sampling_from_message
+    from pagestream_worker.requests.sampling import child_of, sampling_from_message
 
     return [sampling_from_message(spec.sampling, sibling=child_of(spec, choice)) for choice in range(num_choices)]

@@ -18,57 +18,26 @@ from pagestream.v1.inference_pb2 import (
     TokenLogprobs,
     Usage,
 )
-from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
-from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
-from pagestream_engine.errors import InvalidSamplingParams
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 from pagestream_engine.request.outputs import StepOutput, TokenLogprob
-from pagestream_engine.request.sampling_params import SamplingParams, child_seed
+from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_streams import Append, Claim
 from pagestream_streams.protocol import digests
 from pagestream_streams.protocol.finish_reasons import parse_finish_reason
 from pagestream_telemetry.context import TraceContext, caller_context
 
-FIELDS_WITH_PRESENCE = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "max_tokens",
-    "logprobs",
-    "prompt_logprobs",
-)
+from pagestream_worker.requests.sampling import child_of, sampling_from_message
 
 
-def child_of(spec: RequestSpec, choice: int) -> int:
-    """Which child of the request's seed a choice has: siblings differ, and where nobody gave the seed, prompts too."""
-    return choice if spec.seed_for_each_prompt else choice % max(1, spec.sampling.n)
+def split_seq_id(seq_id: str) -> tuple[str, str, int]:
+    """Split the id of a sequence into request id, nonce of the claim, and index of the choice."""
+    request_id, nonce, choice = seq_id.split("/")
+    return request_id, nonce, int(choice)
 
 
-def sampling_from_message(message: SamplingMessage, *, sibling: int) -> SamplingParams:
-    """Return the parameters of one sibling: `n` is 1, the seed is that sibling's own.
-
-    Raises InvalidRequest where the message holds what this engine doesn't support.
-    """
-    if message.HasField("best_of") and message.best_of != max(1, message.n):
-        raise InvalidSamplingParams(
-            "best_of", message.best_of, f"n ({max(1, message.n)})", "a stream shows every choice while it is generated"
-        )
-    given = {name: getattr(message, name) for name in FIELDS_WITH_PRESENCE if message.HasField(name)}
-    return SamplingParams(
-        n=1,
-        seed=child_seed(message.seed, sibling),
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        include_stop_str_in_output=message.include_stop_str_in_output,
-        skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
-        logit_bias=dict(message.logit_bias) or None,
-        **given,
-    )
+def request_id_of(seq_id: str) -> str:
+    """Return the id of a sequence's request."""
+    return seq_id.partition("/")[0]
 
 
 def _logprobs_message(tokens: Sequence[TokenLogprob]) -> TokenLogprobs:
@@ -195,7 +164,7 @@ class RunningRequest:
         if not self._ended and len(self._finishes) == self._num_choices:
             self._end(None)
 
-    def num_made(self, choice: int) -> int:
+    def num_generated(self, choice: int) -> int:
         """Tokens of a choice, those of earlier engines included."""
         return len(self._outputs[choice]) + len(self._held[choice])
 

@@ -1,4 +1,4 @@
-"""Who is in the running step, told only when that changes: most steps decode the same sequences as the one before."""
+"""Which sequences are in the running step, reported only on a change: most steps decode the same ones as the last."""
 
 from dataclasses import dataclass
 
@@ -6,25 +6,30 @@ from pagestream_engine.scheduler.base import ScheduledStep
 
 
 @dataclass(frozen=True)
-class StepChange:
-    """Sequences that came into the step or left it to wait; `members` are all that are in it now."""
+class MembershipChange:
+    """Sequences that entered the step, that left it unfinished, and all that are in it now."""
 
     entered: frozenset[str]
     left: frozenset[str]
     members: frozenset[str]
 
 
-class StepSet:
+class StepMembers:
     """The sequences of the running step, by id."""
 
     def __init__(self) -> None:
         self._members: set[str] = set()
         self._num_preemptions = 0
 
-    def update(self, step: ScheduledStep, num_preemptions: int) -> StepChange | None:
-        """Take a step that is about to run; None where nobody came, and nobody left but by an end.
+    def update(self, step: ScheduledStep, num_preemptions: int) -> MembershipChange | None:
+        """Apply a step that is about to run. Returns None where no sequence entered and none left unfinished.
 
-        A sequence comes with a chunk of its prompt, and leaves unfinished only where there was a preemption.
+        A sequence enters with a chunk of its prompt, and leaves unfinished only by preemption; ends are reported to
+        `discard`. So a step of decodes without a new preemption needs no look at its sequences.
+
+        Args:
+            step: the scheduler's plan.
+            num_preemptions: the engine's counter.
         """
         preempted = num_preemptions != self._num_preemptions
         if not step.prefills and not preempted:
@@ -39,8 +44,8 @@ class StepSet:
         self._members -= left
         if not entered and not left:
             return None
-        return StepChange(frozenset(entered), frozenset(left), frozenset(self._members))
+        return MembershipChange(frozenset(entered), frozenset(left), frozenset(self._members))
 
     def discard(self, seq_id: str) -> None:
-        """It has ended."""
+        """Remove a sequence that has ended or was aborted."""
         self._members.discard(seq_id)

@@ -1,4 +1,4 @@
-"""The engine thread: commands in, outputs out, and an end that its owner hears of."""
+"""The engine thread: commands in, outputs out, and a future for its end."""
 
 import queue
 import threading
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pagestream_engine import Engine, EngineConfig, SamplingParams, Sibling, StepOutput
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
-from pagestream_worker.engine_thread import AbortSequences, AddGroup, EngineThread, Stop
+from pagestream_worker.stepping.engine_thread import AbortSequences, AddGroup, EngineThread, Stop
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
 
 LIMIT_S = 10.0
@@ -25,7 +25,7 @@ class BrokenRunner(ArithmeticRunner):
         return super().execute(step)
 
 
-class Outside:
+class Owner:
     """The owner's side of a thread."""
 
     def __init__(self, folder: Path, runner: type[ArithmeticRunner] = ArithmeticRunner) -> None:
@@ -35,12 +35,10 @@ class Outside:
 
         made_on: list[threading.Thread] = []
         self.outputs: queue.SimpleQueue[Sequence[StepOutput]] = queue.SimpleQueue()
-        self.ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self.thread = EngineThread(make_engine)
         self.steps: list[tuple[float, int]] = []
         self.thread.listen(
             on_outputs=self.outputs.put,
-            on_end=self.ends.put,
             on_step=lambda duration_s, sequences: self.steps.append((duration_s, sequences)),
         )
         self.thread.start()
@@ -61,84 +59,83 @@ class Outside:
 
     def end(self) -> None:
         self.thread.submit(Stop())
-        assert self.ends.get(timeout=LIMIT_S) is None
+        assert self.thread.ended.exception(LIMIT_S) is None
         self.thread.join(LIMIT_S)
         assert not self.thread.is_alive()
 
 
 def test_a_sequence_runs_to_its_end(tmp_path: Path) -> None:
-    outside = Outside(tmp_path)
-    outside.thread.submit(AddGroup([1, 2, 3], [Sibling("a", PARAMS, [])]))
-    assert outside.tokens_of("a") == undisturbed([1, 2, 3], PARAMS, FACTS, 100)
-    outside.end()
-    assert [sequences for _, sequences in outside.steps] == [1] * 20
-    assert all(duration_s > 0 for duration_s, _ in outside.steps)
+    owner = Owner(tmp_path)
+    owner.thread.submit(AddGroup([1, 2, 3], [Sibling("a", PARAMS, [])]))
+    assert owner.tokens_of("a") == undisturbed([1, 2, 3], PARAMS, FACTS, 100)
+    owner.end()
+    assert [sequences for _, sequences in owner.steps] == [1] * 20
+    assert all(duration_s > 0 for duration_s, _ in owner.steps)
 
 
-def test_siblings_that_are_refused_end_all(tmp_path: Path) -> None:
-    outside = Outside(tmp_path)
+def test_refused_siblings_all_end(tmp_path: Path) -> None:
+    owner = Owner(tmp_path)
     siblings = [Sibling("a", PARAMS), Sibling("b", PARAMS, [FACTS.vocab_size])]
-    outside.thread.submit(AddGroup([1, 2, 3], siblings))
-    refused = outside.next_outputs()
+    owner.thread.submit(AddGroup([1, 2, 3], siblings))
+    refused = owner.next_outputs()
     assert [(output.request_id, output.finish_reason) for output in refused] == [("a", "error"), ("b", "error")]
-    outside.thread.submit(AddGroup([1, 2, 3], [Sibling("a", PARAMS), Sibling("b", PARAMS)]))
-    assert outside.tokens_of("b") == undisturbed([1, 2, 3], PARAMS, FACTS, 100)
-    outside.end()
+    owner.thread.submit(AddGroup([1, 2, 3], [Sibling("a", PARAMS), Sibling("b", PARAMS)]))
+    assert owner.tokens_of("b") == undisturbed([1, 2, 3], PARAMS, FACTS, 100)
+    owner.end()
 
 
 def test_a_sequence_goes_on_where_another_engine_left_it(tmp_path: Path) -> None:
     whole = undisturbed([1, 2, 3], PARAMS, FACTS, 100)
-    outside = Outside(tmp_path)
-    outside.thread.submit(AddGroup([1, 2, 3], [Sibling("a", PARAMS, whole[:7])]))
-    assert outside.tokens_of("a") == whole[7:]
-    outside.end()
+    owner = Owner(tmp_path)
+    owner.thread.submit(AddGroup([1, 2, 3], [Sibling("a", PARAMS, whole[:7])]))
+    assert owner.tokens_of("a") == whole[7:]
+    owner.end()
 
 
 def test_a_refused_sequence_ends_alone(tmp_path: Path) -> None:
-    outside = Outside(tmp_path)
-    outside.thread.submit(AddGroup([FACTS.vocab_size], [Sibling("bad", PARAMS, [])]))
-    outside.thread.submit(AddGroup([1], [Sibling("good", PARAMS, [])]))
-    [refused] = outside.next_outputs()
+    owner = Owner(tmp_path)
+    owner.thread.submit(AddGroup([FACTS.vocab_size], [Sibling("bad", PARAMS, [])]))
+    owner.thread.submit(AddGroup([1], [Sibling("good", PARAMS, [])]))
+    [refused] = owner.next_outputs()
     assert (refused.request_id, refused.finish_reason) == ("bad", "error")
     assert refused.error is not None
     assert str(FACTS.vocab_size) in refused.error
-    assert outside.tokens_of("good") == undisturbed([1], PARAMS, FACTS, 100)
-    outside.end()
+    assert owner.tokens_of("good") == undisturbed([1], PARAMS, FACTS, 100)
+    owner.end()
 
 
-def test_an_aborted_sequence_says_nothing_more(tmp_path: Path) -> None:
-    outside = Outside(tmp_path)
+def test_an_aborted_sequence_has_no_further_output(tmp_path: Path) -> None:
+    owner = Owner(tmp_path)
     endless = SamplingParams(max_tokens=None, ignore_eos=True)
-    outside.thread.submit(AddGroup([1], [Sibling("a", endless, [])]))
-    outside.next_outputs()
-    outside.thread.submit(AbortSequences(["a", "unknown"]))
-    outside.thread.submit(AddGroup([2], [Sibling("b", PARAMS, [])]))
-    assert outside.tokens_of("b") == undisturbed([2], PARAMS, FACTS, 100)
-    outside.end()
-    while not outside.outputs.empty():
-        assert all(output.request_id != "a" for output in outside.next_outputs())
+    owner.thread.submit(AddGroup([1], [Sibling("a", endless, [])]))
+    owner.next_outputs()
+    owner.thread.submit(AbortSequences(["a", "unknown"]))
+    owner.thread.submit(AddGroup([2], [Sibling("b", PARAMS, [])]))
+    assert owner.tokens_of("b") == undisturbed([2], PARAMS, FACTS, 100)
+    owner.end()
+    while not owner.outputs.empty():
+        assert all(output.request_id != "a" for output in owner.next_outputs())
 
 
 def test_an_idle_thread_stops_at_once(tmp_path: Path) -> None:
-    outside = Outside(tmp_path)
-    outside.end()
+    owner = Owner(tmp_path)
+    owner.end()
 
 
-def test_the_owner_hears_of_the_error_that_ends_the_thread(tmp_path: Path) -> None:
-    outside = Outside(tmp_path, BrokenRunner)
-    outside.thread.submit(AddGroup([1], [Sibling("a", PARAMS, [])]))
-    error = outside.ends.get(timeout=LIMIT_S)
-    assert isinstance(error, MemoryError)
-    outside.thread.join(LIMIT_S)
+def test_an_error_that_ends_the_thread_is_the_futures(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, BrokenRunner)
+    owner.thread.submit(AddGroup([1], [Sibling("a", PARAMS, [])]))
+    assert isinstance(owner.thread.ended.exception(LIMIT_S), MemoryError)
+    owner.thread.join(LIMIT_S)
 
 
 def test_a_step_in_progress_has_an_age_and_no_step_has_none(tmp_path: Path) -> None:
-    outside = Outside(tmp_path)
-    assert outside.thread.step_age_s() == pytest.approx(0.0)
-    outside.end()
+    owner = Owner(tmp_path)
+    assert owner.thread.step_age_s() == pytest.approx(0.0)
+    owner.end()
 
 
-def test_whoever_waits_for_the_engine_hears_why_it_could_not_load() -> None:
+def test_an_error_of_the_load_is_the_futures() -> None:
     def make_engine() -> Engine:
         raise FileNotFoundError("no such model")
 

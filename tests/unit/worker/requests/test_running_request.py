@@ -10,7 +10,7 @@ from pagestream_engine.request.outputs import StepOutput, TokenLogprob
 from pagestream_engine.request.sampling_params import child_seed
 from pagestream_streams import Claim
 from pagestream_streams.protocol import digests
-from pagestream_worker.request import RunningRequest, sampling_from_message
+from pagestream_worker.requests.running_request import RunningRequest
 
 PROMPTS = ([1, 2, 3], [4, 5])
 
@@ -203,26 +203,6 @@ def test_prompts_of_a_list_have_seeds_of_their_own_where_nobody_gave_one() -> No
     assert len(set(seeds)) == 4
 
 
-def test_a_message_becomes_parameters() -> None:
-    message = SamplingParams(
-        temperature=0.7, top_k=5, seed=3, stop=["x"], stop_token_ids=[9], min_tokens=1, max_tokens=4
-    )
-    params = sampling_from_message(message, sibling=0)
-    assert (params.temperature, params.top_k, params.seed, params.max_tokens) == (0.7, 5, 3, 4)
-    assert params.stop_strings == ("x",)
-    assert params.stop_token_ids == (9,)
-    assert params.skip_special_tokens
-
-
-def test_an_unset_field_has_the_engine_default() -> None:
-    assert sampling_from_message(SamplingParams(seed=1), sibling=0).temperature == 1.0
-
-
-def test_what_the_engine_lacks_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match="prompt_logprobs"):
-        sampling_from_message(SamplingParams(seed=1, prompt_logprobs=3), sibling=0)
-
-
 def test_a_refused_request_has_no_sequence_to_forget() -> None:
     taken = claim(n=2)
     taken.spec.sampling.prompt_logprobs = 3
@@ -231,29 +211,6 @@ def test_a_refused_request_has_no_sequence_to_forget() -> None:
         list(request.open_choices())
     request.fail("unsupported", "logprobs")
     assert request.running_seq_ids() == []
-
-
-def test_the_features_of_a_request_reach_the_engine() -> None:
-    message = SamplingParams(
-        seed=1,
-        n=2,
-        best_of=2,
-        presence_penalty=0.5,
-        frequency_penalty=-0.25,
-        repetition_penalty=1.5,
-        logit_bias={3: 2.0},
-        min_tokens=2,
-        logprobs=0,
-    )
-    params = sampling_from_message(message, sibling=1)
-    assert (params.n, params.best_of, params.seed) == (1, None, child_seed(1, 1))
-    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.25, 1.5)
-    assert (params.logit_bias, params.min_tokens, params.logprobs) == ({3: 2.0}, 2, 0)
-
-
-def test_the_best_of_more_choices_can_not_be_streamed() -> None:
-    with pytest.raises(InvalidRequest, match=r"best_of: given 3, expected n \(2\)"):
-        sampling_from_message(SamplingParams(seed=1, n=2, best_of=3), sibling=0)
 
 
 def test_log_probabilities_are_in_the_tokens_entry_and_nowhere_else() -> None:

@@ -1,0 +1,53 @@
+"""The engine's sampling parameters of a request from its wire message."""
+
+from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_engine.errors import InvalidSamplingParams
+from pagestream_engine.request.sampling_params import SamplingParams, child_seed
+
+FIELDS_WITH_PRESENCE = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+)
+
+
+def child_of(spec: RequestSpec, choice: int) -> int:
+    """Return which child of the request's seed a choice gets.
+
+    Siblings of a prompt always differ. Prompts differ where the gateway chose the seed; with a client's own seed each
+    prompt gets what it would get alone.
+    """
+    return choice if spec.seed_for_each_prompt else choice % max(1, spec.sampling.n)
+
+
+def sampling_from_message(message: SamplingMessage, *, sibling: int) -> SamplingParams:
+    """Convert the parameters of one sibling: `n` is 1, the seed is that sibling's own.
+
+    Raises:
+        InvalidRequest: the message asks for what this engine doesn't support.
+    """
+    if message.HasField("best_of") and message.best_of != max(1, message.n):
+        raise InvalidSamplingParams(
+            "best_of", message.best_of, f"n ({max(1, message.n)})", "a stream shows every choice while it is generated"
+        )
+    given = {name: getattr(message, name) for name in FIELDS_WITH_PRESENCE if message.HasField(name)}
+    return SamplingParams(
+        n=1,
+        seed=child_seed(message.seed, sibling),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
+        logit_bias=dict(message.logit_bias) or None,
+        **given,
+    )

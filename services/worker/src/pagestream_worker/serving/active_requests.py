@@ -1,0 +1,196 @@
+"""The table of the requests that this engine has claimed and not completed."""
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.request.outputs import StepOutput
+from pagestream_engine.request.sibling import Sibling
+from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
+from pagestream_streams.errors import Unavailable
+from pagestream_streams.fault_points import FaultPoint, reach
+
+from pagestream_worker.requests.claim_budget import ClaimBudget
+from pagestream_worker.requests.running_request import Choice, RunningRequest, split_seq_id
+from pagestream_worker.stepping.engine_thread import AbortSequences, AddGroup, Command
+from pagestream_worker.telemetry import WorkerTelemetry
+
+logger = logging.getLogger(__name__)
+
+
+class ActiveRequests:
+    """The requests by id, kept in step with the engine, the claim budget and telemetry. For the event loop alone.
+
+    Args:
+        submit: hands a command to the engine's thread.
+        budget: gets each sequence that starts and ends.
+        telemetry: gets each phase of a request.
+        on_pending: called when a request has got entries that its log lacks.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[Command], None],
+        budget: ClaimBudget,
+        telemetry: WorkerTelemetry,
+        on_pending: Callable[[], None],
+    ) -> None:
+        self._submit = submit
+        self._budget = budget
+        self._telemetry = telemetry
+        self._on_pending = on_pending
+        self._requests: dict[str, RunningRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def get(self, request_id: str) -> RunningRequest | None:
+        """Return a request; None where it is not active. Any thread may call this."""
+        return self._requests.get(request_id)
+
+    def ids(self) -> list[str]:
+        """Return the ids of all active requests."""
+        return list(self._requests)
+
+    def ids_without_tokens(self) -> list[str]:
+        """Return the ids of the requests for which no engine has generated a token."""
+        return [request_id for request_id, request in self._requests.items() if not request.num_output_tokens]
+
+    # -- from claim to log --
+
+    def start(self, claim: Claim) -> None:
+        """Run a claimed request. One that the engine can't run is failed: its log gets an error as its end."""
+        # The same request may be claimed again before this engine has seen that it lost the earlier claim.
+        self.drop([claim.request_id])
+        request = RunningRequest(claim)
+        self._requests[request.request_id] = request
+        self._telemetry.claimed(request)
+        try:
+            groups = list(request.open_groups())
+        except InvalidRequest as error:
+            self._fail(request, "unsupported", str(error))
+            return
+        except Exception:
+            # A request that no engine can read would end one engine after the other.
+            logger.exception("failed: the request could not be read", extra=_log_fields(request))
+            self._fail(request, "engine_error", "the engine could not read this request")
+            return
+        for choices in groups:
+            self._run_group(choices)
+        request.end_if_complete()
+        self._on_pending()
+        logger.info(
+            "claimed",
+            extra=_log_fields(request)
+            | {"attempt": claim.attempts, "next_index": claim.next_index, "isolated": claim.isolated},
+        )
+
+    def _fail(self, request: RunningRequest, code: str, message: str) -> None:
+        self._telemetry.failed(request.request_id, code)
+        request.fail(code, message)
+        self._on_pending()
+
+    def _run_group(self, choices: Sequence[Choice]) -> None:
+        """Run the choices of one prompt as a group."""
+        prompt = list(choices[0].prompt.ids)
+        self._budget.reserve(len(prompt), [(choice.seq_id, len(choice.output_token_ids)) for choice in choices])
+        siblings = [Sibling(choice.seq_id, choice.params, choice.output_token_ids) for choice in choices]
+        self._submit(AddGroup(prompt, siblings))
+
+    def add_output(self, output: StepOutput) -> None:
+        """Add one step's output of one sequence to its request. One that was dropped during the step is ignored."""
+        request_id, nonce, choice = split_seq_id(output.request_id)
+        request = self._requests.get(request_id)
+        if request is None or request.claim.nonce != nonce:
+            return
+        is_first = self._budget.note_token(output.request_id)
+        request.add_output(choice, output)
+        if is_first:
+            self._telemetry.first_token(request, choice)
+        if output.finish_reason is not None:
+            self._telemetry.sequence_ended(request, choice)
+            reach(FaultPoint.LAST_TOKEN)
+            self._budget.release([output.request_id])
+        if output.error is not None:
+            logger.error("failed: %s", output.error, extra=_log_fields(request))
+            self._telemetry.failed(request_id, "engine_error")
+            self._abort(request)
+        self._on_pending()
+
+    # -- appends --
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether some request has entries that its log lacks."""
+        return any(request.has_pending for request in self._requests.values())
+
+    def pending_appends(self, limit: int, *, without: Collection[str] = ()) -> list[Append]:
+        """Return the next append of each request with pending entries.
+
+        Args:
+            limit: most entries of one request.
+            without: requests to leave out.
+        """
+        pending = [each for each in self._requests.values() if each.has_pending and each.request_id not in without]
+        return [request.pending(limit) for request in pending]
+
+    def settle(self, append: Append, outcome: AppendOutcome) -> bool:
+        """Apply an append's outcome. Returns whether the request was dropped here, but is still this engine's in Redis
+        and has to be handed back.
+        """
+        request = self._requests.get(append.request_id)
+        if request is None or request.claim.nonce != append.nonce:
+            return False
+        if outcome.kind is AppendKind.OK or (
+            outcome.kind is AppendKind.GAP and request.can_send_from(outcome.next_index)
+        ):
+            request.acknowledge(outcome.next_index)
+            if request.is_complete:
+                del self._requests[append.request_id]
+                self._telemetry.completed(request)
+            elif request.has_pending:
+                self._on_pending()
+            return False
+        logger.warning("the log refused an append: %s", outcome.kind.name, extra=_log_fields(request))
+        if outcome.kind is AppendKind.ENDED:
+            self._telemetry.cancelled(append.request_id)
+        else:
+            self._telemetry.lost(append.request_id, outcome.kind.name.lower())
+        self.drop([append.request_id])
+        return not outcome.lost
+
+    # -- leaving --
+
+    def drop(self, request_ids: Collection[str]) -> None:
+        """Abort requests that are no longer this engine's: ended, cancelled, handed back or reclaimed."""
+        for request_id in request_ids:
+            request = self._requests.pop(request_id, None)
+            if request is not None:
+                logger.warning("dropped: no longer this engine's", extra=_log_fields(request))
+                self._telemetry.dropped(request_id)
+                self._abort(request)
+
+    def drop_handed_back(self, request_ids: Collection[str]) -> None:
+        """Abort requests that are handed back, and count them as that."""
+        self._telemetry.handed_back(request_ids)
+        self.drop(request_ids)
+
+    def _abort(self, request: RunningRequest) -> None:
+        running = request.running_seq_ids()
+        self._budget.release(running)
+        self._submit(AbortSequences(running))
+
+
+async def hand_back(session: EngineSession, request_ids: Sequence[str]) -> None:
+    """Hand requests back to their queues. Where Redis is away, a heartbeat after the outage hands them back."""
+    try:
+        await session.hand_back(request_ids)
+    except Unavailable as error:
+        logger.warning("could not hand back %d requests: %s", len(request_ids), error)
+
+
+def _log_fields(request: RunningRequest) -> dict[str, Any]:
+    trace = request.trace
+    traced = {"trace_id": trace.trace_id, "span_id": trace.span_id} if trace else {}
+    return {"request_id": request.request_id, **traced}

@@ -1,0 +1,38 @@
+"""A table of active requests without an engine: it keeps the commands that an engine's thread would get.
+
+For interleavings of claims, outputs and drops that no running engine produces at will.
+"""
+
+from __future__ import annotations
+
+from pagestream.v1.inference_pb2 import TokenIds
+from pagestream.v1.records_pb2 import LogEntry, RequestSpec
+from pagestream_streams import Claim
+from pagestream_telemetry.process import silent_telemetry
+from pagestream_worker.requests.claim_budget import ClaimBudget
+from pagestream_worker.serving.active_requests import ActiveRequests
+from pagestream_worker.stepping.engine_thread import Command
+from pagestream_worker.telemetry import WorkerTelemetry
+
+STEP_TOKENS = 512
+
+
+class RequestTable:
+    """The table with its collaborators."""
+
+    def __init__(self) -> None:
+        self.budget = ClaimBudget(block_size=16, max_num_seqs=64, step_tokens=STEP_TOKENS)
+        self.telemetry = WorkerTelemetry(silent_telemetry(), "m", "e")
+        self.commands: list[Command] = []
+        self.requests = ActiveRequests(self.commands.append, self.budget, self.telemetry, lambda: None)
+
+    def entries(self, request_id: str = "r") -> list[LogEntry]:
+        """Return the entries of a request that its log lacks."""
+        request = self.requests.get(request_id)
+        return list(request.pending(100).entries) if request is not None else []
+
+
+def claim(nonce: str, *, request_id: str = "r", prompts: int = 1, length: int = 2) -> Claim:
+    """Return a first claim of a request with one choice for each prompt."""
+    spec = RequestSpec(request_id=request_id, prompts=[TokenIds(ids=[1] * length)] * prompts)
+    return Claim(spec=spec, epoch=1, nonce=nonce, next_index=0, digest="", attempts=1, cached_tokens=0, deadline=None)

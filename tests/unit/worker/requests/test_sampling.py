@@ -1,0 +1,59 @@
+"""The engine's sampling parameters of a wire message."""
+
+import pytest
+from pagestream.v1.inference_pb2 import SamplingParams
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.request.sampling_params import child_seed
+from pagestream_worker.requests.sampling import child_of, sampling_from_message
+
+
+def test_a_message_becomes_parameters() -> None:
+    message = SamplingParams(
+        temperature=0.7, top_k=5, seed=3, stop=["x"], stop_token_ids=[9], min_tokens=1, max_tokens=4
+    )
+    params = sampling_from_message(message, sibling=0)
+    assert (params.temperature, params.top_k, params.seed, params.max_tokens) == (0.7, 5, 3, 4)
+    assert params.stop_strings == ("x",)
+    assert params.stop_token_ids == (9,)
+    assert params.skip_special_tokens
+
+
+def test_an_unset_field_has_the_engine_default() -> None:
+    assert sampling_from_message(SamplingParams(seed=1), sibling=0).temperature == 1.0
+
+
+def test_what_the_engine_lacks_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="prompt_logprobs"):
+        sampling_from_message(SamplingParams(seed=1, prompt_logprobs=3), sibling=0)
+
+
+def test_the_features_of_a_request_reach_the_engine() -> None:
+    message = SamplingParams(
+        seed=1,
+        n=2,
+        best_of=2,
+        presence_penalty=0.5,
+        frequency_penalty=-0.25,
+        repetition_penalty=1.5,
+        logit_bias={3: 2.0},
+        min_tokens=2,
+        logprobs=0,
+    )
+    params = sampling_from_message(message, sibling=1)
+    assert (params.n, params.best_of, params.seed) == (1, None, child_seed(1, 1))
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.25, 1.5)
+    assert (params.logit_bias, params.min_tokens, params.logprobs) == ({3: 2.0}, 2, 0)
+
+
+def test_the_best_of_more_choices_can_not_be_streamed() -> None:
+    with pytest.raises(InvalidRequest, match=r"best_of: given 3, expected n \(2\)"):
+        sampling_from_message(SamplingParams(seed=1, n=2, best_of=3), sibling=0)
+
+
+def test_prompts_share_a_clients_seed_and_siblings_never_do() -> None:
+    own, chosen = (
+        RequestSpec(sampling=SamplingParams(n=2), seed_for_each_prompt=for_each) for for_each in (False, True)
+    )
+    assert [child_of(own, choice) for choice in range(4)] == [0, 1, 0, 1]
+    assert [child_of(chosen, choice) for choice in range(4)] == [0, 1, 2, 3]

@@ -1,0 +1,50 @@
+"""The table of active requests: what the engine, the budget and the logs get when a request starts, goes on, leaves."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from pagestream_engine.request.outputs import StepOutput
+from pagestream_worker.requests.running_request import Choice, RunningRequest
+from pagestream_worker.stepping.engine_thread import AbortSequences, AddGroup
+from support.engines.request_table import STEP_TOKENS, RequestTable, claim
+
+
+async def test_a_request_that_is_claimed_again_before_its_loss_is_seen_leaves_nothing_reserved() -> None:
+    table = RequestTable()
+    table.requests.start(claim("old", length=STEP_TOKENS + 100))
+    assert table.budget.available(1000) == (0, 0)
+    table.requests.start(claim("new", length=STEP_TOKENS + 100))
+    assert [type(command) for command in table.commands] == [AddGroup, AbortSequences, AddGroup]
+    table.requests.add_output(StepOutput("r/old/0", 1, ""))
+    table.requests.add_output(StepOutput("r/new/0", 1, "", "length"))
+    requests, tokens = table.budget.available(1000)
+    assert requests == 1
+    assert tokens > STEP_TOKENS
+
+
+async def test_a_request_that_cannot_be_read_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: RunningRequest) -> Iterator[Sequence[Choice]]:
+        raise OverflowError("no such number")
+        yield ()
+
+    table = RequestTable()
+    with monkeypatch.context() as patch:
+        patch.setattr(RunningRequest, "open_groups", broken)
+        table.requests.start(claim("n"))
+    [*_, end] = table.entries()
+    assert end.end.error.code == "engine_error"
+    assert "number" not in end.end.error.message
+    assert table.commands == []
+    assert table.budget.available(1000)[0] == 1
+
+
+async def test_a_dropped_request_is_aborted_and_takes_no_outputs() -> None:
+    table = RequestTable()
+    table.requests.start(claim("n", prompts=2))
+    assert table.requests.ids_without_tokens() == ["r"]
+    table.requests.add_output(StepOutput("r/n/0", 10, "a"))
+    assert table.requests.ids_without_tokens() == []
+    table.requests.drop(["r", "unknown"])
+    assert table.commands[-1] == AbortSequences(["r/n/0", "r/n/1"])
+    table.requests.add_output(StepOutput("r/n/0", 11, "b"))
+    assert (len(table.requests), table.requests.has_pending) == (0, False)

@@ -1,0 +1,91 @@
+"""A worker that ends while all others have another fingerprint: an interleaving that no real queue produces at will."""
+
+import asyncio
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from pagestream_streams import Append, AppendOutcome, Claim, EngineSession
+from pagestream_telemetry.process import silent_telemetry
+from pagestream_worker.health import Health
+from pagestream_worker.serving import shutdown
+from pagestream_worker.settings import WorkerSettings
+from pagestream_worker.stepping.engine_thread import EngineThread, Stop
+from pagestream_worker.telemetry import WorkerTelemetry
+from pagestream_worker.worker import Worker
+
+
+class IdleThread:
+    """An engine's thread that has loaded and gets no work."""
+
+    def __init__(self) -> None:
+        scheduler = SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=512)
+        self.loaded: Future[Any] = Future()
+        self.loaded.set_result(SimpleNamespace(block_size=16, config=SimpleNamespace(scheduler=scheduler)))
+        self.ended: Future[None] = Future()
+
+    def listen(self, **_: object) -> None:
+        pass
+
+    def submit(self, command: object) -> None:
+        if isinstance(command, Stop):
+            self.ended.set_result(None)
+
+    def stats(self) -> SimpleNamespace:
+        return SimpleNamespace(num_free_blocks=1000)
+
+    def step_age_s(self) -> float:
+        return 0.0
+
+
+class ScriptedSession:
+    """One request waits; a claim empties the queue some time before its answer arrives."""
+
+    head_start_s = 0.1
+
+    def __init__(self) -> None:
+        self.waits = True
+        self.is_answered = False
+        self.looks = 0
+
+    async def retire(self) -> bool:
+        return True
+
+    async def has_queued_with_same_fingerprint(self) -> bool:
+        self.looks += 1
+        return self.waits
+
+    async def claim(self, **_: object) -> list[Claim]:
+        if self.waits and self.looks:  # the worker has looked at the queue once, and will look again
+            self.waits = False
+            await asyncio.sleep(0.3)
+            self.is_answered = True
+        return []
+
+    async def wait_for_work(self, timeout_s: float) -> None:
+        await asyncio.sleep(min(timeout_s, 0.01))
+
+    async def hand_back(self, request_ids: Collection[str], *, failed: bool = False) -> None:
+        pass
+
+    async def mark(self, **_: object) -> None:
+        pass
+
+    async def append(self, appends: Sequence[Append]) -> list[AppendOutcome]:
+        return []
+
+
+async def test_the_last_engine_of_a_fingerprint_waits_for_the_answer_of_its_last_claim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shutdown, "LINGER_S", 0.0)
+    settings = WorkerSettings("m", "", "m", "e", finish_timeout_s=5.0)
+    telemetry = WorkerTelemetry(silent_telemetry(), "m", "e")
+    worker = Worker(cast(EngineThread, IdleThread()), settings, Health(60.0), telemetry)
+    session, stop = ScriptedSession(), asyncio.Event()
+    stop.set()
+    async with asyncio.timeout(10):
+        await worker.run(cast(EngineSession, session), stop)
+    assert (session.waits, session.is_answered) == (False, True)
