@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pagestream_kernels.checks import check_output, check_same_device, check_shape
 from pagestream_kernels.decode_plan import DecodePlan, plan_decode
-from pagestream_kernels.dot import exact_dot, needs_upcast
 from pagestream_kernels.errors import KernelArgumentError
 from pagestream_kernels.paging import Geometry, check_cache, check_tables, gather_cache
 from pagestream_kernels.runtime import (
@@ -18,7 +17,9 @@ from pagestream_kernels.runtime import (
     Variant,
     cdiv,
     current_backend,
+    exact_dot,
     jit,
+    needs_upcast,
     next_power_of_two,
     pointer_to,
     require_launchable,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pagestream_kernels.checks import check_dtype, check_last_stride, check_output, check_same_device, check_shape
-from pagestream_kernels.dot import exact_dot, needs_upcast
 from pagestream_kernels.errors import KernelArgumentError
 from pagestream_kernels.paging import Geometry, check_cache, check_tables, gather_cache
 from pagestream_kernels.runtime import (
@@ -17,7 +16,9 @@ from pagestream_kernels.runtime import (
     Variant,
     cdiv,
     current_backend,
+    exact_dot,
     jit,
+    needs_upcast,
     next_power_of_two,
     pointer_to,
     require_launchable,

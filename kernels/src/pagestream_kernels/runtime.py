@@ -25,7 +25,9 @@ __all__ = [
     "Variant",
     "cdiv",
     "current_backend",
+    "exact_dot",
     "jit",
+    "needs_upcast",
     "next_power_of_two",
     "num_processors",
     "pointer_to",
@@ -130,3 +132,17 @@ def cdiv(numerator: int, denominator: int) -> int:
 def next_power_of_two(value: int) -> int:
     """The smallest power of two that is at least `value` (>= 1)."""
     return 1 << (value - 1).bit_length()
+
+
+@jit()
+def exact_dot(left: tl.tensor, right: tl.tensor, UPCAST: tl.constexpr) -> tl.tensor:
+    """`left @ right` in float32; float32 tiles are not cut to tf32."""
+    if UPCAST:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, input_precision="ieee")
+
+
+def needs_upcast(dtype: torch.dtype) -> bool:
+    """Triton's interpreter keeps bfloat16 as integers and would multiply those; float32 holds the same products."""
+    return INTERPRETED and dtype == torch.bfloat16

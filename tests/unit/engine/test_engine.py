@@ -7,7 +7,7 @@ from pagestream_engine.engine import Engine
 from pagestream_engine.errors import ConfigError, InvalidRequest, InvariantViolation, ModelNotFound, PromptTooLong
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sibling import Sibling
+from pagestream_engine.request.sequence import Sibling
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 from pagestream_engine.text.detokenizer import IncrementalDetokenizer
 from support.engines.arithmetic_model import (

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sibling import Sibling
+from pagestream_engine.request.sequence import Sibling
 from support.engines.arithmetic_model import ArithmeticFacts, SeededRunner, make_folder, undisturbed
 from support.kernels.kv_waste import check_waste
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         TokenLogprob,
     )
     from pagestream_engine.request.sampling_params import SamplingParams
-    from pagestream_engine.request.sibling import Sibling
+    from pagestream_engine.request.sequence import Sibling
 
 __all__ = [
     "LLM",
@@ -40,7 +40,7 @@ _MODULES = {
     "Engine": "engine",
     "EngineConfig": "config",
     "SamplingParams": "request.sampling_params",
-    "Sibling": "request.sibling",
+    "Sibling": "request.sequence",
     **dict.fromkeys(
         ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "StepOutput", "TokenLogprob"), "request.outputs"
     ),

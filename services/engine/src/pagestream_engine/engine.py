@@ -21,8 +21,7 @@ from pagestream_engine.models.folder import load_tokenizer, resolve_model
 from pagestream_engine.request.generation import Generation, Taken
 from pagestream_engine.request.outputs import EngineStats, StepOutput, TokenLogprob
 from pagestream_engine.request.sampling_params import ALL_LOGPROBS, SamplingParams
-from pagestream_engine.request.sequence import Sequence
-from pagestream_engine.request.sibling import Sibling
+from pagestream_engine.request.sequence import Sequence, Sibling
 from pagestream_engine.scheduler.base import RankedToken, SampledTokens, ScheduledStep
 from pagestream_engine.scheduler.invariants import check_groups
 from pagestream_engine.scheduler.policy import make_policy

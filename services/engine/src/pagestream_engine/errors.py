@@ -26,6 +26,22 @@ class ModelNotFound(EngineError, FileNotFoundError):  # noqa: N818
         super().__init__(f"model: given {given!r}, expected {expected}")
 
 
+class ModelError(EngineError, ValueError):
+    """Root of the errors in the contents of a model folder."""
+
+
+class ModelFolderError(ModelError):
+    """A file of the model folder is missing or unreadable."""
+
+
+class UnsupportedModel(ModelError):  # noqa: N818
+    """The model needs something that this engine does not have; the message says what it has."""
+
+
+class WeightsError(ModelError):
+    """A tensor is missing, unexpected, or not of the shape that the configuration says."""
+
+
 class NativeBuildError(EngineError):
     """A C++ source can't be compiled on this machine."""
 

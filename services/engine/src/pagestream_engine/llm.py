@@ -16,7 +16,7 @@ from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.progress import Progress
 from pagestream_engine.request.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, TokenLogprob
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sibling import Sibling
+from pagestream_engine.request.sequence import Sibling
 
 Prompt = str | Items[int] | Mapping[str, object]
 """Text, token ids, or vLLM's dictionaries `{"prompt": ...}` and `{"prompt_token_ids": ...}`."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from pagestream_engine.errors import ModelFolderError, UnsupportedModel
 from pagestream_engine.models.config import ModelInfo, parse
-from pagestream_engine.models.errors import ModelFolderError, UnsupportedModel
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

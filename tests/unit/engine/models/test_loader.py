@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from pagestream_engine.errors import ModelFolderError, WeightsError
 from pagestream_engine.models.config import ModelInfo
-from pagestream_engine.models.errors import ModelFolderError, WeightsError
 from pagestream_engine.models.llama import LlamaModel
 from pagestream_engine.models.loader import load_model
 from pagestream_engine.models.safetensors_file import open_files, read_folder

@@ -20,14 +20,11 @@ DECIDING_FOLDERS = (
     "pagestream_kernels",
 )
 NOT_DECIDING = {
-    "pagestream_engine.attention.host_memory": "allocates zeroed memory",
     "pagestream_engine.attention.native.levels": "finds a library; its name is part of the fingerprint",
     "pagestream_engine.attention.native.library": "builds a library; compiler and flags are part of the fingerprint",
     "pagestream_engine.attention.native.prebuild": "runs when an image is built",
     "pagestream_engine.attention.select": "chooses a backend; its name is part of the fingerprint",
-    "pagestream_engine.models.errors": "exceptions",
     "pagestream_engine.request.outputs": "holds what was decided",
-    "pagestream_engine.request.sibling": "holds what was asked for",
     "pagestream_engine.runner.fingerprint": "names the bits",
     "pagestream_engine.runner.memory": "sizes the cache, which changes no token",
     "pagestream_engine.runner.numerics": "chooses the mode; mode and trial results are part of the fingerprint",

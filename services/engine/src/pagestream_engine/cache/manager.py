@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.block_pool import BlockHasher, BlockPool
 from pagestream_engine.cache.copies import CopyOnWrite
-from pagestream_engine.cache.hashing import BlockHasher
 from pagestream_engine.request.sequence import Sequence
 
 _PUBLISH_AT_LEAST = 32

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pagestream_engine.models.config import Rope
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), halves rotated as in GPT-NeoX."""
+
+    theta: float = 10_000.0
+    """Base of the wavelengths."""
+    kind: str = "default"
+    """default, linear (positions divided by `factor`) or llama3 (long wavelengths alone divided)."""
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    """Context of the pre-training, in tokens: llama3's measure of a long wavelength."""
 
 
 def cos_sin_table(rope: Rope, head_dim: int, num_positions: int, device: torch.device) -> Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from pagestream_engine.models.errors import ModelFolderError, UnsupportedModel
+from pagestream_engine.errors import ModelFolderError, UnsupportedModel
+from pagestream_engine.layers.rope import Rope
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -37,21 +38,6 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2ForCausalLM": Family(qkv_bias=True, output_bias=False, window_switch="use_sliding_window"),
     "Qwen3ForCausalLM": Family(qk_norm=True, window_switch="use_sliding_window"),
 }
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), halves rotated as in GPT-NeoX."""
-
-    theta: float = 10_000.0
-    """Base of the wavelengths."""
-    kind: str = "default"
-    """default, linear (positions divided by `factor`) or llama3 (long wavelengths alone divided)."""
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    """Context of the pre-training, in tokens: llama3's measure of a long wavelength."""
 
 
 @dataclass(frozen=True)

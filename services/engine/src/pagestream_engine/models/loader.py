@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pagestream_engine.errors import WeightsError
 from pagestream_engine.layers.linear import Linear
 from pagestream_engine.models.config import ModelInfo
-from pagestream_engine.models.errors import WeightsError
 from pagestream_engine.models.llama import Layer, LlamaModel
 from pagestream_engine.models.safetensors_file import Entry, FileCache, open_files, read_folder
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from pagestream_engine.models.errors import ModelFolderError, WeightsError
+from pagestream_engine.errors import ModelFolderError, WeightsError
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit

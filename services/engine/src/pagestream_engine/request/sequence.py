@@ -1,12 +1,25 @@
-"""A sequence: the tokens of one choice and what is known about them."""
+"""A sequence: the tokens of one choice, as it is given to the engine and as the engine runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.token_counts import TokenCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Sibling:
+    """One choice among several of one prompt, as it is given to `Engine.add_group`."""
+
+    request_id: str
+    """Unique among the unfinished ones; its outputs carry it."""
+    params: SamplingParams
+    """With `n` 1 and a seed of its own (see `SamplingParams.for_child`)."""
+    output_token_ids: Tokens[int] = ()
+    """What an earlier run has generated: its next output is the token after them."""
 
 
 class SequenceState(Enum):

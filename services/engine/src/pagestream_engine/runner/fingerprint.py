@@ -45,7 +45,6 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.text.detokenizer": 1,
     "pagestream_engine.text.stop_strings": 1,
     "pagestream_kernels.decode_plan": 1,
-    "pagestream_kernels.dot": 1,
     "pagestream_kernels.paged_decode": 1,
     "pagestream_kernels.paged_prefill": 1,
     "pagestream_kernels.paging": 1,

@@ -6,7 +6,7 @@ from typing import Any
 
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.request.outputs import StepOutput
-from pagestream_engine.request.sibling import Sibling
+from pagestream_engine.request.sequence import Sibling
 from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach

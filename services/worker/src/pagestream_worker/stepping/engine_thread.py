@@ -18,7 +18,7 @@ from math import inf
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.request.outputs import EngineStats, StepOutput
-from pagestream_engine.request.sibling import Sibling
+from pagestream_engine.request.sequence import Sibling
 from pagestream_engine.scheduler.base import ScheduledStep
 from pagestream_streams.fault_points import FaultPoint, reach
 
