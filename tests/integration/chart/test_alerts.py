@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from pagestream_gateway.core.problems import _TABLE
+from pagestream_gateway.api.error_codes import ERROR_CODES
 from pagestream_operator import instruments
 from pagestream_telemetry.catalog import ENGINE_METRICS, GATEWAY_METRICS, Kind, Metric
 from pagestream_telemetry.exposition import exposed_name
@@ -102,7 +102,7 @@ def test_errors_are_those_that_callers_can_not_help() -> None:
     lost data."""
     left_out = re.search(r'error_type!~"([^"]+)"', alerts()["PagestreamErrors"]["expr"])
     assert left_out is not None
-    for _, status, _, _, code in _TABLE:
+    for status, _, _, code, _ in ERROR_CODES.values():
         counts = re.fullmatch(left_out[1], code) is None
         assert counts == ((status >= 500 or code == "digest_mismatch") and code != "gateway_stopping"), code
 

@@ -177,7 +177,7 @@ async def test_big_bodies_are_parsed_beside_the_event_loop(
         threads.append(threading.current_thread() is threading.main_thread())
         return parse_json(data)
 
-    monkeypatch.setattr("pagestream_gateway.api.openai.generation_routes.parse_json", noted)
+    monkeypatch.setattr("pagestream_gateway.api.openai.generation.parse_json", noted)
     answer = await http.post(path, content=json.dumps(body, separators=(",", ":")).encode(), headers=JSON)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
     assert (await http.post("/v1/completions", json=TEXT)).status_code == 200

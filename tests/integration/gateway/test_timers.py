@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
-from pagestream_gateway.core.frontend import Frontend
+from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.queue_monitor import QueueMonitor
 from pagestream_gateway.tls import Certificate
 from pagestream_streams import Broker, StreamsSettings, Unavailable
@@ -87,7 +87,7 @@ async def test_figures_do_not_outlive_a_look_that_failed(redis_url: str, monkeyp
 async def test_health_is_told_again_after_a_round_that_failed(
     gateway: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(_: Frontend) -> bool:
+    async def fail(_: Gateway) -> bool:
         raise KeyError(MODEL)
 
     async with grpc.aio.insecure_channel(gateway.target) as channel:
@@ -100,7 +100,7 @@ async def test_health_is_told_again_after_a_round_that_failed(
 
         await hear(HealthCheckResponse.SERVING)
         with monkeypatch.context() as broken:
-            broken.setattr(Frontend, "is_ready", fail)
+            broken.setattr(Gateway, "is_ready", fail)
             await hear(HealthCheckResponse.NOT_SERVING)
         await hear(HealthCheckResponse.SERVING)
         heard.cancel()

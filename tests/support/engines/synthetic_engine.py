@@ -16,9 +16,9 @@ from pagestream.v1.inference_pb2 import (
     Usage,
 )
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, ModelCard, RequestSpec
-from pagestream_gateway.tasks import end_tasks
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, Unavailable
 from pagestream_streams.protocol import digests
+from pagestream_streams.tasks import cancel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 MODEL = "synthetic"
@@ -120,7 +120,10 @@ class SyntheticEngine:
                         self._tasks[claim.request_id] = asyncio.create_task(self._generate(claim))
                     await self._session.wait_for_work(_WAIT_S)
             finally:
-                await end_tasks(*self._tasks.values())
+                for generating in self._tasks.values():
+                    generating.cancel()
+                for generating in self._tasks.values():
+                    await cancel(generating)
 
     async def _claims(self) -> list[Claim]:
         try:
@@ -165,7 +168,7 @@ async def running_engine(redis_url: str, card: ModelCard | None = None) -> Async
         try:
             yield engine
         finally:
-            await end_tasks(task)
+            await cancel(task)
 
 
 def _letter(spec: RequestSpec, choice: int, place: int) -> str:

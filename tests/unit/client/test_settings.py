@@ -7,7 +7,6 @@ import grpc
 import pytest
 from pagestream_client import Reconnection, Transport
 from pagestream_gateway.api.grpc.server import GrpcServer
-from pagestream_gateway.core.auth import KeyRing
 from pagestream_gateway.settings import Settings, StreamSettings
 from pagestream_streams import StreamsSettings
 
@@ -32,7 +31,7 @@ async def test_gateways_permit_the_probes(monkeypatch: pytest.MonkeyPatch) -> No
         return server(options=options)
 
     monkeypatch.setattr(grpc.aio, "server", recorded)
-    frontend: Any = SimpleNamespace(settings=Settings())
-    GrpcServer(frontend, KeyRing(None))
+    gateway: Any = SimpleNamespace(settings=Settings())
+    GrpcServer(gateway)
     least_s = given["grpc.http2.min_ping_interval_without_data_ms"] / 1000
     assert Transport().keepalive_s >= least_s + JITTER_S

@@ -15,15 +15,18 @@ from pagestream_streams.tasks import Periodic
 from pagestream_telemetry import catalog
 from pagestream_telemetry.process import Telemetry, running_telemetry
 
+from pagestream_gateway.api.app import build_app, build_metrics_app
 from pagestream_gateway.api.grpc.server import GrpcServer
-from pagestream_gateway.api.openai.app import build_app, build_metrics_app
-from pagestream_gateway.api.openai.server import HttpServer
-from pagestream_gateway.core.auth import KeyRing, read_key_file
+from pagestream_gateway.api.http_server import HttpServer
+from pagestream_gateway.core.auth import Authenticator, read_key_file
 from pagestream_gateway.core.calls import Calls
-from pagestream_gateway.core.frontend import Frontend
-from pagestream_gateway.core.models import ModelCache
+from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.core.limits import AnswerLimit
+from pagestream_gateway.core.models import Models
 from pagestream_gateway.core.open_streams import OpenStreams
 from pagestream_gateway.core.queue_monitor import QueueMonitor
+from pagestream_gateway.core.requests import AcceptedRequests
+from pagestream_gateway.core.submission import Submission
 from pagestream_gateway.core.tokenization import TokenizePool
 from pagestream_gateway.errors import StartupError
 from pagestream_gateway.metrics import Metrics
@@ -46,22 +49,23 @@ class Ports:
 
 @contextlib.asynccontextmanager
 async def running_gateway(settings: Settings) -> AsyncIterator[Ports]:
-    """A gateway that serves inside the block, in this event loop.
+    """Run a gateway that serves inside the block, in this event loop.
 
     Raises SettingsError for a key file or a certificate that is wrong, StartupError when Redis does not answer or a
     port is taken.
     """
-    keys = KeyRing(None) if settings.gateway.api_keys is None else read_key_file(settings.gateway.api_keys)
+    api_keys = settings.gateway.api_keys
+    authenticator = Authenticator(None) if api_keys is None else read_key_file(api_keys)
     certificate = _certificate(settings)
-    async with _frontend(settings) as frontend, _servers(frontend, keys, certificate) as ports:
+    async with _gateway(settings, authenticator) as gateway, _servers(gateway, certificate) as ports:
         try:
             yield ports
         finally:
-            await frontend.streams.drain(settings.shutdown.drain_s)
+            await gateway.streams.drain(settings.shutdown.drain_s)
 
 
 async def serve(settings: Settings) -> None:
-    """Serves until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -82,15 +86,8 @@ async def serve(settings: Settings) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _frontend(settings: Settings) -> AsyncIterator[Frontend]:
-    try:
-        broker = await Broker.connect(settings.gateway.redis, settings.broker)
-    except Unavailable as error:
-        raise StartupError(
-            f"Redis does not answer at {_without_password(settings.gateway.redis)} (--redis): {error}"
-        ) from error
-    except ValueError as error:
-        raise StartupError(f"--redis: {error}") from error
+async def _gateway(settings: Settings, authenticator: Authenticator) -> AsyncIterator[Gateway]:
+    broker = await _connect(settings)
     limits = settings.limits
     pool = TokenizePool(
         workers=limits.tokenize_workers, max_pending=limits.tokenize_queue, limit_s=limits.tokenize_limit_s
@@ -101,20 +98,33 @@ async def _frontend(settings: Settings) -> AsyncIterator[Frontend]:
         async with broker, GatewaySession(broker, settings.gateway.id) as session, pool:
             telemetry.registry.on_collect(lambda: _count_reclaims(telemetry, session))
             metrics = Metrics(telemetry.registry)
-            queue = QueueMonitor(broker, telemetry.registry)
-            calls = Calls(metrics, telemetry.tracer)
-            yield Frontend(
-                broker,
-                session,
-                pool,
-                ModelCache(),
-                OpenStreams(metrics),
-                metrics,
-                calls,
-                queue,
-                telemetry,
-                settings,
+            limit = AnswerLimit(settings.gateway.answer_limit_s)
+            models = Models(broker, pool, limit)
+            yield Gateway(
+                settings=settings,
+                broker=broker,
+                limit=limit,
+                authenticator=authenticator,
+                models=models,
+                submission=Submission(broker, session, models, pool, limit, settings),
+                requests=AcceptedRequests(broker, session, metrics, limit),
+                pool=pool,
+                streams=OpenStreams(metrics),
+                calls=Calls(metrics, telemetry.tracer),
+                queue=QueueMonitor(broker, telemetry.registry),
+                telemetry=telemetry,
             )
+
+
+async def _connect(settings: Settings) -> Broker:
+    try:
+        return await Broker.connect(settings.gateway.redis, settings.broker)
+    except Unavailable as error:
+        raise StartupError(
+            f"Redis does not answer at {_without_password(settings.gateway.redis)} (--redis): {error}"
+        ) from error
+    except ValueError as error:
+        raise StartupError(f"--redis: {error}") from error
 
 
 def _certificate(settings: Settings) -> Certificate | None:
@@ -131,36 +141,36 @@ def _count_reclaims(telemetry: Telemetry, session: GatewaySession) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _servers(frontend: Frontend, keys: KeyRing, certificate: Certificate | None) -> AsyncIterator[Ports]:
-    listen, limit_s = frontend.settings.gateway, frontend.settings.shutdown.close_limit_s
+async def _servers(gateway: Gateway, certificate: Certificate | None) -> AsyncIterator[Ports]:
+    listen, limit_s = gateway.settings.gateway, gateway.settings.shutdown.close_limit_s
     async with contextlib.AsyncExitStack() as stack:
         tls, credentials = (certificate.context, certificate.grpc_credentials()) if certificate else (None, None)
-        http = HttpServer(build_app(frontend, keys), close_limit_s=limit_s, tls=tls)
+        http = HttpServer(build_app(gateway), close_limit_s=limit_s, tls=tls)
         http_port = await http.start(listen.host, listen.http_port)
         stack.push_async_callback(http.stop)
         metrics_port = None
         if listen.metrics_port is not None:
-            metrics = HttpServer(build_metrics_app(frontend), close_limit_s=limit_s)
+            metrics = HttpServer(build_metrics_app(gateway), close_limit_s=limit_s)
             metrics_port = await metrics.start(listen.host, listen.metrics_port)
             stack.push_async_callback(metrics.stop)
-        grpc_server = GrpcServer(frontend, keys)
+        grpc_server = GrpcServer(gateway)
         stack.push_async_callback(grpc_server.stop, limit_s)
         grpc_port = await grpc_server.start(listen.host, listen.grpc_port, credentials)
-        timers = [Periodic("health", _HEALTH_PERIOD_S, lambda: _tell_health(frontend, grpc_server))]
+        timers = [Periodic("health", _HEALTH_PERIOD_S, lambda: _set_health(gateway, grpc_server))]
         if certificate is not None:
             timers.append(certificate.watch())
-        if frontend.settings.telemetry.exports:
-            timers.append(frontend.queue.watch(frontend.settings.telemetry.export_interval_s))
+        if gateway.settings.telemetry.exports:
+            timers.append(gateway.queue.watch(gateway.settings.telemetry.export_interval_s))
         for timer in timers:
             timer.start()
             stack.push_async_callback(timer.stop)
         yield Ports(http_port, grpc_port, metrics_port)
 
 
-async def _tell_health(frontend: Frontend, server: GrpcServer) -> None:
-    """Lets gRPC health checks hear what /readyz answers, which is no OK where the question itself fails."""
+async def _set_health(gateway: Gateway, server: GrpcServer) -> None:
+    """Set what gRPC health checks report: what /readyz answers, and NOT_SERVING where the check itself fails."""
     try:
-        serving = await frontend.is_ready()
+        serving = await gateway.is_ready()
     except Exception:
         await server.set_serving(serving=False)
         raise

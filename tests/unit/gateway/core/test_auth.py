@@ -3,7 +3,7 @@ import json
 from pathlib import Path
 
 import pytest
-from pagestream_gateway.core.auth import KeyRing, read_key_file
+from pagestream_gateway.core.auth import Authenticator, read_key_file
 from pagestream_gateway.errors import SettingsError, Unauthenticated
 
 
@@ -11,10 +11,9 @@ def sha256(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def test_without_keys_everybody_is_the_default_tenant() -> None:
-    ring = KeyRing(None)
-    assert ring.is_open
-    assert ring.tenant(None) == ring.tenant("Bearer anything") == "default"
+def test_without_keys_every_caller_is_the_default_tenant() -> None:
+    authenticator = Authenticator(None)
+    assert authenticator.tenant(None) == authenticator.tenant("Bearer anything") == "default"
 
 
 @pytest.mark.parametrize(
@@ -27,12 +26,14 @@ def test_without_keys_everybody_is_the_default_tenant() -> None:
 def test_lines_and_json(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
-    ring = read_key_file(path)
-    assert not ring.is_open
-    assert [ring.tenant(f"{scheme} {key}") for scheme, key in (("Bearer", "ka"), ("bearer", "kb"))] == ["a", "b"]
+    authenticator = read_key_file(path)
+    assert [authenticator.tenant(f"{scheme} {key}") for scheme, key in (("Bearer", "ka"), ("bearer", "kb"))] == [
+        "a",
+        "b",
+    ]
     for wrong in (None, "", "Bearer", "Bearer ", "Basic ka", "ka", f"Bearer {sha256('ka')}", "Bearer \xff"):
         with pytest.raises(Unauthenticated):
-            ring.tenant(wrong)
+            authenticator.tenant(wrong)
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""The APIs, one folder for each."""
+"""The APIs, a folder for each, and the HTTP server that those over HTTP share."""

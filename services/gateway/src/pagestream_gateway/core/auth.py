@@ -1,4 +1,4 @@
-"""API keys: who is calling."""
+"""Authentication by API key."""
 
 import hashlib
 import hmac
@@ -14,20 +14,15 @@ _HASH = re.compile(r"^[0-9a-f]{64}$")
 _TENANT = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$")
 
 
-class KeyRing:
-    """The tenants by the SHA-256 of their API keys. Keys themselves are never held."""
+class Authenticator:
+    """Maps API keys to tenants by the keys' SHA-256. Keys themselves are never held."""
 
     def __init__(self, tenants: Mapping[str, str] | None) -> None:
-        """`tenants`: lower-case hexadecimal SHA-256 -> tenant; None lets everybody in as the default tenant."""
+        """`tenants`: lower-case hexadecimal SHA-256 -> tenant; None: every caller is the default tenant."""
         self._tenants = None if tenants is None else {bytes.fromhex(digest): name for digest, name in tenants.items()}
 
-    @property
-    def is_open(self) -> bool:
-        """Whether no key is asked for."""
-        return self._tenants is None
-
     def tenant(self, authorization: str | None) -> str:
-        """The tenant of an Authorization header or metadata value. Raises Unauthenticated."""
+        """Return the tenant of an Authorization header or metadata value. Raises Unauthenticated."""
         if self._tenants is None:
             return DEFAULT_TENANT
         if not authorization:
@@ -37,7 +32,7 @@ class KeyRing:
             raise Unauthenticated("the Authorization header must be 'Bearer <key>'")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found: str | None = None
-        for known, name in self._tenants.items():  # all of them, whichever matches: the time tells nothing
+        for known, name in self._tenants.items():  # every key, whichever matches, so that the time reveals nothing
             if hmac.compare_digest(known, digest):
                 found = name
         if found is None:
@@ -45,8 +40,8 @@ class KeyRing:
         return found
 
 
-def read_key_file(path: Path) -> KeyRing:
-    """Reads lines of `<sha256> -> <tenant>` (the arrow may be a blank, '#' starts a comment) or a JSON object
+def read_key_file(path: Path) -> Authenticator:
+    """Read lines of `<sha256> -> <tenant>` (the arrow may be a blank, '#' starts a comment) or a JSON object
     {"<sha256>": "<tenant>"}.
 
     Raises SettingsError with the line or key that is wrong.
@@ -71,7 +66,7 @@ def read_key_file(path: Path) -> KeyRing:
             raise SettingsError(f"--api-keys: {place}: the same key belongs to two tenants")
     if not tenants:
         raise SettingsError(f"--api-keys: {path} holds no key; leave the option out to serve without keys")
-    return KeyRing(tenants)
+    return Authenticator(tenants)
 
 
 def _line_pairs(path: Path, text: str) -> list[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""Models as a gateway knows them: tokenizer, chat template and limits, all from the model card."""
+"""Models as a gateway knows them: tokenizer, chat template and limits, all from the model card in Redis."""
 
 import asyncio
 import zlib
@@ -8,9 +8,13 @@ from dataclasses import dataclass
 import jinja2
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import ModelCard
+from pagestream_streams import Broker, ModelInfo
+from pagestream_streams.errors import ModelNotFound
 from tokenizers import Tokenizer
 
 from pagestream_gateway.core.chat_templates import ChatTemplate
+from pagestream_gateway.core.limits import AnswerLimit
+from pagestream_gateway.core.tokenization import TokenizePool
 from pagestream_gateway.errors import InvalidRequest, PromptTooLong
 
 Runner = Callable[[Callable[[], "LoadedModel"]], Awaitable["LoadedModel"]]
@@ -18,9 +22,9 @@ Runner = Callable[[Callable[[], "LoadedModel"]], Awaitable["LoadedModel"]]
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model card made ready for use.
+    """A model card with its tokenizer and chat template built.
 
-    `encode` and `decode` are CPU work: call them through the tokenizing pool.
+    `encode` and `decode` are CPU work: call them in the tokenizing pool.
     """
 
     card: ModelCard
@@ -43,9 +47,9 @@ class LoadedModel:
         return self.card.default_sampling
 
     def encode(self, text: str, *, add_special_tokens: bool, limit: int, field: str) -> list[int]:
-        """Token ids of `text`. Raises PromptTooLong for `field` when there are more than `limit`.
+        """Return the token ids of `text`. Raises PromptTooLong for `field` when there are more than `limit`.
 
-        `Tokenizer.encode` holds Python's lock for as long as it works; `encode_batch_fast` lets go of it.
+        `Tokenizer.encode` holds Python's lock for as long as it works; `encode_batch_fast` releases it.
         """
         if not text.isascii():
             check_unicode(text, field)
@@ -61,15 +65,13 @@ class LoadedModel:
         return ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
 
 def load_model(card: ModelCard) -> LoadedModel:
-    """Builds tokenizer and template; takes from milliseconds to a second of CPU. Raises ValueError for a card that is
-    broken.
-    """
+    """Build tokenizer and template, in milliseconds to a second of CPU. Raises ValueError for a broken card."""
     try:
         tokenizer = Tokenizer.from_str(zlib.decompress(card.tokenizer_json_zlib).decode())
         template = ChatTemplate(card.chat_template, card.special_tokens) if card.chat_template else None
@@ -83,7 +85,7 @@ def load_model(card: ModelCard) -> LoadedModel:
 
 
 def check_unicode(text: str, field: str) -> None:
-    """Raises InvalidRequest for half of a surrogate pair, which JSON can spell."""
+    """Raise InvalidRequest for half of a surrogate pair, which JSON can spell and UTF-8 can't encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -98,9 +100,9 @@ class ModelCache:
         self._loading: dict[str, tuple[ModelCard, asyncio.Task[LoadedModel]]] = {}
 
     async def load(self, card: ModelCard, run: Runner) -> LoadedModel:
-        """The model of `card`. `run` executes the loading function outside the event loop.
+        """Return the model of `card`, loaded by `run` outside the event loop where it is not held.
 
-        Callers that come while it is loaded wait for the same load; one that leaves takes nothing from the others.
+        Callers that come during a load wait for the same one; cancelling one of them does not cancel the load.
         """
         held = self._loaded.get(card.name)
         if held is not None and (held.card is card or held.card == card):
@@ -122,4 +124,41 @@ class ModelCache:
         if name in self._loading and self._loading[name][1] is task:
             del self._loading[name]
         if not task.cancelled():
-            task.exception()  # is told to those who wait; where nobody does any more, nobody needs it
+            task.exception()  # marks it as retrieved: those who wait get it, and without them it matters to none
+
+
+class Models:
+    """The models that a deployment serves."""
+
+    def __init__(self, broker: Broker, pool: TokenizePool, limit: AnswerLimit) -> None:
+        self._broker = broker
+        self._pool = pool
+        self._limit = limit
+        self._cache = ModelCache()
+
+    async def resolve(self, name: str) -> LoadedModel:
+        """Return the model of that name, or the only one where the name is empty.
+
+        Raises ModelNotFound, InvalidRequest where a name is needed, Overloaded, Unavailable.
+        """
+        if not name:
+            infos = await self._limit.wait(self._broker.models())
+            if not infos:
+                raise ModelNotFound("")
+            if len(infos) > 1:
+                raise InvalidRequest("model", f"is needed, since {len(infos)} models are served")
+            name = infos[0].name
+        card = await self._limit.wait(self._broker.model_card(name))
+        return await self._cache.load(card, self._pool.run)
+
+    async def list_models(self) -> list[tuple[ModelInfo, ModelCard]]:
+        """Return all models by name. Raises Unavailable."""
+        infos = await self._limit.wait(self._broker.models())
+        return [
+            (info, await self._limit.wait(self._broker.model_card(info.name)))
+            for info in sorted(infos, key=lambda info: info.name)
+        ]
+
+    async def is_any_known(self) -> bool:
+        """Return whether Redis has a model. Raises Unavailable."""
+        return bool(await self._limit.wait(self._broker.models()))

@@ -1,219 +1,122 @@
-"""Requests on their way in: what a caller asked for, checked and turned into the record that the queue carries.
+"""Submission: check a request, tokenize it, and write it durably into its model's queue."""
 
-Both APIs fill a `Draft`; everything after that is shared, so that they can't disagree about what is allowed.
-"""
+import logging
+from dataclasses import dataclass
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_streams import Broker, GatewaySession
+from pagestream_streams.errors import RequestNotFound
+from pagestream_streams.protocol import ids
+from pagestream_telemetry.context import TraceContext
 
-from pagestream.v1.inference_pb2 import (
-    ON_DISCONNECT_CANCEL,
-    ON_DISCONNECT_UNSPECIFIED,
-    OnDisconnect,
-    SamplingParams,
-    TokenIds,
-)
-from pagestream.v1.records_pb2 import AnswerForm, RequestSpec
-from pagestream_telemetry.context import NO_TRACE, TraceContext
+from pagestream_gateway.core.calls import Call
+from pagestream_gateway.core.drafts import Draft, TokenPrompt, check_draft
+from pagestream_gateway.core.limits import AnswerLimit
+from pagestream_gateway.core.models import LoadedModel, Models
+from pagestream_gateway.core.preparation import PreparedRequest, build_spec, prepare
+from pagestream_gateway.core.tokenization import TokenizePool
+from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.settings import Settings
 
-from pagestream_gateway.core.models import LoadedModel
-from pagestream_gateway.core.sampling import resolve_sampling
-from pagestream_gateway.errors import InvalidRequest, PromptTooLong, UnsupportedField
-from pagestream_gateway.settings import LimitSettings
+logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class TextPrompt:
-    """Text that the tokenizer turns into tokens."""
-
-    text: str
-    add_special_tokens: bool = True
+_FEW_TOKENS = 4096  # are checked in less time than a thread takes to answer
 
 
 @dataclass(frozen=True)
-class TokenPrompt:
-    """Token ids, taken as they are."""
+class Submission:
+    """Accepts requests. Nothing of an accepted request stays here: all of it is in Redis."""
 
-    token_ids: Sequence[int]
+    broker: Broker
+    session: GatewaySession
+    models: Models
+    pool: TokenizePool
+    limit: AnswerLimit
+    settings: Settings
 
+    async def submit(self, draft: Draft, tenant: str, call: Call) -> RequestSpec:
+        """Check a request and accept it durably.
 
-@dataclass(frozen=True)
-class ChatPrompt:
-    """A conversation that the model's chat template turns into text."""
-
-    messages: Sequence[Mapping[str, Any]]
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    add_special_tokens: bool = False
-
-
-Prompt = TextPrompt | TokenPrompt | ChatPrompt
-
-
-@dataclass(frozen=True)
-class Draft:
-    """What a caller asked for, in either API's words.
-
-    `prompt_field` is what the API calls the prompt, for messages. `default_max_tokens` holds where neither caller nor
-    model say; None is what the context leaves.
-    """
-
-    model: str
-    prompts: Sequence[Prompt]
-    prompt_field: str
-    sampling: SamplingParams
-    answer: AnswerForm
-    default_max_tokens: int | None = None
-    echo: bool = False
-    on_disconnect: OnDisconnect = ON_DISCONNECT_CANCEL
-    priority: int = 0
-    deadline_ms: int = 0
-    client_request_id: str = ""
-    idempotency_key: str = ""
-    body_digest: str = ""
-
-
-@dataclass(frozen=True)
-class PreparedRequest:
-    """A draft with its prompts as tokens and its sampling complete."""
-
-    prompts: list[list[int]]
-    sampling: SamplingParams
-    echo_texts: list[str]
-
-
-def check_draft(draft: Draft, limits: LimitSettings) -> None:
-    """What needs no model. Raises InvalidRequest."""
-    if not draft.prompts:
-        raise InvalidRequest(draft.prompt_field, "must not be empty")
-    if len(draft.prompts) > limits.max_prompts:
-        raise InvalidRequest(draft.prompt_field, f"at most {limits.max_prompts} prompts, got {len(draft.prompts)}")
-    for name in ("client_request_id", "idempotency_key"):
-        if len(getattr(draft, name)) > limits.max_id_chars:
-            raise InvalidRequest(name, f"at most {limits.max_id_chars} characters")
-    if draft.priority not in (0, 1, 2):
-        raise InvalidRequest("priority", f"must be 0 (first), 1 or 2, got {draft.priority}")
-
-
-def prepare(draft: Draft, model: LoadedModel, limits: LimitSettings) -> PreparedRequest:
-    """Renders, tokenizes and checks against the model: CPU work, for the tokenizing pool. Raises InvalidRequest."""
-    sampling = resolve_sampling(draft.sampling, model.default_sampling, limits=limits, vocab_size=model.card.vocab_size)
-    num_choices = len(draft.prompts) * sampling.n
-    if num_choices > limits.max_choices:
-        raise InvalidRequest("n", f"prompts times n is {num_choices}, at most {limits.max_choices} are served at once")
-    prompts = [_encode(prompt, draft.prompt_field, model) for prompt in draft.prompts]
-    _fit_context(sampling, max(len(ids) for ids in prompts), draft, model)
-    echo_texts = [_echo(prompt, model) for prompt in draft.prompts] if draft.echo else []
-    return PreparedRequest(prompts, sampling, echo_texts)
-
-
-def build_spec(
-    draft: Draft,
-    prepared: PreparedRequest,
-    *,
-    request_id: str,
-    model: str,
-    tenant: str,
-    grace_ms: int,
-    trace: TraceContext = NO_TRACE,
-) -> RequestSpec:
-    """The record of an accepted request; `trace` is the call that it belongs to."""
-    spec = RequestSpec(
-        request_id=request_id,
-        model=model,
-        tenant=tenant,
-        prompts=[TokenIds(ids=ids) for ids in prepared.prompts],
-        sampling=prepared.sampling,
-        priority=draft.priority,
-        deadline_ms=draft.deadline_ms,
-        on_disconnect=ON_DISCONNECT_CANCEL if draft.on_disconnect == ON_DISCONNECT_UNSPECIFIED else draft.on_disconnect,
-        disconnect_grace_ms=grace_ms,
-        answer=draft.answer,
-        client_request_id=draft.client_request_id,
-        idempotency_key=draft.idempotency_key,
-        traceparent=trace.traceparent,
-        tracestate=trace.tracestate,
-        seed_for_each_prompt=len(prepared.prompts) > 1 and not draft.sampling.HasField("seed"),
-    )
-    spec.answer.echo_texts.extend(prepared.echo_texts)
-    return spec
-
-
-def _encode(prompt: Prompt, prompt_field: str, model: LoadedModel) -> list[int]:
-    match prompt:
-        case TokenPrompt(token_ids):
-            ids = _checked_ids(token_ids, prompt_field, model)
-        case TextPrompt(text, add_special_tokens):
-            if not text:
-                raise InvalidRequest(prompt_field, "must not be empty")
-            ids = _tokenize(text, add_special_tokens, prompt_field, model)
-        case ChatPrompt():
-            ids = _tokenize(_render(prompt, prompt_field, model), prompt.add_special_tokens, prompt_field, model)
-    if not ids:
-        raise InvalidRequest(prompt_field, "has no token")
-    return ids
-
-
-def _tokenize(text: str, add_special_tokens: bool, prompt_field: str, model: LoadedModel) -> list[int]:
-    # One token of the context is left for the output.
-    return model.encode(text, add_special_tokens=add_special_tokens, limit=model.max_model_len - 1, field=prompt_field)
-
-
-def _checked_ids(token_ids: Sequence[int], prompt_field: str, model: LoadedModel) -> list[int]:
-    if len(token_ids) >= model.max_model_len:
-        raise PromptTooLong(
-            prompt_field,
-            f"the prompt has {len(token_ids)} tokens, but the model's context length is "
-            f"{model.max_model_len} tokens, prompt and output together",
+        Returns what runs: an earlier request where the idempotency key joins this one to it. Raises InvalidRequest,
+        ModelNotFound, QueueFull, IdempotencyConflict, Overloaded, Unavailable. An accepted request that is never
+        followed counts as one without a reader.
+        """
+        model, prepared = await self._prepare(draft)
+        request_id = await self.limit.wait(self.session.place(model.name, prepared.prompts[0], tenant))
+        spec = self._spec(draft, prepared, request_id, tenant=tenant, model=model, trace=call.context)
+        if not draft.idempotency_key:
+            await self.limit.wait(self.session.accept(spec))
+        else:
+            spec = await self.limit.wait(self.session.accept_once(spec, body_digest=draft.body_digest))
+        call.accepted(spec)
+        logger.info(
+            "accepted",
+            extra={
+                "request_id": spec.request_id,
+                "tenant": tenant,
+                "model": model.name,
+                "prompt_tokens": sum(len(ids) for ids in prepared.prompts),
+                "choices": len(prepared.prompts) * prepared.sampling.n,
+            },
         )
-    vocab_size = model.card.vocab_size
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(prompt_field, f"{token_id} is not a token of the model (0 to {vocab_size - 1})")
-    return list(token_ids)
+        return spec
+
+    async def submit_again(self, draft: Draft, tenant: str, request_id: str, call: Call) -> RequestSpec:
+        """Accept a request that Redis has lost, under the id that it had; one that is there stays as it is.
+
+        The sampling must have the seed of the first time, so that the same tokens follow. Raises InvalidRequest,
+        ModelNotFound, QueueFull, Unavailable, and RequestNotFound for an id that is malformed, of another model, or
+        another tenant's.
+        """
+        if not draft.sampling.HasField("seed"):
+            raise InvalidRequest("seed", "is needed: repeat the seed that the first message of the stream gave")
+        model, prepared = await self._prepare(draft)
+        name = ids.parse(request_id)
+        partitions = await self.limit.wait(self.broker.partitions(model.name))
+        if (
+            name is None
+            or name.model_tag != ids.model_tag(model.name)
+            or name.partition >= partitions
+            or not name.is_of(tenant)
+        ):
+            raise RequestNotFound(request_id)
+        spec = self._spec(draft, prepared, request_id, tenant=tenant, model=model, trace=call.context)
+        if not await self.limit.wait(self.session.accept(spec)):  # another reader was sooner
+            return await self.limit.wait(self.broker.spec(request_id, tenant))
+        logger.warning("accepted again", extra={"request_id": request_id, "tenant": tenant, "model": model.name})
+        return spec
+
+    async def _prepare(self, draft: Draft) -> tuple[LoadedModel, PreparedRequest]:
+        limits = self.settings.limits
+        check_draft(draft, limits)
+        model = await self.models.resolve(draft.model)
+        if _is_quick(draft):
+            return model, prepare(draft, model, limits)
+        return model, await self.pool.run(lambda: prepare(draft, model, limits))
+
+    def _spec(
+        self,
+        draft: Draft,
+        prepared: PreparedRequest,
+        request_id: str,
+        *,
+        tenant: str,
+        model: LoadedModel,
+        trace: TraceContext,
+    ) -> RequestSpec:
+        return build_spec(
+            draft,
+            prepared,
+            request_id=request_id,
+            model=model.name,
+            tenant=tenant,
+            grace_ms=round(self.settings.stream.disconnect_grace_s * 1000),
+            trace=trace,
+        )
 
 
-def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
-    if not chat.messages:
-        raise InvalidRequest(prompt_field, "must not be empty")
-    if model.chat_template is None:
-        raise UnsupportedField(prompt_field, f"model {model.name} has no chat template; use the completions API")
-    if chat.continue_final_message and chat.add_generation_prompt:
-        raise InvalidRequest("continue_final_message", "excludes add_generation_prompt")
-    opens = not chat.continue_final_message if chat.add_generation_prompt is None else chat.add_generation_prompt
-    return model.chat_template.render(
-        chat.messages,
-        add_generation_prompt=opens,
-        continue_final_message=chat.continue_final_message,
-        arguments=chat.arguments,
-    )
-
-
-def _fit_context(sampling: SamplingParams, num_prompt_tokens: int, draft: Draft, model: LoadedModel) -> None:
-    """Sets max_tokens where it is open. Only what the caller asked for can be too much; defaults are cut."""
-    left = model.max_model_len - num_prompt_tokens
-    if draft.sampling.HasField("max_tokens"):
-        if sampling.max_tokens > left:
-            raise PromptTooLong(
-                "max_tokens",
-                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {sampling.max_tokens}, together "
-                f"{num_prompt_tokens + sampling.max_tokens}, but the model's context length is "
-                f"{model.max_model_len} tokens",
-            )
-        return
-    wanted = sampling.max_tokens if sampling.HasField("max_tokens") else draft.default_max_tokens
-    sampling.max_tokens = left if wanted is None else min(wanted, left)
-    if sampling.min_tokens > sampling.max_tokens:
-        raise InvalidRequest("min_tokens", f"{sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}")
-
-
-def _echo(prompt: Prompt, model: LoadedModel) -> str:
-    match prompt:
-        case TextPrompt(text):
-            return text
-        case TokenPrompt(token_ids):
-            return model.decode(list(token_ids))
-        case ChatPrompt():
-            raise UnsupportedField("echo")
+def _is_quick(draft: Draft) -> bool:
+    """Return whether preparing a draft is less work than handing it to a thread."""
+    if draft.echo or not all(isinstance(prompt, TokenPrompt) for prompt in draft.prompts):
+        return False
+    return sum(len(prompt.token_ids) for prompt in draft.prompts if isinstance(prompt, TokenPrompt)) <= _FEW_TOKENS

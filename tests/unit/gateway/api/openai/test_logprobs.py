@@ -12,9 +12,9 @@ from pagestream.v1.records_pb2 import (
     LogEntry,
     RequestSpec,
 )
-from pagestream_gateway.api.openai.bodies import ChunkWriter
-from pagestream_gateway.api.openai.logprobs import LogprobsWriter
-from pagestream_gateway.core.runs import Run, split_runs
+from pagestream_gateway.api.openai.logprobs import ChatLogprobs, CompletionLogprobs
+from pagestream_gateway.api.openai.requests import writer_of
+from pagestream_gateway.api.runs import Run, split_runs
 
 
 def spec(api: ApiForm, *, logprobs: int | None, n: int = 1, echo: list[str] | None = None) -> RequestSpec:
@@ -34,7 +34,7 @@ def run(text: str, *tokens: TokenLogprobs, choice: int = 0) -> Run:
 
 
 def test_chat_lists_tokens_with_their_rivals() -> None:
-    writer = LogprobsWriter(spec(API_FORM_CHAT_COMPLETIONS, logprobs=2))
+    writer = ChatLogprobs(spec(API_FORM_CHAT_COMPLETIONS, logprobs=2))
     written = writer.write(run("\u00e9", token(("\u00e9", -0.5), ("\u00e9", -0.5), ("b", -inf))))
     assert written == {
         "content": [
@@ -53,13 +53,13 @@ def test_chat_lists_tokens_with_their_rivals() -> None:
 
 
 def test_chat_without_rivals_lists_none() -> None:
-    written = LogprobsWriter(spec(API_FORM_CHAT_COMPLETIONS, logprobs=0)).write(run("a", token(("a", -1.0))))
+    written = ChatLogprobs(spec(API_FORM_CHAT_COMPLETIONS, logprobs=0)).write(run("a", token(("a", -1.0))))
     assert written is not None
     assert written["content"][0]["top_logprobs"] == []
 
 
 def test_completions_tell_where_each_token_stands() -> None:
-    writer = LogprobsWriter(spec(API_FORM_COMPLETIONS, logprobs=1, n=2, echo=["prompt"]))
+    writer = CompletionLogprobs(spec(API_FORM_COMPLETIONS, logprobs=1, n=2, echo=["prompt"]))
     first = writer.write(run("ab", token(("a", -1.0), ("x", -0.5)), token(("b", -2.0), ("b", -2.0))))
     assert first == {
         "text_offset": [6, 7],
@@ -77,10 +77,10 @@ def test_completions_tell_where_each_token_stands() -> None:
 
 def test_a_whole_choice_has_all_its_tokens() -> None:
     runs = [run("a", token(("a", -1.0), ("a", -1.0))), run("b", token(("b", -2.0), ("b", -2.0))), run("")]
-    columns: dict[str, Any] | None = LogprobsWriter(spec(API_FORM_COMPLETIONS, logprobs=1)).whole(runs)
+    columns: dict[str, Any] | None = CompletionLogprobs(spec(API_FORM_COMPLETIONS, logprobs=1)).whole(runs)
     assert columns is not None
     assert (columns["tokens"], columns["text_offset"]) == (["a", "b"], [0, 1])
-    content = LogprobsWriter(spec(API_FORM_CHAT_COMPLETIONS, logprobs=1)).whole(runs)
+    content = ChatLogprobs(spec(API_FORM_CHAT_COMPLETIONS, logprobs=1)).whole(runs)
     assert content is not None
     assert [each["token"] for each in content["content"]] == ["a", "b"]
 
@@ -94,7 +94,7 @@ LOG = [("Caf", "Caf"), ("", "\ufffd"), ("\u00e9", "\ufffd"), (" ok", " ok"), (""
 @pytest.mark.parametrize("num_read", [0, 1, 3])
 def test_offsets_do_not_depend_on_how_the_log_came(echo: list[str], sizes: list[int], num_read: int) -> None:
     log = [LogEntry(token_id=1, text=shown, digest="d", logprobs=token((own, -1.0))) for shown, own in LOG]
-    writer = ChunkWriter(spec(API_FORM_COMPLETIONS, logprobs=0, echo=echo))
+    writer = writer_of(spec(API_FORM_COMPLETIONS, logprobs=0, echo=echo))
     for each in split_runs(0, log[:num_read]):
         writer.skip(each)
     offsets, index = [], num_read
@@ -107,7 +107,7 @@ def test_offsets_do_not_depend_on_how_the_log_came(echo: list[str], sizes: list[
 
 
 def test_nothing_is_shown_unasked() -> None:
-    writer = LogprobsWriter(spec(API_FORM_COMPLETIONS, logprobs=None))
+    writer = CompletionLogprobs(spec(API_FORM_COMPLETIONS, logprobs=None))
     assert writer.write(run("a", token(("a", -1.0)))) is None
     assert writer.whole([run("a", token(("a", -1.0)))]) is None
 
@@ -115,12 +115,12 @@ def test_nothing_is_shown_unasked() -> None:
 def test_a_reader_that_comes_back_sees_the_same_offsets() -> None:
     asked = spec(API_FORM_COMPLETIONS, logprobs=0)
     runs = [run(text, token((text, -1.0))) for text in ("one", " two", " three")]
-    through = ChunkWriter(asked)
+    through = writer_of(asked)
     chunks = [through.chunk(each) for each in runs]
-    again = ChunkWriter(asked)
+    again = writer_of(asked)
     assert again.needs_history
     for each in runs[:2]:
         again.skip(each)
     assert again.chunk(runs[2]) == chunks[2]
     assert json.loads(chunks[2])["choices"][0]["logprobs"]["text_offset"] == [7]
-    assert not ChunkWriter(spec(API_FORM_CHAT_COMPLETIONS, logprobs=0)).needs_history
+    assert not writer_of(spec(API_FORM_CHAT_COMPLETIONS, logprobs=0)).needs_history

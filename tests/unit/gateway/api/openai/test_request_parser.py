@@ -1,18 +1,22 @@
-"""Arbitrary JSON into the request parser: a spec or a typed error, never anything else."""
+"""Arbitrary bytes into the request parser: the spec that they ask for, or a refusal that names what is wrong."""
 
 import json
-from contextlib import suppress
+from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_gateway.api.error_codes import error_report
+from pagestream_gateway.api.openai import chat_completions, completions
 from pagestream_gateway.api.openai.body import count_parts, parse_json
-from pagestream_gateway.api.openai.drafts import chat_draft, completion_draft
-from pagestream_gateway.api.openai.refusals import refuse_for_chat, refuse_for_completions
-from pagestream_gateway.api.openai.schemas import ChatBody, CompletionBody, parse_body
+from pagestream_gateway.api.openai.chat_completions import ChatBody
+from pagestream_gateway.api.openai.completions import CompletionBody
+from pagestream_gateway.api.openai.schema import parse_body
+from pagestream_gateway.core.drafts import check_draft
 from pagestream_gateway.core.models import load_model
-from pagestream_gateway.core.submission import build_spec, check_draft, prepare
+from pagestream_gateway.core.preparation import build_spec, prepare
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.settings import LimitSettings
 from pydantic import ValidationError
@@ -21,54 +25,191 @@ from support.engines.synthetic_engine import MODEL, synthetic_card
 
 LIMITS = LimitSettings()
 LOADED = load_model(synthetic_card())
+VOCAB_SIZE = LOADED.card.vocab_size
 HEADERS = Headers({"idempotency-key": "k"})
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=8,
 )
-NAMES = st.sampled_from(sorted({*ChatBody.model_fields, *CompletionBody.model_fields, "logprobs", "tools", "best_of"}))
+TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
+TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=8)
+GOOD: dict[str, st.SearchStrategy[Any]] = {
+    "n": st.integers(1, 4),
+    "temperature": st.floats(0, 1e6) | st.integers(0, 3),
+    "top_p": st.floats(0, 1, exclude_min=True),
+    "top_k": st.integers(-1, 2**31 - 1),
+    "min_p": st.floats(0, 1),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(0.01, 100),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "stop": TEXT | st.lists(TEXT, max_size=4),
+    "stop_token_ids": TOKENS,
+    "max_tokens": st.integers(10, 40),
+    "min_tokens": st.integers(0, 10),
+    "logit_bias": st.dictionaries(st.integers(0, VOCAB_SIZE - 1).map(str), st.floats(-100, 100), max_size=3),
+    "ignore_eos": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
+}
+"""Values that any request may have, whatever its other fields are."""
+WRONG_VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "n": st.integers(max_value=0) | st.integers(129) | st.booleans() | st.text(max_size=3),
+    "temperature": st.floats(max_value=0, exclude_max=True) | st.text(max_size=3) | st.booleans(),
+    "top_p": st.floats(max_value=0) | st.floats(1, exclude_min=True),
+    "top_k": st.integers(max_value=-2) | st.integers(2**31),
+    "min_p": st.floats(max_value=0, exclude_max=True) | st.floats(1, exclude_min=True),
+    "presence_penalty": st.floats(2, exclude_min=True) | st.floats(max_value=-2, exclude_max=True),
+    "frequency_penalty": st.floats(2, exclude_min=True) | st.floats(max_value=-2, exclude_max=True),
+    "repetition_penalty": st.floats(max_value=0),
+    "seed": st.integers(2**63) | st.integers(max_value=-(2**63) - 1) | st.floats(),
+    "stop": st.just("") | st.lists(st.integers(), min_size=1) | st.just(["x"] * 65) | st.just(["x" * 1025]),
+    "stop_token_ids": st.lists(st.integers(VOCAB_SIZE), min_size=1) | st.lists(st.text(), min_size=1),
+    "max_tokens": st.integers(max_value=0) | st.integers(LOADED.max_model_len),
+    "min_tokens": st.integers(LOADED.max_model_len) | st.integers(max_value=-1),
+    "logit_bias": st.dictionaries(st.integers(VOCAB_SIZE).map(str) | st.just("x"), st.floats(-9, 9), min_size=1),
+    "best_of": st.integers(5),
+    "ignore_eos": st.integers() | st.text(max_size=3),
+}
+NAMES = st.sampled_from(sorted({*ChatBody.model_fields, *CompletionBody.model_fields, "tools", "guided_json"}))
 PLAUSIBLE = st.sampled_from([0, 1, -1, 0.5, 2**31, 2**63, True, "", "x", ["x"], [1], [[1]], None, {}, [], "continue"])
-CHANGES = st.dictionaries(NAMES | st.text(max_size=8), ANY | PLAUSIBLE, max_size=5)
 
 
-def take(document: dict[str, Any], is_chat: bool) -> None:
-    """All that happens to a body before the queue."""
+def good(*, is_chat: bool) -> st.SearchStrategy[dict[str, Any]]:
     if is_chat:
-        draft = chat_draft(parse_body(ChatBody, refuse_for_chat(document)), HEADERS, document)
+        message = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": TEXT})
+        asked: dict[str, st.SearchStrategy[Any]] = {"messages": st.lists(message, min_size=1, max_size=2)}
     else:
-        draft = completion_draft(parse_body(CompletionBody, refuse_for_completions(document)), HEADERS, document)
+        asked = {
+            "prompt": TEXT | TOKENS | st.lists(TEXT, min_size=1, max_size=3) | st.lists(TOKENS, min_size=1, max_size=3)
+        }
+    return st.fixed_dictionaries(asked, optional=GOOD)
+
+
+BODIES = good(is_chat=True) | good(is_chat=False)
+CHANGED = st.builds(
+    lambda body, changes: {**body, **changes},
+    BODIES,
+    st.dictionaries(NAMES | st.text(max_size=8), ANY | PLAUSIBLE, min_size=1, max_size=3),
+)
+CUT = st.builds(
+    lambda body, cut, other: (data := json.dumps(body).encode())[: cut % len(data)] + other,
+    BODIES,
+    st.integers(0),
+    st.binary(max_size=3),
+)
+BYTES = st.one_of(
+    st.binary(max_size=60),
+    CUT,
+    *(values.map(lambda value: json.dumps(value).encode()) for values in (ANY, BODIES, CHANGED)),
+)
+
+
+def accept(document: dict[str, Any], *, is_chat: bool) -> RequestSpec:
+    """All that happens to a body before the queue."""
+    draft = (chat_completions if is_chat else completions).parse(document, HEADERS).draft
     check_draft(draft, LIMITS)
     prepared = prepare(draft, LOADED, LIMITS)
-    spec = build_spec(draft, prepared, request_id="r", model=MODEL, tenant="t", grace_ms=1)
-    assert spec.sampling.HasField("seed")
-    assert spec.SerializeToString()
-    assert spec.seed_for_each_prompt == (len(spec.prompts) > 1 and document.get("seed") is None)
+    return build_spec(draft, prepared, request_id="r", model=MODEL, tenant="t", grace_ms=1)
+
+
+def check_spec(spec: RequestSpec, document: dict[str, Any], *, is_chat: bool) -> None:
+    """The spec survives its storage, keeps within the limits, and is what the document asks for."""
+    assert RequestSpec.FromString(spec.SerializeToString()) == spec
+    sampling = spec.sampling
+    assert 1 <= len(spec.prompts) <= LIMITS.max_prompts
+    assert 1 <= sampling.n * len(spec.prompts) <= LIMITS.max_choices
     for prompt in spec.prompts:
         assert len(prompt.ids) > 0
-        assert len(prompt.ids) + spec.sampling.max_tokens <= LOADED.max_model_len
+        assert all(token < VOCAB_SIZE for token in prompt.ids)
+        assert len(prompt.ids) + sampling.max_tokens <= LOADED.max_model_len
+    assert sampling.HasField("seed")
+    assert 0 <= sampling.min_tokens <= sampling.max_tokens
+    assert 0 <= sampling.temperature < float("inf")
+    assert 0 < sampling.top_p <= 1
+    assert 0 <= sampling.min_p <= 1
+    assert 0 < sampling.repetition_penalty < float("inf")
+    assert spec.seed_for_each_prompt == (len(spec.prompts) > 1 and document.get("seed") is None)
+    names = {*GOOD, "max_tokens"} - ({"max_tokens"} if document.get("max_completion_tokens") is not None else set())
+    for name in names:
+        asked = document.get(name)
+        if asked is not None:
+            assert shown(getattr(sampling, name)) == expected(name, asked), name
+    unknown = document.keys() - (ChatBody if is_chat else CompletionBody).model_fields.keys()
+    assert not [name for name in unknown if name not in KNOWN_NEUTRAL], "an unknown field was ignored"
 
 
-@settings(max_examples=300, deadline=None)
-@given(CHANGES, st.booleans())
-def test_any_fields_are_a_spec_or_a_typed_error(changes: dict[str, Any], is_chat: bool) -> None:
-    good: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
-    data = json.dumps({"model": MODEL, **good, **changes}).encode()
-    with suppress(InvalidRequest):
-        take(parse_json(data), is_chat)
+KNOWN_NEUTRAL = {*chat_completions.UNSUPPORTED, *completions.UNSUPPORTED}
+
+
+def shown(value: Any) -> object:
+    return value if isinstance(value, bool | int | float) else dict(value) if hasattr(value, "items") else list(value)
+
+
+def expected(name: str, asked: Any) -> object:
+    if name == "logit_bias":
+        return {int(token): bias for token, bias in asked.items()}
+    return [asked] if isinstance(asked, str) else asked
+
+
+def check_refusal(refused: InvalidRequest, document: dict[str, Any] | None) -> None:
+    """The refusal has a code for its API, and the field that it names was sent, or is one that must be."""
+    report = error_report(refused)
+    assert report.http_status == 400
+    assert report.code in {"invalid_value", "unsupported_parameter", "context_length_exceeded"}
+    assert refused.message
+    if document is None:
+        return
+    field = refused.field
+    assert field is not None
+    # The log probabilities and the limit of a chat have two names each; a body is needed whole.
+    sent = [name[:80] or '""' for name in [*document, "prompt", "messages", "logprobs", "max_tokens"]]
+    assert any(field == name or field.startswith(f"{name}.") for name in sent), field
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=60) | ANY.map(lambda value: json.dumps(value).encode()))
-def test_any_bytes_are_a_spec_or_a_typed_error(data: bytes) -> None:
-    for is_chat in (True, False):
-        with suppress(InvalidRequest):
-            take(parse_json(data), is_chat)
+@given(st.data(), st.booleans())
+def test_good_values_are_the_spec_that_they_ask_for(data: st.DataObject, is_chat: bool) -> None:
+    document = data.draw(good(is_chat=is_chat))
+    check_spec(accept(parse_json(json.dumps(document).encode()), is_chat=is_chat), document, is_chat=is_chat)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.booleans(), st.sampled_from(sorted(WRONG_VALUES)))
+def test_one_wrong_value_is_refused_by_its_name(data: st.DataObject, is_chat: bool, name: str) -> None:
+    document = {**data.draw(good(is_chat=is_chat)), name: data.draw(WRONG_VALUES[name])}
+    with pytest.raises(InvalidRequest) as caught:
+        accept(parse_json(json.dumps(document).encode()), is_chat=is_chat)
+    field = caught.value.field or ""
+    # JSON has no infinity and no NaN: these are refused before there are fields.
+    assert field.partition(".")[0] == name or "is no JSON number" in caught.value.message
+
+
+def test_any_bytes_are_a_spec_or_a_typed_error() -> None:
+    outcomes: Counter[str] = Counter()
+
+    @settings(max_examples=400, deadline=None)
+    @given(BYTES, st.booleans())
+    def check(data: bytes, is_chat: bool) -> None:
+        document = None
+        try:
+            document = parse_json(data)
+            spec = accept(document, is_chat=is_chat)
+        except InvalidRequest as refused:
+            check_refusal(refused, document)
+            outcomes["unread" if document is None else "refused"] += 1
+        else:
+            check_spec(spec, document, is_chat=is_chat)
+            outcomes["accepted"] += 1
+
+    check()
+    assert min(outcomes[kind] for kind in ("unread", "refused", "accepted")) >= 10, outcomes
 
 
 def test_the_digest_of_a_body_is_of_what_it_says() -> None:
     def digest(document: dict[str, Any]) -> str:
-        return completion_draft(parse_body(CompletionBody, document), HEADERS, document).body_digest
+        return completions.parse(document, HEADERS).draft.body_digest
 
     assert digest({"prompt": "x", "n": 1}) == digest({"n": 1, "prompt": "x"})
     assert digest({"prompt": "x", "n": 1}) != digest({"prompt": "x", "n": 2})
@@ -97,7 +238,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("document", "field"), WRONG)
 def test_mistakes_are_not_collected(document: dict[str, Any], field: str) -> None:
-    """Each takes memory, and only the first is told."""
+    """Each takes memory, and only the first is reported."""
     kind = ChatBody if "messages" in document else CompletionBody
     if not field:
         assert parse_body(kind, document).model_dump(exclude_none=True) == document
@@ -105,9 +246,9 @@ def test_mistakes_are_not_collected(document: dict[str, Any], field: str) -> Non
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(document)
     assert caught.value.error_count() <= 6
-    with pytest.raises(InvalidRequest) as told:
+    with pytest.raises(InvalidRequest) as refused:
         parse_body(kind, document)
-    assert told.value.field == field
+    assert refused.value.field == field
 
 
 def parts(value: object) -> int:

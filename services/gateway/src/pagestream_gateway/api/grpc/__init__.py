@@ -1,5 +1,1 @@
-"""The gRPC API."""
-
-from pagestream_gateway.api.grpc.server import GrpcServer
-
-__all__ = ["GrpcServer"]
+"""The gRPC API: pagestream.v1.Inference, health and reflection."""

@@ -1,4 +1,4 @@
-"""From GenerateRequest to a draft."""
+"""Convert GenerateRequest into a draft."""
 
 import hashlib
 from typing import Any
@@ -6,16 +6,15 @@ from typing import Any
 from pagestream.v1.inference_pb2 import ChatInput, GenerateRequest, OnDisconnect
 from pagestream.v1.records_pb2 import API_FORM_GRPC, AnswerForm
 
-from pagestream_gateway.core.frontend import now_s
-from pagestream_gateway.core.sampling import FIELDS
-from pagestream_gateway.core.submission import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
+from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt, now_s
+from pagestream_gateway.core.sampling.parameters import PARAMETER_NAMES
 from pagestream_gateway.errors import InvalidRequest
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def generate_draft(request: GenerateRequest, *, deadline_ms: int) -> Draft:
-    """Raises InvalidRequest with names as in the message."""
+    """Return the draft of a request. Raises InvalidRequest with field names as in the message."""
     if request.on_disconnect not in OnDisconnect.values():
         raise InvalidRequest("on_disconnect", f"{request.on_disconnect} is no value of OnDisconnect")
     prompt_field, prompt = _prompt(request)
@@ -35,9 +34,9 @@ def generate_draft(request: GenerateRequest, *, deadline_ms: int) -> Draft:
     )
 
 
-def name_as_in_message(error: InvalidRequest) -> InvalidRequest:
-    """Gives the error's field the path that it has in GenerateRequest."""
-    if error.field in FIELDS:
+def with_message_path(error: InvalidRequest) -> InvalidRequest:
+    """Set the error's field to its path in GenerateRequest."""
+    if error.field in PARAMETER_NAMES:
         error.field = f"sampling.{error.field}"
     elif error.field in ("messages", "continue_final_message"):
         error.field = f"chat.{error.field}"

@@ -5,31 +5,28 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-from pagestream_gateway.api.grpc.service import SERVICE_NAME, InferenceService
-from pagestream_gateway.core.auth import KeyRing
-from pagestream_gateway.core.frontend import Frontend
+from pagestream_gateway.api.grpc.service import SERVICE_NAME, InferenceServicer
+from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.errors import StartupError
 
 _KEEP_ALIVE_MS = 30_000  # below the 60 s after which many proxies drop a silent connection
 
 
 class GrpcServer:
-    """Owns the server's port; `start`, then `stop`."""
+    """A server with its port. Call `start`, then `stop`."""
 
-    def __init__(self, frontend: Frontend, keys: KeyRing) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         options = (
-            ("grpc.max_receive_message_length", frontend.settings.limits.max_body_bytes),
+            ("grpc.max_receive_message_length", gateway.settings.limits.max_body_bytes),
             ("grpc.max_send_message_length", -1),
-            (
-                "grpc.so_reuseport",
-                0,
-            ),  # with it a second process on the same port would start, and take half of the calls
+            # With it a second process on the same port would start, and take half of the calls.
+            ("grpc.so_reuseport", 0),
             ("grpc.keepalive_time_ms", _KEEP_ALIVE_MS),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         )
         self._server = grpc.aio.server(options=options)
-        self._server.add_generic_rpc_handlers((InferenceService(frontend, keys).handler(),))
+        self._server.add_generic_rpc_handlers((InferenceServicer(gateway).handler(),))
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
@@ -37,7 +34,10 @@ class GrpcServer:
         )
 
     async def start(self, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
-        """Serves, by TLS where there are credentials; the port that is bound. Raises StartupError when it is taken."""
+        """Serve, by TLS where there are credentials; return the port that is bound.
+
+        Raises StartupError where it can't be bound.
+        """
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             if credentials is None:
@@ -53,12 +53,12 @@ class GrpcServer:
         return bound
 
     async def set_serving(self, *, serving: bool) -> None:
-        """What health checks hear."""
+        """Set the status that health checks report."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE_NAME):
             await self._health.set(service, status)
 
     async def stop(self, limit_s: float) -> None:
-        """Refuses new calls at once, gives open ones `limit_s` seconds, then cancels them."""
+        """Refuse new calls at once, give open ones `limit_s` seconds, then cancel them."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(limit_s)

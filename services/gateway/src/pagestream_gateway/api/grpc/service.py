@@ -1,11 +1,11 @@
 """pagestream.v1.Inference over grpc.aio.
 
-Messages are taken as bytes and parsed here, and every error leaves as a status with details: by itself grpc.aio
-answers both an undecodable message and an unexpected error with INTERNAL or UNKNOWN.
+Messages are taken as bytes and parsed here, and every error leaves as a status with details: grpc.aio itself answers an
+undecodable message and an unexpected error alike, with INTERNAL or UNKNOWN.
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -14,16 +14,14 @@ from pagestream.v1 import inference_pb2 as api
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams.errors import RequestNotFound, StreamsError
 
-from pagestream_gateway.api.grpc.chunks import fill_chunk
-from pagestream_gateway.api.grpc.drafts import generate_draft, name_as_in_message
+from pagestream_gateway.api.error_codes import INTERNAL_ERROR, error_report
+from pagestream_gateway.api.grpc.drafts import generate_draft, with_message_path
 from pagestream_gateway.api.grpc.status import abort
 from pagestream_gateway.api.grpc.wire import parse_message
-from pagestream_gateway.core.auth import KeyRing
+from pagestream_gateway.api.runs import Run, split_runs
 from pagestream_gateway.core.calls import CHAT, DISCONNECTED, OK, RESUME, TEXT_COMPLETION, Call
-from pagestream_gateway.core.frontend import Frontend
-from pagestream_gateway.core.problems import problem_of
-from pagestream_gateway.core.runs import split_runs
-from pagestream_gateway.errors import GatewayError, GatewayStopping, InvalidRequest
+from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.errors import GatewayError, InvalidRequest
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +32,14 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 Method = Callable[[bytes, Context, str, Call], Awaitable[Any]]
 
 
-class InferenceService:
-    """The service's methods, each on the caller's tenant."""
+class InferenceServicer:
+    """The service's methods, each called with the caller's tenant."""
 
-    def __init__(self, frontend: Frontend, keys: KeyRing) -> None:
-        self._frontend = frontend
-        self._keys = keys
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a server is given."""
+        """Return the handler that a server is given."""
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Generate": stream(self._guarded("grpc", self.generate), None, api.GenerateResponse.SerializeToString),
@@ -58,26 +55,26 @@ class InferenceService:
         return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
 
     async def generate(self, data: bytes, context: Context, tenant: str, call: Call) -> None:
-        """Accepts a request and streams its log. The first message has the request id and no token."""
+        """Accept a request and stream its log. The first message has the request id and no token."""
         request = parse_message(api.GenerateRequest, data)
         try:
             draft = generate_draft(request, deadline_ms=_deadline_ms(context))
             call.name_operation(CHAT if request.HasField("chat") else TEXT_COMPLETION)
-            spec = await self._frontend.submit(draft, tenant, call)
+            spec = await self._gateway.submission.submit(draft, tenant, call)
         except InvalidRequest as error:
-            raise name_as_in_message(error) from error.__cause__
+            raise with_message_path(error) from error.__cause__
         first = api.GenerateResponse(chunk=api.TokenChunk(request_id=spec.request_id), seed=spec.sampling.seed)
         await context.write(first)  # type: ignore[arg-type]
         await self._stream(context, spec, call, message=api.GenerateResponse)
 
     async def resume(self, data: bytes, context: Context, tenant: str, call: Call) -> None:
-        """Streams a log from an offset."""
+        """Stream a log from an offset; accept the request again where Redis has lost it and the caller repeats it."""
         request = parse_message(api.ResumeRequest, data)
         request_id, index, digest = request.request_id, request.next_index, request.digest
         if index >= _MAX_INDEX:
-            raise InvalidRequest("next_index", f"{index} is no index of a log")
+            raise InvalidRequest("next_index", f"expected the index of a log entry, got {index}")
         try:
-            view, is_complete = await self._frontend.reenter(request_id, tenant, from_index=index, digest=digest)
+            view, is_complete = await self._gateway.requests.resume(request_id, tenant, from_index=index, digest=digest)
         except RequestNotFound:
             if not request.HasField("request"):
                 raise
@@ -91,20 +88,20 @@ class InferenceService:
     async def _accept_again(self, request: api.ResumeRequest, context: Context, tenant: str, call: Call) -> RequestSpec:
         try:
             draft = generate_draft(request.request, deadline_ms=_deadline_ms(context))
-            return await self._frontend.submit_again(draft, tenant, request.request_id, call)
+            return await self._gateway.submission.submit_again(draft, tenant, request.request_id, call)
         except InvalidRequest as error:
-            named = name_as_in_message(error)
+            named = with_message_path(error)
             named.field = f"request.{named.field}"
             raise named from error.__cause__
 
     async def cancel(self, data: bytes, context: Context, tenant: str, call: Call) -> api.CancelResponse:
-        """Ends a request; idempotent."""
+        """End a request; idempotent."""
         request = parse_message(api.CancelRequest, data)
-        return api.CancelResponse(finish_reason=await self._frontend.cancel(request.request_id, tenant))
+        return api.CancelResponse(finish_reason=await self._gateway.requests.cancel(request.request_id, tenant))
 
     async def get_request(self, data: bytes, context: Context, tenant: str, call: Call) -> api.GetRequestResponse:
-        """Where a request stands."""
-        view = await self._frontend.view(parse_message(api.GetRequestRequest, data).request_id, tenant)
+        """Return a request's state."""
+        view = await self._gateway.requests.view(parse_message(api.GetRequestRequest, data).request_id, tenant)
         return api.GetRequestResponse(
             request_id=view.request_id,
             model=view.model,
@@ -117,11 +114,11 @@ class InferenceService:
         )
 
     async def list_models(self, data: bytes, context: Context, tenant: str, call: Call) -> api.ListModelsResponse:
-        """All models by name."""
+        """Return all models by name."""
         parse_message(api.ListModelsRequest, data)
         models = [
             api.Model(name=info.name, max_model_len=card.max_model_len, created=info.created, engines=info.engines)
-            for info, card in await self._frontend.list_models()
+            for info, card in await self._gateway.models.list_models()
         ]
         return api.ListModelsResponse(models=models)
 
@@ -135,43 +132,63 @@ class InferenceService:
         digest: str = "",
         message: type[api.GenerateResponse] | type[api.ResumeResponse],
     ) -> None:
-        with self._frontend.streams.entered():
-            async with aclosing(self._frontend.follow(spec, from_index=next_index, digest=digest)) as batches:
+        with self._gateway.streams.entered():
+            async with aclosing(self._gateway.requests.follow(spec, from_index=next_index, digest=digest)) as batches:
                 async for batch in batches:
                     runs = split_runs(next_index, batch)
                     call.tokens(sum(len(run.token_ids) for run in runs))
                     for run in runs:
                         response: Any = message()
-                        fill_chunk(response.chunk, spec.request_id, run)
+                        _fill_chunk(response.chunk, spec.request_id, run)
                         await context.write(response)
                         next_index = run.next_index
 
     def _guarded(self, name: str, method: Method) -> Callable[[bytes, Context], Awaitable[Any]]:
+        """Return `method` with authentication before it, and its errors as statuses; its outcome is measured."""
+
         async def answered(data: bytes, context: Context) -> Any:
             outcome = DISCONNECTED
             metadata = _metadata(context)
-            call = self._frontend.calls.begin(name, _OPERATIONS.get(name, ""), metadata)
+            call = self._gateway.calls.begin(name, _OPERATIONS.get(name, ""), metadata)
             try:
-                answer = await method(data, context, self._enter(metadata), call)
+                answer = await method(data, context, self._gateway.tenant(metadata.get("authorization")), call)
                 outcome = OK
             except (GatewayError, StreamsError) as error:
-                problem = problem_of(error)
-                outcome = problem.code
-                await abort(context, problem)
+                report = error_report(error)
+                outcome = report.code
+                await abort(context, report)
             except Exception as error:
                 logger.exception("call failed", extra={"method": name})
-                outcome = "internal_error"
-                await abort(context, problem_of(error))
+                outcome = INTERNAL_ERROR
+                await abort(context, error_report(error))
             finally:
                 call.end(outcome)
             return answer
 
         return answered
 
-    def _enter(self, metadata: Mapping[str, str]) -> str:
-        if self._frontend.streams.is_stopping:
-            raise GatewayStopping
-        return self._keys.tenant(metadata.get("authorization"))
+
+def _fill_chunk(chunk: api.TokenChunk, request_id: str, run: Run) -> None:
+    """Write a run into an empty chunk; the chunk of the log's end is the one with the usage.
+
+    In place: a message that is given to another one's constructor is copied, for each token of each stream.
+    """
+    chunk.request_id = request_id
+    chunk.next_index = run.next_index
+    chunk.digest = run.digest
+    chunk.choice = run.choice
+    chunk.token_ids.extend(run.token_ids)
+    chunk.text = run.text
+    if run.logprobs:
+        chunk.logprobs.extend(run.logprobs)
+    if run.finish is not None:
+        chunk.finish_reason = run.finish.reason
+        chunk.stop_reason = run.finish.stop_reason
+    if run.end is not None:
+        chunk.usage.CopyFrom(run.end.usage)
+        if run.end.reason == api.FINISH_REASON_ERROR:
+            chunk.finish_reason = api.FINISH_REASON_ERROR
+            chunk.error.CopyFrom(run.end.error)
 
 
 def _metadata(context: Context) -> dict[str, str]:
@@ -180,5 +197,6 @@ def _metadata(context: Context) -> dict[str, str]:
 
 
 def _deadline_ms(context: Context) -> int:
+    """Return the milliseconds that the call's deadline leaves; 0 where it has none."""
     remaining_s = context.time_remaining()
     return 0 if remaining_s is None else max(1, round(remaining_s * 1000))

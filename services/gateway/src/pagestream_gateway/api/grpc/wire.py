@@ -1,6 +1,4 @@
-"""Protobuf messages as they arrive: parsed here, so that an undecodable one is the caller's fault and not an internal
-error.
-"""
+"""Parse protobuf messages as they arrive, so that an undecodable one is reported as INVALID_ARGUMENT."""
 
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -17,11 +15,11 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class _CorruptError(Exception):
-    """The bytes are no message."""
+    """The bytes are not a protobuf message."""
 
 
 def parse_message(kind: type[M], data: bytes) -> M:
-    """The message. Raises InvalidRequest, with the field where text in it is not UTF-8."""
+    """Return the message. Raises InvalidRequest, with the field where text in it is not UTF-8."""
     message = kind()
     try:
         message.ParseFromString(data)
@@ -29,7 +27,7 @@ def parse_message(kind: type[M], data: bytes) -> M:
         field = _find_bad_text(data, kind.DESCRIPTOR)
         if field is not None:
             raise InvalidRequest(field, "is not valid UTF-8") from error
-        raise InvalidRequest(None, f"the bytes are no {kind.DESCRIPTOR.full_name}") from error
+        raise InvalidRequest(None, f"the bytes are not a {kind.DESCRIPTOR.full_name}") from error
     return message
 
 
@@ -60,7 +58,7 @@ def _search(data: memoryview, descriptor: Any, depth: int) -> str | None:
 
 
 def _texts_and_messages(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Field numbers and contents of the length-delimited fields."""
+    """Yield numbers and contents of the length-delimited fields."""
     place = 0
     while place < len(data):
         tag, place = _varint(data, place)

@@ -1,5 +1,1 @@
-"""The OpenAI HTTP API."""
-
-from pagestream_gateway.api.openai.app import build_app, build_metrics_app
-
-__all__ = ["build_app", "build_metrics_app"]
+"""OpenAI's HTTP API: a module per resource, with its schema, its routes and its answers."""

@@ -11,50 +11,50 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pagestream_gateway.core.problems import Problem, problem_of
+from pagestream_gateway.api.error_codes import INTERNAL_ERROR, ErrorReport, error_report
 from pagestream_gateway.errors import GatewayError
 
 logger = logging.getLogger(__name__)
 
 
-def error_body(problem: Problem) -> dict[str, Any]:
-    """The body that OpenAI's clients know."""
-    field = None if problem.field is None else _writable(problem.field)
-    message = _writable(problem.message)
-    return {"error": {"message": message, "type": problem.kind, "param": field, "code": problem.code}}
+def error_body(report: ErrorReport) -> dict[str, Any]:
+    """Return the body that OpenAI's clients know."""
+    field = None if report.field is None else _writable(report.field)
+    message = _writable(report.message)
+    return {"error": {"message": message, "type": report.type, "param": field, "code": report.code}}
 
 
 def _writable(text: str) -> str:
-    """`text` with halves of surrogate pairs, which JSON can spell and UTF-8 can't, in escaped form."""
+    """Escape halves of surrogate pairs, which JSON can spell and UTF-8 can't encode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def error_response(error: Exception, request_id: str = "") -> Response:
-    """The answer that tells `error`, with Retry-After where a retry may help."""
-    problem = problem_of(error)
+    """Return the answer that reports `error`, with Retry-After where a retry may succeed."""
+    report = error_report(error)
     headers: dict[str, str] = {}
-    if problem.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(problem.retry_after_s)))
-    if problem.http_status == 401:
+    if report.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(report.retry_after_s)))
+    if report.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if request_id:
         headers["X-Request-Id"] = request_id
-    return JSONResponse(error_body(problem), problem.http_status, headers)
+    return JSONResponse(error_body(report), report.http_status, headers)
 
 
 def error_data(error: Exception) -> str:
-    """The same as the data of a stream's event."""
-    return json.dumps(error_body(problem_of(error)))
+    """Return the error's body as the data of a stream's event."""
+    return json.dumps(error_body(error_report(error)))
 
 
 def log_unexpected(error: Exception, request_id: str = "") -> None:
-    """Writes faults of ours to the log, with their trace; what is the caller's fault is not logged."""
-    if problem_of(error).code == "internal_error":
+    """Log a defect of the gateway with its traceback; errors that the caller caused are not logged."""
+    if error_report(error).code == INTERNAL_ERROR:
         logger.error("request failed", exc_info=error, extra={"request_id": request_id})
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Gives every error of `app` OpenAI's form."""
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every error of `app` in OpenAI's form."""
 
     async def known(_: Request, error: Exception) -> Response:
         return error_response(error)

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
-from pagestream_gateway.core.runs import split_runs
+from pagestream_gateway.api.runs import split_runs
 
 ENTRY = st.tuples(st.integers(0, 2), st.booleans())
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_gateway import Settings
-from pagestream_gateway.api.openai.answers import EventStream, Reading
+from pagestream_gateway.api.openai.answers import Reading
+from pagestream_gateway.api.openai.completions import CompletionWriter
+from pagestream_gateway.api.openai.streaming import EventStream
 from starlette.types import Receive, Scope, Send
 
 
@@ -55,9 +57,9 @@ def test_a_comment_comes_when_nothing_was_sent_for_so_long() -> None:
         return {}
 
     async def talk() -> None:
-        frontend: Any = SimpleNamespace(settings=Settings())
+        gateway: Any = SimpleNamespace(settings=Settings())
         call: Any = SimpleNamespace(api="completions", end=lambda outcome: None)
-        await Talk(frontend, Reading(RequestSpec(), "t", call))({}, receive, send)
+        await Talk(gateway, Reading(RequestSpec(), "t", call, CompletionWriter(RequestSpec())))({}, receive, send)
 
     with asyncio.Runner(loop_factory=SkippingLoop) as runner:
         runner.run(talk())

@@ -1,4 +1,4 @@
-"""One uvicorn server inside a process that has its own signals and its own event loop."""
+"""uvicorn inside a process that handles signals and runs the event loop itself."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ _BACKLOG = 4096  # thousands of streams may reconnect at once when another gatew
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process, and tells when it serves."""
+    """Leaves signals to the process, and sets `serving` once it accepts connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -31,7 +31,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Owns the server's port; `start`, then `stop`."""
+    """A server with its port. Call `start`, then `stop`."""
 
     def __init__(self, app: ASGIApp, *, close_limit_s: float, tls: ssl.SSLContext | None = None) -> None:
         """`close_limit_s`: seconds that open connections get when the server stops."""
@@ -51,7 +51,7 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Serves; the port that is bound. Raises StartupError when it is taken."""
+        """Serve; return the port that is bound. Raises StartupError where it can't be bound."""
         listener = _bind(host, port)
         bound: int = listener.getsockname()[1]
         self._task = asyncio.create_task(self._server.serve([listener]))
@@ -59,7 +59,7 @@ class HttpServer:
         return bound
 
     async def stop(self) -> None:
-        """Stops listening, lets open answers end within the limit, closes connections."""
+        """Stop listening, let open answers end within the limit, close connections."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task

@@ -1,6 +1,6 @@
 import pytest
 from pagestream.v1.inference_pb2 import SamplingParams
-from pagestream_gateway.core.sampling import resolve_sampling, to_sampling
+from pagestream_gateway.core.sampling.resolution import resolve_sampling, sampling_from_json
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.settings import LimitSettings
 
@@ -87,8 +87,8 @@ def test_ranges(given: SamplingParams, field: str) -> None:
 
 
 def test_values_that_a_field_cannot_hold_are_named() -> None:
-    assert to_sampling({"n": 2, "stop": ["a"], "seed": None}) == SamplingParams(n=2, stop=["a"])
+    assert sampling_from_json({"n": 2, "stop": ["a"], "seed": None}) == SamplingParams(n=2, stop=["a"])
     for name, value in (("n", -1), ("seed", 2**63), ("top_k", 2**40), ("stop", ["\ud800"]), ("max_tokens", -5)):
         with pytest.raises(InvalidRequest) as caught:
-            to_sampling({name: value})
+            sampling_from_json({name: value})
         assert caught.value.field == name

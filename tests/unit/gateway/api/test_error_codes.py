@@ -1,7 +1,7 @@
 import grpc
 import pytest
 from pagestream_gateway import errors
-from pagestream_gateway.core.problems import problem_of
+from pagestream_gateway.api.error_codes import error_report
 from pagestream_streams import errors as streams
 
 
@@ -29,18 +29,18 @@ from pagestream_streams import errors as streams
     ],
 )
 def test_both_forms(error: Exception, http_status: int, grpc_status: grpc.StatusCode) -> None:
-    problem = problem_of(error)
-    assert (problem.http_status, problem.grpc_status) == (http_status, grpc_status)
-    assert problem.message
-    assert problem.code
-    assert "password" not in problem.message
-    assert "secret" not in problem.message
+    report = error_report(error)
+    assert (report.http_status, report.grpc_status) == (http_status, grpc_status)
+    assert report.message
+    assert report.code
+    assert "password" not in report.message
+    assert "secret" not in report.message
 
 
 def test_what_is_full_tells_when_to_come_back() -> None:
     full = streams.QueueFull(limit="requests", bound=1, queued=1, retry_after_s=2.5)
-    assert problem_of(full).retry_after_s == problem_of(errors.Overloaded("x", 2.5)).retry_after_s == 2.5
-    assert problem_of(errors.InvalidRequest("n", "x")).retry_after_s is None
+    assert error_report(full).retry_after_s == error_report(errors.Overloaded("x", 2.5)).retry_after_s == 2.5
+    assert error_report(errors.InvalidRequest("n", "x")).retry_after_s is None
 
 
 def test_every_error_of_the_streams_has_its_own_entry() -> None:
@@ -49,4 +49,4 @@ def test_every_error_of_the_streams_has_its_own_entry() -> None:
         if isinstance(kind, type) and issubclass(kind, streams.StreamsError) and kind not in unlisted:
             made = kind.__new__(kind, *("x",))
             vars(made).update(name="x", retry_after_s=1.0)
-            assert problem_of(made).code != "internal_error", name
+            assert error_report(made).code != "internal_error", name

@@ -13,13 +13,14 @@ from pagestream.v1.records_pb2 import (
     LogEnd,
     RequestSpec,
 )
-from pagestream_gateway.api.openai.bodies import ChunkWriter
-from pagestream_gateway.core.runs import Run
+from pagestream_gateway.api.openai.requests import writer_of
+from pagestream_gateway.api.openai.writer import AnswerWriter
+from pagestream_gateway.api.runs import Run
 
 
-def writer(api: ApiForm, *, n: int = 1, include_usage: bool = False, echo: list[str] | None = None) -> ChunkWriter:
+def writer(api: ApiForm, *, n: int = 1, include_usage: bool = False, echo: list[str] | None = None) -> AnswerWriter:
     form = AnswerForm(api=api, created=5, include_usage=include_usage, echo_texts=echo or [])
-    return ChunkWriter(
+    return writer_of(
         RequestSpec(request_id="r", model='m"x', prompts=[TokenIds(ids=[1])], sampling=SamplingParams(n=n), answer=form)
     )
 

@@ -1,0 +1,43 @@
+"""The ASGI applications: all HTTP APIs together, and the one of the metrics port."""
+
+from fastapi import FastAPI
+
+from pagestream_gateway.api import documents, health
+from pagestream_gateway.api.openai import chat_completions, completions, models, requests
+from pagestream_gateway.api.openai.errors import install_error_handlers
+from pagestream_gateway.core.gateway import Gateway
+
+_ABOUT = (
+    "OpenAI's API over a durable token stream. Each answer's X-Request-Id names its request; each event's id is "
+    "a place from which GET /v1/requests/<request id>/events goes on, on any gateway."
+)
+
+
+def build_app(gateway: Gateway) -> FastAPI:
+    """Return the application of the HTTP port."""
+    app = _bare_app()
+    for resource in (completions, chat_completions, models, requests, health):
+        app.include_router(resource.router(gateway))
+    documents.install(app, [completions.CompletionBody, chat_completions.ChatBody])
+    return app
+
+
+def build_metrics_app(gateway: Gateway) -> FastAPI:
+    """Return the application of the metrics port, with what probes and scrapers read."""
+    app = _bare_app()
+    app.include_router(health.router(gateway))
+    return app
+
+
+def _bare_app() -> FastAPI:
+    app = FastAPI(
+        title="Pagestream",
+        version="1",
+        description=_ABOUT,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    install_error_handlers(app)
+    return app

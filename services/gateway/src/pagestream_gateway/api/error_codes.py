@@ -1,0 +1,106 @@
+"""Errors as callers see them: one table of codes for both APIs."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import grpc
+from pagestream_streams import errors as streams
+
+from pagestream_gateway import errors
+
+
+class ErrorCode(NamedTuple):
+    """How an error is reported."""
+
+    http_status: int
+    grpc_status: grpc.StatusCode
+    type: str
+    """OpenAI's `type`, the family of the error."""
+    code: str
+    """OpenAI's `code`, and in upper case the reason of google.rpc.ErrorInfo. A GenerationFailed has its own."""
+    field: str | None = None
+    """The field of the request that is wrong; errors that name a field of their own win."""
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """An error of one call."""
+
+    http_status: int
+    grpc_status: grpc.StatusCode
+    type: str
+    code: str
+    message: str
+    """Text for a person."""
+    field: str | None = None
+    retry_after_s: float | None = None
+    """Seconds after which a retry may succeed; None where a retry changes nothing."""
+
+
+_INVALID = "invalid_request_error"
+_RATE = "rate_limit_error"
+_SERVER = "server_error"
+_Status = grpc.StatusCode
+
+ERROR_CODES: dict[type[Exception], ErrorCode] = {
+    errors.PromptTooLong: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "context_length_exceeded"),
+    errors.UnsupportedField: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "unsupported_parameter"),
+    errors.InvalidRequest: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "invalid_value"),
+    errors.Unauthenticated: ErrorCode(401, _Status.UNAUTHENTICATED, _INVALID, "invalid_api_key"),
+    errors.BodyTooLarge: ErrorCode(413, _Status.RESOURCE_EXHAUSTED, _INVALID, "body_too_large"),
+    errors.WrongContentType: ErrorCode(415, _Status.INVALID_ARGUMENT, _INVALID, "wrong_content_type"),
+    errors.Overloaded: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "overloaded"),
+    errors.GatewayStopping: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "gateway_stopping"),
+    errors.GenerationFailed: ErrorCode(500, _Status.INTERNAL, _SERVER, "engine_error"),
+    streams.Unavailable: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "unavailable"),
+    streams.QueueFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "queue_full"),
+    streams.RequestNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "request_not_found", "request_id"),
+    streams.ModelNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "model_not_found", "model"),
+    streams.ModelNameRefused: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "model_not_found", "model"),
+    streams.OffsetOutOfRange: ErrorCode(416, _Status.OUT_OF_RANGE, _INVALID, "offset_out_of_range", "next_index"),
+    streams.DigestMismatch: ErrorCode(409, _Status.DATA_LOSS, _INVALID, "digest_mismatch", "digest"),
+    streams.IdempotencyConflict: ErrorCode(
+        409, _Status.ALREADY_EXISTS, _INVALID, "idempotency_conflict", "idempotency_key"
+    ),
+}
+"""Every error that a caller can cause or should know of. An error has the code of the nearest class that is here."""
+
+INTERNAL_ERROR = "internal_error"
+_INTERNAL = ErrorCode(500, _Status.INTERNAL, _SERVER, INTERNAL_ERROR)
+_UNAVAILABLE_RETRY_S = 1.0
+
+
+def error_report(error: Exception) -> ErrorReport:
+    """Return how `error` is reported to a caller.
+
+    An error that is not in the table is a defect of the gateway: its message goes to the log alone.
+    """
+    kind = next((kind for kind in type(error).__mro__ if kind in ERROR_CODES), None)
+    if kind is None:
+        return ErrorReport(*_INTERNAL[:4], "the gateway failed on this request; its log has the cause")
+    found = ERROR_CODES[kind]
+    return ErrorReport(
+        found.http_status,
+        found.grpc_status,
+        found.type,
+        error.code if isinstance(error, errors.GenerationFailed) else found.code,
+        _message(error),
+        error.field if isinstance(error, errors.InvalidRequest) else found.field,
+        _retry_after_s(error),
+    )
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, streams.ModelNotFound):
+        return f"the model {error.name!r} does not exist; GET /v1/models or ListModels names those that do"
+    if isinstance(error, streams.Unavailable):
+        return "the durable store does not answer now; try again"  # what Redis said goes to the log alone
+    return str(error)
+
+
+def _retry_after_s(error: Exception) -> float | None:
+    if isinstance(error, errors.Overloaded | streams.QueueFull):
+        return error.retry_after_s
+    if isinstance(error, errors.GatewayStopping | streams.Unavailable):
+        return _UNAVAILABLE_RETRY_S
+    return None

@@ -1,0 +1,30 @@
+"""/healthz, /readyz and /metrics: for probes and scrapers, which send no API key."""
+
+from fastapi import APIRouter
+from pagestream_telemetry.endpoint import PROMETHEUS_TYPE
+from starlette.responses import PlainTextResponse, Response
+
+from pagestream_gateway.core.gateway import Gateway
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the routes of probes and scrapers."""
+    routes = APIRouter(tags=["operation"])
+
+    @routes.get("/healthz", summary="Whether the process works")
+    async def healthz() -> Response:
+        return PlainTextResponse("ok\n")
+
+    @routes.get("/readyz", summary="Whether Redis answers and a model is known")
+    async def readyz() -> Response:
+        if await gateway.is_ready():
+            return PlainTextResponse("ready\n")
+        return PlainTextResponse(
+            "not ready: Redis does not answer, no model is known, or the process is stopping\n", 503
+        )
+
+    @routes.get("/metrics", summary="Metrics in Prometheus' text form")
+    async def metrics() -> Response:
+        return Response(await gateway.exposition(), media_type=PROMETHEUS_TYPE)
+
+    return routes

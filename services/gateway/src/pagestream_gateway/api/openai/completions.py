@@ -1,0 +1,104 @@
+"""POST /v1/completions: its body, its route and its answers."""
+
+from collections.abc import Mapping
+from json.encoder import encode_basestring_ascii
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pagestream.v1.records_pb2 import API_FORM_COMPLETIONS
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagestream_gateway.api.documents import body_of
+from pagestream_gateway.api.openai import generation
+from pagestream_gateway.api.openai.generation import GenerationBody, ParsedRequest, shared_draft, without_unsupported
+from pagestream_gateway.api.openai.logprobs import CompletionLogprobs
+from pagestream_gateway.api.openai.schema import parse_body, with_sampling_parameters
+from pagestream_gateway.api.openai.writer import AnswerWriter
+from pagestream_gateway.api.runs import Run
+from pagestream_gateway.core.calls import TEXT_COMPLETION
+from pagestream_gateway.core.drafts import Draft, Prompt, TextPrompt, TokenPrompt
+from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.core.sampling.json_types import Items, Token, expects
+
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's
+UNSUPPORTED = {**generation.UNSUPPORTED, "suffix": ("",), "prompt_embeds": ()}
+
+_Prompts = Annotated[
+    str | Items[str] | Items[Token] | Items[Items[Token]],
+    expects("must be a string, a list of strings, a list of token ids or a list of lists of token ids"),
+]
+
+
+@with_sampling_parameters
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: _Prompts = Field(description="Text, token ids, or a list of either; each prompt has n choices.")
+    echo: bool | None = Field(None, description="Begin each choice with its prompt.")
+    logprobs: int | None = Field(
+        None, description="Show the log probabilities of the chosen token and of so many likeliest ones."
+    )
+
+
+class CompletionWriter(AnswerWriter):
+    """Writes answers as completions; also those of requests that came over gRPC and are read over HTTP."""
+
+    chunk_object = whole_object = "text_completion"
+    logprobs_form = CompletionLogprobs
+
+    def opening_parts(self) -> list[str]:
+        """Return the echoed prompts."""
+        if not self.spec.answer.echo_texts:
+            return []
+        return [f'"text":{encode_basestring_ascii(self._echo(number))}' for number in range(self.num_choices)]
+
+    def delta(self, run: Run) -> str:
+        """Return a run's text."""
+        return f'"text":{encode_basestring_ascii(run.text)}'
+
+    def message(self, choice: int, text: str) -> dict[str, Any]:
+        """Return the text, after the echoed prompt."""
+        return {"text": self._echo(choice) + text}
+
+    def _echo(self, choice: int) -> str:
+        texts = self.spec.answer.echo_texts
+        return texts[choice // max(1, self.spec.sampling.n)] if texts else ""
+
+
+def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+    """Read a body and its headers. Raises InvalidRequest."""
+    body = parse_body(CompletionBody, without_unsupported(document, UNSUPPORTED))
+    draft = Draft(
+        prompts=_prompts(body.prompt, body.add_special_tokens is not False),
+        prompt_field="prompt",
+        default_max_tokens=_DEFAULT_MAX_TOKENS,
+        echo=bool(body.echo),
+        **shared_draft(body, headers, document, API_FORM_COMPLETIONS, logprobs=body.logprobs),
+    )
+    return ParsedRequest(draft, stream=bool(body.stream))
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the resource's route."""
+    routes = APIRouter(tags=["generation"])
+
+    @routes.post("/v1/completions", openapi_extra=body_of(CompletionBody), summary="Go on with a prompt")
+    async def completions(request: Request) -> Response:
+        call = gateway.calls.begin("completions", TEXT_COMPLETION, request.headers)
+        return await generation.generate(gateway, request, call, parse, CompletionWriter)
+
+    return routes
+
+
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]], add_special_tokens: bool) -> list[Prompt]:
+    if isinstance(prompt, str):
+        return [TextPrompt(prompt, add_special_tokens)]
+    if prompt and isinstance(prompt[0], int):
+        return [TokenPrompt(prompt)]
+    return [
+        TextPrompt(item, add_special_tokens) if isinstance(item, str) else TokenPrompt(item)
+        for item in prompt
+        if not isinstance(item, int)
+    ]

@@ -1,0 +1,189 @@
+"""What completions and chat completions share: fields of the body, the draft that comes of them, the call's course."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_CONTINUE
+from pagestream.v1.records_pb2 import AnswerForm, ApiForm
+from pydantic import Field
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagestream_gateway.api.error_codes import error_report
+from pagestream_gateway.api.openai.answers import Reading, WholeAnswer
+from pagestream_gateway.api.openai.body import parse_json, read_body
+from pagestream_gateway.api.openai.schema import Body
+from pagestream_gateway.api.openai.streaming import EventStream
+from pagestream_gateway.api.openai.writer import AnswerWriter
+from pagestream_gateway.core.calls import DISCONNECTED, Call
+from pagestream_gateway.core.drafts import Draft, now_s
+from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.core.models import check_unicode
+from pagestream_gateway.core.sampling import parameters
+from pagestream_gateway.core.sampling.resolution import sampling_from_json
+from pagestream_gateway.errors import InvalidRequest, UnsupportedField
+
+_SMALL_BODY_BYTES = 64 * 1024  # is parsed in less time than a thread takes to answer
+_MAX_TIMEOUT_S = 7 * 24 * 3600.0
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **parameters.UNSUPPORTED,
+    "truncate_prompt_tokens": (),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": (),
+}
+"""Fields of OpenAI's and vLLM's bodies that are not supported, each with the values that ask for nothing.
+
+Client libraries send those values unasked. Any other is refused with the field's name: ignoring it silently would
+answer another question than the one that was asked.
+"""
+
+
+class StreamOptions(Body):
+    """OpenAI's stream_options; include_obfuscation changes no token and is ignored."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationBody(Body):
+    """The fields of both bodies beside the sampling parameters. Null is the same as leaving a field out."""
+
+    model: str | None = Field(None, description="Served name; may be left out where exactly one model is served.")
+    stream: bool | None = Field(None, description="Answer as server-sent events.")
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the tokenizer adds its special tokens to the prompt."
+    )
+    priority: int | None = Field(None, description="0 is served first.")
+    on_disconnect: Literal["cancel", "continue"] | None = Field(
+        None,
+        description='While no client reads the answer: "cancel" after the disconnect grace (default), or "continue".',
+    )
+    request_id: str | None = Field(None, description="The caller's own id, kept as metadata.")
+    # Known fields that can't change the output.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prediction: Any = None
+    parallel_tool_calls: Any = None
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A body and its headers, read by a resource."""
+
+    draft: Draft
+    stream: bool
+    field_names: Mapping[str, str] = field(default_factory=dict)
+    """Names in this body of sampling parameters that it calls otherwise, for error messages."""
+
+
+Parser = Callable[[dict[str, Any], Headers], ParsedRequest]
+
+
+def without_unsupported(document: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return a body without the fields of `unsupported`. Raises UnsupportedField where one asks for something."""
+    kept = {}
+    for name, value in document.items():
+        neutral = unsupported.get(name)
+        if neutral is None:
+            kept[name] = value
+        elif value is not None and not any(type(value) is type(nothing) and value == nothing for nothing in neutral):
+            raise UnsupportedField(name)
+    return kept
+
+
+def shared_draft(
+    body: GenerationBody, headers: Mapping[str, str], document: Mapping[str, Any], api: ApiForm, **own: int | None
+) -> dict[str, Any]:
+    """Return the arguments of a Draft that both resources fill alike.
+
+    `own` are sampling parameters that the resource has in a form of its own. Raises InvalidRequest.
+    """
+    shared = {each.name: getattr(body, each.name) for each in parameters.PARAMETERS if each.json_type is not None}
+    key = headers.get("idempotency-key", "")
+    check_unicode(body.request_id or "", "request_id")
+    sampling = sampling_from_json(shared | own)
+    return {
+        "model": body.model or "",
+        "sampling": sampling,
+        "answer": AnswerForm(
+            api=api,
+            created=now_s(),
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            top_logprobs=sampling.logprobs,
+        ),
+        "on_disconnect": ON_DISCONNECT_CONTINUE if body.on_disconnect == "continue" else ON_DISCONNECT_CANCEL,
+        "priority": body.priority or 0,
+        "deadline_ms": _deadline_ms(headers.get("x-request-timeout")),
+        "client_request_id": body.request_id or headers.get("x-request-id", ""),
+        "idempotency_key": key,
+        "body_digest": _digest(api, document) if key else "",
+    }
+
+
+async def generate(
+    gateway: Gateway, request: Request, call: Call, parse: Parser, writer: type[AnswerWriter]
+) -> Response:
+    """Answer a POST that asks for a generation.
+
+    Ends the call where it is refused before there is an answer; the answer ends its own.
+    """
+    try:
+        tenant = gateway.tenant(request.headers.get("authorization"))
+        parsed = await _parsed(gateway, request, parse)
+        try:
+            spec = await gateway.submission.submit(parsed.draft, tenant, call)
+        except InvalidRequest as error:
+            if error.field is not None:
+                error.field = parsed.field_names.get(error.field, error.field)
+            raise
+        reading = Reading(spec, tenant, call, writer(spec))
+        return EventStream(gateway, reading) if parsed.stream else WholeAnswer(gateway, reading)
+    except asyncio.CancelledError:
+        call.end(DISCONNECTED)
+        raise
+    except Exception as error:
+        call.end(error_report(error).code)
+        raise
+
+
+async def _parsed(gateway: Gateway, request: Request, parse: Parser) -> ParsedRequest:
+    """Read and parse the body; a large one is parsed outside the event loop."""
+    data = await read_body(request, gateway.settings.limits.max_body_bytes)
+
+    def work() -> ParsedRequest:
+        return parse(parse_json(data), request.headers)
+
+    return work() if len(data) <= _SMALL_BODY_BYTES else await gateway.pool.run(work)
+
+
+def _deadline_ms(text: str | None) -> int:
+    if text is None:
+        return 0
+    try:
+        seconds = float(text)
+    except ValueError as error:
+        raise InvalidRequest("X-Request-Timeout", f"must be a number of seconds, got {text!r}") from error
+    if not 0.001 <= seconds <= _MAX_TIMEOUT_S:
+        raise InvalidRequest("X-Request-Timeout", f"must be from 0.001 to {_MAX_TIMEOUT_S:g} seconds, got {text}")
+    return round(seconds * 1000)
+
+
+def _digest(api: ApiForm, document: Mapping[str, Any]) -> str:
+    """Return a digest that is equal for bodies that say the same, whatever the order of their fields."""
+    return hashlib.sha256(f"{api}:{json.dumps(document, sort_keys=True)}".encode()).hexdigest()

@@ -1,0 +1,44 @@
+"""GET /v1/models: the models that a deployment serves."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from pagestream_streams.errors import ModelNotFound
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pagestream_gateway.core.gateway import Gateway
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the resource's routes."""
+    routes = APIRouter(tags=["generation"])
+
+    @routes.get("/v1/models", summary="The models that this deployment knows")
+    async def models(request: Request) -> Response:
+        gateway.tenant(request.headers.get("authorization"))
+        return JSONResponse({"object": "list", "data": await _models(gateway)})
+
+    @routes.get("/v1/models/{name:path}", summary="One model")
+    async def model(request: Request, name: str) -> Response:
+        gateway.tenant(request.headers.get("authorization"))
+        found = next((card for card in await _models(gateway) if card["id"] == name), None)
+        if found is None:
+            raise ModelNotFound(name)
+        return JSONResponse(found)
+
+    return routes
+
+
+async def _models(gateway: Gateway) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": info.name,
+            "object": "model",
+            "created": info.created,
+            "owned_by": "pagestream",
+            "root": info.name,
+            "max_model_len": card.max_model_len,
+        }
+        for info, card in await gateway.models.list_models()
+    ]

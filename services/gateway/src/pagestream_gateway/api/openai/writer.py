@@ -1,0 +1,125 @@
+"""The JSON of generated answers: what completions and chat completions write alike.
+
+A stream's chunks differ in a few values only, so the constant parts are serialised once for each stream, not once for
+each token.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from json.encoder import encode_basestring_ascii
+from typing import Any, ClassVar
+
+from pagestream.v1.inference_pb2 import FinishReason, Usage
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, RequestSpec
+from pagestream_streams.protocol.finish_reasons import finish_reason_name
+
+from pagestream_gateway.api.openai.logprobs import Logprobs
+from pagestream_gateway.api.runs import Run
+
+
+def finish_reason_body(reason: FinishReason) -> str | None:
+    """Return the name of a finish reason; None while there is none."""
+    return finish_reason_name(reason) if reason else None
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    """Return OpenAI's usage object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+class AnswerWriter(ABC):
+    """Writes one request's runs as the `data` of stream events, and its whole answer as one body."""
+
+    chunk_object: ClassVar[str]
+    """OpenAI's `object` of a chunk."""
+    whole_object: ClassVar[str]
+    """OpenAI's `object` of a whole answer."""
+    logprobs_form: ClassVar[type[Logprobs]]
+
+    def __init__(self, spec: RequestSpec) -> None:
+        self.spec = spec
+        self._logprobs = self.logprobs_form(spec)
+        self.num_choices = len(spec.prompts) * max(1, spec.sampling.n)
+        shared = {"created": spec.answer.created, "model": spec.model}
+        self._head = _compact({"id": spec.request_id, "object": self.chunk_object, **shared})[:-1] + ',"choices":['
+        # With include_usage each chunk says that its usage is still to come.
+        self._tail = '],"usage":null}' if spec.answer.include_usage else "]}"
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a chunk depends on the runs before it, so that a reader's start position is not enough."""
+        return self._logprobs.is_asked and self._logprobs.depends_on_history
+
+    def skip(self, run: Run) -> None:
+        """Take note of a run that the reader has already."""
+        self._logprobs.write(run)
+
+    @abstractmethod
+    def opening_parts(self) -> list[str]:
+        """Return what each choice shows before the first entry, as members of a JSON object; [] for no opening."""
+
+    @abstractmethod
+    def delta(self, run: Run) -> str:
+        """Return a run's text as a member of a JSON object."""
+
+    @abstractmethod
+    def message(self, choice: int, text: str) -> dict[str, Any]:
+        """Return the members of a whole choice that hold its text."""
+
+    def opening(self) -> str | None:
+        """Return the chunk that stands before the first entry; None where there is none."""
+        choices = [
+            f'{{"index":{number},{part},"logprobs":null,"finish_reason":null}}'
+            for number, part in enumerate(self.opening_parts())
+        ]
+        return self._head + ",".join(choices) + self._tail if choices else None
+
+    def chunk(self, run: Run) -> str:
+        """Return the chunk of a run that is not the log's end."""
+        logprobs = "null"
+        if self._logprobs.is_asked:
+            logprobs = _compact(self._logprobs.write(run))
+        finish = '"finish_reason":null' if run.finish is None else _finish_fields(run.finish)
+        return f'{self._head}{{"index":{run.choice},{self.delta(run)},"logprobs":{logprobs},{finish}}}{self._tail}'
+
+    def usage(self, end: LogEnd) -> str | None:
+        """Return the chunk with the usage, where it was asked for."""
+        if not self.spec.answer.include_usage:
+            return None
+        return f'{self._head}],"usage":{_compact(usage_body(end.usage))}}}'
+
+    def whole(self, choices: Sequence[Sequence[Run]], usage: Usage) -> dict[str, Any]:
+        """Return the body of an answer that is not streamed, from the runs of each choice."""
+        return {
+            "id": self.spec.request_id,
+            "object": self.whole_object,
+            "created": self.spec.answer.created,
+            "model": self.spec.model,
+            "choices": [self._choice(number, runs) for number, runs in enumerate(choices)],
+            "usage": usage_body(usage),
+        }
+
+    def _choice(self, number: int, runs: Sequence[Run]) -> dict[str, Any]:
+        finish = next((run.finish for run in reversed(runs) if run.finish is not None), ChoiceFinish())
+        return {
+            "index": number,
+            **self.message(number, "".join(run.text for run in runs)),
+            "logprobs": self._logprobs.whole(runs),
+            "finish_reason": finish_reason_body(finish.reason),
+            "stop_reason": finish.stop_reason or None,
+        }
+
+
+def _compact(body: dict[str, Any] | None) -> str:
+    return json.dumps(body, separators=(",", ":"))
+
+
+def _finish_fields(finish: ChoiceFinish) -> str:
+    stop = encode_basestring_ascii(finish.stop_reason) if finish.stop_reason else "null"
+    return f'"finish_reason":"{finish_reason_name(finish.reason)}","stop_reason":{stop}'

@@ -1,0 +1,88 @@
+"""What a caller asks for, before it is checked against a model: both APIs fill a `Draft`.
+
+Everything after that is shared, so that the APIs can't disagree about what is allowed.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, OnDisconnect, SamplingParams
+from pagestream.v1.records_pb2 import AnswerForm
+
+from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.settings import LimitSettings
+
+_PRIORITIES = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """Text that the tokenizer turns into tokens."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    """Token ids, taken as they are."""
+
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation that the model's chat template turns into text."""
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = False
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A request as its caller spelled it."""
+
+    model: str
+    """Served name; empty where the caller leaves the choice to a deployment with one model."""
+    prompts: Sequence[Prompt]
+    prompt_field: str
+    """Field of the API that holds the prompts, for error messages."""
+    sampling: SamplingParams
+    answer: AnswerForm
+    default_max_tokens: int | None = None
+    """max_tokens where neither caller nor model give it; None is what the context leaves."""
+    echo: bool = False
+    on_disconnect: OnDisconnect = ON_DISCONNECT_CANCEL
+    priority: int = 0
+    deadline_ms: int = 0
+    """Milliseconds from acceptance; 0 is no deadline."""
+    client_request_id: str = ""
+    idempotency_key: str = ""
+    body_digest: str = ""
+    """Digest of what was asked; set where there is an idempotency key."""
+
+
+def check_draft(draft: Draft, limits: LimitSettings) -> None:
+    """Check what needs no model. Raises InvalidRequest."""
+    if not draft.prompts:
+        raise InvalidRequest(draft.prompt_field, "must not be empty")
+    if len(draft.prompts) > limits.max_prompts:
+        raise InvalidRequest(draft.prompt_field, f"at most {limits.max_prompts} prompts, got {len(draft.prompts)}")
+    for name in ("client_request_id", "idempotency_key"):
+        if len(getattr(draft, name)) > limits.max_id_chars:
+            raise InvalidRequest(name, f"at most {limits.max_id_chars} characters, got {len(getattr(draft, name))}")
+    if draft.priority not in _PRIORITIES:
+        raise InvalidRequest("priority", f"must be 0 (first), 1 or 2, got {draft.priority}")
+
+
+def now_s() -> int:
+    """Return Unix seconds, for answers that show when they were made; no decision depends on it."""
+    return int(time.time())

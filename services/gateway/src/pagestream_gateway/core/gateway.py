@@ -1,0 +1,56 @@
+"""The gateway without its protocols: what the APIs call."""
+
+from dataclasses import dataclass
+
+from pagestream_streams import Broker
+from pagestream_streams.errors import Unavailable
+from pagestream_telemetry.process import Telemetry
+
+from pagestream_gateway.core.auth import Authenticator
+from pagestream_gateway.core.calls import Calls
+from pagestream_gateway.core.limits import AnswerLimit
+from pagestream_gateway.core.models import Models
+from pagestream_gateway.core.open_streams import OpenStreams
+from pagestream_gateway.core.queue_monitor import QueueMonitor
+from pagestream_gateway.core.requests import AcceptedRequests
+from pagestream_gateway.core.submission import Submission
+from pagestream_gateway.core.tokenization import TokenizePool
+from pagestream_gateway.errors import GatewayStopping
+from pagestream_gateway.settings import Settings
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """One process' parts. Nothing that a stream needs is held here: all of it is in Redis."""
+
+    settings: Settings
+    broker: Broker
+    limit: AnswerLimit
+    authenticator: Authenticator
+    models: Models
+    submission: Submission
+    requests: AcceptedRequests
+    pool: TokenizePool
+    streams: OpenStreams
+    calls: Calls
+    queue: QueueMonitor
+    telemetry: Telemetry
+
+    def tenant(self, authorization: str | None) -> str:
+        """Return the tenant of a call with this Authorization header. Raises GatewayStopping or Unauthenticated."""
+        if self.streams.is_stopping:
+            raise GatewayStopping
+        return self.authenticator.tenant(authorization)
+
+    async def is_ready(self) -> bool:
+        """Return whether Redis answers, a model is known, and the process is not stopping."""
+        try:
+            await self.limit.wait(self.broker.ping())
+            return await self.models.is_any_known() and not self.streams.is_stopping
+        except Unavailable:
+            return False
+
+    async def exposition(self) -> bytes:
+        """Return all metrics in Prometheus' text form; those of the queue are absent where Redis does not answer."""
+        await self.queue.refresh()
+        return self.telemetry.render()

@@ -1,0 +1,136 @@
+"""Turn a draft into the record that the queue carries: render, tokenize, check against the model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_UNSPECIFIED, SamplingParams, TokenIds
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_telemetry.context import NO_TRACE, TraceContext
+
+from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
+from pagestream_gateway.core.models import LoadedModel
+from pagestream_gateway.core.sampling.resolution import fit_context, resolve_sampling
+from pagestream_gateway.errors import InvalidRequest, PromptTooLong, UnsupportedField
+from pagestream_gateway.settings import LimitSettings
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A draft with its prompts as token ids and its sampling parameters complete."""
+
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    echo_texts: list[str]
+
+
+def prepare(draft: Draft, model: LoadedModel, limits: LimitSettings) -> PreparedRequest:
+    """Render, tokenize and check a draft against its model. Raises InvalidRequest.
+
+    This is CPU work: call it in the tokenizing pool.
+    """
+    sampling = resolve_sampling(draft.sampling, model.default_sampling, limits=limits, vocab_size=model.card.vocab_size)
+    num_choices = len(draft.prompts) * sampling.n
+    if num_choices > limits.max_choices:
+        raise InvalidRequest("n", f"prompts times n is {num_choices}, at most {limits.max_choices} are served at once")
+    prompts = [_encode(prompt, draft.prompt_field, model) for prompt in draft.prompts]
+    fit_context(
+        sampling,
+        is_given=draft.sampling.HasField("max_tokens"),
+        num_prompt_tokens=max(len(ids) for ids in prompts),
+        max_model_len=model.max_model_len,
+        default=draft.default_max_tokens,
+    )
+    echo_texts = [_echo(prompt, model) for prompt in draft.prompts] if draft.echo else []
+    return PreparedRequest(prompts, sampling, echo_texts)
+
+
+def build_spec(
+    draft: Draft,
+    prepared: PreparedRequest,
+    *,
+    request_id: str,
+    model: str,
+    tenant: str,
+    grace_ms: int,
+    trace: TraceContext = NO_TRACE,
+) -> RequestSpec:
+    """Return the record that the queue carries; `trace` is that of the call that the request belongs to."""
+    spec = RequestSpec(
+        request_id=request_id,
+        model=model,
+        tenant=tenant,
+        prompts=[TokenIds(ids=ids) for ids in prepared.prompts],
+        sampling=prepared.sampling,
+        priority=draft.priority,
+        deadline_ms=draft.deadline_ms,
+        on_disconnect=ON_DISCONNECT_CANCEL if draft.on_disconnect == ON_DISCONNECT_UNSPECIFIED else draft.on_disconnect,
+        disconnect_grace_ms=grace_ms,
+        answer=draft.answer,
+        client_request_id=draft.client_request_id,
+        idempotency_key=draft.idempotency_key,
+        traceparent=trace.traceparent,
+        tracestate=trace.tracestate,
+        seed_for_each_prompt=len(prepared.prompts) > 1 and not draft.sampling.HasField("seed"),
+    )
+    spec.answer.echo_texts.extend(prepared.echo_texts)
+    return spec
+
+
+def _encode(prompt: Prompt, prompt_field: str, model: LoadedModel) -> list[int]:
+    match prompt:
+        case TokenPrompt(token_ids):
+            ids = _checked_ids(token_ids, prompt_field, model)
+        case TextPrompt(text, add_special_tokens):
+            if not text:
+                raise InvalidRequest(prompt_field, "must not be empty")
+            ids = _tokenize(text, add_special_tokens, prompt_field, model)
+        case ChatPrompt():
+            ids = _tokenize(_render(prompt, prompt_field, model), prompt.add_special_tokens, prompt_field, model)
+    if not ids:
+        raise InvalidRequest(prompt_field, "has no token")
+    return ids
+
+
+def _tokenize(text: str, add_special_tokens: bool, prompt_field: str, model: LoadedModel) -> list[int]:
+    # One token of the context is left for the output.
+    return model.encode(text, add_special_tokens=add_special_tokens, limit=model.max_model_len - 1, field=prompt_field)
+
+
+def _checked_ids(token_ids: Sequence[int], prompt_field: str, model: LoadedModel) -> list[int]:
+    if len(token_ids) >= model.max_model_len:
+        raise PromptTooLong(
+            prompt_field,
+            f"the prompt has {len(token_ids)} tokens, but the model's context length is "
+            f"{model.max_model_len} tokens, prompt and output together",
+        )
+    vocab_size = model.card.vocab_size
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(prompt_field, f"{token_id} is not a token of the model (0 to {vocab_size - 1})")
+    return list(token_ids)
+
+
+def _render(chat: ChatPrompt, prompt_field: str, model: LoadedModel) -> str:
+    if not chat.messages:
+        raise InvalidRequest(prompt_field, "must not be empty")
+    if model.chat_template is None:
+        raise UnsupportedField(prompt_field, f"model {model.name} has no chat template; use the completions API")
+    if chat.continue_final_message and chat.add_generation_prompt:
+        raise InvalidRequest("continue_final_message", "excludes add_generation_prompt")
+    opens = not chat.continue_final_message if chat.add_generation_prompt is None else chat.add_generation_prompt
+    return model.chat_template.render(
+        chat.messages,
+        add_generation_prompt=opens,
+        continue_final_message=chat.continue_final_message,
+        arguments=chat.arguments,
+    )
+
+
+def _echo(prompt: Prompt, model: LoadedModel) -> str:
+    match prompt:
+        case TextPrompt(text):
+            return text
+        case TokenPrompt(token_ids):
+            return model.decode(list(token_ids))
+        case ChatPrompt():
+            raise UnsupportedField("echo")

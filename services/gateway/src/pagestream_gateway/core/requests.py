@@ -1,0 +1,66 @@
+"""Accepted requests: look them up, follow their logs, cancel them."""
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, FinishReason
+from pagestream.v1.records_pb2 import LogEntry, RequestSpec
+from pagestream_streams import Broker, GatewaySession, RequestView
+from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange
+
+from pagestream_gateway.core.limits import AnswerLimit
+from pagestream_gateway.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AcceptedRequests:
+    """Requests by their ids. The id of another tenant's request raises RequestNotFound, as an unknown one does."""
+
+    broker: Broker
+    session: GatewaySession
+    metrics: Metrics
+    limit: AnswerLimit
+
+    def follow(
+        self, spec: RequestSpec, *, from_index: int = 0, digest: str = ""
+    ) -> AsyncGenerator[list[LogEntry], None]:
+        """Yield batches of log entries from `from_index` to the end of the log.
+
+        Close the generator (`aclosing`): that removes the reader from the request. A request that Redis loses
+        meanwhile is accepted again and goes on under the same id.
+        """
+        return self.session.read(spec.request_id, tenant=spec.tenant, from_index=from_index, digest=digest, spec=spec)
+
+    async def resume(self, request_id: str, tenant: str, *, from_index: int, digest: str) -> tuple[RequestView, bool]:
+        """Look up a request that a reader wants to read on from `from_index`.
+
+        Returns the request, and whether its log has ended there. Raises RequestNotFound, OffsetOutOfRange,
+        DigestMismatch, Unavailable. The digest of a place that the log has not reached yet is checked by `follow`.
+        """
+        view = await self.view(request_id, tenant)
+        if from_index > view.next_index and view.state == REQUEST_STATE_FINISHED:
+            raise OffsetOutOfRange(request_id, from_index, view.next_index)
+        if from_index == view.next_index and digest and digest != view.digest:
+            raise DigestMismatch(request_id, from_index)
+        if 0 < from_index < view.next_index and digest:
+            await self._check_digest(view.spec, from_index, digest)
+        return view, from_index == view.next_index and view.state == REQUEST_STATE_FINISHED
+
+    async def view(self, request_id: str, tenant: str) -> RequestView:
+        """Return a request's state. Raises RequestNotFound, Unavailable."""
+        return await self.limit.wait(self.broker.view(request_id, tenant))
+
+    async def cancel(self, request_id: str, tenant: str) -> FinishReason:
+        """End a request in whatever state it is; return how it ended. Raises RequestNotFound, Unavailable."""
+        reason = await self.limit.wait(self.broker.cancel(request_id, tenant))
+        self.metrics.cancelled((await self.broker.directory.locate(request_id)).model)
+        logger.info("cancelled", extra={"request_id": request_id, "tenant": tenant})
+        return reason
+
+    async def _check_digest(self, spec: RequestSpec, from_index: int, digest: str) -> None:
+        async with aclosing(self.follow(spec, from_index=from_index, digest=digest)) as batches:
+            await self.limit.wait(anext(batches))

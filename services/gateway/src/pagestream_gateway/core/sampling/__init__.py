@@ -1,0 +1,1 @@
+"""Sampling parameters: their definitions, and how a request's message is completed."""

@@ -1,0 +1,107 @@
+"""Checks of sampling parameters: functions that return what is wrong with a value, None where nothing is."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pagestream.v1.inference_pb2 import SamplingParams
+
+from pagestream_gateway.settings import LimitSettings
+
+
+@dataclass(frozen=True)
+class CheckContext:
+    """What a value is checked against.
+
+    Attributes:
+        sampling: all parameters of the request, with defaults filled in.
+        limits: the gateway's bounds.
+        vocab_size: tokens of the model; 0 where the model card does not have it.
+    """
+
+    sampling: SamplingParams
+    limits: LimitSettings
+    vocab_size: int
+
+
+Check = Callable[[Any, CheckContext], str | None]
+
+
+def in_range(low: float, high: float | str | None = None, *, above: bool = False) -> Check:
+    """Accept finite numbers from `low` to `high`, or above `low` where `above` is set.
+
+    `high` may be the name of a field of LimitSettings; None is no bound.
+    """
+
+    def check(value: float, context: CheckContext) -> str | None:
+        most = getattr(context.limits, high) if isinstance(high, str) else high
+        is_low = value > low if above else value >= low
+        if math.isfinite(value) and is_low and (most is None or value <= most):
+            return None
+        if above:
+            expected = f"above {low:g}" + ("" if most is None else f" and at most {most:g}")
+        else:
+            expected = f"{low:g} or more" if most is None else f"from {low:g} to {most:g}"
+        return f"must be {expected}, got {value:{'' if isinstance(value, int) else 'g'}}"
+
+    return check
+
+
+def candidates(value: int, _: CheckContext) -> str | None:
+    """Accept a number of candidate tokens, or one of the two values that mean all."""
+    return None if value >= -1 else f"must be -1 or 0 (all tokens), or a number of tokens, got {value}"
+
+
+def at_most_max_tokens(_: int, context: CheckContext) -> str | None:
+    """Accept a minimum that the maximum leaves room for."""
+    return min_tokens_fault(context.sampling)
+
+
+def min_tokens_fault(sampling: SamplingParams) -> str | None:
+    """Return what is wrong where min_tokens is more than max_tokens."""
+    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
+        return f"{sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}"
+    return None
+
+
+def equal_to_n(value: int, context: CheckContext) -> str | None:
+    """Accept n alone: a stream shows each choice while it is generated, so none can be left out in the end."""
+    return None if value == context.sampling.n else f"only n ({context.sampling.n}) is accepted"
+
+
+def biases(values: dict[int, float], context: CheckContext) -> str | None:
+    """Accept biases from -100 to 100 for tokens of the model."""
+    if len(values) > context.limits.max_logit_bias:
+        return f"at most {context.limits.max_logit_bias} tokens, got {len(values)}"
+    for token_id, bias in values.items():
+        if not -100 <= bias <= 100:
+            return f"must be from -100 to 100, got {bias:g} for token {token_id}"
+    return _in_vocabulary(list(values), context)
+
+
+def stop_strings(values: Sequence[str], context: CheckContext) -> str | None:
+    """Accept a bounded number of strings that are neither empty nor too long."""
+    limits = context.limits
+    if len(values) > limits.max_stop:
+        return f"at most {limits.max_stop} strings, got {len(values)}"
+    for text in values:
+        if not text:
+            return "a stop string must not be empty"
+        if len(text) > limits.max_stop_chars:
+            return f"a stop string has at most {limits.max_stop_chars} characters, got {len(text)}"
+    return None
+
+
+def stop_tokens(values: Sequence[int], context: CheckContext) -> str | None:
+    """Accept a bounded number of tokens of the model."""
+    if len(values) > context.limits.max_stop_token_ids:
+        return f"at most {context.limits.max_stop_token_ids} ids, got {len(values)}"
+    return _in_vocabulary(values, context)
+
+
+def _in_vocabulary(token_ids: Sequence[int], context: CheckContext) -> str | None:
+    for token_id in token_ids:
+        if context.vocab_size and token_id >= context.vocab_size:
+            return f"{token_id} is not a token of the model (0 to {context.vocab_size - 1})"
+    return None

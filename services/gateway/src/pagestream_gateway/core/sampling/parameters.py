@@ -1,0 +1,172 @@
+"""The sampling parameters: one entry each, from which schemas, message, defaults, checks and refusals are derived.
+
+To add one: a field in `SamplingParams` (proto/pagestream/v1/inference.proto) and an entry in `PARAMETERS`; where it is
+not supported yet, an entry in `UNSUPPORTED` alone.
+"""
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagestream_gateway.core.sampling.checks import (
+    Check,
+    at_most_max_tokens,
+    biases,
+    candidates,
+    equal_to_n,
+    in_range,
+    stop_strings,
+    stop_tokens,
+)
+from pagestream_gateway.core.sampling.json_types import Biases, Items, Strings, Token
+from pagestream_gateway.errors import InvalidRequest
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A sampling parameter of both APIs."""
+
+    name: str
+    """The field of `SamplingParams`, and of the OpenAI bodies that share `json_type`."""
+    json_type: Any = None
+    """Type in OpenAI bodies, beside null. None: each resource has its own form of it, or none."""
+    description: str | None = None
+    """Meaning, for the OpenAPI document."""
+    default: Callable[[], Any] | None = None
+    """Value where neither the caller nor the model gives one. None: the field stays unset."""
+    has_model_default: bool = False
+    """Whether the model card's value comes before `default`."""
+    check: Check | None = None
+    """What is wrong with a value."""
+    refuse: Check | None = None
+    """Why a value that makes sense is not supported; "" needs no reason."""
+    is_recorded: bool = True
+    """Whether the engine needs the value."""
+    from_json: Callable[[Any], Any] | None = None
+    """Conversion from `json_type` to what the field of the message takes."""
+
+
+def _always(value: object) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _texts(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def _biases_by_token(values: Mapping[str, float]) -> dict[int, float]:
+    for token in values:
+        if not (token.isascii() and token.isdigit()) or len(token) > 10:
+            raise InvalidRequest("logit_bias", f"expected token ids as names, got {token[:40]!r}")
+    return {int(token): bias for token, bias in values.items()}
+
+
+# Defaults are vLLM's. max_tokens has none here: it depends on the API and on the prompt.
+PARAMETERS = (
+    Parameter("n", int, "Choices for each prompt. Default 1.", default=_always(1), check=in_range(1, "max_n")),
+    Parameter(
+        "temperature",
+        float,
+        "0 is greedy. Default: the model's own, else 1.",
+        default=_always(1.0),
+        has_model_default=True,
+        check=in_range(0),
+    ),
+    Parameter(
+        "top_p",
+        float,
+        "Nucleus probability in (0, 1].",
+        default=_always(1.0),
+        has_model_default=True,
+        check=in_range(0, 1, above=True),
+    ),
+    Parameter(
+        "top_k",
+        int,
+        "Number of candidates; 0 or -1 is all.",
+        default=_always(0),
+        has_model_default=True,
+        check=candidates,
+    ),
+    Parameter(
+        "min_p",
+        float,
+        "Smallest probability relative to the best one, in [0, 1].",
+        default=_always(0.0),
+        has_model_default=True,
+        check=in_range(0, 1),
+    ),
+    Parameter(
+        "presence_penalty",
+        float,
+        "Taken from tokens that the output has, in [-2, 2].",
+        default=_always(0.0),
+        check=in_range(-2, 2),
+    ),
+    Parameter(
+        "frequency_penalty",
+        float,
+        "Taken from tokens for each time that the output has them, in [-2, 2].",
+        default=_always(0.0),
+        check=in_range(-2, 2),
+    ),
+    Parameter(
+        "repetition_penalty",
+        float,
+        "Divides or multiplies logits of tokens in prompt and output; above 0. Default 1.",
+        default=_always(1.0),
+        has_model_default=True,
+        check=in_range(0, above=True),
+    ),
+    Parameter(
+        "logit_bias",
+        Biases,
+        "Token ids, and what is added to the logit of each, in [-100, 100].",
+        check=biases,
+        from_json=_biases_by_token,
+    ),
+    Parameter(
+        "seed",
+        int,
+        "Seed of the noise; the same request with the same seed has the same answer.",
+        default=lambda: secrets.randbits(63),
+    ),
+    Parameter("stop", Strings, "The output ends before any of these.", check=stop_strings, from_json=_texts),
+    Parameter("stop_token_ids", Items[Token], "The output ends with any of these tokens.", check=stop_tokens),
+    Parameter("max_tokens", int, "Most tokens of each choice.", has_model_default=True, check=in_range(1)),
+    Parameter(
+        "min_tokens",
+        int,
+        "No end before this many tokens of a choice. Default 0.",
+        default=_always(0),
+        check=at_most_max_tokens,
+    ),
+    Parameter("ignore_eos", bool, "Go on after the end-of-sequence token."),
+    Parameter(
+        "skip_special_tokens", bool, "Leave special tokens out of the text. Default true.", default=_always(True)
+    ),
+    Parameter("include_stop_str_in_output", bool, "Show the stop string that ended the output."),
+    Parameter("best_of", int, "As many as n: a stream shows every choice.", refuse=equal_to_n, is_recorded=False),
+    Parameter("logprobs", check=in_range(0, "max_logprobs")),
+    Parameter("prompt_logprobs", refuse=lambda *_: ""),
+)
+
+PARAMETER_NAMES = frozenset(parameter.name for parameter in PARAMETERS)
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "prompt_logprobs": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "spaces_between_special_tokens": (True,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "logits_processors": ([],),
+}
+"""Parameters of vLLM's HTTP API that are refused, each with the values that ask for nothing beside null."""

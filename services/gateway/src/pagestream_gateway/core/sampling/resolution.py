@@ -1,0 +1,118 @@
+"""Complete a request's sampling parameters: conversion from JSON, defaults, checks, and the room in the context."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pagestream.v1.inference_pb2 import SamplingParams
+
+from pagestream_gateway.core.sampling.checks import CheckContext, min_tokens_fault
+from pagestream_gateway.core.sampling.parameters import PARAMETERS, Parameter
+from pagestream_gateway.errors import InvalidRequest, PromptTooLong, UnsupportedField
+from pagestream_gateway.settings import LimitSettings
+
+_FIELDS = SamplingParams.DESCRIPTOR.fields_by_name
+
+
+def sampling_from_json(values: Mapping[str, Any]) -> SamplingParams:
+    """Return the message with these parameters set; None is unset.
+
+    Raises InvalidRequest for a value that the field's type can't hold.
+    """
+    sampling = SamplingParams()
+    for parameter in PARAMETERS:
+        name, value = parameter.name, values.get(parameter.name)
+        if value is None:
+            continue
+        if parameter.from_json is not None:
+            value = parameter.from_json(value)
+        try:
+            if isinstance(value, list | tuple):
+                getattr(sampling, name).extend(value)
+            elif isinstance(value, Mapping):
+                getattr(sampling, name).update(value)
+            else:
+                setattr(sampling, name, value)
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest(name, f"{_short(value)} is out of range") from error
+    return sampling
+
+
+def resolve_sampling(
+    given: SamplingParams, defaults: SamplingParams, *, limits: LimitSettings, vocab_size: int
+) -> SamplingParams:
+    """Return a complete copy of `given`: unset fields take the model's default, then vLLM's; the seed is always set.
+
+    max_tokens stays unset where neither the caller nor the model gives one. Raises InvalidRequest with the field's
+    name.
+    """
+    sampling = SamplingParams()
+    sampling.CopyFrom(given)
+    for parameter in PARAMETERS:
+        _set_default(sampling, parameter, defaults)
+    context = CheckContext(sampling, limits, vocab_size)
+    for parameter in PARAMETERS:
+        _check(parameter, context)
+    for parameter in PARAMETERS:
+        if not parameter.is_recorded:
+            sampling.ClearField(parameter.name)
+    return sampling
+
+
+def fit_context(
+    sampling: SamplingParams,
+    *,
+    is_given: bool,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    default: int | None,
+) -> None:
+    """Set max_tokens to what the context leaves where it is open or only a default.
+
+    Args:
+        sampling: resolved parameters; changed in place.
+        is_given: whether the caller gave max_tokens: then too much is an error, where a default is cut.
+        num_prompt_tokens: tokens of the longest prompt.
+        max_model_len: tokens of prompt and output together.
+        default: max_tokens where neither the caller nor the model has one; None is what the context leaves.
+
+    Raises PromptTooLong, and InvalidRequest where min_tokens no longer fits.
+    """
+    left = max_model_len - num_prompt_tokens
+    if is_given:
+        if sampling.max_tokens > left:
+            raise PromptTooLong(
+                "max_tokens",
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {sampling.max_tokens}, together "
+                f"{num_prompt_tokens + sampling.max_tokens}, but the model's context length is {max_model_len} tokens",
+            )
+        return
+    wanted = sampling.max_tokens if sampling.HasField("max_tokens") else default
+    sampling.max_tokens = left if wanted is None else min(wanted, left)
+    if (fault := min_tokens_fault(sampling)) is not None:
+        raise InvalidRequest("min_tokens", fault)
+
+
+def _set_default(sampling: SamplingParams, parameter: Parameter, defaults: SamplingParams) -> None:
+    name: Any = parameter.name
+    if not _FIELDS[name].has_presence or sampling.HasField(name):
+        return
+    if parameter.has_model_default and defaults.HasField(name):
+        setattr(sampling, name, getattr(defaults, name))
+    elif parameter.default is not None:
+        setattr(sampling, name, parameter.default())
+
+
+def _check(parameter: Parameter, context: CheckContext) -> None:
+    name: Any = parameter.name
+    if _FIELDS[name].has_presence and not context.sampling.HasField(name):
+        return
+    value = getattr(context.sampling, name)
+    if parameter.refuse is not None and (reason := parameter.refuse(value, context)) is not None:
+        raise UnsupportedField(name, reason)
+    if parameter.check is not None and (fault := parameter.check(value, context)) is not None:
+        raise InvalidRequest(name, fault)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
