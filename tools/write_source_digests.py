@@ -115,7 +115,7 @@ def main() -> int:
     now = taken()
     changed = changed_without_version(now, recorded())
     for source in changed:
-        print(f"{source} has changed: {HELP}", file=sys.stderr)  # noqa: T201
+        print(f"{source} has changed: {HELP}", file=sys.stderr)
     if changed:
         return 1
     DIGESTS.write_text(json.dumps(now, indent=1) + "\n")
