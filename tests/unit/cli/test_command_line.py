@@ -14,7 +14,7 @@ from pagestream_cli.__main__ import COMMANDS, main
 from pagestream_cli.version import installed_version
 from support.clients.scripted_gateway import ScriptedGateway
 
-HEAVY = ("torch", "transformers", "httpx", "grpc", "matplotlib", "redis", "rich", "numpy")
+HEAVY = ("torch", "transformers", "httpx2", "grpc", "matplotlib", "redis", "rich", "numpy", "kopf")
 
 
 @contextmanager
@@ -93,6 +93,7 @@ def test_generate_streams_a_completion_into_a_pipe() -> None:
         "seed": 3,
         "stop": ["x", "y"],
         "stream": True,
+        "stream_options": {"include_usage": True},
     }
 
 

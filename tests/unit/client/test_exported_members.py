@@ -4,6 +4,8 @@ import subprocess
 import sys
 
 import pagestream_client
+import pytest
+from pagestream_client.http import HttpClient
 
 EXPECTED = [
     "AsyncClient",
@@ -60,5 +62,17 @@ def test_nothing_but_the_wire_contract_and_grpc_is_loaded() -> None:
     code = "import pagestream_client, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     packages = {name.partition(".")[0] for name in loaded.stdout.split()}
-    assert not packages & {"torch", "redis", "httpx", "numpy", "pagestream_streams", "pagestream_gateway"}
+    assert not packages & {"torch", "redis", "httpx", "httpx2", "numpy", "pagestream_streams", "pagestream_gateway"}
     assert "google.rpc" not in loaded.stdout.split()
+
+
+def test_the_http_client_names_its_extra_where_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx2", None)
+    with pytest.raises(ImportError, match=r"pip install 'pagestream-client\[http\]'"):
+        HttpClient("http://127.0.0.1:1")
+
+
+def test_importing_the_http_client_loads_no_http_library() -> None:
+    code = "import pagestream_client.http, sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not {"httpx", "httpx2"} & set(loaded.stdout.split())

@@ -101,5 +101,7 @@ class RetryState:
         error = error_of(failure)
         if isinstance(error, Unavailable):
             where = ", ".join(self._endpoints.targets)
-            return Unavailable(f"no answer from {where} for {limit_s:g} s; the last error: {failure.message}")
+            waited = f" for {limit_s:g} s" if limit_s else ""
+            error = Unavailable(f"no answer from {where}{waited}; the last error: {failure.message}")
+            error.http_status = failure.http_status
         return error

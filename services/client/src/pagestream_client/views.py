@@ -40,9 +40,9 @@ class ModelInfo:
     """A model that can be asked."""
 
     name: str
-    max_model_len: int
-    """Most tokens of prompt and output together."""
+    max_model_len: int | None
+    """Most tokens of prompt and output together; None where the server does not say."""
     created: int
     """Unix seconds of its first publication."""
-    engines: int
-    """That run it now."""
+    engines: int | None
+    """Number of engines that run it now; None over HTTP, which does not say."""

@@ -66,12 +66,10 @@ class Conversation:
             RequestRejectedError: the server refuses the conversation, when it has grown too long for example.
             StreamLostError: the stream broke for good.
         """
-        from pagestream_cli.client.show import show_answer
+        from pagestream_cli.client import show_answer
 
         messages = [*self._messages, {"role": "user", "content": message}]
-        answer = await show_answer(
-            self._endpoint, "/v1/chat/completions", {**self._fields, "messages": [*self._system, *messages]}
-        )
+        answer = await show_answer(self._endpoint, {**self._fields, "messages": [*self._system, *messages]})
         self._messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from typing import Any
 
 from pagestream_cli import sampling
 from pagestream_cli.console import show
@@ -38,17 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _complete(arguments: argparse.Namespace, prompt: str) -> None:
-    from pagestream_cli.client import find_endpoint
+    from pagestream_cli.client import find_endpoint, show_answer
     from pagestream_cli.client.models import choose_model
-    from pagestream_cli.client.show import show_answer
 
     endpoint = find_endpoint(arguments.url, DataDir.at(arguments.data_dir), arguments.api_key)
-    body: dict[str, Any] = {
-        "model": await choose_model(endpoint, arguments.model),
-        "prompt": prompt,
-        **sampling.fields(arguments),
-    }
-    await show_answer(endpoint, "/v1/completions", body)
+    model = await choose_model(endpoint, arguments.model)
+    await show_answer(endpoint, {"model": model, "prompt": prompt, **sampling.fields(arguments)})
 
 
 def _prompt(given: str | None) -> str:

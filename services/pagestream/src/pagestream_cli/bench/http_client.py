@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from pagestream_client.http.answers import DONE
+from pagestream_client.http.failures import error_message
+from pagestream_client.http.sse import Event, SseDecoder
+
 from pagestream_cli.bench.tally import AnswerError, Tally
 from pagestream_cli.bench.workload import BenchRequest
-from pagestream_cli.client.answer import DONE, error_message
 from pagestream_cli.client.endpoint import Endpoint
-from pagestream_cli.client.sse import Event, SseDecoder
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_BODY_BYTES = 1 << 20

@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-import httpx
+from pagestream_client import PagestreamError, Reconnection, Unavailable
+from pagestream_client.http import AsyncHttpClient
 
-from pagestream_cli.client.answer import error_message
+from pagestream_cli.client.answer import cli_error
 from pagestream_cli.client.endpoint import Endpoint
 from pagestream_cli.errors import RequestRejectedError, ServerNotFoundError, UsageError
 
-LIMIT_S = 10.0
+ONCE = Reconnection(limit_s=0.0, first_contact_s=0.0)
+"""Call each gateway at most once: a person waits."""
 
 
 async def list_models(endpoint: Endpoint) -> dict[str, int | None]:
-    """Served names, with the context length where the server tells it.
+    """Return served names with their context length in tokens; None where the server does not say.
 
     Raises:
-        ServerNotFoundError: nobody answers.
-        RequestRejectedError: the server refuses, for want of an API key for example.
+        ServerNotFoundError: no gateway answers.
+        RequestRejectedError: the server refuses, for example without an API key.
     """
-    reason = ""
-    for url in endpoint.urls:
-        try:
-            async with httpx.AsyncClient(headers=endpoint.headers, timeout=LIMIT_S) as http:
-                answer = await http.get(f"{url}/v1/models")
-        except httpx.TransportError as error:
-            reason = str(error) or type(error).__name__
-            continue
-        if answer.status_code != httpx.codes.OK:
-            raise RequestRejectedError(answer.status_code, error_message(answer.content))
-        return {model["id"]: model.get("max_model_len") for model in answer.json()["data"]}
-    raise ServerNotFoundError(
-        f"no server answers at {', '.join(endpoint.urls)} ({reason})",
-        hint="start one with `pagestream serve`, or check --url",
-    )
+    try:
+        async with AsyncHttpClient(endpoint.urls, api_key=endpoint.api_key, reconnection=ONCE) as client:
+            return {model.name: model.max_model_len for model in await client.list_models()}
+    except Unavailable as error:
+        if error.http_status is not None:
+            raise RequestRejectedError(error.http_status, str(error)) from error
+        raise ServerNotFoundError(
+            f"no server answers: {error}", hint="start one with `pagestream serve`, or check --url"
+        ) from error
+    except PagestreamError as error:
+        raise cli_error(error) from error
 
 
 async def choose_model(endpoint: Endpoint, asked: str | None) -> str:
-    """The model that was asked for, else the only one.
+    """Return the model that was asked for, else the only one.
 
     Raises:
         UsageError: none was asked for and there is not exactly one.

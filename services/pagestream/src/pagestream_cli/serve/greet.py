@@ -22,19 +22,18 @@ async def greet(record: ServeRecord, prompt: str, *, api_key: str | None) -> flo
     say(f"\n> {prompt}")
     asked = time.monotonic()
     first: float | None = None
-    body = {
+    request = {
         "model": record.model,
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": MAX_TOKENS,
         "temperature": 0,
-        "stream_options": {"include_usage": True},
     }
     tokens = 0
-    async for delta in stream_answer(Endpoint(record.http_urls(), api_key), "/v1/chat/completions", body):
-        if delta.text and first is None:
+    async for chunk in stream_answer(Endpoint(record.http_urls(), api_key), request):
+        if chunk.text and first is None:
             first = time.monotonic() - asked
-        show(delta.text)
-        tokens = (delta.usage or {}).get("completion_tokens", tokens)
+        show(chunk.text)
+        tokens = chunk.usage.completion_tokens if chunk.usage is not None else tokens
     took = time.monotonic() - asked
     show("\n")
     first = took if first is None else first

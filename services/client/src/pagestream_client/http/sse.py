@@ -1,11 +1,11 @@
-"""Server-sent events (the WHATWG HTML standard, section 9.2), as far as an answer stream uses them."""
+"""Server-sent events (the WHATWG HTML standard, section 9.2), as far as token streams use them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MAX_EVENT_BYTES = 16 << 20
-"""A stream with a longer event is no answer stream."""
+"""Longest line that is accepted: a stream with a longer one is no token stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Event:
 
 
 class SseDecoder:
-    """Turns bytes, cut anywhere, into events. An event that the connection's end cuts off is never returned."""
+    """Decode bytes, split anywhere, into events. An event that is cut off by the connection's end is never returned."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -25,7 +25,7 @@ class SseDecoder:
         self._id = ""
 
     def feed(self, data: bytes) -> list[Event]:
-        """Events that are complete with these bytes.
+        """Return the events that are complete with these bytes.
 
         Raises:
             ValueError: a line is longer than MAX_EVENT_BYTES.

@@ -1,0 +1,73 @@
+"""How a client calls its gateways over HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pagestream_client.configuration import Configuration
+from pagestream_client.errors import Position
+from pagestream_client.failures import Code, Failure
+from pagestream_client.http.failures import CallRefused
+from pagestream_client.http.library import import_httpx2
+from pagestream_client.http.requests import HttpRequest
+from pagestream_client.http.stream_state import HttpStreamState
+from pagestream_client.http.transport import HttpTransport
+from pagestream_client.settings import Reconnection
+
+
+class HttpConfiguration(Configuration):
+    """Gateways as base URLs, with what each call carries.
+
+    Raises:
+        ValueError: there is no URL, or one is not http(s)://host[:port].
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        api_key: str | None,
+        reconnection: Reconnection | None,
+        transport: HttpTransport | None,
+    ) -> None:
+        super().__init__([base_url(url) for url in ([urls] if isinstance(urls, str) else urls)], reconnection)
+        self.transport = transport or HttpTransport()
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def library_options(self) -> dict[str, Any]:
+        """Return the arguments of the HTTP library's client."""
+        transport = self.transport
+        return {
+            "headers": self._headers,
+            "timeout": import_httpx2().Timeout(transport.read_timeout_s, connect=transport.connect_timeout_s),
+            # Certificates take 80 ms to load.
+            "verify": any(url.startswith("https:") for url in self.endpoints.targets),
+        }
+
+    def stream_state(self, start: HttpRequest | Position, *, deadline_s: float | None = None) -> HttpStreamState:
+        """Return the state of one stream."""
+        return HttpStreamState(
+            start,
+            self.retry_state(),
+            deadline_s=deadline_s,
+            settle_s=self.reconnection.settle_s,
+            clock=time.monotonic,
+        )
+
+
+def base_url(url: str) -> str:
+    """Return a gateway's URL without the path `/v1` of OpenAI's base URLs. Raises ValueError for what is no URL."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"a gateway is given as http://host:port or https://host:port, got {url!r}")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def call_failure(error: Exception) -> Failure | None:
+    """Return the failure that an error of a call stands for; None where the error is not the call's."""
+    if isinstance(error, CallRefused):
+        return error.failure
+    if isinstance(error, import_httpx2().TransportError):
+        return Failure(Code.UNAVAILABLE, str(error) or type(error).__name__)
+    return None

@@ -1,0 +1,105 @@
+"""The state of one stream over HTTP: which request is sent next, and what the events mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagestream_client.chunks import Chunk
+from pagestream_client.errors import Position
+from pagestream_client.http.answers import DONE, body_of, chunk_of, failed_chunk, position_of
+from pagestream_client.http.failures import CallRefused, failure_of_event
+from pagestream_client.http.requests import HttpRequest
+from pagestream_client.http.sse import Event
+from pagestream_client.resumable_stream import ResumableStream
+from pagestream_client.retry import RetryState
+
+
+@dataclass(frozen=True)
+class HttpCall:
+    """The next call of a stream: POST until the request id is known, then GET its events."""
+
+    method: str
+    path: str
+    body: Mapping[str, Any] | None
+    headers: Mapping[str, str]
+
+
+class HttpStreamState(ResumableStream):
+    """Follow one request to its end over HTTP.
+
+    Args:
+        start: the request to submit, or the place to resume from in one that was accepted before.
+        retry: see ResumableStream, as for the other arguments.
+    """
+
+    def __init__(
+        self,
+        start: HttpRequest | Position,
+        retry: RetryState,
+        *,
+        deadline_s: float | None,
+        settle_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        position = start if isinstance(start, Position) else None
+        super().__init__(position, retry, deadline_s=deadline_s, settle_s=settle_s, clock=clock)
+        self._request = start if isinstance(start, HttpRequest) else None
+        self._last_event_id = ""
+        if position is not None and position.next_index:
+            self._last_event_id = f"{position.request_id}/{position.next_index}/{position.digest}"
+        self._last_sign_at = self._called_at
+
+    def next_call(self) -> HttpCall:
+        """Return what to call now. Raises DeadlineExceeded instead of submitting a request after its deadline."""
+        timeout_s = self.begin_call()
+        self._last_sign_at = self._called_at
+        if not self.is_accepted and self._request is not None:
+            headers = {"Idempotency-Key": self._request.idempotency_key}
+            if timeout_s is not None:
+                headers["X-Request-Timeout"] = f"{timeout_s:.3f}"
+            return HttpCall("POST", self._request.path, self._request.body, headers)
+        last = {"Last-Event-ID": self._last_event_id} if self._last_event_id else {}
+        return HttpCall("GET", f"/v1/requests/{self.position.request_id}/events", None, last)
+
+    def opened(self, request_id: str) -> None:
+        """Note that a gateway answers with a stream; the request id is its header's, empty where there is none."""
+        if request_id:
+            self.accept(request_id)
+
+    def note_sign(self) -> None:
+        """Note that bytes have come, if only of a comment: the gateway lives."""
+        self._last_sign_at = self._clock()
+
+    def take(self, event: Event, target: str) -> Chunk | None:
+        """Return the chunk of an event; None for an opening without text, and for the event that ends the stream.
+
+        Raises:
+            CallRefused: the event is an error that ends this call, not the request.
+            DataLoss: it does not follow what came before.
+            ServerError: it is not a JSON object.
+        """
+        if event.data == DONE:
+            self.is_over = True
+            return None
+        body = body_of(event)
+        error = body.get("error")
+        if error and (failure := failure_of_event(error)):
+            raise CallRefused(failure)
+        self.heard(target)
+        position = position_of(event.id, self.position)
+        self.accept(position.request_id)
+        self._last_event_id = event.id or self._last_event_id
+        if error:
+            chunk = failed_chunk(error, position)
+            self.advance(chunk)
+            self.end(chunk)
+            return chunk
+        chunk = chunk_of(body, position)
+        is_opening = event.id and position.next_index == 0 and not chunk.text
+        self.advance(chunk)
+        return None if is_opening else chunk
+
+    def _lasted_s(self) -> float:
+        return self._last_sign_at - self._called_at  # what came after it is silence, perhaps a dead gateway's
