@@ -7,8 +7,7 @@ from pagestream_operator import api
 from pagestream_operator.api.engine import EngineOptions
 from pagestream_operator.api.scaling import LAW, Scaling, law_name
 from pagestream_operator.errors import PoolInvalid
-from pagestream_scaling import ScalingPolicy
-from pagestream_scaling.errors import PolicyInvalid
+from pagestream_scaling import PolicyInvalid, ScalingPolicy
 
 
 def body(**spec: Any) -> dict[str, Any]:

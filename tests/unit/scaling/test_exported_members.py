@@ -9,7 +9,6 @@ def test_exported_names() -> None:
         "KvUtilizationPolicy",
         "LatencyWindow",
         "Limit",
-        "MemoryInvalid",
         "PanicPolicy",
         "PodObservation",
         "PodSample",

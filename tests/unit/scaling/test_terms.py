@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagestream_scaling import LatencyWindow
-from pagestream_scaling.terms import missed, pods_for
+from pagestream_scaling.terms.term import pods_for
+from pagestream_scaling.terms.ttft import missed
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, ClassVar
 
-from pagestream_scaling import ScalingPolicy
-from pagestream_scaling.errors import PolicyInvalid
+from pagestream_scaling import PolicyInvalid, ScalingPolicy
 from pydantic import Field
 
 from pagestream_operator.api.base import ApiModel, Rule

@@ -2,7 +2,6 @@
 
 from pagestream_scaling.decision import Decision, Limit
 from pagestream_scaling.drain import drain_order
-from pagestream_scaling.errors import MemoryInvalid, PolicyInvalid, ScalingError
 from pagestream_scaling.law import decide
 from pagestream_scaling.memory import ScalingMemory
 from pagestream_scaling.observation import (
@@ -18,8 +17,10 @@ from pagestream_scaling.policy import (
     IdlePolicy,
     KvUtilizationPolicy,
     PanicPolicy,
+    PolicyInvalid,
     RatePolicy,
     SamplesPolicy,
+    ScalingError,
     ScalingPolicy,
     StabilizationPolicy,
     StartupPolicy,
@@ -33,7 +34,6 @@ __all__ = [
     "KvUtilizationPolicy",
     "LatencyWindow",
     "Limit",
-    "MemoryInvalid",
     "PanicPolicy",
     "PodObservation",
     "PodSample",

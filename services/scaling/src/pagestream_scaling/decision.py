@@ -1,4 +1,4 @@
-"""What the law says."""
+"""A decision of the law, and what limited it."""
 
 from __future__ import annotations
 
@@ -8,30 +8,40 @@ from enum import StrEnum
 
 
 class Limit(StrEnum):
-    """What settled the number."""
+    """What the number of a decision comes from: a term, or the last limit that changed it."""
 
     KV_UTILIZATION = "KvUtilization"
     BACKLOG = "Backlog"
     AGE = "QueueAge"
     TTFT = "Ttft"
-    WORK = "Work"  # there is some, and one pod at least must be there for it
-    STABILIZATION = "Stabilization"  # a need of the last window forbids to give pods back (or to order them yet)
-    PANIC = "Panic"  # no scale-in for now
+    WORK = "Work"
+    """There is some, and it needs one pod at least."""
+    STABILIZATION = "Stabilization"
+    """A need within the window forbids to remove pods, or to order them yet."""
+    PANIC = "Panic"
+    """No scale-in for now."""
     RATE = "Rate"
-    MISSING = "MissingSamples"  # fewer might do, but what would show it is missing
-    IDLE = "Idle"  # nothing to do for long enough
+    MISSING = "MissingSamples"
+    """Fewer might be enough, but the samples that would show it are missing."""
+    IDLE = "Idle"
+    """Nothing to do for long enough."""
     MIN = "MinReplicas"
     MAX = "MaxReplicas"
-    NONE = "Steady"  # as many as there are is right
+    NONE = "Steady"
+    """As many as there are is right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How many pods the pool should have, and why."""
+    """How many replicas a pool should have, and why."""
 
-    desired: int  # replicas for the Deployment
-    reason: str  # one sentence for people, with the numbers
+    desired: int
+    """Replicas for the Deployment."""
+    reason: str
+    """One sentence for people, with the numbers."""
     limiting: Limit
-    inputs: Mapping[str, float]  # the numbers that it was made from, by name; see docs/autoscaling.md for each
-    missing: tuple[str, ...] = ()  # what was missing, stale or absurd, a phrase each
+    inputs: Mapping[str, float]
+    """The numbers behind it, by name; docs/autoscaling.md has each."""
+    missing: tuple[str, ...] = ()
+    """What was missing, stale or absurd, a phrase each."""
     panicking: bool = False

@@ -1,4 +1,4 @@
-"""Which pods to give back first."""
+"""Which pods to remove first."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pagestream_scaling.observation import PodObservation, PodState
 
 
 def drain_order(pods: Iterable[PodObservation]) -> tuple[PodObservation, ...]:
-    """The pods, cheapest to drain first.
+    """Sort pods, cheapest to drain first.
 
-    Pods that serve nobody yet come first, the youngest of them first; then those with the least KV in use, and of these
-    the ones with the fewest streams: what a drained pod held is computed again elsewhere. A pod whose sample is absurd
-    or absent counts as full: nobody knows what it holds.
+    Pods that have not served yet come first, the youngest of them first; then those with the least KV in use, and of
+    these the ones with the fewest streams: what a drained pod held is computed again elsewhere. A pod without a valid
+    sample counts as full.
     """
     return tuple(sorted(pods, key=_cost))
 

@@ -1,4 +1,4 @@
-"""The scaling law: a pure function from what is seen and remembered to a number of pods; see docs/autoscaling.md."""
+"""The scaling law: a pure function of what is observed and remembered. docs/autoscaling.md derives it."""
 
 from __future__ import annotations
 
@@ -6,45 +6,52 @@ import math
 from dataclasses import replace
 
 from pagestream_scaling.decision import Decision, Limit
-from pagestream_scaling.memory import ScalingMemory
+from pagestream_scaling.limits import LimitedRecommendation, Recommendation, limit_recommendation, remember
+from pagestream_scaling.memory import ScalingMemory, with_lowest
 from pagestream_scaling.observation import PoolObservation
 from pagestream_scaling.policy import ScalingPolicy
-from pagestream_scaling.restraint import Restrained, Wish, remembered, restrained
-from pagestream_scaling.samples import Believed, believed
+from pagestream_scaling.samples import ValidSamples, valid_samples
 from pagestream_scaling.supply import Supply, supply, with_startups
 from pagestream_scaling.terms import TERMS, Situation, Term
-from pagestream_scaling.utilization import mean_kv_sum, with_kv_sum
-from pagestream_scaling.windows import with_lowest
+from pagestream_scaling.terms.kv_utilization import mean_kv_sum, with_kv_sum
 from pagestream_scaling.workload import with_arrivals, with_capacity, workload
 
-_BACKWARDS_S = 0.001  # clocks are read in several places; so much isn't time running backwards
+_BACKWARDS_S = 0.001
+"""Clocks are read in several places: a difference of so many seconds isn't time that runs backwards."""
 
 
 def decide(
     policy: ScalingPolicy, observation: PoolObservation, memory: ScalingMemory
 ) -> tuple[Decision, ScalingMemory]:
-    """How many replicas the pool should have, and what to remember until the next call.
+    """Compute how many replicas a pool should have.
 
-    Pure: no clock, no I/O, no state. Call it about once a second with the memory of the last call; ScalingMemory()
-    where there is none. Whatever is observed, the answer lies within the policy's bounds.
+    Pure: no clock, no I/O, no state. Call it about once a second.
+
+    Args:
+        policy: the pool's policy.
+        observation: what is seen now.
+        memory: what the last call returned; ScalingMemory() for the first one.
+
+    Returns:
+        The decision, which lies within the policy's bounds whatever is observed, and the memory for the next call.
     """
     trouble = _clock_trouble(observation, memory)
     if trouble is not None:
-        return _held(policy, observation, trouble), ScalingMemory(startups=memory.startups)
-    seen = believed(observation, policy.samples)
+        return _hold(policy, observation, trouble), ScalingMemory(startups=memory.startups)
+    valid = valid_samples(observation, policy.samples)
     before = with_startups(memory, observation)
-    pods = supply(observation, seen, before, policy.startup)
-    after = with_arrivals(before, seen, pods, policy.backlog)
+    pods = supply(observation, valid, before, policy.startup)
+    after = with_arrivals(before, valid, pods, policy.backlog)
     if before.ready != len(pods.ready):
         after = replace(after, ready=len(pods.ready), ready_since_s=observation.time_s)
-    if before.work_mean is None:  # nothing is known yet: what this sample shows is better than a belief
-        after = with_capacity(after, before, seen, pods, policy.backlog)
+    if before.work_mean is None:  # nothing is known yet: this sample is better than the prior
+        after = with_capacity(after, before, valid, pods, policy.backlog)
     ready_low = with_lowest(before.ready_low, observation.time_s, len(pods.ready), policy.ttft.window_s)
-    after = with_kv_sum(after, observation.time_s, seen, pods, policy)
+    after = with_kv_sum(after, observation.time_s, valid, pods, policy)
     situation = Situation(
         policy=policy,
         replicas=observation.replicas,
-        believed=seen,
+        valid=valid,
         supply=pods,
         workload=workload(after, pods, policy.backlog),
         ready_low=ready_low[0][1],
@@ -52,12 +59,12 @@ def decide(
         kv_sum=mean_kv_sum(after),
     )
     terms = [term(situation) for term in TERMS]
-    wish = _wish(situation, observation.time_s, terms)
-    if before.work_mean is not None:  # learnt afterwards, so that a heavier sample never looks like a faster pod
-        after = with_capacity(after, before, seen, pods, policy.backlog)
-    after = remembered(wish, replace(after, ready_low=ready_low), policy)
-    done = restrained(wish, after, policy)
-    return _decision(situation, terms, wish, done), after
+    recommendation = _recommendation(situation, observation.time_s, terms)
+    if before.work_mean is not None:  # for the next decision: a heavier sample must not look like a faster pod
+        after = with_capacity(after, before, valid, pods, policy.backlog)
+    after = remember(recommendation, replace(after, ready_low=ready_low), policy)
+    limited = limit_recommendation(recommendation, after, policy)
+    return _decision(situation, terms, recommendation, limited), after
 
 
 def _clock_trouble(observation: PoolObservation, memory: ScalingMemory) -> str | None:
@@ -68,63 +75,68 @@ def _clock_trouble(observation: PoolObservation, memory: ScalingMemory) -> str |
     return None
 
 
-def _held(policy: ScalingPolicy, observation: PoolObservation, trouble: str) -> Decision:
-    """Nothing is done at a moment that can't be placed in time, but the bounds are the user's word."""
+def _hold(policy: ScalingPolicy, observation: PoolObservation, trouble: str) -> Decision:
+    """Keep the replicas, within the bounds, at a moment that can't be placed in time."""
     desired = min(policy.max_replicas, max(policy.min_replicas, observation.replicas))
     return Decision(desired, f"{trouble}: nothing is changed", Limit.MISSING, {}, (trouble,))
 
 
-def _wish(now: Situation, time_s: float, terms: list[Term]) -> Wish:
+def _recommendation(situation: Situation, time_s: float, terms: list[Term]) -> Recommendation:
     work = any(term.need > 0 for term in terms if term.limit is Limit.WORK)
-    idle = not work and _all_known(now.believed, now.supply)
+    idle = not work and _all_known(situation.valid, situation.supply)
     need, floor = max(term.need for term in terms), max(term.floor for term in terms)
-    if now.replicas == 0 and not work:
-        need = floor = 0  # what arrived before the pool went to zero wakes nobody
-    if need > now.supply.expected:
-        need += min(now.supply.overdue, now.policy.startup.replaced_max)
-    return Wish(time_s, now.replicas, need, max(need, floor), work, idle)
+    if situation.replicas == 0 and not work:
+        need = floor = 0  # what arrived before the pool went to zero brings no pod back
+    if need > situation.supply.expected:
+        need += min(situation.supply.overdue, situation.policy.startup.replaced_max)
+    return Recommendation(time_s, situation.replicas, need, max(need, floor), work, idle)
 
 
-def _all_known(seen: Believed, pods: Supply) -> bool:
-    return seen.queue is not None and all(pod.name in seen.samples for pod in pods.ready)
+def _all_known(valid: ValidSamples, pods: Supply) -> bool:
+    return valid.queue is not None and all(pod.name in valid.samples for pod in pods.ready)
 
 
-def _decision(now: Situation, terms: list[Term], wish: Wish, done: Restrained) -> Decision:
-    limiting, sentence = _why(now, terms, wish, done)
+def _decision(
+    situation: Situation, terms: list[Term], recommendation: Recommendation, limited: LimitedRecommendation
+) -> Decision:
+    limiting, sentence = _why(situation, terms, recommendation, limited)
     inputs = {name: value for term in terms for name, value in term.inputs.items()}
     inputs |= {
-        "replicas": now.replicas,
-        "ready": len(now.supply.ready),
-        "starting": len(now.supply.arriving_s),
-        "overdue": now.supply.overdue,
-        "need": wish.need,
-        "floor": wish.floor,
+        "replicas": situation.replicas,
+        "ready": len(situation.supply.ready),
+        "starting": len(situation.supply.arriving_s),
+        "overdue": situation.supply.overdue,
+        "need": recommendation.need,
+        "floor": recommendation.floor,
     }
-    missing = now.believed.missing
+    missing = situation.valid.missing
     reason = f"{sentence}; missing: {', '.join(missing)}" if missing else sentence
-    return Decision(done.desired, reason, limiting, inputs, missing, done.panicking)
+    return Decision(limited.desired, reason, limiting, inputs, missing, limited.panicking)
 
 
-def _why(now: Situation, terms: list[Term], wish: Wish, done: Restrained) -> tuple[Limit, str]:
-    """The last restraint that changed the number, else the term that asked for it; and a sentence with both."""
-    rises = wish.need > wish.replicas
-    asking = max(terms, key=lambda term: term.need if rises or wish.need == wish.replicas else term.floor)
-    limit, sentence = asking.limit, asking.sentence
-    if not rises and wish.need < wish.replicas and wish.floor >= wish.replicas:
-        sentence += f", fewer than {wish.replicas} might not be enough"
-        limit = Limit.MISSING if now.believed.missing else limit
+def _why(
+    situation: Situation, terms: list[Term], recommendation: Recommendation, limited: LimitedRecommendation
+) -> tuple[Limit, str]:
+    """The last limit that changed the number, else the term that asked for it; and a sentence with both."""
+    need, floor, replicas = recommendation.need, recommendation.floor, recommendation.replicas
+    asking = max(terms, key=lambda term: term.need if need >= replicas else term.floor)
+    limiting, sentence = asking.limit, asking.sentence
+    if need < replicas <= floor:
+        sentence += f", fewer than {replicas} might not be enough"
+        limiting = Limit.MISSING if situation.valid.missing else limiting
     if asking.need == asking.floor == 0:
-        limit, sentence = Limit.NONE, "there is nothing to do"
-    for restraint in done.limits:
-        limit, sentence = restraint, f"{sentence}; {_RESTRAINTS[restraint].format(done=done, policy=now.policy)}"
-    return limit, sentence
+        limiting, sentence = Limit.NONE, "there is nothing to do"
+    for limit in limited.limits:
+        limiting = limit
+        sentence += f"; {_SENTENCES[limit].format(desired=limited.desired, policy=situation.policy)}"
+    return limiting, sentence
 
 
-_RESTRAINTS = {
-    Limit.STABILIZATION: "the needs of the stabilisation window ask for {done.desired}",
+_SENTENCES = {
+    Limit.STABILIZATION: "the needs of the stabilisation window ask for {desired}",
     Limit.PANIC: "the pool panicked a moment ago, nothing is given back until what it ordered has come",
     Limit.IDLE: "nothing was queued or running for {policy.idle.after_s:g} s",
-    Limit.RATE: "the rate limit allows {done.desired} now",
-    Limit.MIN: "at least {done.desired} must be there",
-    Limit.MAX: "at most {done.desired} may be there",
+    Limit.RATE: "the rate limit allows {desired} now",
+    Limit.MIN: "at least {desired} must be there",
+    Limit.MAX: "at most {desired} may be there",
 }

@@ -1,4 +1,4 @@
-"""What the law is shown: one pool at one moment. Times are Unix seconds."""
+"""The input of the law: one pool at one moment. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -9,48 +9,62 @@ from enum import StrEnum
 class PodState(StrEnum):
     """Where an engine pod is in its life, as Kubernetes shows it."""
 
-    STARTING = "starting"  # created (or still to be scheduled), not yet ready for the first time, or not ready now
+    STARTING = "starting"
+    """Created (or still to be scheduled), not yet ready for the first time, or not ready now."""
     READY = "ready"
-    DRAINING = "draining"  # told to end: it hands its requests back and takes no new ones
+    DRAINING = "draining"
+    """Ending: it hands its requests back and takes no new ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodSample:
-    """What one engine last said of itself. Nothing is checked here; the law ignores samples that can't be true."""
+    """The last sample of one engine. It isn't checked here: the law ignores samples that can't be true."""
 
-    time_s: float  # when it was measured, by the pod's clock
-    kv_utilization: float  # referenced blocks / all blocks, 0 to 1
-    running: float  # requests in the running batch
-    waiting: float  # requests that the engine holds but does not run
-    prompt_tokens_per_s: float | None = None  # computed prompt tokens; None before two samples
+    time_s: float
+    """When it was measured, by the pod's clock."""
+    kv_utilization: float
+    """Referenced blocks / all blocks, 0 to 1."""
+    running: float
+    """Requests in the running batch."""
+    waiting: float
+    """Requests that the engine holds but does not run."""
+    prompt_tokens_per_s: float | None = None
+    """Computed prompt tokens; None before two samples."""
     generated_tokens_per_s: float | None = None
-    startup_s: float | None = None  # process start to ready, as the engine measured it
-    draining: bool = False  # the engine itself says that it is draining
+    startup_s: float | None = None
+    """Process start to ready, as the engine measured it."""
+    draining: bool = False
+    """Whether the engine reports that it is draining."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodObservation:
-    """One pod. `sample` is the newest one that came, however old; None if none ever did."""
+    """One pod. `sample` is its newest one, however old; None if there never was one."""
 
     name: str
     state: PodState
-    created_s: float  # the pod's creation timestamp
-    ready_s: float | None = None  # when it first became ready; None if it never was or nobody saw it
+    created_s: float
+    """The pod's creation timestamp."""
+    ready_s: float | None = None
+    """When it became ready; None if it never was, or if that is unknown."""
     sample: PodSample | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSample:
-    """The model's queue, over all partitions and classes. The same global truth whichever gateway reports it."""
+    """The model's queue, over all partitions and classes. Every gateway reports the same numbers."""
 
     time_s: float
-    depth: float  # requests waiting
-    tokens: float  # their prompt tokens
-    age_s: float  # of the oldest that waits; 0 if none does
-    running: float  # requests owned by engines
-    drain_tokens_per_s: float | None = (
-        None  # prompt tokens claimed by engines per second; None if it was never measured
-    )
+    depth: float
+    """Requests waiting."""
+    tokens: float
+    """Their prompt tokens."""
+    age_s: float
+    """Of the oldest that waits; 0 if none does."""
+    running: float
+    """Requests owned by engines."""
+    drain_tokens_per_s: float | None = None
+    """Prompt tokens that engines claim per second; None before a measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +81,7 @@ class LatencyWindow:
 
 @dataclass(frozen=True, slots=True)
 class PoolObservation:
-    """One pool now. `replicas` is what the Deployment was last told to have, which the decision is relative to."""
+    """One pool now. `replicas` is the Deployment's spec.replicas, which the decision is relative to."""
 
     time_s: float
     replicas: int

@@ -1,11 +1,24 @@
-"""Every number that the law turns on, with its unit and its reason. docs/autoscaling.md derives where each one acts."""
+"""Every constant of the law, with its unit and reason. docs/autoscaling.md derives where each one acts."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 
-from pagestream_scaling.errors import PolicyInvalid
+
+class ScalingError(Exception):
+    """The root of this package's errors."""
+
+
+class PolicyInvalid(ScalingError, ValueError):  # noqa: N818 - named after what is the case
+    """A number of a policy is outside its range."""
+
+    def __init__(self, *, field: str, given: object, expected: str) -> None:
+        """`field` is the dotted name, such as "kv_utilization.target"."""
+        super().__init__(f"scaling policy: {field} is {given!r}; it must be {expected}")
+        self.field = field
+        self.given = given
+        self.expected = expected
 
 
 def _require(condition: bool, name: str, given: object, expected: str) -> None:
@@ -24,15 +37,17 @@ def _require_seconds(name: str, given: float, *, positive: bool = True) -> None:
 class KvUtilizationPolicy:
     """Term (a): how full the pods' KV pools are."""
 
-    target: float = (
-        0.80  # referenced blocks / all blocks that a pod should have; the rest is room for growth of sequences
-    )
-    low: float = 0.60  # below this mean, and only then, fewer pods may be enough
-    window_s: float = 15.0  # it is averaged over so long: a queue says sooner that a peak matters ...
-    horizon: float = 0.25  # ... or over this part of a start-up time, if that is longer: shorter peaks end before it
+    target: float = 0.80
+    """Share of a pod's blocks that should be referenced, on average; the rest is room for sequences to grow."""
+    low: float = 0.60
+    """The pool shrinks only while the mean share is below this."""
+    window_s: float = 15.0
+    """Seconds over which the share is averaged: if a peak matters, the queue shows it sooner."""
+    horizon: float = 0.25
+    """Start-up times over which it is averaged, if that is longer: a shorter peak ends before a new pod is ready."""
 
     def __post_init__(self) -> None:
-        """Refuses a band that is empty or reaches beyond a full pool."""
+        """Refuse a band that is empty or reaches beyond a full pool."""
         _require(0 < self.target <= 1, "kv_utilization.target", self.target, "above 0 and at most 1")
         _require_seconds("kv_utilization.window_s", self.window_s, positive=False)
         _require(0 <= self.horizon <= 4, "kv_utilization.horizon", self.horizon, "from 0 to 4")
@@ -43,28 +58,45 @@ class KvUtilizationPolicy:
 
 @dataclass(frozen=True, slots=True)
 class BacklogPolicy:
-    """Term (b): work that arrives and waits, against what a pod gets done. Work is counted in prompt tokens."""
+    """Term (b): work that arrives and waits, against a pod's capacity. Work is counted in prompt tokens."""
 
-    drain_s: float = 10.0  # a backlog should be gone so long after the pods ordered for it are ready ...
-    drain_startups: float = 1.0  # ... or so many start-up times, if that is longer: pods for a moment cost as long
-    busy: float = 0.80  # part of a pod's measured capacity that arrivals may fill; the rest absorbs their variation
-    level_window_s: float = 30.0  # the level of arrivals is the mean rate of so long ...
-    short_window_s: float = 10.0  # ... or of so long, if that is higher: a step is seen before the longer mean moves
-    arrival_window_s: float = 300.0  # arrival rates of so long are remembered, for how far they rose above their level
-    arrival_quantile: float = 0.93  # of these rises, the one that capacity is held for, if it is more than busy leaves
-    horizon: float = 0.30  # the short window has at least this part of a start-up time: noise is over before pods come
-    generated_weight: float = 4.0  # prompt tokens that an engine computes in the time of one generated token
-    trend: float = 0.0  # how far a rise from window to short window is carried on over a start-up time; 0 not, 1 fully
-    oldest_age_s: float = 2.0  # an oldest entry that waits longer asks for more pods, in proportion, once per start-up
-    age_factor_max: float = 1.5  # and for no more than so many times the ready pods
-    saturated_age_s: float = 0.5  # a queue that is older and longer than this shows that no pod has room
-    prior_tokens_per_s: float = 2000.0  # what a pod drains, believed until something was measured
-    settle_s: float = 20.0  # time constant of measured capacity, rate and utilization
-    forget_s: float = 600.0  # capacity seen at saturation holds for so long, and then gives way to rate / utilization
-    evidence_utilization: float = 0.25  # below this mean utilization, rate / utilization says nothing about capacity
+    drain_s: float = 10.0
+    """Seconds in which a backlog should be gone, from when the pods ordered for it are ready."""
+    drain_startups: float = 1.0
+    """The same in start-up times, if that is longer: even a pod for a moment costs a start-up."""
+    busy: float = 0.80
+    """Share of a pod's measured capacity that arrivals may fill; the rest absorbs their variation."""
+    level_window_s: float = 30.0
+    """Seconds whose mean rate is the level of arrivals."""
+    short_window_s: float = 10.0
+    """Seconds whose mean rate counts instead where it is higher: a step shows before the longer mean moves."""
+    arrival_window_s: float = 300.0
+    """Seconds of arrival rates that are remembered, for how far they rose above their level."""
+    arrival_quantile: float = 0.93
+    """The quantile of these rises that capacity is held for, where it is more than `busy` leaves."""
+    horizon: float = 0.30
+    """Least length of the short window in start-up times: shorter noise is over before new pods are ready."""
+    generated_weight: float = 4.0
+    """Prompt tokens that an engine computes in the time of one generated token."""
+    trend: float = 0.0
+    """How far a rise from the long to the short mean is extrapolated over a start-up time; 0 not at all, 1 fully."""
+    oldest_age_s: float = 2.0
+    """Seconds that the oldest request may wait; a longer wait asks for more pods in proportion, once per start-up."""
+    age_factor_max: float = 1.5
+    """That wait asks for at most so many times the ready pods."""
+    saturated_age_s: float = 0.5
+    """Seconds of waiting, and of backlog at the drain rate, that show that no pod has room."""
+    prior_tokens_per_s: float = 2000.0
+    """Prompt tokens per second that a pod is assumed to do until it was measured."""
+    settle_s: float = 20.0
+    """Time constant in seconds of the measured capacity, rate and utilization."""
+    forget_s: float = 600.0
+    """Seconds for which a capacity seen at saturation holds; then it gives way to rate / utilization."""
+    evidence_utilization: float = 0.25
+    """Mean utilization below which rate / utilization is no estimate of the capacity."""
 
     def __post_init__(self) -> None:
-        """Refuses what would divide by nothing or forget at once."""
+        """Refuse what would divide by zero or forget at once."""
         for name in (
             "drain_s",
             "level_window_s",
@@ -101,17 +133,23 @@ class BacklogPolicy:
 
 @dataclass(frozen=True, slots=True)
 class TtftPolicy:
-    """Term (c): the objective that clients see."""
+    """Term (c): the objective for the time to first token."""
 
-    objective_s: float = 2.0  # time to first token from acceptance, queue included
-    attainment: float = 0.99  # part of the requests that should meet it
-    window_s: float = 60.0  # measured over so long (the metrics store uses it too)
-    min_requests: int = 50  # fewer in a window say nothing
-    min_misses: int = 3  # fewer are chance
-    step_max: float = 0.5  # it asks for at most so many times the ready pods in addition
+    objective_s: float = 2.0
+    """Seconds from acceptance to the first token, queue included."""
+    attainment: float = 0.99
+    """Share of the requests that should meet the objective."""
+    window_s: float = 60.0
+    """Seconds over which attainment is measured."""
+    min_requests: int = 50
+    """Requests in a window below which attainment isn't judged."""
+    min_misses: int = 3
+    """Missed requests below which attainment isn't judged: fewer are chance."""
+    step_max: float = 0.5
+    """Most pods that a missed objective asks for in addition, as a multiple of the ready ones; 0 turns the term off."""
 
     def __post_init__(self) -> None:
-        """Refuses objectives that nothing or everything meets."""
+        """Refuse objectives that nothing or everything meets."""
         _require_seconds("ttft.objective_s", self.objective_s)
         _require_seconds("ttft.window_s", self.window_s)
         _require(0 < self.attainment < 1, "ttft.attainment", self.attainment, "above 0 and below 1")
@@ -122,15 +160,19 @@ class TtftPolicy:
 
 @dataclass(frozen=True, slots=True)
 class StartupPolicy:
-    """Credit for pods that are on their way."""
+    """Credit for pods that are starting."""
 
-    prior_s: float = 30.0  # creation to ready, believed until a pod of this pool was seen doing it
-    overdue_factor: float = 2.0  # after so many start-up times a pod that isn't ready has lost its credit ...
-    overdue_min_s: float = 15.0  # ... and not before this
-    replaced_max: int = 2  # at most so many pods are ordered in place of overdue ones: a full cluster isn't filled more
+    prior_s: float = 30.0
+    """Seconds from creation to ready that are assumed until a pod of this pool has become ready."""
+    overdue_factor: float = 2.0
+    """Start-up times after which a pod that isn't ready is no longer counted on."""
+    overdue_min_s: float = 15.0
+    """Least seconds before that."""
+    replaced_max: int = 2
+    """Most pods that are ordered in place of overdue ones: a full cluster should not get more Pending pods."""
 
     def __post_init__(self) -> None:
-        """Refuses a credit that ends before a pod can be ready."""
+        """Refuse a credit that ends before a pod can be ready."""
         _require_seconds("startup.prior_s", self.prior_s)
         _require_seconds("startup.overdue_min_s", self.overdue_min_s, positive=False)
         _require(1 <= self.overdue_factor <= 100, "startup.overdue_factor", self.overdue_factor, "from 1 to 100")
@@ -139,15 +181,19 @@ class StartupPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PanicPolicy:
-    """A need far above what is there: order without stabilisation, and give nothing back until that has come."""
+    """A need far above the replicas: order without stabilisation, and remove nothing until those pods are ready."""
 
-    threshold: float = 1.5  # panic when the need is at least so many times the replicas ...
-    window_s: float = 4.0  # ... throughout this window (0: in one decision)
-    hold_s: float = 15.0  # no scale-in for so long after the last such moment ...
-    hold_startups: float = 1.0  # ... or for so many start-up times, if that is longer: until what was ordered is ready
+    threshold: float = 1.5
+    """Panic when the need is at least so many times the replicas, throughout `window_s`."""
+    window_s: float = 4.0
+    """Seconds; 0: in one decision."""
+    hold_s: float = 15.0
+    """Seconds without scale-in after the last such moment."""
+    hold_startups: float = 1.0
+    """The same in start-up times, if that is longer: until what was ordered is ready."""
 
     def __post_init__(self) -> None:
-        """Refuses a threshold that any need passes."""
+        """Refuse a threshold that any need passes."""
         _require(1 < self.threshold < math.inf, "panic.threshold", self.threshold, "above 1")
         _require_seconds("panic.window_s", self.window_s, positive=False)
         _require_seconds("panic.hold_s", self.hold_s, positive=False)
@@ -156,15 +202,19 @@ class PanicPolicy:
 
 @dataclass(frozen=True, slots=True)
 class StabilizationPolicy:
-    """Up follows the lowest need of a window, down the highest."""
+    """Scaling out follows the lowest need of a window, scaling in the highest."""
 
-    up_s: float = 0.0  # 0: the last need counts; a start-up costs more than a pod too many for a moment
-    down_s: float = 20.0  # a pod is given back only if it was not needed for so long ...
-    down_startups: float = 0.75  # ... or so many start-up times, if that is longer: it costs as long to have it again
-    watch_s: float = 60.0  # a law without memory gives nothing back before it has watched for so long
+    up_s: float = 0.0
+    """Seconds of the window for scaling out. 0: the last need counts, since waiting costs more than a pod too many."""
+    down_s: float = 20.0
+    """Seconds for which a pod must not have been needed before it is removed."""
+    down_startups: float = 0.75
+    """The same in start-up times, if that is longer: to have the pod again costs one."""
+    watch_s: float = 60.0
+    """Seconds for which a law without memory must have watched before it removes a pod."""
 
     def __post_init__(self) -> None:
-        """Refuses negative windows."""
+        """Refuse negative windows."""
         _require_seconds("stabilization.up_s", self.up_s, positive=False)
         _require_seconds("stabilization.down_s", self.down_s, positive=False)
         _require_seconds("stabilization.watch_s", self.watch_s, positive=False)
@@ -173,17 +223,23 @@ class StabilizationPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RatePolicy:
-    """How much may change in a period; of the ways to say how much, the larger holds."""
+    """How much may change in a period; of the two limits for each direction, the larger holds."""
 
-    up_pods: int = 4  # so many more than the fewest of the period
-    up_factor: float = 2.0  # or so many times them
+    up_pods: int = 4
+    """Pods above the fewest of the period."""
+    up_factor: float = 2.0
+    """Multiple of the fewest of the period."""
     up_period_s: float = 15.0
-    down_pods: int = 2  # so many less than the most of the period
-    down_fraction: float = 0.5  # or this part of them
+    """Seconds of the period for scaling out."""
+    down_pods: int = 2
+    """Pods below the most of the period."""
+    down_fraction: float = 0.5
+    """Share of the most of the period that may be removed."""
     down_period_s: float = 30.0
+    """Seconds of the period for scaling in."""
 
     def __post_init__(self) -> None:
-        """Refuses limits at which nothing could ever change."""
+        """Refuse limits at which nothing could ever change."""
         _require(self.up_pods >= 1, "rate.up_pods", self.up_pods, "at least 1")
         _require(1 <= self.up_factor < math.inf, "rate.up_factor", self.up_factor, "at least 1")
         _require_seconds("rate.up_period_s", self.up_period_s, positive=False)
@@ -196,22 +252,25 @@ class RatePolicy:
 class IdlePolicy:
     """Scale to zero, where the pool's minimum is 0."""
 
-    after_s: float = 300.0  # nothing queued and nothing running for so long
+    after_s: float = 300.0
+    """Seconds without a queued or running request after which the pool goes to zero."""
 
     def __post_init__(self) -> None:
-        """Refuses negative time."""
+        """Refuse negative time."""
         _require_seconds("idle.after_s", self.after_s, positive=False)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplesPolicy:
-    """Which samples are believed."""
+    """Which samples are valid."""
 
-    stale_s: float = 10.0  # older ones count as missing: five exports of 2 s
-    future_s: float = 5.0  # nor those so far ahead of this process' clock
+    stale_s: float = 10.0
+    """Seconds after which a sample counts as missing: five exports of 2 s."""
+    future_s: float = 5.0
+    """Seconds by which a sample may be ahead of this process' clock."""
 
     def __post_init__(self) -> None:
-        """Refuses limits that admit nothing."""
+        """Refuse limits that admit nothing."""
         _require_seconds("samples.stale_s", self.stale_s)
         _require_seconds("samples.future_s", self.future_s, positive=False)
 
@@ -220,7 +279,8 @@ class SamplesPolicy:
 class ScalingPolicy:
     """The policy of one pool. Raises PolicyInvalid, here and in its groups, for numbers out of range."""
 
-    min_replicas: int = 1  # 0 allows scale to zero
+    min_replicas: int = 1
+    """0 allows scale to zero."""
     max_replicas: int = 10
     kv_utilization: KvUtilizationPolicy = field(default_factory=KvUtilizationPolicy)
     backlog: BacklogPolicy = field(default_factory=BacklogPolicy)
@@ -233,7 +293,7 @@ class ScalingPolicy:
     samples: SamplesPolicy = field(default_factory=SamplesPolicy)
 
     def __post_init__(self) -> None:
-        """Refuses bounds that contain no number."""
+        """Refuse bounds that contain no number."""
         _require(self.min_replicas >= 0, "min_replicas", self.min_replicas, "0 or more")
         lowest = max(1, self.min_replicas)
         _require(self.max_replicas >= lowest, "max_replicas", self.max_replicas, f"at least {lowest}")

@@ -1,4 +1,4 @@
-"""Which samples are believed. What isn't believed is named, and never speaks for fewer pods."""
+"""Which samples are valid: recent, finite and possible. The others count as missing, which never removes a pod."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from pagestream_scaling.observation import (
 )
 from pagestream_scaling.policy import SamplesPolicy
 
-_NAMED_PODS = 5  # so many pods with the same trouble are named, the others counted: the decision goes into a status
-_ROUNDING = 1e-6  # a ratio of two counts that were read one after the other may pass 1 by so much
+_NAMED_PODS = 5
+"""Pods with the same trouble that are named; the others are counted, since the decision goes into a status."""
+_ROUNDING = 1e-6
+"""A ratio of two counts that were read one after the other may exceed 1 by so much."""
 
 
 @dataclass(frozen=True, slots=True)
-class Believed:
-    """What is left of an observation: samples by pod name, the queue and the latencies, and what was missing."""
+class ValidSamples:
+    """The valid samples of an observation: by pod name, of the queue and of latencies; and what is missing."""
 
     samples: Mapping[str, PodSample]
     queue: QueueSample | None
@@ -31,8 +33,8 @@ class Believed:
     missing: tuple[str, ...]
 
 
-def believed(observation: PoolObservation, policy: SamplesPolicy) -> Believed:
-    """Sort an observation's samples into believed and missing."""
+def valid_samples(observation: PoolObservation, policy: SamplesPolicy) -> ValidSamples:
+    """Separate the valid samples of an observation from what is missing, old or absurd."""
     samples: dict[str, PodSample] = {}
     troubles: dict[str, list[str]] = {}
     for pod in observation.pods:
@@ -52,7 +54,7 @@ def believed(observation: PoolObservation, policy: SamplesPolicy) -> Believed:
     if absurd:
         ttft = None
         missing.append("an absurd histogram of the time to first token")
-    return Believed(samples, queue, ttft, absurd, tuple(missing))
+    return ValidSamples(samples, queue, ttft, absurd, tuple(missing))
 
 
 def _phrase(trouble: str, names: list[str]) -> str:

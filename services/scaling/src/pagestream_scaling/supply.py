@@ -1,4 +1,4 @@
-"""The pods that serve, and those that will: credit for what is on its way."""
+"""The pods that serve, and those that are starting and will."""
 
 from __future__ import annotations
 
@@ -9,31 +9,38 @@ from dataclasses import dataclass, replace
 from pagestream_scaling.memory import ScalingMemory
 from pagestream_scaling.observation import PodObservation, PodState, PoolObservation
 from pagestream_scaling.policy import StartupPolicy
-from pagestream_scaling.samples import Believed
+from pagestream_scaling.samples import ValidSamples
 
-_STARTUPS_KEPT = 16  # the last ones; the median of so many ignores a slow node
-_LOST_KEPT = 256  # pods without their readiness at one time; of a pool that has lost more, nothing is learnt anyway
-_STARTUP_MAX_S = 3600.0  # a pod that became ready later than this waited for something else than its start
+_STARTUPS_KEPT = 16
+"""The last start-ups; the median of so many ignores a slow node."""
+_LOST_KEPT = 256
+"""Pods that have lost their readiness at one time."""
+_STARTUP_MAX_S = 3600.0
+"""A pod that became ready later than this waited for something else than its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """The pods of a pool by what can be expected of them."""
+    """The pods of a pool, by whether they serve, will serve, or should have by now."""
 
     ready: tuple[PodObservation, ...]
-    arriving_s: tuple[float, ...]  # seconds from now until each credited starting pod is expected to be ready, >= 0
-    overdue: int  # started (or ordered) so long ago that nothing is expected of them any more
-    startup_s: float  # creation to ready, measured or believed
-    lost: int = 0  # pods that were ready once and aren't now: their requests come back
+    arriving_s: tuple[float, ...]
+    """Seconds from now until each credited starting pod is expected to be ready, >= 0."""
+    overdue: int
+    """Started or ordered so long ago that they aren't counted on any more."""
+    startup_s: float
+    """Creation to ready: the measured median, or the policy's prior."""
+    lost: int = 0
+    """Pods that were ready once and aren't now: their requests come back."""
 
     @property
     def expected(self) -> int:
-        """Pods that serve or will."""
+        """Number of pods that serve or are expected to."""
         return len(self.ready) + len(self.arriving_s)
 
 
 def startup_time(memory: ScalingMemory, policy: StartupPolicy) -> float:
-    """The median of the start-ups seen, in seconds."""
+    """Seconds from creation to ready: the median of the start-ups seen, or the policy's prior."""
     if not memory.startups:
         return policy.prior_s
     return statistics.median(seconds for _, seconds in memory.startups)
@@ -66,7 +73,7 @@ def with_startups(memory: ScalingMemory, observation: PoolObservation) -> Scalin
 
 
 def _has_served(pod: PodObservation) -> bool:
-    """Whether it was ready once: an engine tells its start-up time from its first claim on."""
+    """Whether the pod was ready once: an engine exports its start-up time from its first claim on."""
     sample = pod.sample
     return pod.ready_s is not None or (sample is not None and (sample.startup_s is not None or sample.running > 0))
 
@@ -78,15 +85,15 @@ def _startup_of(pod: PodObservation) -> float | None:
     return taken if 0 < taken <= _STARTUP_MAX_S else None
 
 
-def supply(observation: PoolObservation, believed: Believed, memory: ScalingMemory, policy: StartupPolicy) -> Supply:
-    """Sort the pods. Replicas that were ordered and can't be seen yet are starting since they were ordered."""
+def supply(observation: PoolObservation, valid: ValidSamples, memory: ScalingMemory, policy: StartupPolicy) -> Supply:
+    """Sort the pods. Replicas without a pod yet count as starting since they were ordered."""
     startup_s = startup_time(memory, policy)
     patience_s = max(policy.overdue_min_s, policy.overdue_factor * startup_s)
     now = observation.time_s
-    ready = tuple(pod for pod in observation.pods if pod.state is PodState.READY and not _drains(pod, believed))
+    ready = tuple(pod for pod in observation.pods if pod.state is PodState.READY and not _drains(pod, valid))
     starting = [pod.created_s for pod in observation.pods if pod.state is PodState.STARTING]
-    drains_itself = sum(pod.state is PodState.READY for pod in observation.pods) - len(ready)
-    unseen = max(0, observation.replicas - len(ready) - len(starting) - drains_itself)
+    draining = sum(pod.state is PodState.READY for pod in observation.pods) - len(ready)
+    unseen = max(0, observation.replicas - len(ready) - len(starting) - draining)
     starting += [_ordered_at(observation, memory)] * unseen
     on_time = [since for since in starting if -patience_s <= now - since <= patience_s]
     arriving = tuple(sorted(min(startup_s, max(0.0, since + startup_s - now)) for since in on_time))
@@ -94,8 +101,8 @@ def supply(observation: PoolObservation, believed: Believed, memory: ScalingMemo
     return Supply(ready, arriving, len(starting) - len(arriving), startup_s, lost)
 
 
-def _drains(pod: PodObservation, believed: Believed) -> bool:
-    sample = believed.samples.get(pod.name)
+def _drains(pod: PodObservation, valid: ValidSamples) -> bool:
+    sample = valid.samples.get(pod.name)
     return sample is not None and sample.draining
 
 

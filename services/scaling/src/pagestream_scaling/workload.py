@@ -1,4 +1,4 @@
-"""What arrives and what a pod gets done, learnt from the samples. Work is counted in prompt tokens."""
+"""Arrivals and a pod's capacity, estimated from the samples. Work is counted in prompt tokens."""
 
 from __future__ import annotations
 
@@ -8,63 +8,67 @@ from dataclasses import dataclass, replace
 from pagestream_scaling.memory import ScalingMemory
 from pagestream_scaling.observation import PodSample, QueueSample
 from pagestream_scaling.policy import BacklogPolicy
-from pagestream_scaling.samples import Believed
+from pagestream_scaling.samples import ValidSamples
 from pagestream_scaling.supply import Supply
 
-_ARRIVALS_KEPT = 512  # entries, whatever the window: an exporter that reports ten times a second fills no memory
-_CAPACITY_MIN = (
-    1.0  # prompt tokens per second; a pod that does less is stuck, and a division by it would order the cluster
-)
+_ARRIVALS_KEPT = 512
+"""Entries, whatever the window, for exporters that report many times a second."""
+_CAPACITY_MIN = 1.0
+"""Prompt tokens per second. A pod that does less is stuck, and dividing by it would order the whole cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the backlog term is computed from; rates in prompt tokens per second."""
+    """The input of the backlog term; rates in prompt tokens per second."""
 
-    arrivals: float  # the level of arrivals: the mean of the short window, or of the longer one if that is higher
-    held_for: float  # what capacity is held for: the level with its margin, or with the rises that came before
-    capacity: float  # of one pod
-    measured: bool  # whether the capacity was measured rather than believed
+    arrivals: float
+    """The level of arrivals: the mean of the short window, or of the longer one if that is higher."""
+    held_for: float
+    """What capacity is held for: the level with its margin, or with the rises that came before."""
+    capacity: float
+    """Of one pod."""
+    measured: bool
+    """Whether the capacity was measured rather than assumed."""
 
 
-def throughput(believed: Believed, supply: Supply) -> float | None:
+def throughput(valid: ValidSamples, supply: Supply) -> float | None:
     """Prompt tokens per second that leave the queue; by the pods' own count where the queue has none."""
-    if believed.queue is not None and believed.queue.drain_tokens_per_s is not None:
-        return believed.queue.drain_tokens_per_s
-    rates = [sample.prompt_tokens_per_s for sample in _ready_samples(believed, supply)]
+    if valid.queue is not None and valid.queue.drain_tokens_per_s is not None:
+        return valid.queue.drain_tokens_per_s
+    rates = [sample.prompt_tokens_per_s for sample in _ready_samples(valid, supply)]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known else None
 
 
-def work_done(believed: Believed, supply: Supply, policy: BacklogPolicy) -> float | None:
-    """What the ready pods get done in a second, in prompt tokens computed: a generated one counts as several."""
+def work_done(valid: ValidSamples, supply: Supply, policy: BacklogPolicy) -> float | None:
+    """Work of the ready pods per second, in computed prompt tokens: a generated token counts as several."""
     known = [
         sample.prompt_tokens_per_s + policy.generated_weight * sample.generated_tokens_per_s
-        for sample in _ready_samples(believed, supply)
+        for sample in _ready_samples(valid, supply)
         if sample.prompt_tokens_per_s is not None and sample.generated_tokens_per_s is not None
     ]
     if not known:
-        return throughput(believed, supply)
+        return throughput(valid, supply)
     return sum(known) / len(known) * len(supply.ready)
 
 
-def _ready_samples(believed: Believed, supply: Supply) -> list[PodSample]:
-    return [believed.samples[pod.name] for pod in supply.ready if pod.name in believed.samples]
+def _ready_samples(valid: ValidSamples, supply: Supply) -> list[PodSample]:
+    return [valid.samples[pod.name] for pod in supply.ready if pod.name in valid.samples]
 
 
-def mean_utilization(believed: Believed, supply: Supply) -> float | None:
-    """Mean KV utilization of the ready pods whose samples are believed."""
-    known = [sample.kv_utilization for sample in _ready_samples(believed, supply)]
+def mean_utilization(valid: ValidSamples, supply: Supply) -> float | None:
+    """Mean KV utilization of the ready pods whose samples are valid."""
+    known = [sample.kv_utilization for sample in _ready_samples(valid, supply)]
     return sum(known) / len(known) if known else None
 
 
-def with_arrivals(memory: ScalingMemory, believed: Believed, supply: Supply, policy: BacklogPolicy) -> ScalingMemory:
+def with_arrivals(memory: ScalingMemory, valid: ValidSamples, supply: Supply, policy: BacklogPolicy) -> ScalingMemory:
     """Remember the rate at which work arrived since the last queue sample: what left, plus what the backlog grew by."""
-    queue = believed.queue
+    queue = valid.queue
     if queue is None or (memory.queue_time_s is not None and queue.time_s <= memory.queue_time_s):
         return memory
     arrivals = memory.arrivals
-    left = throughput(believed, supply) or 0.0
+    left = throughput(valid, supply) or 0.0
     if memory.queue_time_s is not None:
         grown = (queue.tokens - memory.queue_tokens) / (queue.time_s - memory.queue_time_s)
         arrivals = (*arrivals, (queue.time_s, max(0.0, left + grown)))
@@ -80,14 +84,14 @@ def with_arrivals(memory: ScalingMemory, believed: Believed, supply: Supply, pol
 
 
 def with_capacity(
-    memory: ScalingMemory, before: ScalingMemory, believed: Believed, supply: Supply, policy: BacklogPolicy
+    memory: ScalingMemory, before: ScalingMemory, valid: ValidSamples, supply: Supply, policy: BacklogPolicy
 ) -> ScalingMemory:
     """Remember what a ready pod does, from a queue sample that is newer than the last one in `before`.
 
-    Nothing of a pod is learnt while the number of ready pods is new: rates lag behind it by their window.
+    Nothing is learnt about a pod while the number of ready pods is new: rates lag behind it by their window.
     """
-    queue, drained, work = believed.queue, throughput(believed, supply), work_done(believed, supply, policy)
-    utilization = mean_utilization(believed, supply)
+    queue, drained, work = valid.queue, throughput(valid, supply), work_done(valid, supply, policy)
+    utilization = mean_utilization(valid, supply)
     if queue is None or memory.queue_time_s == before.queue_time_s:
         return memory
     if drained is None or work is None or utilization is None:
@@ -114,9 +118,9 @@ def with_capacity(
 
 
 def _with_drift(memory: ScalingMemory, now_s: float, elapsed: float, policy: BacklogPolicy) -> ScalingMemory:
-    """Let a capacity that was not seen at saturation for long go to what the load says: it may have become higher."""
+    """Move a capacity that was long not seen at saturation towards the estimate from load: it may have risen."""
     bound = _capacity_by_load(memory, policy)
-    if memory.capacity_s is None:  # never saturated: what the load says, remembered for times without load
+    if memory.capacity_s is None:  # never saturated: keep the estimate from load for times without load
         known = (memory.utilization_mean or 0.0) >= policy.evidence_utilization
         return replace(memory, capacity=bound) if known and bound is not None else memory
     if bound is None or now_s - memory.capacity_s < policy.forget_s:
@@ -138,14 +142,14 @@ def _is_saturated(queue: QueueSample, rate: float, policy: BacklogPolicy) -> boo
 
 
 def workload(memory: ScalingMemory, supply: Supply, policy: BacklogPolicy) -> Workload:
-    """What `memory` says of work and capacity."""
+    """Estimate arrivals and capacity from what is remembered."""
     level = _level(memory, supply.startup_s, policy)
     held_for = max(level / policy.busy, level + _rise(memory, policy))
     return Workload(level, held_for, max(_CAPACITY_MIN, _capacity(memory, policy)), memory.capacity is not None)
 
 
 def _level(memory: ScalingMemory, startup_s: float, policy: BacklogPolicy) -> float:
-    """The rate to expect when a pod ordered now is ready: the further off, the longer the mean that foretells it."""
+    """The rate to expect when a pod ordered now is ready: the further off, the longer the mean that predicts it."""
     if not memory.arrivals:
         return 0.0
     short_s = max(policy.short_window_s, policy.horizon * startup_s)
@@ -217,7 +221,7 @@ def _work_of_token(memory: ScalingMemory) -> float:
 
 def _capacity_by_load(memory: ScalingMemory, policy: BacklogPolicy) -> float | None:
     """What a pod would do with its KV pool full, in proportion. An emptier pool than the evidence needs counts as
-    that full: no pod is believed to do many times what it was seen doing.
+    that full: no pod is assumed to do many times what it has done.
     """
     if not memory.work_mean or memory.utilization_mean is None:
         return None
