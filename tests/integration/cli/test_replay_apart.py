@@ -40,7 +40,7 @@ async def answered(gateway: GatewaySession, engine: Worker) -> str:
 
 async def die(gateway: GatewaySession) -> None:
     """What SIGKILL does to a gateway."""
-    for task in (gateway._heartbeat, gateway._sweeper, gateway._readers._keeper, gateway._subscription):
+    for task in (gateway.heartbeat, gateway.sweeper, gateway.readers.timer, gateway.subscription):
         await task.stop()
 
 

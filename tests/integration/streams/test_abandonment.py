@@ -28,7 +28,7 @@ async def pause(milliseconds: float) -> None:
 
 async def die(gateway: GatewaySession) -> None:
     """What SIGKILL does to a gateway."""
-    for task in (gateway._heartbeat, gateway._sweeper, gateway._readers._keeper, gateway._subscription):
+    for task in (gateway.heartbeat, gateway.sweeper, gateway.readers.timer, gateway.subscription):
         await task.stop()
 
 
@@ -143,7 +143,7 @@ async def test_who_could_not_know_that_its_gateway_died_has_time_to_notice(broke
         for gateway, request in zip((alive, dead), requests, strict=True):
             await gateway.accept(request)
         reading = asyncio.create_task(read_some(dead, requests[1].request_id))
-        await eventually(lambda: not dead._readers._expected)
+        await eventually(lambda: not dead.readers.registrations.expected)
         await die(dead)
         scores: dict[str, float] = {}
 
@@ -259,8 +259,8 @@ async def test_a_gateway_that_was_taken_for_dead_registers_again(broker: Broker)
         await engine.generate(claim, 1)
         async with aclosing(gateway.read(request.request_id, tenant=TENANT)) as batches:
             await anext(batches)
-            await gateway._heartbeat.stop()
-            await gateway._readers._keeper.stop()
+            await gateway.heartbeat.stop()
+            await gateway.readers.timer.stop()
             prefix = f"ps:{{{MODEL}/0}}:"
 
             async def in_grace() -> bool:
@@ -270,8 +270,8 @@ async def test_a_gateway_that_was_taken_for_dead_registers_again(broker: Broker)
                 return not await in_grace()
 
             await eventually(in_grace)
-            gateway._heartbeat.start()
-            gateway._readers.start()
+            gateway.heartbeat.start()
+            gateway.readers.start()
             await eventually(out_of_grace)
             await pause(FAST.lease_ms)
             assert not await finished(broker, request.request_id)

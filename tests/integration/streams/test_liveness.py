@@ -109,7 +109,7 @@ async def test_reclaim_costs_what_is_dead(redis_url: str, redis_server: Place, b
     ):
         await living.session.sweeper.stop()
         await dead.session.sweeper.stop()
-        await gateway._sweeper.stop()
+        await gateway.sweeper.stop()
         where = Partition(MODEL, 0)
         for engine, count in ((living, number), (dead, 3)):
             for _ in range(count):

@@ -199,7 +199,7 @@ class TestTheRecordIsLost:
             before, lost = await disk_state(server, broker), spec()
             await small.accept(lost)
             reader = Reader(small, lost)
-            await eventually(lambda: any(each.is_registered for each in small._readers._all()))
+            await eventually(lambda: any(each.is_registered for each in small.readers.reads))
             await die_behind(server, before)
             await stubbornly_accept(gateway, spec())
             await eventually(lambda: is_known(broker, lost))

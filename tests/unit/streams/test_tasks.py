@@ -3,7 +3,7 @@ from contextlib import suppress
 
 import pytest
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.tasks import Periodic, cancel, heed_cancellation
+from pagestream_streams.tasks import Periodic, cancel, raise_if_cancelled
 
 
 async def test_rounds_go_on_after_every_kind_of_failure(caplog: pytest.LogCaptureFixture) -> None:
@@ -68,9 +68,9 @@ async def test_a_cancellation_that_a_library_took_is_heeded_later() -> None:
             await asyncio.Event().wait()
 
     async def work() -> None:
-        heed_cancellation()
+        raise_if_cancelled()
         await library()
-        heed_cancellation()
+        raise_if_cancelled()
         await asyncio.Event().wait()
 
     task = asyncio.create_task(work())

@@ -48,7 +48,7 @@ async def cancel(task: asyncio.Task[None]) -> None:
         task.result()
 
 
-def heed_cancellation() -> None:
+def raise_if_cancelled() -> None:
     """Raises CancelledError where this task was cancelled and a library took that for something else.
 
     asyncio.wait_for does so where what it waits for is done at the same moment.

@@ -60,7 +60,7 @@ def follower(readers: Readers, where: Partition, request_id: str) -> Follower:
     made = Follower(where, request_id, tenant="t", from_index=0, digest="", buffer_entries=100)
     made.take_look()
     made.waiting_since = float("-inf")
-    readers._join(made)
+    readers.join(made)
     return made
 
 
@@ -72,7 +72,7 @@ async def test_one_partition_away_keeps_no_other_from_its_logs(leaver: bool, wai
         waiting = follower(readers, THERE, "healthy")
         stranded = follower(readers, AWAY, "stranded") if waits_there else None
         if leaver:
-            readers._leaving["gone"] = AWAY
+            readers.registrations.leave(AWAY, "gone")
         readers.start()
         try:
             async with asyncio.timeout(10):
@@ -82,10 +82,10 @@ async def test_one_partition_away_keeps_no_other_from_its_logs(leaver: bool, wai
                     waiting.waiting_since = float("-inf")
                     await stranded.wait(0.05)
         finally:
-            await readers._keeper.stop()
+            await readers.timer.stop()
         assert waiting.failure is None
         assert stranded is None or isinstance(stranded.failure, Unavailable)
-        assert ("gone" in readers._leaving) == leaver, "it is taken back when the partition answers"
+        assert ("gone" in readers.registrations.leaving) == leaver, "it is taken back when the partition answers"
 
 
 async def test_an_outage_ends_reads_after_its_limit_and_no_sooner() -> None:
@@ -103,9 +103,9 @@ async def test_an_outage_ends_reads_after_its_limit_and_no_sooner() -> None:
                             while each.failure is None:
                                 await each.wait(0.05)
                     else:
-                        await eventually(lambda: len(readers._away) == 2)
+                        await eventually(lambda: len(readers.poller.partitions_away) == 2)
             finally:
-                await readers._keeper.stop()
+                await readers.timer.stop()
             assert all((each.failure is not None) == fails for each in waiting)
 
 
@@ -123,14 +123,14 @@ async def test_a_silent_redis_is_an_outage_too_whoever_has_left() -> None:
         Silence(), dataclasses.replace(SETTINGS, lease_ms=600, heartbeat_ms=50, sweep_ms=100, sweep_gap_ms=400)
     ) as readers:
         waiting = follower(readers, THERE, "waiting")
-        readers._leaving["gone"] = AWAY
+        readers.registrations.leave(AWAY, "gone")
         readers.start()
         try:
             async with asyncio.timeout(15):
                 while waiting.failure is None:
                     await waiting.wait(0.05)
         finally:
-            await readers._keeper.stop()
+            await readers.timer.stop()
     assert isinstance(waiting.failure, Unavailable)
 
 
@@ -140,11 +140,11 @@ async def test_a_partition_that_was_away_long_ago_has_its_whole_time_again() -> 
         stranded = follower(readers, AWAY, "stranded")
         now = 1000.0
         patch.setattr(time, "monotonic", lambda: now)
-        await readers._keep()
+        await readers.maintain()
         now += 60  # of which nothing is known but that nobody waited
         for _ in range(2):
-            await readers._keep()
+            await readers.maintain()
             assert stranded.failure is None
             now += SETTINGS.outage_limit_s * 0.6
-        await readers._keep()
+        await readers.maintain()
         assert isinstance(stranded.failure, Unavailable)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from pagestream.v1.records_pb2 import LogEntry, LogSlice, RequestSpec
 
-from pagestream_streams.errors import DigestMismatch, StreamsError
+from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, StreamsError
 from pagestream_streams.protocol.digests import chain
 from pagestream_streams.protocol.keys import Partition
 
@@ -105,9 +105,19 @@ class Follower:
         return not self.ended and self._length is None
 
     def end_at(self, next_index: int) -> None:
-        """The log has finished with so many entries. Where none are left to take, the digest is still compared, also
-        by a reader who has read them all: a log that lost its last entries may have ended otherwise.
+        """Note that the log has finished with `next_index` entries.
+
+        Where none are left to take, the digest is still compared, also for a reader who has read them all: a log that
+        lost its last entries may have ended otherwise.
+
+        Raises:
+            OffsetOutOfRange: the read began past the end.
+            DigestMismatch: entries past the end were read: the log lost them, and ended otherwise.
         """
+        if self.next_index > next_index:
+            if self.is_recovered or self.next_index > self.from_index:
+                raise DigestMismatch(self.request_id, self.next_index)
+            raise OffsetOutOfRange(self.request_id, self.next_index, next_index)
         self._length = next_index
         if not self.ended:
             self._anchored = self.next_index == 0

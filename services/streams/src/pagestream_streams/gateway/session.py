@@ -1,59 +1,60 @@
-"""A gateway's registration: it accepts requests and reads their logs."""
+"""A gateway's registration: the public face of this folder."""
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self
 
-from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.admin.sweeper import Sweeper
-from pagestream_streams.connection.connection import Call
-from pagestream_streams.connection.scripts import ACCEPT, GATEWAY_HEARTBEAT
 from pagestream_streams.connection.subscription import Subscription
-from pagestream_streams.errors import QueueFull, RequestNotFound, Unavailable
-from pagestream_streams.fault_points import FaultPoint, reach
+from pagestream_streams.gateway.acceptance import Acceptor
+from pagestream_streams.gateway.heartbeat import GatewayHeartbeat
 from pagestream_streams.gateway.readers import Readers
-from pagestream_streams.gateway.reservations import reserve
-from pagestream_streams.protocol import ids, keys, placement
+from pagestream_streams.protocol import keys
 from pagestream_streams.protocol.keys import Partition
-from pagestream_streams.tasks import Periodic, within
-
-_SHORTEST_SPAN_S = 1.0  # a rate over less is chance
-
-
-_log = logging.getLogger(__name__)
 
 
 class GatewaySession:
-    """Used as `async with GatewaySession(broker) as gateway`. All that it holds can be rebuilt from Redis."""
+    """Used as `async with GatewaySession(broker) as gateway`. All that it holds can be rebuilt from Redis.
+
+    The attributes are its collaborators: each does one thing and is tested by its own public methods.
+    """
 
     def __init__(self, broker: Broker, gateway_id: str | None = None, *, serves: bool = True) -> None:
-        """`gateway_id` is a name for people; a boot nonce is added. ValueError where it has a space.
+        """Create a session; nothing is sent before `async with`. ValueError for an id with white space.
 
-        One that does not serve (a tool that asks something) looks on: it has no lease, so that the graces of clients
-        whose gateways are all dead don't begin to count, it sweeps nothing, and counts as nobody's reader.
+        Args:
+            broker: the process' connection to Redis; closed after the session.
+            gateway_id: a readable name, to which a boot nonce is added.
+            serves: False for a tool that only reads: it has no lease, so that the graces of clients whose gateways are
+                all dead don't start, it sweeps nothing, and it does not count as a reader.
         """
         name = gateway_id or "gateway"
-        if not name or any(character.isspace() for character in name):
-            raise ValueError(f"a gateway's id must have no spaces; {gateway_id!r} has")
+        if any(character.isspace() for character in name):
+            raise ValueError(f"expected a gateway id without spaces, got {gateway_id!r}")
         self._id = f"{name}:{secrets.token_hex(8)}"
         self._broker = broker
         self._settings = broker.settings
         self._serves = serves
-        self._readers = Readers(broker, self._id, self._accept, serves=serves)
-        self._queued: dict[Partition, int] = {}
-        self._known_partitions: list[Partition] = []
-        self._subscription = Subscription(
-            broker.connection, [keys.wake_ups(self._id)], self._readers.wake, self._readers.missed
+        self.acceptor = Acceptor(broker, self._id if serves else "")
+        self.readers = Readers(broker, self._id, self._accept, serves=serves)
+        self.subscription = Subscription(
+            broker.connection, [keys.wake_ups(self._id)], self.readers.wake, self.readers.on_gap
         )
-        self._heartbeat = Periodic("gateway heartbeat", self._settings.heartbeat_ms / 1000, self._beat_soon)
-        self._sweeper = Sweeper(broker, self._partitions)
+        self.heartbeat = GatewayHeartbeat(
+            broker.connection,
+            broker.settings,
+            self._id,
+            partitions=self._partitions,
+            registrations=self.readers.registrations,
+            acceptor=self.acceptor,
+        )
+        self.sweeper = Sweeper(broker, self._partitions)
 
     @property
     def gateway_id(self) -> str:
@@ -62,99 +63,71 @@ class GatewaySession:
 
     @property
     def num_reclaimed(self) -> int:
-        """Requests of dead engines that this process has put back."""
-        return self._sweeper.num_reclaimed
+        """Requests of dead engines that this process has returned to their queues."""
+        return self.sweeper.num_reclaimed
 
     async def __aenter__(self) -> Self:
-        """Starts the subscription, the heartbeat, the polls and the sweeps. They also start while Redis is away."""
-        self._subscription.start()
+        """Start the subscription, the heartbeat, the polls and the sweeps, also while Redis is unreachable."""
+        self.subscription.start()
         if self._serves:
-            self._heartbeat.start()
-            self._sweeper.start()
-        self._readers.start()
-        await self._subscription.subscribed(self._settings.command_timeout_s)
+            self.heartbeat.start()
+            self.sweeper.start()
+        self.readers.start()
+        await self.subscription.subscribed(self._settings.command_timeout_s)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stops them all, and takes the registrations of reads back: their grace starts."""
-        await self._sweeper.stop()
-        await self._heartbeat.stop()
-        await self._subscription.stop()
-        await self._readers.stop()
+        """Stop them all, and take the registrations of reads back: their grace starts."""
+        await self.sweeper.stop()
+        await self.heartbeat.stop()
+        await self.subscription.stop()
+        await self.readers.stop()
 
     async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str) -> str:
-        """A fresh request id of the tenant, on the partition of the prompt's first tokens or on a second one where
-        that is overloaded.
+        """Create a request id of the tenant on the partition of the prompt's first tokens.
 
-        ModelNotFound, Unavailable.
+        Where that partition is overloaded, the id is on a second one that the tokens also determine.
+
+        Raises:
+            ModelNotFound: no engine has ever published the model.
+            Unavailable: Redis can't serve now.
         """
-        partitions = await self._broker.partitions(model)
-        first, second = placement.choices(prompt_token_ids, partitions, self._settings.placement_tokens)
-        return ids.new(model, second if self._overloaded(model, first, second) else first, tenant)
+        return await self.acceptor.place(model, prompt_token_ids, tenant)
 
     async def accept(self, spec: RequestSpec) -> bool:
-        """Accepts a request durably, and registers this gateway as its reader. Accepting an id again changes nothing.
+        """Accept a request durably, and register this gateway as its reader. Accepting an id again changes nothing.
 
-        Returns whether this accepted it. Else it had been, by a lost try of this one or by somebody else, perhaps with
-        another seed: `broker.spec` has what runs. QueueFull, Unavailable, RequestNotFound for an id of an unknown model
-        or another tenant. After Unavailable the request may have been accepted all the same.
+        Returns:
+            Whether this call accepted it. Else it had been accepted before, by a lost try of this one or by another
+            caller, perhaps with another seed: `broker.spec` returns what runs.
+
+        Raises:
+            QueueFull: the queue's bound, or the tenant's share of it, is reached.
+            RequestNotFound: the id is of an unknown model or another tenant.
+            Unavailable: the request may have been accepted all the same; a retry is harmless.
         """
         return await self._accept(spec, True)
 
-    async def _accept(self, spec: RequestSpec, bounded: bool) -> bool:
-        where = await self._broker.directory.locate(spec.request_id)
-        self._readers.expect(where, spec.request_id)
-        settings = self._settings
-        tokens = sum(len(prompt.ids) for prompt in spec.prompts)
-        reply = await self._broker.connection.run_acknowledged(
-            ACCEPT,
-            where.prefix,
-            spec.request_id,
-            spec.SerializeToString(),
-            spec.tenant,
-            spec.priority,
-            tokens,
-            len(spec.prompts) * max(1, spec.sampling.n),
-            spec.deadline_ms,
-            spec.disconnect_grace_ms,
-            int(spec.on_disconnect == ON_DISCONNECT_CONTINUE),
-            self._id if self._serves else "",
-            settings.lease_ms,
-            settings.max_queued_requests,
-            settings.max_queued_prompt_tokens,
-            keys.doorbell(where.model),
-            where.number,
-            settings.tenant_weights.get(spec.tenant, 1),
-            settings.tenant_alone_percent,
-            int(bounded),
-            max((len(prompt.ids) for prompt in spec.prompts), default=0) + 1,
-        )
-        if reply[0] == 0:
-            raise self._queue_full(spec.tenant, reply[1:])
-        if reply[0] == 3:
-            raise RequestNotFound(spec.request_id)
-        reach(FaultPoint.ACCEPTED)
-        return bool(reply[0] == 1)
-
     async def accept_once(self, spec: RequestSpec, *, body_digest: str) -> RequestSpec:
-        """Accepts a request once for its tenant and idempotency key; returns what runs: the spec, or that of an earlier
-        try.
+        """Accept a request once for its tenant and idempotency key. A retry completes an accept that was interrupted.
 
-        A retry completes an accept that was left half done. IdempotencyConflict where the key came with another body;
-        else as `accept`.
+        Args:
+            spec: the request.
+            body_digest: digest of the client's body; tries with the same key must have the same.
+
+        Returns:
+            What runs: the spec, or that of an earlier try.
+
+        Raises:
+            IdempotencyConflict: the key was used with another body.
+            QueueFull, RequestNotFound, Unavailable: as `accept`.
         """
-        connection, retention_s = self._broker.connection, self._settings.retention_s
-        request_id = await reserve(connection, spec, body_digest=body_digest, retention_s=retention_s)
-        same = spec
-        if request_id != spec.request_id:
-            same = RequestSpec()
-            same.CopyFrom(spec)
-            same.request_id = request_id
+        same = await self.acceptor.reserved(spec, body_digest)
         if await self.accept(same):
             return same
-        return await self._broker.spec(request_id, spec.tenant)
+        return await self._broker.spec(same.request_id, spec.tenant)
 
     def read(
         self,
@@ -165,72 +138,36 @@ class GatewaySession:
         digest: str = "",
         spec: RequestSpec | None = None,
     ) -> AsyncGenerator[list[LogEntry], None]:
-        """Batches of consecutive entries from `from_index`, first what the log holds, then live; ends after the end
-        entry.
+        """Yield batches of consecutive log entries: those that exist, then live ones, up to the end entry.
 
-        While it runs, this gateway counts as a reader; after `aclose()` the disconnect grace starts where nobody else
-        reads. An offset past the end of an unfinished log waits. Redis may go away and come back.
+        While it runs, this gateway counts as a reader; after `aclose()` the disconnect grace starts, unless others
+        read. An offset past the end of an unfinished log waits. Redis may go away and come back.
 
-        `spec` is the request as it was accepted. With it, a request that Redis has lost (its disk or a replica was
-        behind when it died) is accepted again under its id, also in the middle of the read; entries that were seen
-        before, here or by who brought `digest`, are not repeated, but compared with what is generated.
+        Args:
+            request_id: the request.
+            tenant: its tenant.
+            from_index: index of the first entry to yield.
+            digest: digest of the log before `from_index`, which is then verified; "" for unknown.
+            spec: the request as it was accepted. With it, a request that Redis has lost (its disk or a replica was
+                behind when it died) is accepted again under its id, also in the middle of the read. Entries that were
+                seen before, here or by the bringer of `digest`, are compared with those generated again, and not
+                yielded twice.
 
-        RequestNotFound; OffsetOutOfRange past a finished log; DigestMismatch where the log isn't what `digest` or
-        earlier entries say; Unavailable where Redis stays away for settings.outage_limit_s; QueueFull where a read
-        begins with a lost request and there is no room. ValueError where `spec` is another request's.
+        Raises:
+            RequestNotFound: the tenant has no such request.
+            OffsetOutOfRange: `from_index` is past the end of a finished log.
+            DigestMismatch: the log differs from `digest` or from earlier entries.
+            Unavailable: Redis stayed away for settings.outage_limit_s.
+            QueueFull: the read begins with a lost request, and there is no room.
+            ValueError: `spec` is another request's.
         """
         if spec is not None and (spec.request_id, spec.tenant) != (request_id, tenant):
             raise ValueError(f"the spec is {spec.request_id!r} of {spec.tenant!r}, not {request_id!r} of {tenant!r}")
-        return self._readers.read(request_id, tenant=tenant, from_index=from_index, digest=digest, spec=spec)
+        return self.readers.read(request_id, tenant=tenant, from_index=from_index, digest=digest, spec=spec)
 
-    def _queue_full(self, tenant: str, reply: Sequence[int]) -> QueueFull:
-        requests, tokens, drained, window_ms, most_requests, most_tokens, own = reply
-        settings = self._settings
-        by_requests = requests + 1 > most_requests
-        rate = drained / max(window_ms / 1000, _SHORTEST_SPAN_S)
-        wanted = max(1.0, requests / 10)
-        retry_after = min(wanted / rate, settings.retry_after_max_s) if rate > 0 else settings.retry_after_max_s
-        return QueueFull(
-            limit="requests" if by_requests else "prompt tokens",
-            bound=most_requests if by_requests else most_tokens,
-            queued=requests if by_requests else tokens,
-            retry_after_s=max(retry_after, 0.1),
-            tenant=tenant if own else "",
-        )
-
-    def _overloaded(self, model: str, first: int, second: int) -> bool:
-        here = self._queued.get(Partition(model, first), 0)
-        there = self._queued.get(Partition(model, second), 0)
-        return here > self._settings.overload_requests and here > self._settings.overload_factor * there
+    async def _accept(self, spec: RequestSpec, bounded: bool) -> bool:
+        return await self.acceptor.accept(spec, bounded=bounded, expect=self.readers.registrations.expect)
 
     async def _partitions(self) -> list[Partition]:
         directory = self._broker.directory
         return [where for name in await directory.names() for where in await directory.all_partitions(name)]
-
-    async def _beat_soon(self) -> None:
-        """As an engine's beats: what is worth a lease does not wait longer for an answer than another one takes."""
-        limit_s = self._settings.beat_limit_s
-        try:
-            await self._beat(limit_s)
-        except Unavailable as error:
-            if isinstance(error.__cause__, TimeoutError):
-                await self._broker.connection.drop_idle()
-            raise
-
-    async def _beat(self, limit_s: float) -> None:
-        try:
-            async with within(limit_s / 2, "a look for the partitions"):
-                self._known_partitions = await self._partitions()
-        except Unavailable as error:
-            if not self._known_partitions:
-                raise
-            _log.info("%s: goes on with the partitions that it knows: %s", self._id, error)
-        partitions = self._known_partitions
-        lease = self._settings.lease_ms
-        calls = [Call(GATEWAY_HEARTBEAT, where.prefix, (self._id, lease)) for where in partitions]
-        for where, reply in zip(partitions, await self._broker.connection.run_each(calls, limit_s), strict=True):
-            if isinstance(reply, Unavailable):
-                continue
-            registered, queued = reply
-            self._queued[where] = queued
-            await self._readers.compare(where, registered)

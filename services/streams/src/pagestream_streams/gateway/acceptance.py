@@ -1,0 +1,109 @@
+"""Accept requests: choose a partition, reserve an idempotency key, write the record and its queue entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
+from pagestream.v1.records_pb2 import RequestSpec
+
+from pagestream_streams.admin.broker import Broker
+from pagestream_streams.connection.scripts import ACCEPT
+from pagestream_streams.errors import QueueFull, RequestNotFound
+from pagestream_streams.fault_points import FaultPoint, reach
+from pagestream_streams.gateway.reservations import reserve
+from pagestream_streams.protocol import ids, keys, placement
+from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.settings import StreamsSettings
+
+_SHORTEST_SPAN_S = 1.0  # shorter spans give no meaningful rate
+
+_FULL, _ACCEPTED, _WRONG_TENANT = 0, 1, 3  # accept.lua's replies; 2: it had been accepted before
+
+
+class Acceptor:
+    """Accepts requests for one gateway."""
+
+    def __init__(self, broker: Broker, reader_id: str) -> None:
+        """`reader_id`: the gateway that an accept registers as the reader; "" for none."""
+        self._broker = broker
+        self._reader_id = reader_id
+        self.queued: dict[Partition, int] = {}
+        """Queued requests of each partition at the last heartbeat."""
+
+    async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str) -> str:
+        """Create a request id; see GatewaySession.place."""
+        partitions = await self._broker.partitions(model)
+        first, second = placement.choices(prompt_token_ids, partitions, self._broker.settings.placement_tokens)
+        return ids.new(model, second if self._is_overloaded(model, first, second) else first, tenant)
+
+    async def accept(self, spec: RequestSpec, *, bounded: bool, expect: Callable[[Partition, str], None]) -> bool:
+        """Accept a request durably; see GatewaySession.accept.
+
+        `bounded`: whether the queue's bounds apply. `expect` gets the partition and the id before Redis is asked.
+        """
+        where = await self._broker.directory.locate(spec.request_id)
+        expect(where, spec.request_id)
+        settings = self._broker.settings
+        tokens = sum(len(prompt.ids) for prompt in spec.prompts)
+        reply = await self._broker.connection.run_acknowledged(
+            ACCEPT,
+            where.prefix,
+            spec.request_id,
+            spec.SerializeToString(),
+            spec.tenant,
+            spec.priority,
+            tokens,
+            len(spec.prompts) * max(1, spec.sampling.n),
+            spec.deadline_ms,
+            spec.disconnect_grace_ms,
+            int(spec.on_disconnect == ON_DISCONNECT_CONTINUE),
+            self._reader_id,
+            settings.lease_ms,
+            settings.max_queued_requests,
+            settings.max_queued_prompt_tokens,
+            keys.doorbell(where.model),
+            where.number,
+            settings.tenant_weights.get(spec.tenant, 1),
+            settings.tenant_alone_percent,
+            int(bounded),
+            max((len(prompt.ids) for prompt in spec.prompts), default=0) + 1,
+        )
+        if reply[0] == _FULL:
+            raise _queue_full(settings, spec.tenant, reply[1:])
+        if reply[0] == _WRONG_TENANT:
+            raise RequestNotFound(spec.request_id)
+        reach(FaultPoint.ACCEPTED)
+        return bool(reply[0] == _ACCEPTED)
+
+    async def reserved(self, spec: RequestSpec, body_digest: str) -> RequestSpec:
+        """Return the spec under the id that its idempotency key stands for. IdempotencyConflict, Unavailable."""
+        retention_s = self._broker.settings.retention_s
+        request_id = await reserve(self._broker.connection, spec, body_digest=body_digest, retention_s=retention_s)
+        if request_id == spec.request_id:
+            return spec
+        same = RequestSpec()
+        same.CopyFrom(spec)
+        same.request_id = request_id
+        return same
+
+    def _is_overloaded(self, model: str, first: int, second: int) -> bool:
+        settings = self._broker.settings
+        here = self.queued.get(Partition(model, first), 0)
+        there = self.queued.get(Partition(model, second), 0)
+        return here > settings.overload_requests and here > settings.overload_factor * there
+
+
+def _queue_full(settings: StreamsSettings, tenant: str, reply: Sequence[int]) -> QueueFull:
+    requests, tokens, drained, window_ms, most_requests, most_tokens, of_tenant = reply
+    by_requests = requests + 1 > most_requests
+    rate = drained / max(window_ms / 1000, _SHORTEST_SPAN_S)
+    wanted = max(1.0, requests / 10)
+    retry_after = min(wanted / rate, settings.retry_after_max_s) if rate > 0 else settings.retry_after_max_s
+    return QueueFull(
+        limit="requests" if by_requests else "prompt tokens",
+        bound=most_requests if by_requests else most_tokens,
+        queued=requests if by_requests else tokens,
+        retry_after_s=max(retry_after, 0.1),
+        tenant=tenant if of_tenant else "",
+    )
