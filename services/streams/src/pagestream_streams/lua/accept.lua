@@ -1,11 +1,21 @@
--- Accepts a request: writes its record and its queue entry, and registers the gateway as its reader. Retry: harmless, a known id is only read.
--- A tenant may use a class' bounds up to its share: all of them (or less, see below) while no other waits, else by its weight among those that wait.
--- ARGV: id, spec, tenant, class, prompt tokens, choices, deadline in ms from now (0: none), disconnect grace in ms, continue on disconnect
---       (0 | 1), gateway id ('' : none), gateway lease in ms, most requests, most prompt tokens, doorbell channel, partition number,
---       weight of the tenant, share of a tenant that is alone in percent, whether bounds count (0: it was accepted before and got lost), the
---       context that it needs at least: the tokens of its longest prompt and one more (0 or none: any will do)
--- Returns {1} accepted, {2} known already, {3} another tenant's, {0, requests, tokens, drained, drain window in ms, most requests, most tokens,
---         whose bounds: all tenants' 0, the tenant's own 1} over a bound.
+-- Accept a request: write its record and its queue entry, and register the gateway as its reader.
+--
+-- A tenant may use a class' bounds up to its share: while no other tenant waits, the share of a tenant alone
+-- (ARGV[17]); else its weight among the weights of all tenants that wait. The first request of a tenant is exempt
+-- from the share.
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- ARGV: [1] request id, [2] spec, [3] tenant, [4] class, [5] prompt tokens, [6] choices
+--       [7] deadline in ms from now (0: none), [8] disconnect grace in ms, [9] continue on disconnect (0 | 1)
+--       [10] gateway id ('': none), [11] gateway lease in ms
+--       [12] bound of requests, [13] bound of prompt tokens (each for this class in this partition)
+--       [14] doorbell channel, [15] partition number
+--       [16] weight of the tenant, [17] share of a tenant alone in percent
+--       [18] whether the bounds apply (0: the request was accepted before, and Redis lost it)
+--       [19] the context that it needs at least: tokens of its longest prompt and one more (0 or none: any)
+-- Returns: {1} accepted; {2} was accepted before; {3} the id is another tenant's;
+--          {0, requests, tokens, drained, drain window in ms, bound of requests, bound of tokens, whose bound it is
+--          (0: all tenants', 1: this tenant's)} beyond a bound.
+-- Retry: harmless, a record that exists is only read.
 local id, spec, tenant, class, tokens, choices = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5]), ARGV[6]
 local deadline, grace, continue, gateway, lease = tonumber(ARGV[7]), ARGV[8], ARGV[9], ARGV[10], ARGV[11]
 local max_requests, max_tokens = tonumber(ARGV[12]), tonumber(ARGV[13])
@@ -13,13 +23,14 @@ local req, meta, now = prefix .. 'req:' .. id, prefix .. 'meta', now_ms()
 
 local weight, alone_share, bounded = tonumber(ARGV[16]), tonumber(ARGV[17]) / 100, ARGV[18] == '1'
 
--- What the tenant has queued, and what it may have: {requests, tokens, most requests, most tokens}.
+-- {queued requests of the tenant, their tokens, its bound of requests, its bound of tokens}.
 local function portion()
   local key = prefix .. 'tenants:' .. class
   local mine = call('HMGET', key, 'r' .. tenant, 't' .. tenant, 'w' .. tenant)
   local others = (call('HGET', meta, 'weights:' .. class) or 0) - (mine[3] or 0)
   local share = others > 0 and weight / (weight + others) or alone_share
-  return {tonumber(mine[1] or 0), tonumber(mine[2] or 0), math.max(1, math.floor(max_requests * share)), math.floor(max_tokens * share)}
+  local most = math.max(1, math.floor(max_requests * share))
+  return {tonumber(mine[1] or 0), tonumber(mine[2] or 0), most, math.floor(max_tokens * share)}
 end
 
 local known = call('HMGET', req, 'state', 'readers', 'tenant')
@@ -35,13 +46,14 @@ if not known[1] then
     return {0, requests, queued, drained, window, max_requests, max_tokens, 0}
   end
   local mine = portion()
-  -- One request of any size is everybody's.
+  -- A tenant's first request may have any size.
   if bounded and mine[1] > 0 and (mine[1] + 1 > mine[3] or mine[2] + tokens > mine[4]) then
     return {0, mine[1], mine[2], drained, window, mine[3], mine[4], 1}
   end
-  call('HSET', req, 'spec', spec, 'tenant', tenant, 'class', class, 'ptok', tokens, 'choices', choices, 'others', 0, 'cached', 0,
-    'state', 'queued', 'epoch', 0, 'nonce', '', 'owner', '', 'next', 0, 'digest', '', 'readers', '', 'attempts', 0,
-    'accepted', now, 'deadline', deadline > 0 and now + deadline or 0, 'grace', grace, 'continue', continue, 'context', ARGV[19] or 0)
+  call('HSET', req, 'spec', spec, 'tenant', tenant, 'class', class, 'ptok', tokens, 'choices', choices,
+    'others', 0, 'cached', 0, 'state', 'queued', 'epoch', 0, 'nonce', '', 'owner', '', 'next', 0, 'digest', '',
+    'readers', '', 'attempts', 0, 'accepted', now, 'deadline', deadline > 0 and now + deadline or 0,
+    'grace', grace, 'continue', continue, 'context', ARGV[19] or 0)
   local classes = state[2] or ' '
   if not string.find(classes, ' ' .. class .. ' ', 1, true) then
     call('HSET', meta, 'classes', classes .. class .. ' ')

@@ -1,13 +1,21 @@
--- Appends to the logs of many requests of one partition, each fenced by (epoch, nonce) and contiguous. Retry: harmless, entries that the log
--- has already are skipped where their digest is equal.
--- ARGV: retention in ms; a JSON array, since one value of it costs less than one argument of a command: for each request: id, epoch (a string),
---       nonce, first index, cached prompt tokens ('': unchanged), number of entries, wake-up, then for each entry six values: kind, choice,
---       value, text, digest, extra, numbers among them as strings:
---         't': token id, text delta, logprobs; 'f': reason, held back text, stop reason; 'e': reason, usage, error
---       logprobs are bytes, which JSON can't hold: '' for none, or their place in ARGV; so are wake-ups
---       the beginning of gateways' channels: wake-ups that are given are sent from here, one for each gateway
--- Returns for each request {outcome, next index, readers}; outcomes as in records.py. The readers, with outcome OK only, are those whom the
--- caller has to wake.
+-- Append entries to the logs of many requests of one partition.
+--
+-- Each append is fenced by the claim's epoch and nonce, and has to continue its log. Entries that the log has already
+-- are compared by digest and skipped.
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- ARGV: [1] retention in ms
+--       [2] a JSON array, since one of its values costs less than one argument of a command. For each request: id,
+--           epoch (a string), nonce, first index, cached prompt tokens ('': unchanged), number of entries, wake-up;
+--           then six values for each entry, numbers as strings: kind, choice, value, text, digest, extra
+--             kind 't': value is the token id, text its text, extra its logprobs
+--             kind 'f': value is the reason, text the text held back, extra the stop reason
+--             kind 'e': value is the reason, text the usage, extra the error
+--           Logprobs and wake-ups are bytes, which JSON can't hold: '' for none, else their index in ARGV.
+--       [3] prefix of the gateways' channels; given wake-ups are published here, one message for each gateway
+--       [4...] the bytes
+-- Returns: for each request {outcome, next index, readers}. Outcomes are AppendKind in records.py. The readers, with
+--          outcome OK only, are the gateways that the caller has to wake.
+-- Retry: harmless, entries that the log has are skipped.
 local OK, FENCED, CONFLICT, GAP, ENDED, MISSING = 0, 1, 2, 3, 4, 5
 local HEAD, WIDTH = 7, 6
 local retention, values, format = ARGV[1], cjson.decode(ARGV[2]), string.format
@@ -25,7 +33,8 @@ end
 
 local function write(id, req, position, at)
   local log, kind = prefix .. 'log:' .. id, values[at]
-  local choice, value, text, digest, extra = values[at + 1], values[at + 2], values[at + 3], values[at + 4], values[at + 5]
+  local choice, value, text = values[at + 1], values[at + 2], values[at + 3]
+  local digest, extra = values[at + 4], values[at + 5]
   if kind == 't' then
     if extra == '' then
       call('XADD', log, position, 'c', choice, 't', value, 'x', text, 'd', digest)
@@ -76,7 +85,7 @@ local function append(id, epoch, nonce, first, cached, count, at)
     end
     next_index = first + count
     local last = at + (count - 1) * WIDTH
-    -- Strings, since the server writes a number's digits out slowly.
+    -- Strings, since Redis formats numbers slowly.
     call('HSET', req, 'next', length, 'digest', values[last + 4])
     if kind == 'e' then
       retire(id, call('HGET', req, 'owner'), state[5], values[last + 2], retention)
@@ -109,6 +118,6 @@ while values[i] do
   i = i + HEAD + count * WIDTH
 end
 for gateway, message in pairs(wake_ups) do
-  redis.pcall('PUBLISH', ARGV[3] .. gateway, table.concat(message)) -- what is lost costs its reader a poll
+  redis.pcall('PUBLISH', ARGV[3] .. gateway, table.concat(message)) -- a lost one costs its reader a poll
 end
 return out

@@ -1,13 +1,21 @@
--- Claims requests for an engine: takes them from the group, raises their epoch, records owner, nonce and lease, acknowledges and deletes the
--- entries. The resume queues come first, then the entry with the earliest virtual arrival: its own plus class * ageing. An engine that holds
--- nothing gets a suspect before all that, and then nothing else (docs/decisions/0024).
--- Retry: claims more; what a lost reply named is handed back by reconciliation.
--- ARGV: engine id, nonce (random), most requests, most tokens, least age of an entry in ms, ageing in ms, lease in ms, drain window in ms,
---       whether the engine holds nothing (0 | 1), its numerics fingerprint ('': unknown), how long requests that began with another one wait
---       for such an engine in ms, control time in ms, whether to take only what began with this fingerprint (0 | 1), the context that the engine
---       holds (0 or none: any). What needs a longer one waits for an engine that has it, as long as for one with its fingerprint.
--- Returns {now, whether the head of a queue is larger than what is left and has waited long enough for others to wait for it (0 | 1),
---         {id, spec, epoch, next, digest, attempts, deadline, alone (0 | 1), cached, ms that it waited in its queue}...}.
+-- Claim requests for an engine: take them from their queues, raise their epochs, record owner, nonce and lease.
+--
+-- The queues of begun requests ("resume") come first; then the entry with the earliest virtual arrival, which is its
+-- arrival plus class * ageing. An engine that holds nothing gets a suspect before all that, and then nothing else
+-- (docs/decisions/0024). A request that needs a longer context than the engine holds is left for ARGV[11].
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- ARGV: [1] engine id, [2] nonce (random), [3] most requests, [4] most tokens
+--       [5] least age of an entry in ms, [6] ageing in ms, [7] lease in ms, [8] drain window in ms
+--       [9] whether the engine holds nothing (0 | 1)
+--       [10] the engine's fingerprint ('': unknown)
+--       [11] how long begun requests wait for an engine with their fingerprint, in ms
+--       [12] control time in ms (see prelude.lua)
+--       [13] whether to take only requests begun with this fingerprint (0 | 1)
+--       [14] the context that the engine holds (0 or none: any)
+-- Returns: {now, whether a queue's head is too large for what is left and has waited so long that others must not
+--          overtake it (0 | 1), {id, spec, epoch, next index, digest, attempts, deadline, isolated (0 | 1), cached
+--          tokens, ms in its queue}...}.
+-- Retry: claims more. Requests of a lost reply are owned by the engine, whose heartbeats hand them back.
 local engine, nonce, max_requests, max_tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local min_age, ageing, lease, window = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
 local idle, fingerprint, patience, control = ARGV[9] == '1', ARGV[10], tonumber(ARGV[11]), tonumber(ARGV[12])
@@ -16,6 +24,7 @@ local meta, now, drained = prefix .. 'meta', now_ms(), 0
 local claims, HEAD = {now, 0}, 2
 local drained_tokens = 0
 
+-- Makes a queued request this engine's; false where it is not queued any more.
 local function own(id, alone, since)
   local req = prefix .. 'req:' .. id
   local found = call('HMGET', req, 'state', 'spec', 'next', 'digest', 'deadline', 'print', 'cached')
@@ -27,11 +36,12 @@ local function own(id, alone, since)
     'print', fingerprint ~= '' and fingerprint or found[6] or '')
   call('HDEL', req, 'queue', 'entry')
   call('SADD', prefix .. 'owned:' .. engine, id)
-  claims[#claims + 1] = {id, found[2], epoch, found[3], found[4], attempts, found[5], alone == '1' and 1 or 0, found[7],
-    math.max(0, now - since)}
+  claims[#claims + 1] = {id, found[2], epoch, found[3], found[4], attempts, found[5], alone == '1' and 1 or 0,
+    found[7], math.max(0, now - since)}
   return true
 end
 
+-- Whether a begun request may go on here: its fingerprint matches, or it has waited long enough for one that does.
 local function is_mine(print, since)
   return print == '' or fingerprint == '' or print == fingerprint or age(since, now) >= patience
 end
@@ -48,12 +58,14 @@ local function claim_suspect()
   return false
 end
 
+-- The first entry of a queue, or nothing.
 local function head(name)
   local first = call('XRANGE', prefix .. 'queue:' .. name, '-', '+', 'COUNT', 1)[1]
   if first then
     local arrival = tonumber(string.match(first[1], '^%d+'))
     local fits = context == 0 or tonumber(call('HGET', prefix .. 'req:' .. first[2][2], 'context') or 0) <= context
-    return {name = name, arrival = arrival, tokens = tonumber(first[2][4]), fits = fits or age(arrival, now) >= patience}
+    fits = fits or age(arrival, now) >= patience
+    return {name = name, arrival = arrival, tokens = tonumber(first[2][4]), fits = fits}
   end
 end
 
@@ -81,6 +93,7 @@ if ARGV[13] == '1' then
   heads, resumes = {}, {[name] = resumes[name]}
 end
 
+-- The queue's head to claim next, or nothing.
 local function choose()
   local best
   for _, candidate in pairs(resumes) do
@@ -95,22 +108,24 @@ local function choose()
   local least
   for class, candidate in pairs(heads) do
     local virtual = candidate.arrival + class * ageing
-    if candidate.fits and age(candidate.arrival, now) >= min_age and (not best or virtual < least or virtual == least and tonumber(class) < tonumber(best.name)) then
+    local is_earlier = not best or virtual < least or virtual == least and tonumber(class) < tonumber(best.name)
+    if candidate.fits and age(candidate.arrival, now) >= min_age and is_earlier then
       best, least = candidate, virtual
     end
   end
   return best
 end
 
+-- Removes the head of a queue; returns its request id.
 local function take(name)
-  -- The entry is acknowledged below: one consumer for all engines, or the dead ones' would pile up.
+  -- One consumer for all engines, or those of dead engines would pile up. The entry is acknowledged below.
   local queue = prefix .. 'queue:' .. name
   local read = redis.pcall('XREADGROUP', 'GROUP', GROUP, GROUP, 'COUNT', 1, 'STREAMS', queue, '>')
   if read and read.err then
     ensure_group(queue)
     read = call('XREADGROUP', 'GROUP', GROUP, GROUP, 'COUNT', 1, 'STREAMS', queue, '>')
   end
-  -- An entry that the group was given by hand is a head like any other: its request's state tells whether it still waits.
+  -- Without an unread entry the head is one that was delivered by hand; its request's state says whether it waits.
   local entry = read and read[1][2][1] or call('XRANGE', queue, '-', '+', 'COUNT', 1)[1]
   call('XACK', queue, GROUP, entry[1])
   call('XDEL', queue, entry[1])
@@ -118,7 +133,8 @@ local function take(name)
   return entry[2][2]
 end
 
-local alone = idle and max_requests > 0 and call('ZCARD', prefix .. 'suspects') > 0 and control_is_over(now, control) and claim_suspect()
+local alone = idle and max_requests > 0 and call('ZCARD', prefix .. 'suspects') > 0
+  and control_is_over(now, control) and claim_suspect()
 while not alone and #claims - HEAD < max_requests do
   local best = choose()
   if not best then
@@ -151,7 +167,7 @@ if drained > 0 then
   if not from or span > 2 * window then
     from, before, tokens = now, 0, 0
   elseif span > window then
-    -- Halving count and span together keeps the rate and forgets the past.
+    -- Halving both keeps the rate, and lets the past count less.
     from, before, tokens = now - math.floor(span / 2), math.floor(before / 2), math.floor((tokens or 0) / 2)
   end
   call('HSET', meta, 'drain_from', from, 'drained', before + drained, 'drained_tokens', (tokens or 0) + drained_tokens)

@@ -1,12 +1,17 @@
--- Ends a request from outside, in whatever state it is: a finish for each open choice, then the end with the usage. Retry: harmless, a finished
--- request stays as it is.
--- ARGV: id, tenant ('': any), reason, retention in ms, condition ('': none; 'deadlines' | 'graces' | 'verdicts': only if the request is due there
---       now; after 'verdicts' it is also listed as dead), error, most that are listed as dead
--- Returns {1, reason, next index, readers} ended now, {2, reason, next index, ''} had ended before, {0} not found, {3} not due.
+-- End a request from outside, in whatever state it is: write a finish for each open choice, then the end with the
+-- usage.
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- ARGV: [1] request id, [2] tenant ('': any), [3] reason, [4] retention in ms
+--       [5] condition ('': none; 'deadlines' | 'graces' | 'verdicts': end it only if it is due there now; with
+--           'verdicts' it is also listed as quarantined)
+--       [6] error ('': none), [7] most quarantined requests listed in the partition
+-- Returns: {1, reason, next index, readers} ended now; {2, reason, next index, ''} had ended before; {0} not found;
+--          {3} not due.
+-- Retry: harmless, a finished request stays as it is.
 local id, tenant, reason, retention, condition, message = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local req = prefix .. 'req:' .. id
-local found = call('HMGET', req, 'state', 'tenant', 'next', 'digest', 'choices', 'ptok', 'others', 'cached', 'owner', 'queue', 'entry', 'readers',
-  'reason', 'class', 'attempts', 'died_on')
+local found = call('HMGET', req, 'state', 'tenant', 'next', 'digest', 'choices', 'ptok', 'others', 'cached', 'owner',
+  'queue', 'entry', 'readers', 'reason', 'class', 'attempts', 'died_on')
 local state, next_index, digest = found[1], tonumber(found[3] or 0), found[4]
 if not state or tenant ~= '' and tenant ~= found[2] then
   if condition ~= '' then
@@ -31,8 +36,8 @@ call('ZREM', prefix .. 'suspects', id)
 call('ZREM', prefix .. 'verdicts', id)
 if condition == 'verdicts' then
   local said = string.match(message, '%z(.*)$') or message
-  local dead = call('XADD', prefix .. 'dead', 'MAXLEN', '~', ARGV[7], '*', 'id', id, 'tenant', found[2], 'reason', said, 'index', found[3],
-    'attempts', found[15] or 0, 'engines', found[16] or '')
+  local dead = call('XADD', prefix .. 'dead', 'MAXLEN', '~', ARGV[7], '*', 'id', id, 'tenant', found[2],
+    'reason', said, 'index', found[3], 'attempts', found[15] or 0, 'engines', found[16] or '')
   call('HSET', req, 'dead', dead, 'dead_index', found[3])
 end
 if found[10] then
@@ -51,7 +56,8 @@ for choice = 0, found[5] - 1 do
 end
 digest = chain(digest, 'end:' .. reason)
 next_index = next_index + 1
-call('XADD', log, next_index .. '-0', 'end', reason, 'u', found[6] .. ',' .. tokens .. ',' .. found[8], 'm', message, 'd', digest)
+local usage = found[6] .. ',' .. tokens .. ',' .. found[8]
+call('XADD', log, next_index .. '-0', 'end', reason, 'u', usage, 'm', message, 'd', digest)
 call('HSET', req, 'next', next_index, 'digest', digest, 'others', next_index - tokens, 'nonce', '')
 retire(id, found[9], found[12], reason, retention)
 return {1, reason, next_index, found[12]}

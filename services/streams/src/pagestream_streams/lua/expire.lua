@@ -1,6 +1,9 @@
--- Reclaims at once what an engine owns that is known to be dead. Retry: harmless.
--- ARGV: engine id, or its name without the boot nonce; doorbell channel; partition number; control time in ms
--- Returns the reclaimed ids.
+-- Reclaim at once all requests of an engine whose process is known to be dead.
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- ARGV: [1] engine id, or its name without the boot nonce, [2] doorbell channel, [3] partition number
+--       [4] control time in ms (see prelude.lua)
+-- Returns: the reclaimed ids.
+-- Retry: harmless, nothing is left to reclaim.
 local reclaimed, control, now = {}, tonumber(ARGV[4]), now_ms()
 although_full()
 for _, engine in ipairs(call('ZRANGE', prefix .. 'leases', 0, -1)) do

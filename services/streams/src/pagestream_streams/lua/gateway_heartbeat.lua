@@ -1,8 +1,11 @@
--- Renews a gateway's lease in this partition. Retry: harmless.
--- ARGV: gateway id, lease in ms
--- Returns {number of requests that it is registered for here, requests queued here}.
+-- Renew a gateway's lease in this partition.
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- ARGV: [1] gateway id, [2] lease in ms
+-- Returns: {number of requests of which it is registered as a reader here, requests queued here}.
+-- Retry: harmless, the lease is renewed again.
 local known = call('HMGET', prefix .. 'meta', 'classes', 'prints')
-local queued = call('XLEN', prefix .. 'queue:resume') + call('ZCARD', prefix .. 'suspects') + call('ZCARD', prefix .. 'verdicts')
+local queued = call('XLEN', prefix .. 'queue:resume')
+queued = queued + call('ZCARD', prefix .. 'suspects') + call('ZCARD', prefix .. 'verdicts')
 for class in string.gmatch(known[1] or '', '%d+') do
   queued = queued + call('XLEN', prefix .. 'queue:' .. class)
 end

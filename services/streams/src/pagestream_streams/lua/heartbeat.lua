@@ -1,14 +1,22 @@
--- Renews an engine's lease in this partition. An engine that was taken for dead by its lease takes back what its death counted for.
--- Retry: harmless.
--- ARGV: engine id, lease in ms, whether it can hand everything back to run a suspect alone (0 | 1), how long a suspect waits for an idle engine
---       in ms, control time in ms, its numerics fingerprint ('': unknown), how long a suspect that began with another one waits for such an
---       engine in ms
--- Returns {the ids that it owns, 0: no suspect that it may run waits here, 1: one waits for an idle engine, 2: and this one was chosen to become that}.
-local engine, lease, patience, control, now = ARGV[1], ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5]), now_ms()
+-- Renew an engine's lease in this partition.
+--
+-- An engine that lost its lease and beats again lived: what its death counted for is taken back.
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- ARGV: [1] engine id, [2] lease in ms
+--       [3] whether it can hand back all it holds, to run a suspect isolated (0 | 1)
+--       [4] how long a suspect waits for an idle engine in ms, [5] control time in ms (see prelude.lua)
+--       [6] the engine's fingerprint ('': unknown)
+--       [7] how long begun requests wait for an engine with their fingerprint, in ms
+-- Returns: {the ids that it owns, whether a suspect that it may run waits here (0: no, 1: yes, for an idle engine,
+--          2: yes, and this engine was chosen to become idle)}.
+-- Retry: harmless, the lease is renewed again.
+local engine, lease, patience = ARGV[1], ARGV[2], tonumber(ARGV[4])
+local control, now = tonumber(ARGV[5]), now_ms()
 although_full()
 call('ZADD', prefix .. 'leases', now + lease, engine)
 call('HSETNX', prefix .. 'meta', 'up', now)
 
+-- A list of engine ids without this engine's.
 local function without(text)
   local rest = ''
   for each in string.gmatch(text or '', '%S+') do
@@ -19,6 +27,7 @@ local function without(text)
   return rest
 end
 
+-- Removes this engine's death from a request, which then is no suspect because of it.
 local function take_back(id)
   local req = prefix .. 'req:' .. id
   local found = call('HMGET', req, 'state', 'died_on', 'died_alone')
@@ -44,6 +53,7 @@ if call('ZREM', prefix .. 'deaths', '!' .. engine) > 0 then
   call('HDEL', prefix .. 'meta', 'alone_died')
 end
 
+-- The second part of the reply.
 local function wanted()
   if call('ZCARD', prefix .. 'suspects') == 0 or not control_is_over(now, control) then
     return 0

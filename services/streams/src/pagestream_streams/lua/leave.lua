@@ -1,6 +1,8 @@
--- Takes a living engine that ends out of the leases, unless it still owns something: then its lease has to lapse. Retry: harmless.
--- ARGV: engine id
--- Returns nothing of use.
+-- Remove the lease of a living engine that ends. If it still owns requests, its lease has to run out instead.
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- ARGV: [1] engine id
+-- Returns: 1.
+-- Retry: harmless, there is no lease any more.
 although_full()
 call('HDEL', prefix .. 'alone', ARGV[1])
 if call('EXISTS', prefix .. 'owned:' .. ARGV[1]) == 0 then

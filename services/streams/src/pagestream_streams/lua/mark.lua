@@ -1,6 +1,8 @@
--- An engine says which requests are in its running step, and which have left it to wait. Retry: harmless.
+-- Record which requests are in an engine's running step, and which wait outside it.
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: for each request: id, epoch, nonce, in the step (0 | 1)
--- Returns nothing of use.
+-- Returns: 1.
+-- Retry: harmless, the same marks are written again.
 for i = 1, #ARGV, 4 do
   local req = prefix .. 'req:' .. ARGV[i]
   local found = call('HMGET', req, 'state', 'epoch', 'nonce')

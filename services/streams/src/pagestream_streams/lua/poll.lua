@@ -1,6 +1,8 @@
--- Tells how far logs have come. Retry: harmless, it only reads.
--- ARGV: ids
--- Returns for each id its next index and 1 if it is finished, else 0; -1 and 1 where there is no such request.
+-- Read the lengths of logs.
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- ARGV: request ids
+-- Returns: for each id its next index, and 1 if it is finished, else 0; -1 and 1 where there is no such request.
+-- Retry: harmless, it only reads.
 local out = {}
 for i = 1, #ARGV do
   local found = call('HMGET', prefix .. 'req:' .. ARGV[i], 'next', 'state')

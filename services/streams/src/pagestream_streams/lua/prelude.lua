@@ -1,26 +1,36 @@
--- Prepended to every script. KEYS[1] is the prefix of one partition's keys, "ps:{<model>/<partition>}:"; every other key is made from it, so
--- that all keys of a script carry the same hash tag. All times are milliseconds of Redis' own clock.
+-- Helpers that are prepended to every script.
+--
+-- KEYS[1] is the prefix of one partition's keys, "ps:{<model>/<partition>}:". Every key is made from it, so that all
+-- keys of a script carry the same hash tag. KEYS[2] is never a key: it is there for clusters, see Connection in
+-- connection.py. All times are milliseconds of Redis' own clock.
+
+-- == Time, memory, digests ==
+
 local call, prefix = redis.call, KEYS[1]
-local GROUP = 'engines'
+local GROUP = 'engines' -- the consumer group of every queue
 
 local function now_ms()
   local time = call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- How long something has waited. A clock that was set back must not let it wait until it has caught up.
+-- How long something has waited; for ever where the clock was set back, so that it need not catch up first.
 local function age(since, now)
   return now < tonumber(since) and math.huge or now - since
 end
 
--- A first write that needs no memory lets a script's others through when Redis is full: what keeps time going, or frees something, must run then.
+-- Lets a script's later writes through when Redis is full, by a first write that needs no memory. For scripts that
+-- renew leases or free memory.
 local function although_full()
   call('ZREM', prefix .. 'graces', '')
 end
 
+-- The digest of a log that is extended by an entry, as digests.py computes it.
 local function chain(digest, body)
   return string.sub(redis.sha1hex(digest .. ':' .. body), 1, 16)
 end
+
+-- == Queues and their bounds ==
 
 local function ensure_group(queue)
   local made = redis.pcall('XGROUP', 'CREATE', queue, GROUP, '0', 'MKSTREAM')
@@ -29,7 +39,7 @@ local function ensure_group(queue)
   end
 end
 
--- Appends a request to a queue and remembers where, so that it can be taken out again.
+-- Appends a request to a queue, and records the entry in the request so that it can be taken out.
 local function enqueue(id, name, tokens)
   local queue = prefix .. 'queue:' .. name
   if call('XLEN', queue) == 0 then
@@ -39,8 +49,9 @@ local function enqueue(id, name, tokens)
   call('HSET', prefix .. 'req:' .. id, 'queue', name, 'entry', entry)
 end
 
--- What each tenant has queued of a class: hash tenants:<class>, fields r<tenant> (requests), t<tenant> (prompt tokens) and w<tenant> (weight).
--- The weights of all that wait are summed up in the field "weights:<class>" of meta.
+-- Counts a queued request for its tenant. The hash tenants:<class> has the fields r<tenant> (requests), t<tenant>
+-- (prompt tokens) and w<tenant> (weight); the field "weights:<class>" of meta is the sum of the weights of tenants
+-- that wait.
 local function charge(class, tenant, tokens, weight)
   local key = prefix .. 'tenants:' .. class
   if call('HINCRBY', key, 'r' .. tenant, 1) == 1 then
@@ -50,12 +61,13 @@ local function charge(class, tenant, tokens, weight)
   call('HINCRBY', key, 't' .. tenant, tokens)
 end
 
--- Queue names that don't begin with "resume" are classes: what leaves them no longer counts for their bounds.
+-- Takes a request that leaves a queue out of the bounds. Only classes have bounds: the queues not named "resume...".
 local function uncount(id, class, tokens)
   if string.sub(class, 1, 6) == 'resume' then
     return
   end
-  local key, meta, tenant = prefix .. 'tenants:' .. class, prefix .. 'meta', call('HGET', prefix .. 'req:' .. id, 'tenant')
+  local key, meta = prefix .. 'tenants:' .. class, prefix .. 'meta'
+  local tenant = call('HGET', prefix .. 'req:' .. id, 'tenant')
   call('HINCRBY', meta, 'tokens:' .. class, -tokens)
   if tenant and call('HINCRBY', key, 'r' .. tenant, -1) <= 0 then
     call('HINCRBY', meta, 'weights:' .. class, -(call('HGET', key, 'w' .. tenant) or 0))
@@ -65,12 +77,13 @@ local function uncount(id, class, tokens)
   end
 end
 
+-- Removes a request from those that an engine owns.
 local function disown(id, engine)
   call('SREM', prefix .. 'owned:' .. engine, id)
 end
 
--- What was begun waits in a queue for engines that compute as the one that began it did: resume:<fingerprint>. The fingerprints that have one
--- are the words of the field "prints" of meta.
+-- The queue of begun requests with a fingerprint: resume:<fingerprint>, for engines that compute as the last one did.
+-- The field "prints" of meta has the fingerprints with such a queue, separated by spaces.
 local function resume_queue(fingerprint)
   if fingerprint == '' then
     return 'resume'
@@ -83,20 +96,25 @@ local function resume_queue(fingerprint)
   return 'resume:' .. fingerprint
 end
 
--- Of the entries in a log "others" are no tokens: finishes and the end. So its tokens are next - others.
+-- The request's field "others" counts the log entries that are no tokens (finishes and the end), so that the number of
+-- its tokens is next - others.
+
+-- == Poisonous requests, see docs/decisions/0024 ==
+--
+-- Fields of a request: died_at is the index at which engines died with it in their running step, died_on their ids,
+-- died_alone those that ran nothing else, died_first when the first one died, or when it was last acquitted; died_near
+-- are engines that died with it outside the step. Engine ids are each followed by a space.
 
 local function words(text)
   local _, count = string.gsub(text, '%S+', '')
   return count
 end
 
--- Poison, see docs/decisions/0024. Of a request: died_at is the index at which engines died with it in the running step, died_on their ids,
--- died_alone those that ran nothing else, died_first when the first one died, or when it was acquitted last; died_near are engines that died with
--- it outside the step.
+-- Deaths that make a suspect; isolated deaths that condemn it; most ids in a list.
 local SUSPECT, CONDEMNED, MOST_NAMED = 2, 2, 16
 
--- Puts a running request back, before all that were never claimed; a suspect to those that are run alone. The empty nonce fences its former
--- owner.
+-- Requeues a running request, before all that were never claimed; a suspect among those that run isolated. The empty
+-- nonce fences its former owner.
 local function requeue(id, engine, not_before)
   local req = prefix .. 'req:' .. id
   local found = call('HMGET', req, 'ptok', 'others', 'next', 'print', 'died_at', 'died_on')
@@ -110,12 +128,14 @@ local function requeue(id, engine, not_before)
   disown(id, engine)
 end
 
--- Between two runs of suspects engines run everything else for a while: in a storm they die then, too. It counts only while an engine lives.
+-- Whether the control time since the last isolated death is over. In it engines run without suspects: in a storm of
+-- other failures they die then, too. It counts only while an engine lives.
 local function control_is_over(now, control)
   local found = call('HMGET', prefix .. 'meta', 'up', 'alone_died')
   return found[1] and (not found[2] or age(math.max(found[1], found[2]), now) >= control)
 end
 
+-- Adds an engine id to a list; beyond MOST_NAMED the oldest goes.
 local function named(engines, engine)
   if words(engines) >= MOST_NAMED then
     engines = string.gsub(engines, '^%S+ ', '')
@@ -123,8 +143,8 @@ local function named(engines, engine)
   return engines .. engine .. ' '
 end
 
--- Puts back a request whose engine has died. The death counts where the request was in the running step: its engine said so, or had appended
--- to it and not said otherwise. Returns whether it counted.
+-- Requeues a request whose engine has died. The death counts where the request was in the running step: its engine had
+-- marked it so, or had appended to it and not marked it as waiting. Returns whether it counted.
 local function requeue_after_death(id, engine, now, control)
   local req = prefix .. 'req:' .. id
   local found = call('HMGET', req, 'next', 'from', 'step', 'alone', 'died_at', 'died_on', 'died_alone', 'died_near')
@@ -153,8 +173,8 @@ local function requeue_after_death(id, engine, now, control)
   return true
 end
 
--- Notes an engine's death once. That of an engine which ran a suspect alone is explained by it ("!"); any other tells that engines die without
--- the suspects.
+-- Records an engine's death once. The death of an engine that ran a suspect isolated is explained by the suspect, and
+-- recorded with "!"; any other one shows that engines die without suspects.
 local KEPT_DEATHS_MS = 3600000
 local function note_death(engine, now)
   local deaths, meta, alone = prefix .. 'deaths', prefix .. 'meta', prefix .. 'alone'
@@ -170,11 +190,12 @@ local function note_death(engine, now)
   end
 end
 
--- The suspect that has waited longest, of those that this engine may run: one that has tokens goes on where they are computed alike, for as long
--- as `patience`. Returns its id and since when it waits, or nothing.
+-- The suspect that has waited longest among those that an engine may run: a begun one waits for its fingerprint for
+-- `patience`. Returns its id and since when it waits, or nothing.
 local function first_suspect(fingerprint, patience, now)
   for _, id in ipairs(call('ZRANGEBYSCORE', prefix .. 'suspects', '-inf', now, 'LIMIT', 0, 16)) do
-    local found, since = call('HMGET', prefix .. 'req:' .. id, 'print', 'next'), tonumber(call('ZSCORE', prefix .. 'suspects', id))
+    local found = call('HMGET', prefix .. 'req:' .. id, 'print', 'next')
+    local since = tonumber(call('ZSCORE', prefix .. 'suspects', id))
     local print = found[2] and found[2] ~= '0' and found[1] or ''
     if print == '' or fingerprint == '' or print == fingerprint or age(since, now) >= patience then
       return id, since
@@ -182,6 +203,7 @@ local function first_suspect(fingerprint, patience, now)
   end
 end
 
+-- Removes an engine's lease. The field "up" of meta is since when an engine lives; it goes with the last one.
 local function drop_lease(engine, now)
   call('ZREM', prefix .. 'leases', engine)
   if call('ZCOUNT', prefix .. 'leases', now, '+inf') == 0 then
@@ -189,7 +211,8 @@ local function drop_lease(engine, now)
   end
 end
 
--- Whether engines died that did not have a request, since its own first one did or in the window before now, whichever is longer.
+-- Whether engines died that did not run a request, since its own first death or in the window before now, whichever is
+-- longer.
 local function storms(had_it, died_first, now, window)
   for _, engine in ipairs(call('ZRANGEBYSCORE', prefix .. 'deaths', math.min(died_first, now - window), '+inf')) do
     if string.sub(engine, 1, 1) ~= '!' and not string.find(' ' .. had_it, ' ' .. engine .. ' ', 1, true) then
@@ -199,7 +222,10 @@ local function storms(had_it, died_first, now, window)
   return false
 end
 
--- "silent" is until when a client of the request may not have noticed that its gateway died. More than minutes ahead is a clock that was set back.
+-- == Readers and disconnect graces ==
+--
+-- Starts the grace of a request without readers. Its field "silent" is until when its client may not have noticed that
+-- the gateway died; a value that is more than minutes ahead comes from a clock that was set back.
 local MOST_SILENT_MS = 600000
 local function starts_grace(id, now)
   local policy = call('HMGET', prefix .. 'req:' .. id, 'state', 'continue', 'grace', 'silent')
@@ -223,7 +249,7 @@ local function add_reader(id, readers, gateway)
   call('ZREM', prefix .. 'graces', id)
 end
 
--- Where it was the last one, the grace starts.
+-- Removes a reader; where it was the last one, the grace starts.
 local function remove_reader(id, gateway, now)
   local req = prefix .. 'req:' .. id
   call('SREM', prefix .. 'reads:' .. gateway, id)
@@ -243,7 +269,9 @@ local function remove_reader(id, gateway, now)
   end
 end
 
--- What every end of a request does, whoever writes it.
+-- == The end of a request ==
+
+-- Marks a request as finished and lets its keys expire; its log has had its end entry.
 local function retire(id, owner, readers, reason, retention)
   local req = prefix .. 'req:' .. id
   call('HSET', req, 'state', 'finished', 'reason', reason, 'ended', now_ms(), 'owner', '', 'readers', '')

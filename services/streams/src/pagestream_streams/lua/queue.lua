@@ -1,7 +1,10 @@
--- What waits and what runs in a partition, for people and for whoever decides how many engines there are. Retry: harmless, it only reads.
--- ARGV: drain window in ms, most entries of a queue of resumed requests whose tokens are looked at
--- Returns {requests that engines own, prompt tokens claimed in the drain window, length of that window in ms,
---         {queue, requests, tokens, ms that its oldest waits}...}; queues are classes, "resume" (all that goes on after another engine) and "suspect".
+-- Read how much waits and runs in a partition, for metrics and scaling.
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- ARGV: [1] drain window in ms, [2] most entries of a queue of begun requests whose tokens are counted
+-- Returns: {requests that engines own, prompt tokens claimed in the drain window, length of that window in ms,
+--          {queue, requests, tokens, ms that its oldest has waited}...}. Queues are the classes, "resume" (begun
+--          requests that wait for another engine) and "suspect".
+-- Retry: harmless, it only reads.
 local meta, now, most = prefix .. 'meta', now_ms(), tonumber(ARGV[2])
 local state = call('HMGET', meta, 'classes', 'prints', 'drain_from', 'drained_tokens')
 
@@ -10,12 +13,13 @@ for _, engine in ipairs(call('ZRANGE', prefix .. 'leases', 0, -1)) do
   running = running + call('SCARD', prefix .. 'owned:' .. engine)
 end
 
+-- How long the head of a queue has waited, in ms.
 local function oldest(name)
   local first = call('XRANGE', prefix .. 'queue:' .. name, '-', '+', 'COUNT', 1)[1]
   return first and math.max(0, now - tonumber(string.match(first[1], '^%d+'))) or 0
 end
 
--- Of the few that were looked at, and as if the rest were like them.
+-- The tokens of a queue, extrapolated from its first entries.
 local function tokens_of(name, length)
   local sum, seen = 0, 0
   for _, entry in ipairs(call('XRANGE', prefix .. 'queue:' .. name, '-', '+', 'COUNT', most)) do
@@ -37,7 +41,8 @@ local resumed = {'resume', 0, 0, 0}
 local function add(name)
   local length = call('XLEN', prefix .. 'queue:' .. name)
   if length > 0 then
-    resumed[2], resumed[3], resumed[4] = resumed[2] + length, resumed[3] + tokens_of(name, length), math.max(resumed[4], oldest(name))
+    resumed[2], resumed[3] = resumed[2] + length, resumed[3] + tokens_of(name, length)
+    resumed[4] = math.max(resumed[4], oldest(name))
   end
 end
 add('resume')

@@ -1,6 +1,8 @@
--- Registers a gateway as a reader of a request, which ends its disconnect grace. Retry: harmless.
--- ARGV: id, tenant, gateway id, gateway lease in ms
--- Returns {next index, finished (0 | 1)}, or nothing where the tenant has no such request.
+-- Register a gateway as a reader of a request, which ends its disconnect grace.
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- ARGV: [1] request id, [2] tenant, [3] gateway id, [4] gateway lease in ms
+-- Returns: {next index, finished (0 | 1)}, or nothing where the tenant has no such request.
+-- Retry: harmless, a reader is registered once.
 local id, gateway = ARGV[1], ARGV[3]
 local found = call('HMGET', prefix .. 'req:' .. id, 'tenant', 'state', 'readers', 'next')
 if not found[1] or found[1] ~= ARGV[2] then

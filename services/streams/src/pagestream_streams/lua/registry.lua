@@ -1,9 +1,12 @@
--- The living engines of a model. KEYS[1] is the registry itself. Retry: harmless.
--- ARGV: engine id to renew ('': only look), time to live in ms
--- Returns the ids of the living engines.
+-- Renew an engine in its model's registry, and read the living engines.
+-- KEYS: the registry.
+-- ARGV: [1] engine id to renew ('': only read), [2] lease in ms
+-- Returns: the ids of the living engines.
+-- Retry: harmless, the lease is renewed again.
 local now = now_ms()
 if ARGV[1] ~= '' then
-  call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now) -- first: it needs no memory, which lets the other through when Redis is full
+  -- First, because it needs no memory: then the next write is admitted when Redis is full.
+  call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
   call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
 end
 return call('ZRANGEBYSCORE', KEYS[1], '(' .. now, '+inf')

@@ -1,12 +1,13 @@
--- Lets a quarantined request go on under a new id, from where it stood, at first alone. Its own log has had its end and keeps it. Retry: harmless, the second
--- run answers what the first one did.
--- ARGV: id, new id, the new id's spec, deadline in ms from now (0: none), disconnect grace in ms, continue on disconnect (0 | 1), doorbell
---       channel, partition number
--- Returns the new id, or nothing where no such request is quarantined.
+-- Requeue a quarantined request under a new id, from where it stood, as a suspect. Its own log keeps its end.
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- ARGV: [1] id, [2] new id, [3] the new id's spec, [4] deadline in ms from now (0: none), [5] disconnect grace in ms
+--       [6] continue on disconnect (0 | 1), [7] doorbell channel, [8] partition number
+-- Returns: the new id, or nothing where no such request is quarantined.
+-- Retry: harmless, the second run returns the new id of the first.
 local id, new, spec, deadline, grace, continue = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5], ARGV[6]
 local old, req, log, now = prefix .. 'req:' .. id, prefix .. 'req:' .. new, prefix .. 'log:' .. new, now_ms()
-local found = call('HMGET', old, 'dead', 'revived_as', 'dead_index', 'tenant', 'class', 'ptok', 'choices', 'cached', 'attempts',
-  'print', 'died_on', 'context')
+local found = call('HMGET', old, 'dead', 'revived_as', 'dead_index', 'tenant', 'class', 'ptok', 'choices', 'cached',
+  'attempts', 'print', 'died_on', 'context')
 if not found[1] then
   return false
 end
@@ -14,11 +15,11 @@ if found[2] then
   return found[2]
 end
 local index, digest, tokens = tonumber(found[3]), '', 0
-call('HSET', req, 'spec', spec, 'tenant', found[4], 'class', found[5], 'ptok', found[6], 'choices', found[7], 'cached', found[8],
-  'attempts', found[9], 'state', 'queued', 'epoch', 0, 'nonce', '', 'owner', '', 'readers', '', 'accepted', now,
-  'deadline', deadline > 0 and now + deadline or 0, 'grace', grace, 'continue', continue, 'revived_from', id,
-  'print', found[10] or '', 'died_at', index, 'died_on', found[11], 'died_alone', '', 'died_first', now,
-  'context', found[12] or 0)
+call('HSET', req, 'spec', spec, 'tenant', found[4], 'class', found[5], 'ptok', found[6], 'choices', found[7],
+  'cached', found[8], 'attempts', found[9], 'state', 'queued', 'epoch', 0, 'nonce', '', 'owner', '', 'readers', '',
+  'accepted', now, 'deadline', deadline > 0 and now + deadline or 0, 'grace', grace, 'continue', continue,
+  'revived_from', id, 'print', found[10] or '', 'died_at', index, 'died_on', found[11], 'died_alone', '',
+  'died_first', now, 'context', found[12] or 0)
 if index > 0 then
   for _, entry in ipairs(call('XRANGE', prefix .. 'log:' .. id, '-', index .. '-0')) do
     local fields, values = {}, entry[2]

@@ -1,11 +1,21 @@
--- What time alone brings about in a partition: reclaims what dead engines own, moves dead gateways' reads to their grace, and names the requests
--- whose deadline, grace or verdict is due (end.lua ends them). After a gateway's death no grace begins before its clients can have noticed. After a
--- hole in the sweeps, or on another Redis process than before, every lease and grace starts anew in full instead. Retry: harmless.
--- ARGV: least distance of two sweeps in ms, hole in ms, engine lease in ms, gateway lease in ms, most reclaimed, doorbell channel, partition number,
---       control time in ms, window of deaths in ms, what a client may need to notice a silent gateway in ms
--- Returns {reclaimed ids, ids over their deadline, ids over their grace, restarted (0 | 1), {id, index, deaths}... of poison}.
+-- Do what time alone brings about in a partition.
+--
+-- Reclaim what dead engines own, start the graces of dead gateways' reads, and return the requests whose deadline,
+-- grace or verdict is due (end.lua ends them). After a gateway's death no grace starts before its clients can have
+-- noticed. After a hole in the sweeps, or on another Redis process than before, every lease and grace starts anew in
+-- full.
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- ARGV: [1] least distance of two sweeps in ms, [2] hole in ms, [3] engine lease in ms, [4] gateway lease in ms
+--       [5] most requests to reclaim, [6] doorbell channel, [7] partition number
+--       [8] control time in ms (see prelude.lua)
+--       [9] window in ms in which an engine's death speaks for requests that it did not run
+--       [10] what a client may need to notice a silent gateway, in ms
+-- Returns: {reclaimed ids, ids past their deadline, ids past their grace, restarted (0 | 1), {id, index, deaths}... of
+--          requests to quarantine}.
+-- Retry: harmless, a partition that was just swept is skipped.
 local meta, now = prefix .. 'meta', now_ms()
-local interval, hole, lease, gateway_lease, most = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local interval, hole, most = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[5])
+local lease, gateway_lease = tonumber(ARGV[3]), tonumber(ARGV[4])
 local control, window, silence = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
 local last = call('HMGET', meta, 'swept', 'run_id', 'deserted')
 local run_id = string.match(call('INFO', 'server'), 'run_id:(%x+)')
@@ -51,7 +61,7 @@ for _, engine in ipairs(due('leases')) do
     for _, id in ipairs(owned) do
       if call('HGET', prefix .. 'req:' .. id, 'owner') == engine then
         if requeue_after_death(id, engine, now, control) then
-          -- It may live, cut off from Redis: then it takes this back.
+          -- The engine may live, cut off from Redis: its next heartbeat then takes the death back.
           call('SADD', lapsed, id)
           call('PEXPIRE', lapsed, KEPT_DEATHS_MS)
         end
@@ -79,7 +89,7 @@ for _, gateway in ipairs(due('gateways')) do
   end
   call('ZREM', prefix .. 'gateways', gateway)
 end
--- Nobody could come back while no gateway lived: that time doesn't count.
+-- Time in which no gateway lives doesn't count for graces: no client could reconnect.
 local abandoned = {}
 if call('ZCARD', prefix .. 'gateways') == 0 then
   call('HSET', meta, 'deserted', 1)
@@ -90,7 +100,7 @@ else
   abandoned = due('graces')
 end
 
--- What acquits need not wait for the verdict's time. What engines died of before is judged with the acquittal: its account begins anew.
+-- Other engines' deaths acquit at once. The deaths so far are judged with the acquittal, and no longer counted.
 local acquitted, poison = {}, {}
 for _, id in ipairs(call('ZRANGE', prefix .. 'verdicts', 0, -1)) do
   local found = call('HMGET', prefix .. 'req:' .. id, 'died_on', 'died_first', 'died_near')
