@@ -29,7 +29,7 @@ async def quarantined(broker: Broker) -> str:
                 await engine.session.hand_back([claim.request_id], failed=True)
 
         async def is_dead() -> bool:
-            return bool(await broker.dead(MODEL))
+            return bool(await broker.quarantined(MODEL))
 
         async with worker(broker, "spare"):
             await eventually(is_dead)
@@ -57,7 +57,7 @@ async def test_list_show_and_requeue(redis_url: str) -> None:
 
         requeued = await dead("requeue", request_id, "--redis", redis_url)
         new_id = requeued.stdout.strip()
-        assert (requeued.returncode, (await broker.dead_request(request_id)).requeued_as) == (0, new_id)
+        assert (requeued.returncode, (await broker.quarantined_request(request_id)).requeued_as) == (0, new_id)
         assert (await dead("requeue", request_id, "--redis", redis_url)).stdout.strip() == new_id
         async with worker(broker, "fixed") as engine:
             [claim] = await engine.claim()

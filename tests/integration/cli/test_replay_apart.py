@@ -107,7 +107,7 @@ async def test_a_quarantined_request_is_not_given_to_the_deployment_again(
             await broker.end(
                 where, request.request_id, "error", condition="verdicts", error="quarantined\0engines died of it"
             )
-        [dead] = await broker.dead(MODEL)
+        [dead] = await broker.quarantined(MODEL)
         assert dead.request_id == request.request_id
         with pytest.raises(ReplayFailedError, match="quarantined") as caught:
             await asyncio.wait_for(_both(arguments(redis_url, request.request_id)), LIMIT_S)

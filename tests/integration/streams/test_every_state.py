@@ -158,4 +158,4 @@ async def test_it_ends_once_and_leaves_nothing(
         assert [await broker.connection.execute("XLEN", key) for key in left] == [0] * len(left)
         again = await broker.cancel(request.request_id, TENANT)
         assert again == expected, "whoever comes later changes nothing"
-    assert await broker.dead(MODEL) == []
+    assert await broker.quarantined(MODEL) == []

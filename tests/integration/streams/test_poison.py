@@ -216,7 +216,7 @@ class TestAlone:
             rest = dataclasses.replace(claim, next_index=1, digest=digest)
             await idle.generate(rest, 4, finish=True)
         assert numbers(await read_all(gateway, suspect.request_id)) == [100, 101, 102, 103]
-        assert await broker.dead(MODEL) == []
+        assert await broker.quarantined(MODEL) == []
         assert len(others) == 4
 
     async def test_a_busy_engine_is_chosen_to_hand_everything_back(
@@ -329,8 +329,8 @@ class TestQuarantine:
         end = entries[-1].end
         assert (end.reason, end.error.code) == (FINISH_REASON_ERROR, "quarantined")
         assert "4 engines died while they computed entry 1" in end.error.message
-        [dead] = await broker.dead(MODEL)
-        assert dead == await broker.dead_request(request.request_id)
+        [dead] = await broker.quarantined(MODEL)
+        assert dead == await broker.quarantined_request(request.request_id)
         assert (dead.request_id, dead.tenant, dead.next_index, dead.attempts) == (request.request_id, TENANT, 1, 5)
         assert [engine.partition(":")[0] for engine in dead.engines] == ["a", "b", "c", "d"]
         assert (dead.reason, dead.spec, dead.requeued_as) == (end.error.message, request, None)
@@ -339,20 +339,20 @@ class TestQuarantine:
         request = await self.poisoned(broker, gateway)
         async with worker(broker, "fixed") as engine:
             old = await read_all(gateway, request.request_id)
-            new_id = await broker.requeue_dead(request.request_id)
-            assert await broker.requeue_dead(request.request_id) == new_id != request.request_id
+            new_id = await broker.requeue(request.request_id)
+            assert await broker.requeue(request.request_id) == new_id != request.request_id
             [claim] = await engine.claim()
             assert (claim.request_id, claim.isolated, claim.next_index) == (new_id, True, 1)
             assert claim.entries == old[:1]
             await engine.generate(claim, 3, finish=True)
         assert numbers(await read_all(gateway, new_id)) == [100, 101, 102]
         assert await read_all(gateway, request.request_id) == old, "its own log has one end and keeps it"
-        assert (await broker.dead_request(request.request_id)).requeued_as == new_id
+        assert (await broker.quarantined_request(request.request_id)).requeued_as == new_id
         assert (await broker.view(new_id, TENANT)).finish_reason == FINISH_REASON_STOP
 
     async def test_what_is_not_quarantined_is_not_found(self, broker: Broker, gateway: GatewaySession) -> None:
         request = await accepted(gateway)
-        for ask in (broker.dead_request, broker.requeue_dead):
+        for ask in (broker.quarantined_request, broker.requeue):
             with pytest.raises(RequestNotFound):
                 await ask(request.request_id)
 
@@ -387,7 +387,7 @@ class TestStorms:
             assert claim.isolated
             await calm.generate(claim, 2, finish=True)
         assert (await broker.view(request.request_id, TENANT)).finish_reason == FINISH_REASON_STOP
-        assert await broker.dead(MODEL) == []
+        assert await broker.quarantined(MODEL) == []
 
     async def test_between_two_runs_alone_engines_run_without_it(self, broker: Broker, gateway: GatewaySession) -> None:
         await accepted(gateway)

@@ -103,6 +103,6 @@ async def test_nothing_is_quarantined(broker: Broker, num_slots: int) -> None:
         for request, entries in zip(requests, logs, strict=True):
             assert numbers(entries) == list(range(100, 100 + NUM_TOKENS))
             assert (await broker.view(request.request_id, TENANT)).finish_reason == FINISH_REASON_STOP
-        assert await broker.dead(MODEL) == []
+        assert await broker.quarantined(MODEL) == []
     # How many were suspected is a matter of chance and of the machine's load; test_poison.py has the certain cases.
     print(f"{sum(slot.kills for slot in slots)} kills, {sum(slot.runs_alone for slot in slots)} runs alone")

@@ -119,7 +119,7 @@ async def test_poison_is_quarantined_and_its_neighbours_go_on(
         finally:
             supervisor.cancel()
             await asyncio.gather(supervisor, return_exceptions=True)
-        [dead] = await broker.dead(MODEL)
+        [dead] = await broker.quarantined(MODEL)
     end = logs[0][-1].end
     assert (end.reason, end.error.code) == (FINISH_REASON_ERROR, "quarantined")
     assert (dead.request_id, dead.next_index, len(dead.engines)) == (poison.request_id, 0, 4)

@@ -127,7 +127,7 @@ async def test_streams_go_on_where_they_were_and_nobody_is_robbed(
     for log, (prompt, count) in zip(logs, wanted, strict=True):
         check(log, prompt, count)
     assert [(await view(broker, spec)).attempts for spec in specs] == [1, 1, 1]
-    assert await broker.dead(MODEL) == []
+    assert await broker.quarantined(MODEL) == []
 
 
 async def test_who_comes_while_it_is_full_hears_so_and_is_accepted_under_its_id_when_there_is_room(
@@ -163,7 +163,7 @@ async def test_who_comes_while_it_is_full_hears_so_and_is_accepted_under_its_id_
             check(await reading, [1, 2], MIDDLE)
             await running.end()
     assert [(await view(broker, spec)).attempts for spec in (first, late)] == [1, 1]
-    assert await broker.dead(MODEL) == []
+    assert await broker.quarantined(MODEL) == []
 
 
 async def test_what_an_engine_ran_that_ends_meanwhile_goes_on_at_its_neighbour(
@@ -183,7 +183,7 @@ async def test_what_an_engine_ran_that_ends_meanwhile_goes_on_at_its_neighbour(
         check(await reading, [1, 2], LONG)
         await second.end()
     assert (await view(broker, spec)).attempts == 2
-    assert await broker.dead(MODEL) == []
+    assert await broker.quarantined(MODEL) == []
 
 
 async def test_what_an_engine_ran_that_ends_meanwhile_waits_for_the_next_one(
@@ -209,4 +209,4 @@ async def test_what_an_engine_ran_that_ends_meanwhile_waits_for_the_next_one(
                 check(await reading, prompt, LONG)
             await second.end()
     assert [(await view(broker, spec)).attempts for spec in specs] == [2, 1]
-    assert await broker.dead(MODEL) == []
+    assert await broker.quarantined(MODEL) == []

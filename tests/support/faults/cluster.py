@@ -204,7 +204,7 @@ class FaultCluster:
 
     async def num_quarantined(self) -> int:
         """Return the number of quarantined requests."""
-        return len(await (await self.broker()).dead(MODEL))
+        return len(await (await self.broker()).quarantined(MODEL))
 
     # -- clients and references --
 

@@ -6,9 +6,9 @@ import json
 from pagestream.v1.inference_pb2 import SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_cli.dead.command import description, line, summary, whole
-from pagestream_streams import DeadRequest
+from pagestream_streams import QuarantinedRequest
 
-DEAD = DeadRequest(
+DEAD = QuarantinedRequest(
     request_id="2a97516c-0000-0123456789abcdef0123456789abcdef",
     model="demo",
     tenant="acme",

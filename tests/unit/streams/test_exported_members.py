@@ -8,7 +8,7 @@ EXPECTED = [
     "AppendOutcome",
     "Broker",
     "Claim",
-    "DeadRequest",
+    "QuarantinedRequest",
     "DigestMismatch",
     "EmbeddedRedis",
     "EngineSession",

@@ -22,8 +22,8 @@ from pagestream_streams.protocol.records import (
     AppendKind,
     AppendOutcome,
     Claim,
-    DeadRequest,
     ModelInfo,
+    QuarantinedRequest,
     RequestView,
 )
 from pagestream_streams.settings import StreamsSettings, settings_from_environment
@@ -34,7 +34,6 @@ __all__ = [
     "AppendOutcome",
     "Broker",
     "Claim",
-    "DeadRequest",
     "DigestMismatch",
     "EmbeddedRedis",
     "EngineSession",
@@ -44,6 +43,7 @@ __all__ = [
     "ModelNameRefused",
     "ModelNotFound",
     "OffsetOutOfRange",
+    "QuarantinedRequest",
     "QueueFull",
     "RequestNotFound",
     "RequestView",

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from pagestream.v1.records_pb2 import LogSlice
 from pagestream_streams import Broker, ModelNotFound, StreamsSettings
-from pagestream_streams.admin.model_directory import Directory
+from pagestream_streams.admin.model_directory import ModelDirectory
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.connection import Connection
 from pagestream_streams.connection.wakeups import WakeUpSender
@@ -35,7 +35,7 @@ class SlowModels:
 
 async def test_a_model_is_missing_only_where_redis_says_so() -> None:
     models = SlowModels()
-    directory = Directory(cast(Connection, models), SETTINGS)
+    directory = ModelDirectory(cast(Connection, models), SETTINGS)
     assert await directory.names() == ["a"]
     models.names.append("b")
     models.delay_s = SETTINGS.beat_limit_s

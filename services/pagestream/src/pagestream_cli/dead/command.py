@@ -12,7 +12,7 @@ from pagestream_cli.console import say
 from pagestream_cli.store import opened, redis_url
 
 if TYPE_CHECKING:
-    from pagestream_streams import Broker, DeadRequest
+    from pagestream_streams import Broker, QuarantinedRequest
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ async def _acted(action: Any, arguments: argparse.Namespace) -> None:
 
 async def _list(broker: Broker, arguments: argparse.Namespace) -> None:
     models = [arguments.model] if arguments.model else [info.name for info in await broker.models()]
-    found = [dead for model in models for dead in await broker.dead(model)]
+    found = [dead for model in models for dead in await broker.quarantined(model)]
     found.sort(key=lambda dead: (dead.quarantined_at, dead.request_id))
     if arguments.json:
         print(json.dumps([summary(dead) for dead in found], indent=2))
@@ -45,22 +45,22 @@ async def _list(broker: Broker, arguments: argparse.Namespace) -> None:
 
 
 async def _show(broker: Broker, arguments: argparse.Namespace) -> None:
-    dead = await broker.dead_request(arguments.request_id)
+    dead = await broker.quarantined_request(arguments.request_id)
     print(json.dumps(whole(dead), indent=2) if arguments.json else description(dead))
 
 
 async def _requeue(broker: Broker, arguments: argparse.Namespace) -> None:
     for request_id in arguments.request_id:
-        print(await broker.requeue_dead(request_id), flush=True)
+        print(await broker.requeue(request_id), flush=True)
 
 
-def line(dead: DeadRequest) -> str:
+def line(dead: QuarantinedRequest) -> str:
     """One row of the list."""
     on = f"  requeued as {dead.requeued_as}" if dead.requeued_as else ""
     return f"{dead.request_id}  {_time(dead)}  {dead.model}  {dead.tenant}  at {dead.next_index}  {dead.reason}{on}"
 
 
-def description(dead: DeadRequest) -> str:
+def description(dead: QuarantinedRequest) -> str:
     """All that a person should know; the prompt itself is in the JSON form alone."""
     sampling = dead.spec.sampling
     rows = {
@@ -81,7 +81,7 @@ def description(dead: DeadRequest) -> str:
     return "\n".join(f"{name + ':':19} {value}" for name, value in rows.items() if value)
 
 
-def summary(dead: DeadRequest) -> dict[str, Any]:
+def summary(dead: QuarantinedRequest) -> dict[str, Any]:
     """The row for programs."""
     return {
         "request_id": dead.request_id,
@@ -96,12 +96,12 @@ def summary(dead: DeadRequest) -> dict[str, Any]:
     }
 
 
-def whole(dead: DeadRequest) -> dict[str, Any]:
+def whole(dead: QuarantinedRequest) -> dict[str, Any]:
     """The row with the request as it was accepted, in protobuf's JSON form."""
     from google.protobuf.json_format import MessageToDict
 
     return {**summary(dead), "spec": MessageToDict(dead.spec, preserving_proto_field_name=True)}
 
 
-def _time(dead: DeadRequest) -> str:
+def _time(dead: QuarantinedRequest) -> str:
     return datetime.fromtimestamp(dead.quarantined_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

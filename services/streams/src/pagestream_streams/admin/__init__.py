@@ -1,1 +1,1 @@
-"""What is neither side: the model directory, the sweeper, quarantine and queue figures."""
+"""What engines and gateways share: the broker, the model directory, the sweeper, quarantine and queue figures."""

@@ -1,4 +1,4 @@
-"""One process' door to Redis: its connections, the models, and what can be done to a request from outside."""
+"""One process' access to Redis: its connections, the models, and what can be done to a request from outside."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pagestream.v1.inference_pb2 import (
 )
 from pagestream.v1.records_pb2 import LogSlice, ModelCard, RequestSpec
 
-from pagestream_streams.admin import quarantine as dead
-from pagestream_streams.admin.model_directory import Directory
+from pagestream_streams.admin import quarantine
+from pagestream_streams.admin.model_directory import ModelDirectory
 from pagestream_streams.connection import wakeups
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import END, EXPIRE, VIEW
@@ -24,7 +24,7 @@ from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.protocol import keys
 from pagestream_streams.protocol.finish_reasons import parse_finish_reason
 from pagestream_streams.protocol.keys import Partition
-from pagestream_streams.protocol.records import DeadRequest, ModelInfo, RequestView
+from pagestream_streams.protocol.records import ModelInfo, QuarantinedRequest, RequestView
 from pagestream_streams.settings import StreamsSettings
 
 _STATES: dict[bytes, RequestState] = {
@@ -35,18 +35,25 @@ _STATES: dict[bytes, RequestState] = {
 
 
 class Broker:
-    """Made by `Broker.connect`; closed by `close` or `async with`. Sessions are made over it and closed before it."""
+    """Created by `Broker.connect`, closed by `close` or `async with`. Sessions use it and are closed before it."""
 
     def __init__(self, connection: Connection, settings: StreamsSettings) -> None:
-        """For `connect`."""
+        """Use an open connection; `connect` opens one."""
         self.connection = connection
         self.settings = settings
-        self.directory = Directory(connection, settings)
+        self.directory = ModelDirectory(connection, settings)
 
     @classmethod
     async def connect(cls, url: str, settings: StreamsSettings | None = None) -> Broker:
-        """Waits for a server that answers, at most settings.connect_timeout_s. Unavailable after that; ValueError for
-        a malformed URL.
+        """Open the connection to a server.
+
+        Args:
+            url: its address, see connection.topologies.open_topology.
+            settings: None for the defaults. All processes of a deployment should use the same.
+
+        Raises:
+            Unavailable: no server has answered within settings.connect_timeout_s.
+            ValueError: the address is malformed.
         """
         settings = settings or StreamsSettings()
         connection = Connection(url, settings)
@@ -58,45 +65,50 @@ class Broker:
         return cls(connection, settings)
 
     async def close(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
         await self.connection.close()
 
     async def __aenter__(self) -> Self:
-        """The broker is open already."""
+        """Return the broker, which is open already."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes it."""
+        """Close the broker."""
         await self.close()
 
     async def ping(self) -> None:
-        """Unavailable if Redis doesn't answer."""
+        """Raise Unavailable if Redis doesn't answer."""
         await self.connection.execute("PING")
 
     async def publish_model(self, card: ModelCard, *, partitions: int = 4) -> None:
-        """Stores a model's card, so that gateways know the model even when no engine runs. An existing number of
-        partitions is kept.
+        """Store a model's card, so that gateways know the model even when no engine runs.
 
-        Raises Unavailable, and ModelNameRefused for a name that can't be part of a key.
+        Args:
+            card: replaces the model's card.
+            partitions: number of partitions of a new model; an existing model keeps its own.
+
+        Raises:
+            ModelNameRefused: the name can't be part of a key, or has the same tag as another model's.
+            Unavailable: a retry is harmless.
         """
         await self.directory.publish(card, partitions)
 
     async def model_card(self, name: str) -> ModelCard:
-        """A model's card, cached by its digest. ModelNotFound. The caller must not change it."""
+        """Return a model's card, cached by its digest; don't change it. ModelNotFound, Unavailable."""
         return await self.directory.card(name)
 
     async def models(self) -> list[ModelInfo]:
-        """All models by name. Unavailable."""
+        """Return all models, sorted by name. Unavailable."""
         return await self.directory.infos()
 
     async def partitions(self, model: str) -> int:
-        """A model's number of partitions. ModelNotFound."""
+        """Return a model's number of partitions. ModelNotFound, Unavailable."""
         return await self.directory.partitions(model)
 
     async def view(self, request_id: str, tenant: str) -> RequestView:
-        """Where a request stands. RequestNotFound also for other tenants' and malformed ids; Unavailable."""
+        """Return where a request stands. RequestNotFound, also for other tenants' and malformed ids; Unavailable."""
         where = await self.directory.locate(request_id)
         found = await self.connection.run(VIEW, where.prefix, request_id, tenant)
         if found is None:
@@ -118,13 +130,14 @@ class Broker:
         )
 
     async def spec(self, request_id: str, tenant: str) -> RequestSpec:
-        """A request as it was accepted. RequestNotFound, Unavailable."""
+        """Return a request as it was accepted. RequestNotFound, Unavailable."""
         return (await self.view(request_id, tenant)).spec
 
     async def cancel(self, request_id: str, tenant: str) -> FinishReason:
-        """Ends a request in whatever state it is, also without any engine; returns how it ended, now or before.
+        """End a request in whatever state it is, also without any engine. RequestNotFound, Unavailable.
 
-        RequestNotFound, Unavailable.
+        Returns:
+            How it ended: CANCELLED, or as it had finished before.
         """
         where = await self.directory.locate(request_id)
         reason = await self.end(where, request_id, "cancelled", tenant=tenant)
@@ -132,30 +145,40 @@ class Broker:
             raise RequestNotFound(request_id)
         return reason
 
-    async def dead(self, model: str) -> list[DeadRequest]:
-        """A model's quarantined requests, the oldest first. ModelNotFound, Unavailable."""
-        return await dead.listed(self.connection, await self.directory.all_partitions(model))
+    async def quarantined(self, model: str) -> list[QuarantinedRequest]:
+        """Return a model's quarantined requests, oldest first. ModelNotFound, Unavailable."""
+        return await quarantine.list_requests(self.connection, await self.directory.all_partitions(model))
 
-    async def dead_request(self, request_id: str) -> DeadRequest:
-        """A quarantined request, whoever's it is. RequestNotFound also where it isn't quarantined; Unavailable."""
-        return await dead.one(self.connection, await self.directory.locate(request_id), request_id)
+    async def quarantined_request(self, request_id: str) -> QuarantinedRequest:
+        """Return a quarantined request of any tenant. RequestNotFound, also where it isn't quarantined; Unavailable."""
+        return await quarantine.get_request(self.connection, await self.directory.locate(request_id), request_id)
 
-    async def requeue_dead(self, request_id: str) -> str:
-        """Lets a quarantined request go on from where it stood; returns the new id under which it does.
+    async def requeue(self, request_id: str) -> str:
+        """Requeue a quarantined request from where it stood, for the same tenant. RequestNotFound, Unavailable.
 
-        Its old log has had its end and stays as it is. Requeueing again returns the same new id. It runs whether or
-        not somebody reads, for the same tenant, and its deadline starts anew. RequestNotFound, Unavailable.
+        Its log keeps its end. The new request runs whether or not it is read, and its deadline starts anew.
+
+        Returns:
+            The id of the new request; a repeated call returns the same one.
         """
-        return await dead.revived(self.connection, await self.directory.locate(request_id), request_id)
+        return await quarantine.requeue(self.connection, await self.directory.locate(request_id), request_id)
 
     async def end(
         self, where: Partition, request_id: str, reason: str, *, tenant: str = "", condition: str = "", error: str = ""
     ) -> FinishReason | None:
-        """Ends a request from outside and tells its readers; None where there is none, or where the condition doesn't
-        hold.
+        """End a request from outside and wake its readers. Unavailable; a retry is harmless.
 
-        `condition` "deadlines", "graces" or "verdicts" ends it only if it is due there by Redis' clock at this moment;
-        what ends by its verdict is listed as dead. `error` is "<code>\\0<message>".
+        Args:
+            where: its partition.
+            request_id: the request.
+            reason: name of the finish reason, see protocol.finish_reasons.
+            tenant: end it only if it is this tenant's; "" for any.
+            condition: "deadlines", "graces" or "verdicts" ends it only if it is due there by Redis' clock now; after
+                "verdicts" it is listed as quarantined. "" for no condition.
+            error: "<code>\\0<message>"; "" for none.
+
+        Returns:
+            How it ended, now or before; None where there is no such request or the condition doesn't hold.
         """
         settings = self.settings
         retention_s = settings.dead_retention_s if condition == "verdicts" else settings.retention_s
@@ -169,10 +192,10 @@ class Broker:
 
 
 async def expire_engine(broker: Broker, engine_id: str) -> None:
-    """Reclaims at once what an engine owns whose process is known to be dead. Unavailable.
+    """Reclaim at once all requests of an engine whose process is known to be dead. Unavailable.
 
-    `engine_id` is an engine's whole id, or its name without the boot nonce: then every boot of that name is meant, so
-    call this before the next one starts.
+    `engine_id`: an engine's id, or its name without the boot nonce. With the name, the requests of every boot of it are
+    reclaimed, so call it before the next one starts.
     """
     calls = []
     for name in await broker.directory.names():

@@ -1,6 +1,4 @@
-"""The models that a deployment knows: their cards, partitions, and living engines. Read from Redis at most once a
-second.
-"""
+"""The models that a deployment knows: their cards, partitions and living engines, cached for a second."""
 
 from __future__ import annotations
 
@@ -31,22 +29,25 @@ class _Entry:
     partitions: int
 
 
-class Directory:
-    """A process' view of the models. While Redis is away it goes on with what it knew."""
+class ModelDirectory:
+    """A process' view of the models, read at most every settings.directory_ttl_s. It stays valid while Redis is away.
+
+    Every method raises Unavailable where Redis is needed and can't serve.
+    """
 
     def __init__(self, connection: Connection, settings: StreamsSettings) -> None:
-        """Reads nothing yet."""
+        """Create it empty; the first use reads the models."""
         self._connection = connection
         self._ttl = settings.directory_ttl_s
-        self._limit_s = settings.beat_limit_s / 2  # beats and sweeps wait for it
+        self._limit_s = settings.beat_limit_s / 2  # heartbeats and sweeps wait for it
         self._entries: dict[str, _Entry] = {}
         self._tags: dict[str, str] = {}
         self._cards: dict[str, ModelCard] = {}
         self._read_at = float("-inf")
-        self._is_stale = False  # whether the last look was cut short: what it has not may be there all the same
+        self._is_stale = False  # whether the last read failed: models that are missing here may exist
 
     async def publish(self, card: ModelCard, partitions: int) -> None:
-        """Stores a model's card; see Broker.publish_model."""
+        """Store a model's card; see Broker.publish_model."""
         _check(card.name, partitions)
         tag = ids.model_tag(card.name)
         await self._connection.execute("HSETNX", keys.MODELS, tag, card.name)
@@ -68,20 +69,20 @@ class Directory:
         self._read_at = float("-inf")
 
     async def names(self) -> list[str]:
-        """The names of all models, sorted."""
+        """Return the names of all models, sorted."""
         await self._refresh()
         return sorted(self._entries)
 
     async def partitions(self, name: str) -> int:
-        """A model's number of partitions. ModelNotFound."""
+        """Return a model's number of partitions. ModelNotFound."""
         return (await self._entry(name)).partitions
 
     async def all_partitions(self, name: str) -> list[Partition]:
-        """A model's partitions. ModelNotFound."""
+        """Return a model's partitions. ModelNotFound."""
         return [Partition(name, number) for number in range(await self.partitions(name))]
 
     async def card(self, name: str) -> ModelCard:
-        """A model's card, fetched once for each digest. ModelNotFound. The caller must not change it."""
+        """Return a model's card, fetched once for each digest; don't change it. ModelNotFound."""
         entry = await self._entry(name)
         card = self._cards.get(entry.digest)
         if card is None:
@@ -93,9 +94,9 @@ class Directory:
         return card
 
     async def infos(self) -> list[ModelInfo]:
-        """All models by name, with their living engines counted now."""
+        """Return all models, sorted by name, with the number of engines that live now."""
         await self._refresh()
-        models = sorted(self._entries.items())  # other entries may be there once the engines are counted
+        models = sorted(self._entries.items())  # a copy: the entries may change while the engines are counted
         living = await self._connection.run_many([Call(REGISTRY, keys.engines(name), ("", 0)) for name, _ in models])
         return [
             ModelInfo(name, entry.created, entry.digest, len(engines), entry.partitions)
@@ -103,9 +104,9 @@ class Directory:
         ]
 
     async def locate(self, request_id: str) -> Partition:
-        """The partition of a request id. RequestNotFound where it is malformed or of an unknown model.
+        """Return the partition of a request id. RequestNotFound for a malformed id or an unknown model.
 
-        A number above the model's present count of partitions is valid: ids of an older count stay so.
+        A number above the model's present count of partitions is valid: it is from a time with more partitions.
         """
         parts = ids.parse(request_id)
         if parts is None:
@@ -137,14 +138,14 @@ class Directory:
             async with within(self._limit_s, "a look for the models"):
                 await self._read()
         except Unavailable:
-            # What is known is good enough to sweep by, and to be asked again later.
+            # Known models are good enough for heartbeats and sweeps; the next read tries again.
             self._read_at, self._is_stale = time.monotonic(), True
 
     async def _read(self) -> None:
         found = await self._connection.execute("HGETALL", keys.MODELS)
         tags = {tag.decode(): name.decode() for tag, name in found.items()}
         rows = await self._connection.pipeline([("HMGET", keys.model(name), *_FIELDS) for name in tags.values()])
-        # A row is empty between the two steps of a first publication.
+        # A first publication writes the name before the row.
         self._entries = {
             name: _Entry(int(row[0]), row[1].decode(), int(row[2]))
             for name, row in zip(tags.values(), rows, strict=True)
@@ -157,7 +158,7 @@ class Directory:
 def _check(name: str, partitions: int) -> None:
     if not _NAME.fullmatch(name):
         raise ModelNameRefused(
-            f"the model name {name!r} must have 1 to 256 characters, no spaces, no control characters, no braces"
+            f"expected a model name of 1 to 256 characters without spaces, control characters and braces, got {name!r}"
         )
     if not 1 <= partitions <= ids.MAX_PARTITIONS:
-        raise ValueError(f"partitions must be between 1 and {ids.MAX_PARTITIONS}, not {partitions}")
+        raise ValueError(f"expected 1 to {ids.MAX_PARTITIONS} partitions, got {partitions}")

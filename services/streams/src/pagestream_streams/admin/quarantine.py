@@ -1,4 +1,4 @@
-"""What was quarantined, for the person who runs the deployment: requests that killed their engines."""
+"""Quarantined requests: list them, and requeue one that an operator trusts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pagestream_streams.connection.scripts import REVIVE
 from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.protocol import ids, keys
 from pagestream_streams.protocol.keys import Partition
-from pagestream_streams.protocol.records import DeadRequest
+from pagestream_streams.protocol.records import QuarantinedRequest
 
 _FIELDS = ("dead", "spec", "revived_as")
 
 
-async def listed(connection: Connection, partitions: Sequence[Partition]) -> list[DeadRequest]:
-    """The quarantined requests of some partitions, the oldest first. Those past their retention are left out."""
+async def list_requests(connection: Connection, partitions: Sequence[Partition]) -> list[QuarantinedRequest]:
+    """Return the quarantined requests of some partitions, oldest first. Unavailable."""
     streams = await connection.pipeline([("XRANGE", where.dead, "-", "+") for where in partitions])
     found = [(where, row) for where, rows in zip(partitions, streams, strict=True) for row in rows]
     records = await connection.pipeline([_record_command(where, row[1][b"id"].decode()) for where, row in found])
@@ -31,8 +31,8 @@ async def listed(connection: Connection, partitions: Sequence[Partition]) -> lis
     return sorted(dead, key=lambda each: (each.quarantined_at, each.request_id))
 
 
-async def one(connection: Connection, where: Partition, request_id: str) -> DeadRequest:
-    """A quarantined request. RequestNotFound."""
+async def get_request(connection: Connection, where: Partition, request_id: str) -> QuarantinedRequest:
+    """Return a quarantined request. RequestNotFound where it isn't quarantined; Unavailable."""
     record = await connection.execute(*_record_command(where, request_id))
     if record[0] is None:
         raise RequestNotFound(request_id)
@@ -42,13 +42,13 @@ async def one(connection: Connection, where: Partition, request_id: str) -> Dead
     return _made(where, rows[0], record)
 
 
-async def revived(connection: Connection, where: Partition, request_id: str) -> str:
-    """Lets a quarantined request go on under a new id; the same one when asked again. RequestNotFound."""
+async def requeue(connection: Connection, where: Partition, request_id: str) -> str:
+    """Requeue a quarantined request; return its new id, the same in a repeated call. RequestNotFound, Unavailable."""
     spec = RequestSpec()
-    spec.CopyFrom((await one(connection, where, request_id)).spec)
-    spec.idempotency_key = ""  # it stays the first one's, which has had its end
+    spec.CopyFrom((await get_request(connection, where, request_id)).spec)
+    spec.idempotency_key = ""  # stays with the quarantined request, whose log has its end
     spec.request_id = ids.new(where.model, where.number, spec.tenant)
-    # Nobody reads it yet: a grace would end it before the person who asked has looked.
+    # Without a reader yet, a disconnect grace would end it before the operator has looked.
     spec.on_disconnect = ON_DISCONNECT_CONTINUE
     made = await connection.run(
         REVIVE,
@@ -71,10 +71,10 @@ def _record_command(where: Partition, request_id: str) -> tuple[str, ...]:
     return ("HMGET", where.request(request_id), *_FIELDS)
 
 
-def _made(where: Partition, row: tuple[bytes, Mapping[bytes, bytes]], record: Sequence[Any]) -> DeadRequest:
+def _made(where: Partition, row: tuple[bytes, Mapping[bytes, bytes]], record: Sequence[Any]) -> QuarantinedRequest:
     entry, fields = row
     milliseconds, _, _ = entry.partition(b"-")
-    return DeadRequest(
+    return QuarantinedRequest(
         request_id=fields[b"id"].decode(),
         model=where.model,
         tenant=fields[b"tenant"].decode(),

@@ -1,4 +1,4 @@
-"""How much waits, and how fast it is claimed: the same truth for every process that asks."""
+"""How much waits in the queues, and how fast it is claimed."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
 from pagestream_streams.connection.scripts import QUEUE
 
-_MOST_LOOKED_AT = 64  # entries of a queue of resumed requests; more are taken to be like them
-_SHORTEST_SPAN_S = 1.0  # a rate over less is chance
+_MOST_LOOKED_AT = 64  # entries of a queue of begun requests whose tokens are counted; the rest is extrapolated
+_SHORTEST_SPAN_S = 1.0  # shorter spans give no meaningful rate
 
 
 @dataclass(frozen=True)
-class Waiting:
+class QueueDepth:
     """One queue of one partition."""
 
-    queue: str  # a priority class, "resume" (goes on after another engine) or "suspect" (see docs/decisions/0024)
+    queue: str
+    """A priority class, "resume" (begun requests) or "suspect" (docs/decisions/0024)."""
     requests: int
-    tokens: int  # of prompts, and what resumed requests have generated
-    oldest_s: float  # how long its oldest has waited; 0 where none does
+    tokens: int
+    """Of prompts, and those that begun requests have generated."""
+    oldest_s: float
+    """Seconds that its oldest request has waited; 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,15 @@ class QueueState:
     """One partition of a model."""
 
     partition: int
-    waiting: tuple[Waiting, ...]
-    running: int  # requests that engines own
-    drain_rate: float  # prompt tokens a second that engines claimed for the first time, over settings.drain_window_ms
+    waiting: tuple[QueueDepth, ...]
+    running: int
+    """Requests that engines own."""
+    drain_rate: float
+    """Prompt tokens a second that engines claimed for the first time, over settings.drain_window_ms."""
 
 
 async def queue_states(broker: Broker) -> dict[str, list[QueueState]]:
-    """The partitions of every model, by its name: one script for each in one round trip. Unavailable."""
+    """Return the state of every partition by model name, read in one round trip. Unavailable."""
     directory = broker.directory
     names = await directory.names()
     partitions = [where for name in names for where in await directory.all_partitions(name)]
@@ -48,6 +53,6 @@ async def queue_states(broker: Broker) -> dict[str, list[QueueState]]:
 
 def _state(partition: int, reply: Any) -> QueueState:
     running, drained, window_ms, *rows = reply
-    waiting = tuple(Waiting(name.decode(), requests, tokens, age / 1000) for name, requests, tokens, age in rows)
+    waiting = tuple(QueueDepth(name.decode(), requests, tokens, age / 1000) for name, requests, tokens, age in rows)
     rate = drained / max(window_ms / 1000, _SHORTEST_SPAN_S)
     return QueueState(partition, waiting, running, rate)

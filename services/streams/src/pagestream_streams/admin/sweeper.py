@@ -1,4 +1,4 @@
-"""Leases, deadlines and graces: what time alone brings about, on a timer of its own in every engine and gateway."""
+"""Act on leases, deadlines and disconnect graces that run out, on a timer in every engine and gateway."""
 
 from __future__ import annotations
 
@@ -22,37 +22,38 @@ _ENDS_AT_ONCE = 32  # each waits for Redis, where the settings ask also for its 
 
 
 class Sweeper:
-    """Sweeps partitions every settings.sweep_ms. Any number of sweepers may run: a partition that was just swept is
-    skipped.
+    """Sweeps partitions every settings.sweep_ms.
+
+    Any number of sweepers may run: the script skips a partition that was just swept.
     """
 
     def __init__(self, broker: Broker, partitions: Callable[[], Awaitable[Iterable[Partition]]]) -> None:
-        """`partitions` is asked in each round."""
+        """Create it stopped. `partitions` is called in each round."""
         self._broker = broker
         self._partitions = partitions
         self.num_reclaimed = 0
-        """Requests of dead engines that this sweeper has put back."""
+        """Requests of dead engines that this sweeper has returned to their queues."""
         interval_s = broker.settings.sweep_ms / 1000
         self._timer = Periodic("sweeper", interval_s, self.sweep)
-        # Beside the sweeps: they must not wait for it, or every lease and grace would start anew for the hole in them.
-        self._ends = Periodic("what is due", interval_s, self._end_due)
+        # On a second timer: a sweep that waits for it would leave a hole, after which all leases and graces start anew.
+        self._ends = Periodic("end due requests", interval_s, self._end_due)
         self._due: dict[str, Callable[[], Awaitable[object]]] = {}
-        self._ending: Collection[str] = ()  # each sweep finds them due until they have ended
+        self._ending: Collection[str] = ()  # sweeps find them due until they have ended
 
     def start(self) -> None:
-        """Begins with a sweep at once."""
+        """Sweep at once, then periodically in the background."""
         self._timer.start()
         self._ends.start()
 
     async def stop(self) -> None:
-        """Ends the timers. What is due and was not ended, another sweeper finds."""
+        """Stop both timers. Due requests that were not ended are found by another sweeper."""
         await self._timer.stop()
         await self._ends.stop()
 
     async def sweep(self) -> None:
-        """Sweeps every partition once, and has what is due there ended soon. Unavailable, once the others are swept."""
+        """Sweep every partition once, and queue the due requests to be ended. Unavailable once all are tried."""
         partitions = list(await self._partitions())
-        limit_s = self._broker.settings.sweep_gap_ms / 2000  # a silent node must not make holes in the others' sweeps
+        limit_s = self._broker.settings.sweep_gap_ms / 2000  # a silent node must not delay the others' next sweep
         replies = await self._broker.connection.run_each([self._call(where) for where in partitions], limit_s)
         for where, reply in zip(partitions, replies, strict=True):
             if isinstance(reply, Unavailable):
@@ -60,7 +61,7 @@ class Sweeper:
             reclaimed, late, abandoned, restarted, poison = reply
             if restarted:
                 _log.info(
-                    "%s: nothing had swept for a while, or Redis is another process; leases and graces start anew",
+                    "%s: no sweep for longer than sweep_gap_ms, or Redis has restarted; leases and graces start anew",
                     where.prefix,
                 )
             self.num_reclaimed += len(reclaimed)
@@ -93,7 +94,7 @@ class Sweeper:
             results = await asyncio.gather(*(self._end_in_turn(calls) for _ in range(_ENDS_AT_ONCE)))
         finally:
             self._ending = ()
-        # What could not be ended is due in the next sweep, too.
+        # The next sweep returns again what could not be ended.
         _raise_first([each for result in results for each in result])
 
     async def _end_in_turn(self, calls: Iterable[Callable[[], Awaitable[object]]]) -> list[object]:
@@ -103,21 +104,21 @@ class Sweeper:
                 results.append(await call())
             except Unavailable as error:
                 results.append(error)
-            except Exception:  # noqa: BLE001 - one record that can't be ended must not keep the others
-                _log.exception("what is due could not be ended")
+            except Exception:  # noqa: BLE001 - one bad record must not block the others
+                _log.exception("a due request could not be ended")
         return results
 
     async def _quarantine(self, where: Partition, request_id: str, index: int, deaths: int) -> None:
         message = (
-            f"{deaths} engines died while they computed entry {index} of this request, the last of them running "
-            "nothing else; it was quarantined"
+            f"{deaths} engines died while they computed entry {index} of this request, the last one while it ran "
+            "nothing else; the request was quarantined"
         )
         _log.error("%s: %s", request_id, message)
         await self._broker.end(where, request_id, "error", condition="verdicts", error=f"quarantined\0{message}")
 
     def _call(self, where: Partition) -> Call:
         settings = self._broker.settings
-        # Half an interval: sweepers that tick together don't each do the work, and one alone misses no tick.
+        # Half an interval: of sweepers that tick together only one does the work, and a single one skips no tick.
         least = settings.sweep_ms // 2
         lease, batch, bell = settings.lease_ms, settings.sweep_batch, keys.doorbell(where.model)
         times = settings.control_ms, settings.storm_ms, settings.silence_ms

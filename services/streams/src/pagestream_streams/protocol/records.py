@@ -40,7 +40,7 @@ class RequestView:
 
 
 @dataclass(frozen=True)
-class DeadRequest:
+class QuarantinedRequest:
     """A request that was quarantined, because engines died of it (docs/decisions/0024)."""
 
     request_id: str
