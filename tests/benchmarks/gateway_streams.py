@@ -1,7 +1,7 @@
 """How many streams does one gateway process carry, and what does a token cost it?
 
 Half of the streams are gRPC, half server-sent events, each from client processes of their own; the engine is a process
-without a model that appends real entries in steps of up to 256 streams (`tests/support/engines/paced_engine.py`).
+without a model that appends real entries in steps of up to 256 streams (`tests/support/engines/synthetic_engine.py`).
 Printed: tokens received, errors, the time between a stream's tokens, and each process' processor time for a token.
 
     PYTHONPATH=tests python tests/benchmarks/gateway_streams.py [--streams 2000] [--rate 5] [--tokens 50]
@@ -24,7 +24,8 @@ from pagestream.v1 import inference_pb2 as pb
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 from support.engines.synthetic_engine import MODEL
 from support.goals import tell
-from support.processes.stack import Part, Stack, wait_until
+from support.processes.stack import Part, Stack
+from support.processes.waiting import wait_until
 
 CONNECT_AT_ONCE = 100
 LIMIT_S = 600.0
@@ -171,7 +172,7 @@ def measure(options: argparse.Namespace, folder: Path) -> int:
     engine_command = [
         sys.executable,
         "-m",
-        "support.engines.paced_engine",
+        "support.engines.synthetic_engine",
         "--redis",
         stack.redis_url,
         "--rate",

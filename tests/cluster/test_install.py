@@ -13,7 +13,7 @@ from pagestream_client import AsyncClient, Unauthenticated
 from support.faults.checked_load import Content, Question
 from support.kubernetes.cluster import Release, is_ready, run, seconds_to_ready
 from support.kubernetes.release import NAMESPACE, Times
-from support.processes.processes import wait_until
+from support.processes.waiting import wait_until
 from support.redis.servers import skip_for_want_of
 
 

@@ -20,7 +20,8 @@ from pagestream_client import AsyncClient, AsyncStream, Chunk, Client, FinishRea
 from support.engines.synthetic_engine import MODEL, running_engine
 from support.faults.workloads import QUESTIONS
 from support.network.flaky_network import FlakyNetwork
-from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Stack, StackError, running_stack, wait_until
+from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Stack, StackError, running_stack
+from support.processes.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 

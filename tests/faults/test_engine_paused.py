@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from support.clients.stream_clients import GrpcReader
 from support.faults.disturbed_runs import open_ids, run_all
-from support.processes.stack import Part, running_stack, wait_until
+from support.processes.stack import Part, running_stack
+from support.processes.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from pagestream_cli.servefile import ServeRecord, read_record
-from support.processes.processes import is_running, wait_until
+from support.processes.waiting import is_running, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -16,7 +16,8 @@ from pagestream.v1.inference_pb2_grpc import InferenceStub
 from support.clients.stream_clients import GrpcReader, Outcome
 from support.faults.workloads import chat_request
 from support.processes.earlier import EarlierSources
-from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Gateway, Part, Stack, wait_until
+from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Gateway, Part, Stack
+from support.processes.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(240)
 

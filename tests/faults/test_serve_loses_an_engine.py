@@ -18,7 +18,7 @@ import pytest
 from pagestream_cli.servefile import ServeRecord, read_record
 from pagestream_streams import StreamsSettings
 from redis import Redis
-from support.processes.processes import is_running, until, wait_until
+from support.processes.waiting import is_running, until, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 

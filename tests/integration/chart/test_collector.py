@@ -24,7 +24,8 @@ from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from support.kubernetes.api import kube_binary, run_tool
 from support.kubernetes.chart import CHART, one, render
-from support.processes.stack import Part, free_port, wait_until
+from support.processes.stack import Part, free_port
+from support.processes.waiting import wait_until
 
 
 def configuration(*options: str) -> str:

@@ -20,7 +20,8 @@ from pagestream_telemetry.settings import telemetry_settings
 from support.kubernetes.api import Administrator, CommandError
 from support.kubernetes.chart import CHART, Manifest, one, pods, render
 from support.kubernetes.control_plane import ADMIN_TOKEN
-from support.processes.stack import Part, free_port, wait_until
+from support.processes.stack import Part, free_port
+from support.processes.waiting import wait_until
 
 FIELDS = {"metadata.name": "pod-0", "metadata.uid": "7c0ffee0-0000-0000-0000-000000000000"}
 REDIS = "redis://:secret@redis:6379/0"

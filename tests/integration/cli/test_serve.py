@@ -16,7 +16,7 @@ import pytest
 from pagestream_cli.servefile import ServeRecord, read_record
 from pagestream_streams import EmbeddedRedis
 from redis import Redis
-from support.processes.processes import is_running, wait_until
+from support.processes.waiting import is_running, wait_until
 
 START_LIMIT_S = 90.0
 PROMPT = "Tell me a story about the lighthouse."

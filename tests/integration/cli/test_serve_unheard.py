@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 from pagestream_cli.servefile import ServeRecord, read_record
-from support.processes.processes import is_running, wait_until
+from support.processes.waiting import is_running, wait_until
 
 START_LIMIT_S = 90.0
 

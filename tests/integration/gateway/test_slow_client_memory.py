@@ -19,7 +19,8 @@ from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession
 from pagestream_streams.protocol import digests
 from support.engines.synthetic_engine import MODEL, synthetic_card
-from support.processes.stack import Gateway, Stack, wait_until
+from support.processes.stack import Gateway, Stack
+from support.processes.waiting import wait_until
 from support.protocol.token_streams import Worker
 
 LIMIT_S = 60.0

@@ -19,7 +19,7 @@ from pagestream_streams.protocol import keys
 from pagestream_telemetry.instruments import Registry
 from redis.asyncio import Redis
 from support.clients.gateway_clients import Address, issue_certificate
-from support.processes.processes import until
+from support.processes.waiting import until
 from support.protocol.token_streams import MODEL, card
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc.aio
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc import MetricsServiceStub
 from pagestream_operator.metrics import MetricsSink, MetricsStore, PoolMetrics, SinkSettings
-from support.processes.processes import until
+from support.processes.waiting import until
 from support.telemetry.metric_collectors import running_collector
 from support.telemetry.otlp_messages import engine, export, gateway, gauge, histogram, total
 

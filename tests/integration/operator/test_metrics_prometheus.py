@@ -13,7 +13,7 @@ from pagestream_operator.errors import SourceUnavailable
 from pagestream_operator.metrics import MetricsStore, PoolMetrics, PrometheusSettings, PrometheusSource
 from support.kubernetes.control_plane import ControlPlane, eventually
 from support.kubernetes.operator_process import PoolWorld, running_operator
-from support.processes.processes import until
+from support.processes.waiting import until
 from support.telemetry.prometheus_servers import Pages, running_prometheus, serving_pages
 
 TARGETS = {

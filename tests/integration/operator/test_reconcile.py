@@ -9,7 +9,7 @@ import pytest
 from pagestream_operator.kube.ownership import SCALER
 from support.kubernetes.control_plane import ControlPlane, Refused, eventually
 from support.kubernetes.operator_process import OperatorProcess, PoolWorld
-from support.processes.processes import wait_until
+from support.processes.waiting import wait_until
 
 CHILDREN = [
     ("serviceaccounts", "engine"),

@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 from pagestream_streams.connection.embedded import find_server, server_command
-from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Part, free_port, wait_until
+from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Part, free_port
+from support.processes.waiting import wait_until
 
 KEY = "a-key-of-the-test"
 DEMO_WEIGHTS = sum(file.stat().st_size for file in DEMO_MODEL.glob("*.safetensors"))

@@ -11,7 +11,8 @@ import httpx
 import pytest
 from pagestream_telemetry.catalog import ENGINE_METRICS, GATEWAY_METRICS, Kind
 from prometheus_client.parser import text_string_to_metric_families
-from support.processes.stack import Stack, running_stack, wait_until
+from support.processes.stack import Stack, running_stack
+from support.processes.waiting import wait_until
 from support.telemetry.collector import Collector, Sample, Span, running_collector
 
 TESTS = Path(__file__).resolve().parents[2]

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams import Broker, EmbeddedRedis, GatewaySession
-from support.engines.served_workers import LIMIT_S, MODEL, SlowRunner, accepted, expected, running_worker, tokens, until
+from support.engines.arithmetic_worker import (
+    LIMIT_S,
+    MODEL,
+    SlowRunner,
+    accepted,
+    expected,
+    running_worker,
+    tokens,
+)
+from support.protocol.token_streams import eventually
 from support.redis.lost_writes import DiskState, die_behind, disk_state
 from support.redis.servers import running_server
 
@@ -41,17 +50,17 @@ async def test_the_stream_goes_on(server: EmbeddedRedis, broker: Broker, tmp_pat
         spec = await accepted(gateway, [1, 2], max_tokens=NUM_TOKENS)
         seen: list[LogEntry] = []
         reading = asyncio.create_task(read(gateway, spec, seen))
-        await until(lambda: len(seen) > 0)
+        await eventually(lambda: len(seen) > 0)
         states["first tokens"] = await disk_state(server, broker)
-        await until(lambda: len(seen) > 20)
+        await eventually(lambda: len(seen) > 20)
         states["twentieth token"] = await disk_state(server, broker)
-        await until(lambda: len(seen) > 60)
+        await eventually(lambda: len(seen) > 60)
         await die_behind(server, states[lost_since])
         await reading
         assert tokens(seen) == expected([1, 2], NUM_TOKENS)
         assert seen[-1].end.usage.completion_tokens == NUM_TOKENS
         assert [entry.HasField("end") for entry in seen].count(True) == 1
-        await until(lambda: running.worker.load()["running"] == 0)
+        await eventually(lambda: running.worker.load()["running"] == 0)
         again = await accepted(gateway, [3])
         follow: list[LogEntry] = []
         await read(gateway, again, follow)

@@ -36,7 +36,7 @@ ENGINE = """
     import asyncio, os, signal, sys, time
     from pathlib import Path
     sys.path.insert(0, {support!r})
-    from support.engines import served_workers as w
+    from support.engines import arithmetic_worker as w
     from pagestream_streams import StreamsSettings
 
     class PoisonedRunner(w.ArithmeticRunner):

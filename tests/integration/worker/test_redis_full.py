@@ -18,7 +18,7 @@ from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams import Broker, EmbeddedRedis, GatewaySession, RequestNotFound, RequestView, Unavailable
 from redis.asyncio import Redis
-from support.engines.served_workers import (
+from support.engines.arithmetic_worker import (
     MODEL,
     TENANT,
     SlowRunner,
@@ -27,7 +27,6 @@ from support.engines.served_workers import (
     read,
     running_worker,
     tokens,
-    until,
 )
 from support.protocol.token_streams import eventually
 
@@ -72,7 +71,7 @@ async def appends_are_put_off(caplog: pytest.LogCaptureFixture, count: int = 3) 
         return sum("append of" in each and "put off" in each and "maxmemory" in each for each in said)
 
     before = number()
-    await until(lambda: number() >= before + count)
+    await eventually(lambda: number() >= before + count)
 
 
 async def leases_are_renewed(broker: Broker) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams import Broker, GatewaySession, StreamsSettings
-from support.engines.served_workers import (
+from support.engines.arithmetic_worker import (
     LIMIT_S,
     TENANT,
     GatedRunner,
@@ -17,8 +17,8 @@ from support.engines.served_workers import (
     read,
     running_worker,
     tokens,
-    until,
 )
+from support.protocol.token_streams import eventually
 
 PROMPTS = [[number, *range(1, 12)] for number in range(1, 5)]
 LONG = 400
@@ -102,7 +102,7 @@ async def test_what_has_no_tokens_is_not_bound_to_the_old_numerics(redis_url: st
         async with running_worker(broker, tmp_path, GatedRunner, fingerprint="one", finish_timeout_s=LIMIT_S) as old:
             try:
                 spec = await accepted(gateway, PROMPTS[0])
-                await until(lambda: old.worker.load()["running"] == 1)
+                await eventually(lambda: old.worker.load()["running"] == 1)
                 reading = asyncio.create_task(read(gateway, spec))
                 async with running_worker(broker, tmp_path, fingerprint="another") as new:
                     old.stop.set()

@@ -12,7 +12,8 @@ from pagestream_worker.gauges import EngineGauges, EngineView
 from pagestream_worker.health import Health
 from pagestream_worker.serving.outputs import EngineFailed
 from pagestream_worker.telemetry import WorkerTelemetry
-from support.engines import served_workers as w
+from support.engines import arithmetic_worker as w
+from support.protocol.token_streams import eventually
 
 
 @pytest.fixture
@@ -62,13 +63,13 @@ async def test_what_is_cancelled_refused_or_resumed_is_counted_as_such(
     async with GatewaySession(broker) as gateway:
         async with w.running_worker(broker, tmp_path / "first", w.SlowRunner, telemetry=telemetry) as first:
             cancelled = await w.accepted(gateway, [1, 2], max_tokens=900)
-            await w.until(lambda: value(told, "pagestream.queue.wait") == 1)
+            await eventually(lambda: value(told, "pagestream.queue.wait") == 1)
             await broker.cancel(cancelled.request_id, w.TENANT)
-            await w.until(lambda: value(told, "pagestream.cancellations") == 1)
+            await eventually(lambda: value(told, "pagestream.cancellations") == 1)
             await w.read(gateway, await w.accepted(gateway, [1], best_of=3))
             assert value(told, "pagestream.errors", **{"error.type": "unsupported"}) == 1
             resumed = await w.accepted(gateway, [4, 5, 6], max_tokens=400)
-            await w.until(lambda: value(told, "pagestream.queue.wait") == 3)
+            await eventually(lambda: value(told, "pagestream.queue.wait") == 3)
             await first.end()
         async with w.running_worker(broker, tmp_path / "second", telemetry=telemetry):
             entries = await w.read(gateway, resumed)
@@ -91,13 +92,13 @@ async def test_a_snapshot_tells_what_the_engine_holds(
             idle = {point.attributes["state"]: point.value for point in points(told, "pagestream.kv.blocks")}
             assert idle == {"used": 0, "cached": 0, "free": 32}
             spec = await w.accepted(gateway, list(range(1, 20)), max_tokens=200)
-            await w.until(lambda: value(told, "pagestream.requests.running") == 1)
-            await w.until(lambda: value(told, "pagestream.kv.blocks", state="used") >= 3)
-            await w.until(lambda: 0 < value(told, "pagestream.kv.fragmentation") < 1)
+            await eventually(lambda: value(told, "pagestream.requests.running") == 1)
+            await eventually(lambda: value(told, "pagestream.kv.blocks", state="used") >= 3)
+            await eventually(lambda: 0 < value(told, "pagestream.kv.fragmentation") < 1)
             assert 0 < value(told, "pagestream.kv.utilization") < 1
             await w.read(gateway, spec)
-            await w.until(lambda: value(told, "pagestream.requests.running") == 0)
-            await w.until(lambda: value(told, "pagestream.kv.fragmentation") == 0)
+            await eventually(lambda: value(told, "pagestream.requests.running") == 0)
+            await eventually(lambda: value(told, "pagestream.kv.fragmentation") == 0)
             states = {point.attributes["state"]: point.value for point in points(told, "pagestream.kv.blocks")}
             assert sum(states.values()) == 32
             assert states["cached"] > 0

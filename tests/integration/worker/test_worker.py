@@ -26,7 +26,7 @@ from support.engines.arithmetic_model import (
     SeededRunner,
     undisturbed,
 )
-from support.engines.served_workers import (
+from support.engines.arithmetic_worker import (
     FACTS,
     LIMIT_S,
     MODEL,
@@ -38,9 +38,8 @@ from support.engines.served_workers import (
     read,
     running_worker,
     tokens,
-    until,
 )
-from support.protocol.token_streams import FAST
+from support.protocol.token_streams import FAST, eventually
 
 
 class BrokenRunner(ArithmeticRunner):
@@ -92,7 +91,7 @@ async def test_a_step_that_takes_three_leases_costs_no_request_its_engine(redis_
         async with await Broker.connect(redis_url, FAST) as broker, GatewaySession(broker) as gateway:
             async with running_worker(broker, tmp_path, GatedRunner) as slow:
                 spec = await accepted(gateway, [1, 2])
-                await until(lambda: slow.worker.load()["running"] == 1)
+                await eventually(lambda: slow.worker.load()["running"] == 1)
                 async with running_worker(broker, tmp_path) as other:
                     await asyncio.sleep(3 * FAST.lease_ms / 1000)  # the length is what is tested
                     GatedRunner.gate.set()
@@ -109,9 +108,9 @@ async def test_a_cancelled_request_frees_the_engine(redis_url: str, tmp_path: Pa
         async with running_worker(broker, tmp_path, SlowRunner, num_gpu_blocks_override=64) as running:
             spec = await accepted(gateway, [1, 2], max_tokens=900)
             reading = asyncio.create_task(read(gateway, spec))
-            await until(lambda: running.worker.load()["running"] == 1)
+            await eventually(lambda: running.worker.load()["running"] == 1)
             assert await broker.cancel(spec.request_id, TENANT) == FinishReason.FINISH_REASON_CANCELLED
-            await until(lambda: running.worker.load()["running"] == 0)
+            await eventually(lambda: running.worker.load()["running"] == 0)
             assert running.worker.load()["free_blocks"] == 64
             assert (await reading)[-1].end.reason == FinishReason.FINISH_REASON_CANCELLED
             again = await accepted(gateway, [3])
@@ -148,11 +147,11 @@ async def test_a_busy_worker_leaves_to_others_what_it_could_not_compute_in_its_n
         async with running_worker(broker, tmp_path, GatedRunner, max_num_batched_tokens=16) as busy:
             try:
                 specs = [await accepted(gateway, prompts[0])]
-                await until(lambda: busy.worker.load()["running"] == 1)
+                await eventually(lambda: busy.worker.load()["running"] == 1)
                 specs += [await accepted(gateway, prompt) for prompt in prompts[1:]]
                 readings = [asyncio.create_task(read(gateway, spec)) for spec in specs]
                 async with running_worker(broker, tmp_path) as free:
-                    await until(lambda: sum(reading.done() for reading in readings) >= 8)
+                    await eventually(lambda: sum(reading.done() for reading in readings) >= 8)
                     await free.end()
             finally:
                 GatedRunner.gate.set()
@@ -180,7 +179,7 @@ async def test_a_worker_with_short_steps_claims_the_next_ones_prompts_while_a_st
             try:
                 specs = [await accepted(gateway, prompts[0])]
                 readings = [asyncio.create_task(read(gateway, specs[0]))]
-                await until(lambda: running.worker.load()["running"] == 1)
+                await eventually(lambda: running.worker.load()["running"] == 1)
                 specs += [await accepted(gateway, prompt) for prompt in prompts[1:]]
                 readings += [asyncio.create_task(read(gateway, spec)) for spec in specs[1:]]
                 for _ in range(int(LIMIT_S / 0.01)):
@@ -216,7 +215,7 @@ async def test_first_tokens_are_on_their_way_before_the_steps_other_tokens_are_t
         async with running_worker(broker, tmp_path, SlowRunner) as running:
             long = await accepted(gateway, [1, 2], max_tokens=300)
             reading = asyncio.create_task(read(gateway, long))
-            await until(lambda: running.worker.load()["running"] == 1)
+            await eventually(lambda: running.worker.load()["running"] == 1)
             new: list[str] = []
             for number in range(20):
                 spec = await accepted(gateway, [number, 3], max_tokens=2)
@@ -236,7 +235,7 @@ async def test_a_worker_that_ends_hands_back_and_the_next_goes_on(redis_url: str
         async with running_worker(broker, tmp_path, SlowRunner) as first:
             spec.CopyFrom(await accepted(gateway, [1, 2], max_tokens=900))
             reading = asyncio.create_task(read(gateway, spec))
-            await until(lambda: first.worker.load()["running"] == 1)
+            await eventually(lambda: first.worker.load()["running"] == 1)
             await first.end()
         before = await broker.view(spec.request_id, TENANT)
         assert before.next_index < 900
@@ -252,7 +251,7 @@ async def test_siblings_that_were_handed_back_go_on_as_one_request(redis_url: st
         async with running_worker(broker, tmp_path, SlowSeededRunner) as first:
             spec.CopyFrom(await accepted(gateway, [1, 2], n=3, seed=9, max_tokens=600))
             reading = asyncio.create_task(read(gateway, spec))
-            await until(lambda: first.worker.load()["running"] == 3)
+            await eventually(lambda: first.worker.load()["running"] == 3)
             await first.end()
         assert 0 < (await broker.view(spec.request_id, TENANT)).next_index < 3 * 600
         # The three do not fit to their end: they are preempted, or split where they came far before.
@@ -327,7 +326,7 @@ STALLING = """
     import asyncio, sys, time
     from pathlib import Path
     sys.path.insert(0, {support!r})
-    from support.engines import served_workers as w
+    from support.engines import arithmetic_worker as w
 
     class StalledRunner(w.ArithmeticRunner):
         def execute(self, step):

@@ -1,7 +1,8 @@
-"""A small real model for the engine's tests: it computes the next token from what it reads through the block table.
+"""A model without weights that computes the next token from what it reads through the block table.
 
-Its "keys and values" are the tokens themselves, kept by slot. So a wrong block table, a block that was given away too
-early, a prefix of other content or a token computed twice changes its output, or is noticed when it is read back.
+Its "keys and values" are the tokens themselves, kept by slot. A wrong block table, a block that was freed too early, a
+cached prefix with other content, or a token computed twice raises a SlotError or changes the output. It stands in for
+the models in tests of scheduler, cache and worker: no torch, and `undisturbed` computes what any request must get.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MODULUS = 1_000_003
 
 
 class SlotError(AssertionError):
-    """The engine and its tables disagree."""
+    """A step contradicts the engine's tables or limits."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class ArithmeticRunner:
         )
 
     def choose(self, seq: Sequence, read: list[int]) -> int:
-        """The next token of a sequence whose tokens up to now were read as `read`."""
+        """Return the next token of a sequence, from the tokens that were read back."""
         return next_token(read, self.model_config.vocab_size)
 
     def _copy(self, step: ScheduledStep) -> None:
@@ -131,7 +132,7 @@ class SeededRunner(ArithmeticRunner):
 
 
 def next_token(token_ids: Tokens[int], vocab_size: int, *, seed: int = 0) -> int:
-    """What follows: depends on every token and its place."""
+    """Return the next token: a function of every token and its position."""
     state = (7 + seed) % _MODULUS
     for token_id in token_ids:
         state = (state * 31 + token_id + 1) % _MODULUS
@@ -141,7 +142,7 @@ def next_token(token_ids: Tokens[int], vocab_size: int, *, seed: int = 0) -> int
 def undisturbed(
     prompt: Tokens[int], params: SamplingParams, facts: ArithmeticFacts, max_model_len: int, *, seed: int = 0
 ) -> list[int]:
-    """The output of a request that runs alone, stop strings aside; `seed` is for a `SeededRunner`."""
+    """Return the output of a request that runs alone, without stop strings; `seed` is for a `SeededRunner`."""
     tokens = list(prompt)
     ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(facts.eos_token_ids))
     while True:
@@ -155,7 +156,7 @@ def undisturbed(
 
 
 def make_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Path:
-    """A model folder without weights."""
+    """Write a model folder without weights, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "arithmetic"}))
     if tokenizer is not None:
@@ -164,7 +165,7 @@ def make_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Path:
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """Token 0 is the special `</s>`, 1 to 256 are the bytes in the order of their characters in GPT-2's alphabet."""
+    """Return a tokenizer with one token for each byte: 0 is `</s>`, 1 to 256 follow the order of GPT-2's alphabet."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate(["</s>", *characters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -175,7 +176,7 @@ def byte_level_tokenizer() -> Tokenizer:
 
 
 def byte_fallback_tokenizer(words: Tokens[str] = ("▁", "a", "▁hi", "é", "語")) -> Tokenizer:
-    """A tokenizer in the form of Llama 2's: words with ▁ for a space, and a token for each byte that has no word."""
+    """Return a tokenizer in Llama 2's form: words with ▁ for a space, and a token for each byte outside of words."""
     vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
     vocab |= {word: 257 + index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))

@@ -1,9 +1,9 @@
-"""The engine's worker with a model that takes a fixed time a step and no processor: where a GPU would be.
+"""The real worker process with a model whose step takes a fixed time and no processor, as on a GPU.
 
-    PACED_STEP_S=0.03 python -m paced_worker MODEL --redis URL [engine options]
+    PACED_STEP_S=0.03 python -m support.engines.paced_worker MODEL --redis URL [engine options]
 
 Everything but the model's arithmetic is real: scheduler, block tables, detokenizer, claims, appends. The folder gives
-the card and the tokenizer.
+the card and the tokenizer. The arithmetic model would not do: reading its cache back takes longer than a GPU's step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PACE = "PACED_STEP_S"
 
 
 class PacedRunner:
-    """Gives every sequence its token a fixed time after the step began."""
+    """Returns a token for each sequence after a fixed time."""
 
     def __init__(self, folder: Path, step_s: float) -> None:
         self.model_config = ModelInfo.from_folder(folder)
@@ -38,7 +38,7 @@ class PacedRunner:
         return NUM_BLOCKS
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Keep nothing: no step reads it."""
+        """Allocate nothing: no step reads it."""
 
     def execute(self, step: ScheduledStep) -> SampledTokens:
         time.sleep(self._step_s)

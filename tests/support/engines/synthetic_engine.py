@@ -1,13 +1,25 @@
-"""An engine without a model: it claims from the real queue and appends to the real logs, and its answers are made up.
+"""An engine without scheduler and model: real claims and appends, answers that are a function of the request alone.
 
-Each answer is a function of the request alone, as a model's is, so any engine goes on with any request.
+In a test's process it stands for engines where gateways and clients are tested: it answers at once, can hold a stream
+at any entry, and any instance goes on with any request, as engines with one model do. As a process it gives thousands
+of streams a token at a fixed rate, for measurements of gateways that no engine on a CPU could feed:
+
+    python -m support.engines.synthetic_engine --redis URL --rate 5 --step 256
+
+Every `--report-s` seconds that process prints a line of JSON: tokens so far, seconds of processor time, and how late
+its steps are.
 """
 
+import argparse
 import asyncio
+import json
+import time
 import zlib
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import islice
 
+import uvloop
 from pagestream.v1.inference_pb2 import (
     FINISH_REASON_ERROR,
     FINISH_REASON_LENGTH,
@@ -33,10 +45,11 @@ CHAT_TEMPLATE = (
 )
 _RETRY_S = 0.05
 _WAIT_S = 1.0
+_ANY_TOKENS = 2**31
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token for each byte, after <s>, </s> and eight unused ones."""
+    """Return a tokenizer with one token for each byte, after <s>, </s> and eight unused ones."""
     specials = ["<s>", "</s>", *(f"<unused{number}>" for number in range(8))]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: number for number, token in enumerate([*specials, *alphabet])}
@@ -51,7 +64,7 @@ def byte_tokenizer() -> Tokenizer:
 def synthetic_card(
     name: str = MODEL, *, max_model_len: int = MAX_MODEL_LEN, chat_template: str = CHAT_TEMPLATE
 ) -> ModelCard:
-    """The card of a model whose prompts are bytes."""
+    """Return the card of a model with that tokenizer."""
     tokenizer = byte_tokenizer()
     return ModelCard(
         name=name,
@@ -66,100 +79,169 @@ def synthetic_card(
 
 
 def answer_text(spec: RequestSpec, choice: int) -> str:
-    """What a choice says: a letter for each token."""
+    """Return the text of a choice: one letter for each token."""
     return "".join(_letter(spec, choice, place) for place in range(spec.sampling.max_tokens))
 
 
-def answer_entries(spec: RequestSpec) -> list[LogEntry]:
-    """The whole log of a request: choices in turn, their finishes, the end."""
-    num_choices, num_tokens = len(spec.prompts) * spec.sampling.n, spec.sampling.max_tokens
+def answer_entries(spec: RequestSpec) -> Iterator[LogEntry]:
+    """Yield the whole log of a request: the choices' tokens in turn, their finishes, the end."""
+    digest = ""
+    for entry in _entries(spec):
+        digest = entry.digest = digests.chain(digest, entry)
+        yield entry
+
+
+def _entries(spec: RequestSpec) -> Iterator[LogEntry]:
+    num_choices, num_tokens = len(spec.prompts) * max(1, spec.sampling.n), spec.sampling.max_tokens
     usage = Usage(prompt_tokens=sum(len(prompt.ids) for prompt in spec.prompts))
     if any(FAILING_TOKEN in prompt.ids for prompt in spec.prompts):
         error = RequestError(code="engine_error", message="the synthetic engine was told to fail")
-        finishes = [
-            LogEntry(choice=choice, finish=ChoiceFinish(reason=FINISH_REASON_ERROR)) for choice in range(num_choices)
-        ]
-        end = LogEntry(end=LogEnd(reason=FINISH_REASON_ERROR, usage=usage, error=error))
-        return digests.chained("", [*finishes, end])
-    entries = [
-        LogEntry(choice=choice, token_id=10 + place, text=_letter(spec, choice, place))
-        for place in range(num_tokens)
-        for choice in range(num_choices)
-    ]
+        for choice in range(num_choices):
+            yield LogEntry(choice=choice, finish=ChoiceFinish(reason=FINISH_REASON_ERROR))
+        yield LogEntry(end=LogEnd(reason=FINISH_REASON_ERROR, usage=usage, error=error))
+        return
+    for place in range(num_tokens):
+        for choice in range(num_choices):
+            yield LogEntry(choice=choice, token_id=10 + place, text=_letter(spec, choice, place))
     reason = FINISH_REASON_STOP if spec.sampling.stop else FINISH_REASON_LENGTH
     finish = ChoiceFinish(reason=reason, stop_reason=spec.sampling.stop[0] if spec.sampling.stop else "")
-    entries += [LogEntry(choice=choice, finish=finish) for choice in range(num_choices)]
+    for choice in range(num_choices):
+        yield LogEntry(choice=choice, finish=finish)
     usage.completion_tokens = num_choices * num_tokens
-    return digests.chained("", [*entries, LogEntry(end=LogEnd(reason=reason, usage=usage))])
+    yield LogEntry(end=LogEnd(reason=reason, usage=usage))
+
+
+class Stream:
+    """A claimed request, and the entry that its log gets next."""
+
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+        self.entry: LogEntry | None
+        self.go_to(claim.next_index)
+
+    def go_to(self, index: int) -> None:
+        """Make the entry of this index the next one."""
+        self._entries = islice(answer_entries(self.claim.spec), index, None)
+        self.index = index
+        self.entry = next(self._entries, None)
+
+    def advance(self) -> None:
+        """Go on to the next entry; `entry` is None after the last one."""
+        self.index += 1
+        self.entry = next(self._entries, None)
+
+    def append(self) -> Append:
+        """Return the append of the next entry."""
+        entries = [] if self.entry is None else [self.entry]
+        return Append(self.claim.request_id, self.claim.epoch, self.claim.nonce, self.index, entries)
 
 
 class SyntheticEngine:
-    """Owned by `running_engine`."""
+    """Appends one entry of each of its streams in a step, of at most `step` streams; `running_engine` owns it.
 
-    def __init__(self, broker: Broker, card: ModelCard) -> None:
+    Args:
+        broker: the connection.
+        card: of the model that it serves.
+        rate: tokens a second of each stream; None: as fast as Redis answers.
+        step: most streams of a step.
+    """
+
+    def __init__(self, broker: Broker, card: ModelCard, *, rate: float | None = None, step: int = 256) -> None:
         self.hold_at: int | None = None
-        """Requests stand still before the log entry with this index, until `go_on`."""
+        """Streams stop before the log entry with this index until `go_on`."""
         self.claimed: list[RequestSpec] = []
         self.lost: set[str] = set()
-        self._go = asyncio.Event()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.num_tokens = 0
+        self.late_s = 0.0
+        """How much later than `rate` asks the last step ended."""
+        self._rate = rate
+        self._step = step
+        self._streams: dict[str, Stream] = {}
+        self._has_work = asyncio.Event()
         self._session = EngineSession(broker, model=card.name, on_lost=self._drop)
 
     def go_on(self) -> None:
-        """Lets requests that stand still, and all later ones, run to their end."""
+        """Let streams that are held, and all later ones, run to their end."""
         self.hold_at = None
-        self._go.set()
+        self._has_work.set()
 
     async def run(self) -> None:
-        """Serves until cancelled."""
-        async with self._session:
-            try:
-                while True:
-                    for claim in await self._claims():
-                        self.claimed.append(claim.spec)
-                        self._tasks[claim.request_id] = asyncio.create_task(self._generate(claim))
-                    await self._session.wait_for_work(_WAIT_S)
-            finally:
-                for generating in self._tasks.values():
-                    generating.cancel()
-                for generating in self._tasks.values():
-                    await cancel(generating)
+        """Serve until cancelled."""
+        async with self._session, asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._claim_forever())
+            tasks.create_task(self._step_forever())
 
-    async def _claims(self) -> list[Claim]:
-        try:
-            return await self._session.claim(max_requests=64, max_prompt_tokens=1_000_000)
-        except Unavailable:
-            await asyncio.sleep(_RETRY_S)
-            return []
-
-    async def _generate(self, claim: Claim) -> None:
-        entries = answer_entries(claim.spec)
-        index = claim.next_index
-        while index < len(entries):
-            if self.hold_at is not None and index >= self.hold_at:
-                await self._go.wait()
-            append = Append(claim.request_id, claim.epoch, claim.nonce, index, [entries[index]])
+    async def _claim_forever(self) -> None:
+        while True:
             try:
-                [outcome] = await self._session.append([append])
+                claims = await self._session.claim(max_requests=256, max_prompt_tokens=_ANY_TOKENS)
             except Unavailable:
                 await asyncio.sleep(_RETRY_S)
                 continue
+            for claim in claims:
+                self.claimed.append(claim.spec)
+                self._streams[claim.request_id] = Stream(claim)
+                self._has_work.set()
+            if not claims:
+                await self._session.wait_for_work(_WAIT_S)
+
+    async def _step_forever(self) -> None:
+        due = time.perf_counter()
+        while True:
+            batch = self._next_batch()
+            if not batch:
+                self._has_work.clear()
+                await self._has_work.wait()
+                due = time.perf_counter()
+                continue
+            share = len(batch) / len(self._streams)
+            await self._append(batch)
+            if self._rate is not None:
+                due += share / self._rate
+                self.late_s = max(0.0, time.perf_counter() - due)
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+
+    def _next_batch(self) -> list[Stream]:
+        """Return the streams of the next step, those that waited longest first."""
+        hold_at = self.hold_at
+        running = (each for each in self._streams.values() if hold_at is None or each.index < hold_at)
+        batch = list(islice(running, self._step))
+        if len(batch) < len(self._streams):
+            for stream in batch:  # to the end of the order
+                self._streams[stream.claim.request_id] = self._streams.pop(stream.claim.request_id)
+        return batch
+
+    async def _append(self, batch: Sequence[Stream]) -> None:
+        try:
+            outcomes = await self._session.append([stream.append() for stream in batch])
+        except Unavailable:
+            await asyncio.sleep(_RETRY_S)
+            return
+        for stream, outcome in zip(batch, outcomes, strict=True):
+            if self._streams.get(stream.claim.request_id) is not stream:
+                continue  # lost meanwhile
             if outcome.lost:
-                self.lost.add(claim.request_id)
-                return
-            index = outcome.next_index if outcome.kind is AppendKind.GAP else index + 1
+                self._drop([stream.claim.request_id])
+            elif outcome.kind is AppendKind.GAP:
+                stream.go_to(outcome.next_index)
+            elif outcome.kind is AppendKind.OK:
+                self._take(stream)
+
+    def _take(self, stream: Stream) -> None:
+        self.num_tokens += stream.entry is not None and stream.entry.HasField("token_id")
+        stream.advance()
+        if stream.entry is None:
+            del self._streams[stream.claim.request_id]
 
     def _drop(self, request_ids: Collection[str]) -> None:
         self.lost.update(request_ids)
         for request_id in request_ids:
-            task = self._tasks.pop(request_id, None)
-            if task is not None:
-                task.cancel()
+            self._streams.pop(request_id, None)
 
 
 @asynccontextmanager
 async def running_engine(redis_url: str, card: ModelCard | None = None) -> AsyncIterator[SyntheticEngine]:
-    """Publishes the card and serves it for the length of a block."""
+    """Publish the card and serve it for the length of a block."""
     card = card or synthetic_card()
     async with await Broker.connect(redis_url) as broker:
         await broker.publish_model(card)
@@ -171,5 +253,35 @@ async def running_engine(redis_url: str, card: ModelCard | None = None) -> Async
             await cancel(task)
 
 
+async def _serve(options: argparse.Namespace) -> None:
+    """Publish the card, serve, and print reports."""
+    card = synthetic_card(max_model_len=4096)
+    async with await Broker.connect(options.redis) as broker:
+        await broker.publish_model(card)
+        engine = SyntheticEngine(broker, card, rate=options.rate, step=options.step)
+        task = asyncio.create_task(engine.run())
+        print(json.dumps({"ready": True}), flush=True)
+        while not task.done():
+            await asyncio.wait([task], timeout=options.report_s)
+            report = {"tokens": engine.num_tokens, "cpu_s": time.process_time(), "late_s": round(engine.late_s, 3)}
+            print(json.dumps(report), flush=True)
+        task.result()
+
+
+def main() -> None:
+    """Run until killed."""
+    parser = argparse.ArgumentParser(description="An engine without a model.")
+    parser.add_argument("--redis", required=True)
+    parser.add_argument("--rate", type=float, default=5.0, help="tokens a second of each stream")
+    parser.add_argument("--step", type=int, default=256, help="streams in a step, at most")
+    parser.add_argument("--report-s", type=float, default=1.0)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(parser.parse_args()))
+
+
 def _letter(spec: RequestSpec, choice: int, place: int) -> str:
     return chr(ord("a") + (spec.sampling.seed + 7 * choice + place) % 26)
+
+
+if __name__ == "__main__":
+    main()

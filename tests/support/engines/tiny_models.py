@@ -1,4 +1,4 @@
-"""Small model folders with random weights, made with `transformers`: what parity is held against."""
+"""Small model folders with random weights, made with `transformers`, whose results the engine is compared with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 VOCAB_SIZE = 331
-"""No multiple of a vector's width."""
+"""Not a multiple of any vector width, so that tails of vectorised loops run."""
 _INIT_STD = 0.15
 """Large enough that the next token depends on all earlier ones: with the usual 0.02 greedy output is one token."""
 _SHAPE = {
@@ -62,7 +62,7 @@ TINY_MODELS: dict[str, TinyModel] = {
 
 
 def make_model(folder: Path, name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """Writes a model folder (config, generation config, safetensors, tokenizer), once; returns it.
+    """Write a model folder (config, generation config, safetensors, tokenizer) unless it exists; return it.
 
     Args:
         folder: where; taken as it is if it already holds a model.
@@ -87,7 +87,7 @@ def make_model(folder: Path, name: str, *, seed: int = 0, dtype: torch.dtype = t
 
 
 def write_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE) -> None:
-    """A byte-level BPE tokenizer without merges: each byte of a text is a token; ids past the bytes are words."""
+    """Write a byte-level BPE tokenizer without merges: a token for each byte; ids beyond the bytes are words."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     specials = ["<unk>", "<s>", "</s>"]
@@ -110,20 +110,22 @@ def write_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE) -> None:
 
 
 def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The folder as `transformers` runs it, for comparisons."""
+    """Load the folder with `transformers`."""
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def random_prompts(lengths: list[int], *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
-    """Prompts of these lengths, of ordinary tokens."""
+    """Return random prompts of these lengths, without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
 def _randomise_vectors(model: Any) -> None:
-    """Norm weights and biases, which `transformers` starts as ones and zeros, get values that a mistake would show."""
+    """Randomise norm weights and biases: as the ones and zeros that `transformers` starts with, an error in them would
+    not show.
+    """
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)

@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from support.kubernetes.api import kube_binary, write_kubeconfig
-from support.processes.processes import wait_until
 from support.processes.stack import free_port
+from support.processes.waiting import wait_until
 
 ADMIN_TOKEN = "admin-of-a-test"
 START_LIMIT_S = 60.0

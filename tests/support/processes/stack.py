@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 from pagestream_streams.connection.embedded import find_server, server_command
+from support.processes.waiting import wait_until
 from support.redis.topologies import quiet_port
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,15 +30,6 @@ class StackError(RuntimeError):
 def free_port() -> int:
     """Return a TCP port of the loopback interface that nobody listens on, and that no connection takes meanwhile."""
     return quiet_port()
-
-
-def wait_until(condition: Callable[[], bool], *, limit_s: float, what: str) -> None:
-    """Wait for a condition with a limit; raises StackError that names what was waited for."""
-    end = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > end:
-            raise StackError(f"waited {limit_s:.0f} s for {what}")
-        time.sleep(0.02)
 
 
 @dataclass

@@ -12,8 +12,8 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import yaml
-from support.processes.processes import wait_until
 from support.processes.stack import free_port
+from support.processes.waiting import wait_until
 from support.redis.servers import skip_for_want_of
 
 SHIPPED = Path(__file__).resolve().parents[3] / "deploy" / "otel" / "collector.yaml"

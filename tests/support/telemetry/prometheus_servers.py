@@ -13,8 +13,8 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import yaml
-from support.processes.processes import wait_until
 from support.processes.stack import free_port
+from support.processes.waiting import wait_until
 from support.redis.servers import skip_for_want_of
 
 _START_LIMIT_S = 60.0

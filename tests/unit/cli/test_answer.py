@@ -12,7 +12,7 @@ from pagestream_cli.ports import free_port
 from pagestream_client import Reconnection
 from pagestream_client.http import AsyncHttpClient
 from support.clients.scripted_gateway import REQUEST_ID, ScriptedGateway
-from support.processes.processes import until
+from support.processes.waiting import until
 
 IMPATIENT = Reconnection(limit_s=0.2, first_contact_s=0.2, first_delay_s=0.01, max_delay_s=0.02)
 REQUEST: dict[str, Any] = {"model": "demo", "prompt": "Tell"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pagestream_cli.supervisor.guard as guard_module
 import pytest
-from support.processes.processes import is_running, wait_until
+from support.processes.waiting import is_running, wait_until
 
 GUARD = str(Path(guard_module.__file__))
 PAUSE = "import signal; print('up', flush=True)\nwhile True: signal.pause()"

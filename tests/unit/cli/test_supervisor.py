@@ -15,7 +15,7 @@ from pagestream_cli.supervisor import PartSpec, PartState, RestartPolicy, Superv
 from pagestream_cli.supervisor.output import PartOutput
 from pagestream_cli.supervisor.part import PartView
 from pagestream_cli.supervisor.restart import Death
-from support.processes.processes import is_running, until
+from support.processes.waiting import is_running, until
 
 SLEEPER = "import signal; print('up', flush=True); signal.pause()"
 STUBBORN = (

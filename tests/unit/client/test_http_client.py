@@ -19,7 +19,7 @@ from pagestream_client import (
 )
 from pagestream_client.http import AsyncHttpClient, HttpClient
 from support.clients.scripted_gateway import REQUEST_ID, ScriptedGateway
-from support.processes.processes import until
+from support.processes.waiting import until
 
 QUICK = Reconnection(limit_s=30.0, first_contact_s=0.2, first_delay_s=0.01, max_delay_s=0.02)
 IMPATIENT = Reconnection(limit_s=0.2, first_contact_s=0.2, first_delay_s=0.01, max_delay_s=0.02)

@@ -1,4 +1,4 @@
-"""On PYTHONPATH, this has a request kill any engine process: one whose prompt begins with the token POISON."""
+"""On PYTHONPATH, makes an engine process kill itself at a prompt that begins with the token POISON_TOKEN."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUNNER = "pagestream_engine.runner.runner"
 
 
 class Poisoner(Loader):
-    """Loads the runner's module, and then changes what a step does."""
+    """Loads the runner's module and wraps its `execute`."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -39,7 +39,7 @@ class Poisoner(Loader):
 
 
 class Finder(MetaPathFinder):
-    """Finds that one module."""
+    """Finds the runner's module."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

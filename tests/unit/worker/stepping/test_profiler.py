@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from pagestream_worker.stepping.profiler import StepProfiler
-from support.processes.stack import wait_until
+from support.processes.waiting import wait_until
 
 LIMIT_S = 60.0
 

@@ -1,9 +1,12 @@
-"""The worker with the small arithmetic model in place of a large one, on a real queue in the test's own process."""
+"""The real worker on a real queue in the test's process, its engine with the arithmetic model.
+
+For what a worker does with its requests: a test stops it, slows it down, or looks at its load, and knows every token.
+"""
 
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -49,7 +52,7 @@ class GatedRunner(ArithmeticRunner):
 
     def execute(self, step: ScheduledStep) -> SampledTokens:
         if not self.gate.wait(LIMIT_S):
-            raise TimeoutError("nobody opened the gate")
+            raise TimeoutError(f"the gate was not opened within {LIMIT_S:.0f} s")
         return super().execute(step)
 
 
@@ -138,9 +141,3 @@ def tokens(entries: list[LogEntry], choice: int = 0) -> list[int]:
 
 def expected(prompt: list[int], max_tokens: int = 30) -> list[int]:
     return undisturbed(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), FACTS, 1000)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110 - the condition is another thread's
-            await asyncio.sleep(0.01)

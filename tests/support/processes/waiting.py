@@ -1,4 +1,4 @@
-"""Looks at real processes, and waits for what they do."""
+"""Waiting for processes: whether one runs, and until a condition holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POLL_S = 0.02
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process of this number runs. One that has ended and waits to be collected does not."""
+    """Whether a process with this id runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -20,18 +20,18 @@ def is_running(pid: int) -> bool:
 
 
 async def until(condition: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
-    """Wait until `condition` holds, in an event loop."""
+    """Wait in an event loop until `condition` holds. TimeoutError, which names `what`, after the limit."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(f"not within {limit_s} s: {what}")
+            raise TimeoutError(f"waited {limit_s:.0f} s for {what}")
         await asyncio.sleep(POLL_S)
 
 
 def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
-    """Wait until `condition` holds, in a thread."""
+    """Wait in a thread until `condition` holds. TimeoutError, which names `what`, after the limit."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(f"not within {limit_s} s: {what}")
+            raise TimeoutError(f"waited {limit_s:.0f} s for {what}")
         time.sleep(POLL_S)
