@@ -118,7 +118,7 @@ async def test_a_certificate_is_looked_at_again_after_a_look_that_failed(
         looks.append(refresh(self))
         return looks[-1]
 
-    monkeypatch.setattr("pagestream_gateway.tls._LOOK_PERIOD_S", 0.02)
+    monkeypatch.setattr("pagestream_gateway.tls._RELOAD_PERIOD_S", 0.02)
     monkeypatch.setattr(Certificate, "refresh", fail_once)
     issue_certificate(tmp_path, 1)
     certificate = Certificate(tmp_path / "tls.crt", tmp_path / "tls.key")

@@ -60,7 +60,7 @@ async def test_both_apis_speak_tls_and_nothing_else(redis_url: str, tmp_path: Pa
 async def test_a_renewed_certificate_is_taken_by_new_connections(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagestream_gateway.tls._LOOK_PERIOD_S", 0.05)
+    monkeypatch.setattr("pagestream_gateway.tls._RELOAD_PERIOD_S", 0.05)
     files = issue_certificate(tmp_path, 1)
     old = tmp_path / "old.crt"
     old.write_bytes(files[0].read_bytes())

@@ -17,14 +17,15 @@ EXIT_BAD_OPTIONS = 2
 
 
 def main() -> None:
-    """Serves until SIGTERM or SIGINT. Exits with 2 where settings are wrong, with 1 where what it needs to start is
-    not there.
+    """Serve until SIGTERM or SIGINT.
+
+    Exits with 2 where settings are wrong, with 1 where a port or Redis is not there.
     """
     setproctitle.setproctitle("pagestream-gateway")
     try:
         settings = load_settings()
         configure_logs(settings.telemetry)
-        _calm_collector()
+        _tune_collector()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
     except SettingsError as error:
@@ -34,9 +35,10 @@ def main() -> None:
         sys.exit(f"pagestream-gateway: {error}")
 
 
-def _calm_collector() -> None:
-    """Leaves what was imported out of collections, and runs those of young objects less often: a stream makes few
-    cycles, but thousands of objects a second that live for a moment.
+def _tune_collector() -> None:
+    """Exclude imported modules from garbage collection, and collect young objects less often.
+
+    A stream makes few cycles, but thousands of short-lived objects a second.
     """
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS)

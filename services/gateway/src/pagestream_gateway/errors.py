@@ -1,54 +1,51 @@
-"""What the gateway refuses, and why.
+"""The errors of the gateway.
 
     GatewayError
     |- InvalidRequest         a field of the request is wrong
     |  |- PromptTooLong       prompt and output don't fit the model's context
-    |  `- UnsupportedField    the field is known, but nothing here honours it yet
+    |  `- UnsupportedField    the field is known, but not supported
     |- Unauthenticated        no API key, or an unknown one
     |- BodyTooLarge           more bytes than the gateway reads
-    |- WrongContentType       the body is not said to be JSON
-    |- Overloaded             too much work of the gateway's own waits
-    |- GatewayStopping        this process is about to end; another one serves the same ids
+    |- WrongContentType       the Content-Type is not application/json
+    |- Overloaded             too many requests wait for the tokenizer
+    |- GatewayStopping        this process is stopping; any other gateway serves the same ids
     |- GenerationFailed       the log of an accepted request ended with an error
     |- SettingsError          a flag, variable or file that the process was started with is wrong
-    `- StartupError           something that the process needs to start is not there
+    `- StartupError           a port or Redis, which the process needs to start, is not there
 
-What the durable stream refuses has its own tree in `pagestream_streams.errors`; `problems.py` gives both their HTTP
-and gRPC forms.
+The durable streams have their own tree in `pagestream_streams.errors`; `api/error_codes.py` gives the errors of both
+their HTTP and gRPC codes.
 """
 
-# ruff: noqa: N818 -- these say what is wrong with a request, not that an error occurred
+# ruff: noqa: N818 -- names say what is wrong with a request
 
 
 class GatewayError(Exception):
-    """Something that the gateway refuses; the message is meant for the caller."""
+    """The root. Messages are written for the caller."""
 
 
 class InvalidRequest(GatewayError):
-    """A field of the request is wrong.
-
-    Attributes:
-        field: where in the request, such as "temperature" or "messages.0.role"; None for the request as a whole. An
-            API that has
-            another name for it sets that.
-        message: what was given and what was expected.
-    """
+    """A field of the request is wrong."""
 
     def __init__(self, field: str | None, message: str) -> None:
         super().__init__(field, message)
         self.field = field
+        """Path in the request, such as "temperature" or "messages.0.role"; None for the request as a whole. An API
+        that spells the field otherwise replaces it.
+        """
         self.message = message
+        """What was given and what was expected."""
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}" if self.field else self.message
 
 
 class PromptTooLong(InvalidRequest):
-    """Prompt and output together don't fit the model's context; the message has the numbers."""
+    """Prompt and output together don't fit the model's context."""
 
 
 class UnsupportedField(InvalidRequest):
-    """The field is OpenAI's or vLLM's and would change the output, but nothing here honours it yet."""
+    """The field is OpenAI's or vLLM's and would change the output, but is not supported."""
 
     def __init__(self, field: str, hint: str = "") -> None:
         super().__init__(field, "is not supported" + (f"; {hint}" if hint else ""))
@@ -67,14 +64,14 @@ class BodyTooLarge(GatewayError):
 
 
 class WrongContentType(GatewayError):
-    """The body is not said to be JSON."""
+    """The Content-Type is not application/json."""
 
     def __init__(self, given: str) -> None:
         super().__init__(f"Content-Type is {given or 'missing'}; send application/json")
 
 
 class Overloaded(GatewayError):
-    """Too much work of the gateway's own waits; try again after `retry_after_s` seconds."""
+    """Too many requests wait for the tokenizer; try again after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -82,7 +79,7 @@ class Overloaded(GatewayError):
 
 
 class GatewayStopping(GatewayError):
-    """This process is about to end. Accepted requests go on; any other gateway serves their ids."""
+    """This process is stopping. Accepted requests go on; any other gateway serves their ids."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -91,15 +88,12 @@ class GatewayStopping(GatewayError):
 
 
 class GenerationFailed(GatewayError):
-    """The log of an accepted request ended with an error.
-
-    Attributes:
-        code: the stable word that the log carries, such as "engine_error".
-    """
+    """The log of an accepted request ended with an error."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message or "the generation failed")
         self.code = code or "engine_error"
+        """The code that the log carries, such as "engine_error"."""
 
 
 class SettingsError(GatewayError):
@@ -107,4 +101,4 @@ class SettingsError(GatewayError):
 
 
 class StartupError(GatewayError):
-    """Something that the process needs to start is not there: a port, Redis."""
+    """A port or Redis, which the process needs to start, is not there; the message names it."""

@@ -1,4 +1,4 @@
-"""What a gateway counts."""
+"""The metrics that a gateway records of its calls."""
 
 from pagestream_telemetry import catalog
 from pagestream_telemetry.instruments import Registry
@@ -21,45 +21,49 @@ class Metrics:
 
     @property
     def streams_open(self) -> int:
-        """Answers that are being written now."""
+        """Number of answers that are being written."""
         return int(self._streams_open.value or 0)
 
     def stream_opened(self) -> None:
-        """An answer begins to be written."""
+        """Count an answer that begins to be written."""
         self._streams_open.add(1)
 
     def stream_closed(self) -> None:
-        """It was written, or given up."""
+        """Count the end of an answer, complete or not."""
         self._streams_open.add(-1)
 
     def count_request(self, api: str, outcome: str) -> None:
-        """One call of `api` ("chat", "completions", "grpc", "resume") ended: "ok", or the error's code."""
+        """Count a call that ended.
+
+        `api` is "chat", "completions", "resume", "grpc" or another name of a gRPC method; `outcome` is "ok",
+        "disconnected" or an error's code.
+        """
         self._requests.series(api, outcome).add()
 
     def count_tokens(self, number: int) -> None:
-        """Tokens were written to a client."""
+        """Count tokens that were written to a client."""
         self._tokens.add(number)
 
     def error(self, model: str, error_type: str) -> None:
-        """A call ended with an error."""
+        """Count a call that ended with an error."""
         self._errors.series(model, error_type).add()
 
     def cancelled(self, model: str) -> None:
-        """A client left, or said that it no longer wants what it asked for."""
+        """Count a request that its client cancelled or left."""
         self._cancellations.series(model).add()
 
     def first_token(self, model: str, operation: str, seconds: float) -> None:
-        """A call got its first token, so long after its begin."""
+        """Record the seconds from a call's begin to its first token."""
         self._first_token.series(model, operation).record(seconds)
 
     def between_tokens(self, model: str, seconds: float) -> None:
-        """Tokens came, so long after those before them."""
+        """Record the seconds between two batches of tokens of one call."""
         self._between_tokens.series(model).record(seconds)
 
     def per_token(self, model: str, operation: str, seconds: float) -> None:
-        """A whole answer was written; after its first token each took so long on average."""
+        """Record the mean seconds per token after the first, of an answer that was written whole."""
         self._per_token.series(model, operation).record(seconds)
 
     def duration(self, model: str, operation: str, error_type: str, seconds: float) -> None:
-        """A call has ended; `error_type` "" is success."""
+        """Record the seconds that a call took; `error_type` is "" on success."""
         self._duration.series(model, operation, error_type).record(seconds)

@@ -1,4 +1,4 @@
-"""What a gateway process is started with: flags, then `PAGESTREAM_<GROUP>__<FIELD>`, then the defaults here."""
+"""Settings of a gateway process: flags, then `PAGESTREAM_<GROUP>__<FIELD>`, then the defaults here."""
 
 import argparse
 import dataclasses
@@ -18,62 +18,64 @@ from pagestream_gateway.errors import SettingsError
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """What this process is, where clients reach it, and where its Redis is."""
+    """The process' name, the addresses that it serves, and its Redis."""
 
     id: str | None = None
-    """Name under which engines wake this process up, and that its metrics carry; a random one unless given."""
+    """Name of the channel by which engines wake this process, and the instance id of its metrics. None: random."""
     redis: str = "redis://127.0.0.1:6379"
     """Address: redis://, rediss:// (TLS), unix://, redis+sentinel:// or redis+cluster://; see docs/durability.md."""
     answer_limit_s: float = 8.0
-    """Seconds that a call may wait for Redis before the client hears UNAVAILABLE: a client can retry, a hanging call
-    can't. Above the 5 s after which a single command counts as lost: a burst of calls waits for connections as well.
+    """Seconds that a call may wait for Redis before it is answered with UNAVAILABLE, so that the client can retry.
+    Above the 5 s after which a single command counts as lost, since a burst of calls waits for connections as well.
     """
     host: str = "127.0.0.1"
-    """Address to bind. Loopback unless told otherwise, since API keys are optional."""
+    """Address to bind. Loopback by default, since API keys are optional."""
     http_port: int = 8000
-    """TCP port of the OpenAI HTTP API; 0 takes a free one."""
+    """TCP port of the OpenAI HTTP API; 0 binds a free one."""
     grpc_port: int = 50051
-    """TCP port of the gRPC API; 0 takes a free one."""
+    """TCP port of the gRPC API; 0 binds a free one."""
     metrics_port: int | None = None
-    """A second TCP port that serves only /metrics, /healthz and /readyz. They are on the HTTP port in any case."""
+    """A second TCP port that serves only /metrics, /healthz and /readyz; the HTTP port serves them, too.
+    None: no second port.
+    """
     api_keys: Path | None = None
-    """File of `sha256 of the key -> tenant`. None: everybody is the tenant "default"."""
+    """File of `sha256 of the key -> tenant`. None: no key is asked for, and every caller is the tenant "default"."""
     tls_certificate: Path | None = None
-    """PEM file of the certificate chain for both APIs; it is read again when it changes. None: no TLS."""
+    """PEM file of the certificate chain for both APIs, reloaded when it changes. None: no TLS."""
     tls_key: Path | None = None
-    """PEM file of its private key, without a passphrase."""
+    """PEM file of the certificate's private key, without a passphrase."""
 
 
 @dataclass(frozen=True)
 class LimitSettings:
-    """Bounds on what one request or one process may take."""
+    """Bounds on one request, and on the tokenizer's work of one process."""
 
     max_body_bytes: int = 8 * 1024 * 1024
-    """Bytes of a request. Four bytes a token make this two million tokens, more than any context here."""
+    """Bytes of a request. At four bytes a token this is two million tokens, more than any context length."""
     max_prompts: int = 128
     """Prompts of one completions request."""
     max_n: int = 128
     """Choices for each prompt, as in OpenAI's API."""
     max_choices: int = 256
-    """Prompts times n: one request is one unit of scheduling and of recovery, so it stays small."""
+    """Prompts times n. One request is one unit of scheduling and of recovery, so it stays small."""
     max_stop: int = 64
     """Stop strings; each is searched for in each token's text."""
     max_stop_chars: int = 1024
-    """Characters of one stop string; this much text is held back while it may still match."""
+    """Characters of one stop string. That much text is held back while it may still match."""
     max_stop_token_ids: int = 1024
     """Stop token ids."""
     max_logprobs: int = 20
-    """Likeliest tokens shown at each position, as in OpenAI's API; each is an entry of the log."""
+    """Likeliest tokens shown at each position, as in OpenAI's API. Each takes room in the log."""
     max_logit_bias: int = 1024
     """Tokens with a bias."""
     max_id_chars: int = 512
-    """Characters of names that callers choose: their own request id, the idempotency key."""
+    """Characters of a caller's own request id, and of an idempotency key."""
     tokenize_workers: int = 2
-    """Threads that render and tokenize; the tokenizer works outside Python's lock."""
+    """Threads that render and tokenize. The tokenizer releases Python's lock."""
     tokenize_queue: int = 512
-    """Prompts that may wait for a thread before callers hear RESOURCE_EXHAUSTED."""
+    """Requests that may run in the threads or wait for one. Further ones are refused with RESOURCE_EXHAUSTED."""
     tokenize_limit_s: float = 30.0
-    """Seconds that rendering and tokenizing one request may take."""
+    """Seconds that rendering and tokenizing one request may take, its wait included."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class StreamSettings:
     s.
     """
     disconnect_grace_s: float = 10.0
-    """Seconds without a reader after which a request is cancelled, unless it asked to go on."""
+    """Seconds without a reader after which a request is cancelled, unless its `on_disconnect` is "continue"."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,11 @@ class ShutdownSettings:
     """How the process ends on SIGTERM or SIGINT."""
 
     drain_s: float = 2.0
-    """Seconds that open streams get to finish by themselves. The rest is told to resume on another gateway."""
+    """Seconds that open streams get to finish. After that they end with an error that asks the client to resume on
+    another gateway.
+    """
     close_limit_s: float = 5.0
-    """Seconds for each of: closing servers, closing the registration in Redis."""
+    """Seconds that each server gets to close its connections."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class Settings:
     shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     broker: StreamsSettings = field(default_factory=StreamsSettings)
-    """Of the durable streams: queue bounds, leases, retention; equal in all processes of a deployment."""
+    """Settings of the durable streams: queue bounds, leases, retention. Equal in all processes of a deployment."""
 
 
 _OWN_GROUPS = {
@@ -120,7 +124,7 @@ _OWN_GROUPS = {
 
 
 def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
-    """Settings from flags and environment. Raises SettingsError that names the flag or variable."""
+    """Read settings from flags and environment. Raises SettingsError that names the flag or variable."""
     flags: dict[str, dict[str, Any]] = {"gateway": {}, "telemetry": {}}
     for name, value in vars(_parser().parse_args(argv)).items():
         group, _, field_name = name.partition(".")

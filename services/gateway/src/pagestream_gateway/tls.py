@@ -1,5 +1,6 @@
-"""The gateway's certificate: read from files, and read again when they change, since certificates are renewed while a
-process runs. Open connections keep the one that they began with.
+"""The gateway's certificate, reloaded when its files change, since certificates are renewed while a process runs.
+
+Open connections keep the certificate that they began with.
 """
 
 import logging
@@ -14,7 +15,7 @@ from pagestream_streams.tasks import Periodic
 from pagestream_gateway.errors import SettingsError
 
 logger = logging.getLogger(__name__)
-_LOOK_PERIOD_S = 10.0  # two small files; a renewed certificate is there days before the old one ends
+_RELOAD_PERIOD_S = 10.0  # two small files; a renewed certificate is there days before the old one expires
 
 
 class _Pair(NamedTuple):
@@ -26,7 +27,7 @@ class Certificate:
     """A certificate chain and its private key, in PEM files."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
-        """Raises SettingsError where a file can't be read, or they don't belong together."""
+        """Load both files. Raises SettingsError where one can't be read, or they don't belong together."""
         self._certificate_file, self._key_file = certificate, key
         self._context = _server_context()
         try:
@@ -37,49 +38,49 @@ class Certificate:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For servers of asyncio: new connections get what was read last."""
+        """The context for asyncio's servers; new connections get the certificate that was loaded last."""
         return self._context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For gRPC's server: new connections get what was read last."""
-        told = self._pair
+        """Return credentials for gRPC's server; new connections get the certificate that was loaded last."""
+        used = self._pair
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
-            """None: nothing new since the last handshake. Called from gRPC's own threads."""
-            nonlocal told
-            if told is self._pair:
+            """Return a new pair, None where there is none since the last handshake. Called from gRPC's own threads."""
+            nonlocal used
+            if used is self._pair:
                 return None
-            told = self._pair
-            return _configuration(told)
+            used = self._pair
+            return _configuration(used)
 
-        # None is an answer that gRPC documents, and its types leave out.
+        # gRPC documents None as an answer; its types leave it out.
         fetcher = cast(Callable[[], grpc.ServerCertificateConfiguration], fetch)
-        return grpc.dynamic_ssl_server_credentials(_configuration(told), fetcher)
+        return grpc.dynamic_ssl_server_credentials(_configuration(used), fetcher)
 
     def refresh(self) -> bool:
-        """Takes what is in the files now; False where that is nothing new, or nothing that works (which is logged)."""
+        """Load the files; return whether they hold a new certificate. One that can't be used is logged and ignored."""
         try:
             pair = self._read()
             if pair == self._pair:
                 return False
             self._load(_server_context())
             if self._read() != pair:
-                return False  # they are being written just now: the next look finds both
+                return False  # the files are being written: the next call finds both
             self._load(self._context)
         except (OSError, ssl.SSLError) as error:
-            logger.warning("the certificate in %s is not taken: %s", self._certificate_file, error)
+            logger.warning("cannot use the certificate in %s: %s", self._certificate_file, error)
             return False
         self._pair = pair
-        logger.info("the certificate in %s is another one", self._certificate_file)
+        logger.info("loaded a new certificate from %s", self._certificate_file)
         return True
 
     def watch(self) -> Periodic:
-        """Looks at the files again and again, once it is started."""
+        """Return a task that calls `refresh` periodically, once it is started."""
 
-        async def look() -> None:
+        async def work() -> None:
             self.refresh()
 
-        return Periodic("certificate", _LOOK_PERIOD_S, look)
+        return Periodic("certificate", _RELOAD_PERIOD_S, work)
 
     def _read(self) -> _Pair:
         return _Pair(self._certificate_file.read_bytes(), self._key_file.read_bytes())

@@ -9,14 +9,13 @@ from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 
 @dataclass(slots=True)
 class Run:
-    """One or more consecutive entries of one choice, or the log's end alone.
-
-    `next_index` and `digest` are those after its last entry: what a reader hands back to go on behind it.
-    """
+    """One or more consecutive entries of one choice, or the log's end alone."""
 
     choice: int
     next_index: int
+    """Index after the last entry: with `digest`, what a reader sends back to read on."""
     digest: str
+    """Rolling digest after the last entry."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -25,7 +24,7 @@ class Run:
 
 
 def split_runs(first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
-    """The runs of `entries`, whose first has index `first_index`, in order."""
+    """Return the runs of `entries`, whose first has index `first_index`, in order."""
     runs: list[Run] = []
     run: Run | None = None
     for index, entry in enumerate(entries, start=first_index + 1):

@@ -1,4 +1,4 @@
-"""One call of a client from its begin to its end: what is measured of it, and its span."""
+"""Metrics and span of one call, from its begin to its end."""
 
 import time
 from collections.abc import Mapping
@@ -11,11 +11,11 @@ from pagestream_gateway.metrics import Metrics
 
 OK, DISCONNECTED = "ok", "disconnected"
 CHAT, TEXT_COMPLETION, RESUME = "chat", "text_completion", "resume"
-"""Operations: the conventions' own words, and one for a stream that goes on elsewhere."""
+"""Operations: names of the GenAI semantic conventions, and one for a stream that is read on."""
 
 
 class Call:
-    """Begun by `Calls.begin`; used by the tasks that answer the call, and ended once."""
+    """One call. `Calls.begin` makes it, the tasks that answer the call use it, `end` ends it once."""
 
     def __init__(self, metrics: Metrics, tracer: Tracer, caller: TraceContext, *, api: str, operation: str) -> None:
         self.api = api
@@ -35,11 +35,11 @@ class Call:
 
     @property
     def context(self) -> TraceContext:
-        """The trace that the request belongs to."""
+        """The trace context that the request carries."""
         return self._span.context
 
     def begin_span(self, parent: TraceContext) -> None:
-        """From now on the call has a place of its own in a trace."""
+        """Start the call's span below `parent`, with the call's begin as its start."""
         attributes = {"gen_ai.provider.name": "pagestream", "pagestream.api": self.api}
         self._span = self._tracer.start(
             self.api, parent, kind=SpanKind.SERVER, attributes=attributes, at_s=self._begun_at
@@ -47,16 +47,16 @@ class Call:
         set_trace(self._span.context)
 
     def name_operation(self, operation: str) -> None:
-        """What the call asks for, once that is known."""
+        """Set the operation, where the body decides it."""
         self._operation = operation
 
     def accepted(self, spec: RequestSpec) -> None:
-        """There is a request, in the queue."""
+        """Note that the request is in the queue."""
         self._describe(spec)
         self._span.event("accepted")
 
     def resumed(self, spec: RequestSpec) -> None:
-        """An earlier request is read on. Its own trace goes on, unless the caller named another one."""
+        """Note that the call reads an earlier request on; the span joins its trace, unless the caller sent one."""
         self.begin_span(self._caller or TraceContext(spec.traceparent, spec.tracestate))
         self._describe(spec)
 
@@ -72,7 +72,7 @@ class Call:
         )
 
     def tokens(self, number: int) -> None:
-        """So many tokens are about to be written."""
+        """Record that `number` tokens are about to be written."""
         if not number:
             return
         now = time.perf_counter()
@@ -85,7 +85,7 @@ class Call:
         self._metrics.count_tokens(number)
 
     def end(self, outcome: str) -> None:
-        """The answer was written, or not: "ok", "disconnected", or the error's code. Later calls do nothing."""
+        """Record the outcome: "ok", "disconnected", or an error's code. Later calls do nothing."""
         if not self._is_open:
             return
         self._is_open = False
@@ -117,17 +117,19 @@ class Call:
 
 
 class Calls:
-    """Begins calls."""
+    """Makes the calls of one process."""
 
     def __init__(self, metrics: Metrics, tracer: Tracer) -> None:
         self._metrics = metrics
         self._tracer = tracer
 
     def begin(self, api: str, operation: str, headers: Mapping[str, str]) -> Call:
-        """A call has come, in the running task; its span belongs to the trace that the caller names, or begins one.
+        """Begin a call in the running task; its span joins the trace that the headers name, or begins one.
 
-        `operation` is "" where nothing is generated or read: such a call has no span, and no duration. `headers` are
-        an HTTP request's, or a gRPC call's metadata, with names in lower case.
+        Args:
+            api: name of the API's method, for metrics and span.
+            operation: "" where nothing is generated or read: such a call has no span and no duration.
+            headers: those of an HTTP request, or a gRPC call's metadata, with names in lower case.
         """
         caller = caller_context(headers.get("traceparent", ""), headers.get("tracestate", ""))
         call = Call(self._metrics, self._tracer, caller, api=api, operation=operation)

@@ -1,6 +1,4 @@
-"""Chat templates: a model's Jinja template turned into a prompt, in a sandbox, with the conventions of Hugging Face's
-tokenizers.
-"""
+"""Render a model's Jinja chat template into a prompt, in a sandbox, by the conventions of Hugging Face's tokenizers."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +13,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pagestream_gateway.errors import InvalidRequest
 
-# Put behind the message that the model goes on with, so that its end is found in the rendered text whatever the
-# template puts after it.
+# Appended to the message that the model continues, so that its end is found in the rendered text whatever the template
+# puts after it.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -42,7 +40,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which no model was trained on."""
+    """Replace Jinja's filter, which escapes HTML: no model was trained on that."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -64,7 +62,7 @@ class ChatTemplate:
     """A compiled chat template. Rendering is pure Python and may take milliseconds: call it in a thread."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises jinja2.TemplateError when the template itself is broken."""
+        """Compile a template. Raises jinja2.TemplateError where it is broken."""
         self._template = _environment().from_string(source)
         self._special_tokens = dict(special_tokens)
 
@@ -76,7 +74,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text. Raises InvalidRequest for "messages" when the template refuses them."""
+        """Return the prompt's text. Raises InvalidRequest for "messages" where the template refuses them."""
         chat = [dict(message) for message in messages]
         if continue_final_message:
             chat[-1]["content"] = f"{chat[-1].get('content') or ''}{_CONTINUE_TAG}"

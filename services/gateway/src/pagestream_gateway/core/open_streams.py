@@ -1,4 +1,4 @@
-"""The answers that are being written now, so that a stopping process can end each of them in an orderly way."""
+"""The answers that are being written, so that a stopping process can end each with an error that asks to resume."""
 
 import asyncio
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from pagestream_gateway.metrics import Metrics
 
 
 class OpenStreams:
-    """Registers the tasks that write answers.
+    """The tasks that write answers.
 
-    `drain` cancels those that don't end by themselves; `entered` turns that cancellation, and no other, into
-    GatewayStopping, which each API tells its client in its own words.
+    `drain` cancels those that don't end in time; `entered` turns that cancellation, and no other, into
+    GatewayStopping, which each API reports to its client.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -28,8 +28,9 @@ class OpenStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Around the writing of one answer, in its own task. Raises GatewayStopping at once, or when the process
-        stops.
+        """Register the running task while it writes an answer.
+
+        Raises GatewayStopping where the process is stopping already, and when `drain` ends the answer.
         """
         task = asyncio.current_task()
         if task is None or self.is_stopping:
@@ -52,9 +53,7 @@ class OpenStreams:
                 self._empty.set()
 
     async def drain(self, limit_s: float) -> None:
-        """From now on no answer begins; those that are open get `limit_s` seconds to end by themselves, then they are
-        ended.
-        """
+        """Refuse new answers, wait `limit_s` seconds for the open ones, then end these."""
         self.is_stopping = True
         try:
             async with asyncio.timeout(limit_s):

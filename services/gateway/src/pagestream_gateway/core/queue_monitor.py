@@ -1,4 +1,4 @@
-"""The queue's figures, the same from every gateway: so that somebody tells them when no engine lives."""
+"""Metrics of the queue, exported by every gateway alike, so that they exist while no engine runs."""
 
 import asyncio
 import logging
@@ -13,12 +13,12 @@ from pagestream_telemetry.instruments import Registry
 
 logger = logging.getLogger(__name__)
 
-_FRESH_S = 1.0  # a scrape within so long of a look at Redis costs none of its own
-_LIMIT_S = 2.0  # after which the figures are unknown: nobody can use old ones
+_FRESH_S = 1.0  # a scrape this soon after a read of Redis uses what was read
+_LIMIT_S = 2.0  # after which the values count as unknown
 
 
 class QueueMonitor:
-    """Reads the queue from Redis, and sets the gauges. What is not known is not told: an old figure would look true."""
+    """Reads the queue from Redis and sets the gauges. Unknown values are not exported: old ones would look current."""
 
     def __init__(self, broker: Broker, registry: Registry) -> None:
         self._broker = broker
@@ -31,9 +31,9 @@ class QueueMonitor:
         self._read_at = float("-inf")
 
     async def refresh(self, fresh_s: float = _FRESH_S) -> None:
-        """Looks, unless somebody has done so in the last `fresh_s` seconds.
+        """Read the queue, unless it was read in the last `fresh_s` seconds.
 
-        No figures follow from Redis being away, nor from its having come back without the models that it had.
+        Removes all values where Redis does not answer, and those of models that Redis no longer has.
         """
         if time.monotonic() - self._read_at < fresh_s:
             return
@@ -41,30 +41,30 @@ class QueueMonitor:
             async with asyncio.timeout(_LIMIT_S):
                 states = await queue_states(self._broker)
         except (TimeoutError, StreamsError) as error:
-            logger.debug("the queue can't be read: %s", error)
+            logger.debug("cannot read the queue: %s", error)
             states = {}
         except Exception:
-            self._set({})  # a defect, which is its caller's to tell; old figures must not outlive it
+            self._set({})  # a defect, which the caller reports; old values must not outlive it
             raise
         self._read_at = time.monotonic()
         self._set(states)
 
     def watch(self, period_s: float) -> Periodic:
-        """Looks every `period_s` seconds, once it is started."""
-        return Periodic("queue figures", period_s, lambda: self.refresh(period_s / 2))
+        """Return a task that reads the queue every `period_s` seconds, once it is started."""
+        return Periodic("queue metrics", period_s, lambda: self.refresh(period_s / 2))
 
     def _set(self, states: dict[str, list[QueueState]]) -> None:
-        told: set[tuple[str, ...]] = set()
+        known: set[tuple[str, ...]] = set()
         for model, partitions in states.items():
             for state in partitions:
                 for waiting in state.waiting:
                     values = (model, str(state.partition), waiting.queue)
-                    told.add(values)
+                    known.add(values)
                     self._depth.series(*values).set(waiting.requests)
                     self._age.series(*values).set(waiting.oldest_s)
             self._set_sums(model, partitions)
-        self._depth.forget_others(told)
-        self._age.forget_others(told)
+        self._depth.forget_others(known)
+        self._age.forget_others(known)
         for instrument in self._by_model.values():
             instrument.forget_others({(model,) for model in states})
 

@@ -1,4 +1,4 @@
-"""A bounded pool of threads for rendering and tokenizing, so that neither ever holds up the event loop."""
+"""A bounded pool of threads for rendering and tokenizing, which would block the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,11 +12,15 @@ T = TypeVar("T")
 
 
 class TokenizePool:
-    """Runs CPU work of requests in threads; what waits is bounded."""
+    """Runs CPU work of requests in threads, with a bounded queue."""
 
     def __init__(self, *, workers: int, max_pending: int, limit_s: float) -> None:
-        """`max_pending`: calls that run or wait; one more raises Overloaded. `limit_s`: seconds that one call may
-        take.
+        """Start no thread yet.
+
+        Args:
+            workers: number of threads.
+            max_pending: calls that run or wait; one more raises Overloaded.
+            limit_s: seconds that one call may take, its wait included.
         """
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
         self._max_pending = max_pending
@@ -32,12 +36,14 @@ class TokenizePool:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """The result of `work`. Raises Overloaded when too much waits or it takes too long."""
+        """Return the result of `work`. Raises Overloaded where too much waits or it takes too long."""
         if self._num_pending >= self._max_pending:
-            raise Overloaded("too many prompts wait for the tokenizer", retry_after_s=1.0)
+            raise Overloaded(
+                f"too many requests wait for the tokenizer, at most {self._max_pending}", retry_after_s=1.0
+            )
         self._num_pending += 1
         future = self._executor.submit(work)
-        # Counted until the thread is done with it, even when nobody waits any more: that is what the bound is about.
+        # Counted until the thread is done with it, also after its caller was cancelled: the bound is on the work.
         loop = asyncio.get_running_loop()
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._release) if not loop.is_closed() else None)
         try:

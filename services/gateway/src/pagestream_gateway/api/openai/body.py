@@ -1,4 +1,4 @@
-"""Request bodies: bounded, UTF-8, strict JSON."""
+"""Read request bodies: bounded, UTF-8, strict JSON."""
 
 import asyncio
 import json
@@ -11,20 +11,20 @@ from starlette.requests import ClientDisconnect, Request
 
 from pagestream_gateway.errors import BodyTooLarge, InvalidRequest, WrongContentType
 
-# A client that is still sending sees the refusal only once it is done, so what is too large is read and dropped, for
-# this long.
+# A client that is still sending sees the refusal only once it is done, so the rest of a body that is too large is read
+# and dropped, for this many seconds.
 _DISCARD_LIMIT_S = 5.0
 
 # Lists, objects and members of objects in one body. They take far more time and memory than the bytes that spell them,
 # and Python's parser lets no other thread run meanwhile. A conversation of many thousand messages has fewer.
 _MAX_PARTS = 2**18
-# From anywhere outside a string to behind the next character that begins a part, or to the end. Each piece is taken
-# once and for all, so that the time is linear whatever the bytes are.
+# From anywhere outside a string to behind the next character that begins a part, or to the end. The quantifiers are
+# possessive: nothing is matched twice, so that the time is linear whatever the bytes are.
 _TO_NEXT_PART = re.compile(rb'[^"\[{:]*+(?:"(?:[^"\\]++|\\.)*+"?[^"\[{:]*+)*+([\[{:]|\Z)', re.DOTALL)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request that says it is JSON. Raises BodyTooLarge, WrongContentType or InvalidRequest."""
+    """Return the bytes of a JSON body. Raises BodyTooLarge, WrongContentType or InvalidRequest."""
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise WrongContentType(content_type)
@@ -32,7 +32,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """A JSON object from its bytes. Raises InvalidRequest, with the field for text that is not UTF-8."""
+    """Return a JSON object from its bytes. Raises InvalidRequest, with the field for text that is not UTF-8."""
     if count_parts(data, _MAX_PARTS + 1) > _MAX_PARTS:
         raise InvalidRequest(None, f"the body has more than {_MAX_PARTS} lists, objects and fields")
     try:
@@ -46,7 +46,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def count_parts(data: bytes, limit: int) -> int:
-    """The number of lists, objects and members of objects in JSON, or `limit` when there are more."""
+    """Return the number of lists, objects and members of objects in JSON, or `limit` where there are more."""
     most = data.count(b"[") + data.count(b"{") + data.count(b":")  # with those in strings
     return sum(bool(part[1]) for part in islice(_TO_NEXT_PART.finditer(data), min(limit, most)))
 
@@ -99,7 +99,7 @@ async def _discard(request: Request) -> None:
 
 
 def _find_bad_text(data: bytes) -> str | None:
-    """The path of the string that holds bytes which are not UTF-8."""
+    """Return the path of the string that holds bytes which are not UTF-8."""
     try:
         document = json.loads(data.decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError):

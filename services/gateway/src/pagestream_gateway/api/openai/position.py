@@ -1,4 +1,4 @@
-"""A place in a token log as HTTP carries it: `<request id>/<next index>/<digest>`."""
+"""A position in a token log as HTTP carries it: `<request id>/<next index>/<digest>`."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -10,18 +10,20 @@ _MAX_INDEX = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The index of the next log entry, and the rolling digest of those before it; an empty digest is not compared."""
+    """Where a reader goes on."""
 
     next_index: int = 0
+    """Index of the next log entry."""
     digest: str = ""
+    """Rolling digest of the entries before it; an empty one is not compared."""
 
     def event_id(self, request_id: str) -> str:
-        """The `id` of the event whose last entry stands before this place."""
+        """Return the `id` of the event whose last entry stands before this position."""
         return f"{request_id}/{self.next_index}/{self.digest}"
 
     @classmethod
     def parse(cls, event_id: str, request_id: str) -> Self:
-        """From Last-Event-ID. Raises InvalidRequest."""
+        """Return the position of a Last-Event-ID. Raises InvalidRequest."""
         parts = event_id.split("/")
         if len(parts) != 3 or parts[0] != request_id:
             raise InvalidRequest(
@@ -31,7 +33,7 @@ class Position:
 
     @classmethod
     def parse_index(cls, text: str) -> Self:
-        """From the query's `from`. Raises InvalidRequest."""
+        """Return the position of the query parameter `from`. Raises InvalidRequest."""
         return cls(_index(text, "from"))
 
 

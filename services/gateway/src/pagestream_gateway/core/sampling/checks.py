@@ -12,17 +12,13 @@ from pagestream_gateway.settings import LimitSettings
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What a value is checked against.
-
-    Attributes:
-        sampling: all parameters of the request, with defaults filled in.
-        limits: the gateway's bounds.
-        vocab_size: tokens of the model; 0 where the model card does not have it.
-    """
+    """What a value is checked against."""
 
     sampling: SamplingParams
+    """All parameters of the request, with defaults filled in."""
     limits: LimitSettings
     vocab_size: int
+    """Number of the model's tokens; 0 where the model card does not have it."""
 
 
 Check = Callable[[Any, CheckContext], str | None]

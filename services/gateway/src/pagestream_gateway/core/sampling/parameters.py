@@ -40,7 +40,9 @@ class Parameter:
     check: Check | None = None
     """What is wrong with a value."""
     refuse: Check | None = None
-    """Why a value that makes sense is not supported; "" needs no reason."""
+    """Why a value that makes sense is not supported."""
+    is_supported: bool = True
+    """Whether any value is accepted."""
     is_recorded: bool = True
     """Whether the engine needs the value."""
     from_json: Callable[[Any], Any] | None = None
@@ -149,13 +151,13 @@ PARAMETERS = (
     Parameter("include_stop_str_in_output", bool, "Show the stop string that ended the output."),
     Parameter("best_of", int, "As many as n: a stream shows every choice.", refuse=equal_to_n, is_recorded=False),
     Parameter("logprobs", check=in_range(0, "max_logprobs")),
-    Parameter("prompt_logprobs", refuse=lambda *_: ""),
+    Parameter("prompt_logprobs", is_supported=False),
 )
 
 PARAMETER_NAMES = frozenset(parameter.name for parameter in PARAMETERS)
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (),
+    **{parameter.name: () for parameter in PARAMETERS if not parameter.is_supported},
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),

@@ -106,6 +106,8 @@ def _check(parameter: Parameter, context: CheckContext) -> None:
     name: Any = parameter.name
     if _FIELDS[name].has_presence and not context.sampling.HasField(name):
         return
+    if not parameter.is_supported:
+        raise UnsupportedField(name)
     value = getattr(context.sampling, name)
     if parameter.refuse is not None and (reason := parameter.refuse(value, context)) is not None:
         raise UnsupportedField(name, reason)
