@@ -106,7 +106,10 @@ class EngineMachine(RuleBasedStateMachine):
             check_waste(self.engine)
 
     def run_to_the_end(self) -> None:
-        limit = 20 + sum(len(prompt) + params.max_tokens * 40 for prompt, params in self.prompts.values())  # type: ignore[operator]
+        limit = 20
+        for prompt, params in self.prompts.values():
+            assert params.max_tokens is not None
+            limit += len(prompt) + params.max_tokens * 40
         while self.expected and limit > 0:
             self.step(times=1)
             limit -= 1

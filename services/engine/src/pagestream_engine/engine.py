@@ -288,7 +288,7 @@ class Engine:
             try:
                 text, finish, stop = self._generations[seq.seq_id].take(token_id, seq.num_output_tokens)
                 error = None
-            except Exception as caught:  # noqa: BLE001 - whatever one request's text raises must not hurt its neighbours
+            except Exception as caught:  # noqa: BLE001 - what one request's text raises must not fail its neighbours
                 _log.exception("request %s failed", seq.seq_id)
                 text, finish, stop, error = "", "error", None, f"{type(caught).__name__}: {caught}"
             outputs.append(StepOutput(seq.seq_id, token_id, text, finish, stop, seq.num_cached_tokens, error))
@@ -314,7 +314,9 @@ class Engine:
             generation = Generation(seq, self._make_detokenizer(prompt, params), self.eos_token_ids)
             num_taken, end = generation.replay(outputs)
         except Exception as error:
-            raise InvalidRequest(f"tokens: the tokenizer can't make text of them: {error}") from error
+            raise InvalidRequest(
+                f"tokens: given ids that the tokenizer can't make text of, expected ids of its vocabulary: {error}"
+            ) from error
         if num_taken < len(outputs):
             raise InvalidRequest(
                 f"output_token_ids: given {len(outputs)} tokens, expected at most {num_taken}, "
@@ -356,7 +358,9 @@ class Engine:
             raise InvalidRequest(f"n: given {params.n}, expected 1; add several choices with add_group")
         self._check_params(params)
         if params.stop_strings and self.tokenizer is None:
-            raise InvalidRequest("stop: stop strings need a tokenizer.json in the model folder; use stop_token_ids")
+            raise InvalidRequest(
+                "stop: given strings, expected none without a tokenizer.json in the model folder; use stop_token_ids"
+            )
         self._check_tokens("prompt_token_ids", prompt)
         self._check_tokens("output_token_ids", outputs)
         if not prompt:
@@ -383,7 +387,7 @@ class Engine:
         try:
             low, high = min(array("q", token_ids), default=0), max(token_ids, default=0)
         except (TypeError, OverflowError) as error:
-            raise InvalidRequest(f"{field}: expected whole numbers: {error}") from error
+            raise InvalidRequest(f"{field}: given {token_ids!r:.80}, expected whole numbers: {error}") from error
         if low < 0 or high >= self.vocab_size:
             wrong = low if low < 0 else high
             raise InvalidRequest(f"{field}: given token {wrong}, expected 0 to {self.vocab_size - 1}, the vocabulary")
@@ -428,5 +432,5 @@ def _fit_model_len(config: EngineConfig, facts: ModelFacts, num_blocks: int) -> 
         hint = "lower it, or give the pool more (num_gpu_blocks_override, gpu_memory_utilization)"
         raise ConfigError("max_model_len", asked, f"at most {of_pool}, what {num_blocks} KV blocks hold", hint)
     if asked < 2:
-        raise ConfigError("num_gpu_blocks_override", num_blocks, "room for at least 2 tokens")
+        raise ConfigError("num_gpu_blocks_override", num_blocks, "room for at least 2 tokens", "raise it or block_size")
     return asked

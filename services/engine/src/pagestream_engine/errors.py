@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+DOWNLOAD_AGAIN = "download the model again"
+"""What to do about a file of a model that is cut off or malformed."""
+
 
 class EngineError(Exception):
     """Root of every error that the engine raises on purpose."""

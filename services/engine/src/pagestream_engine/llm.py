@@ -105,7 +105,9 @@ class LLM:
         if not texts:
             return []
         if self.engine.tokenizer is None:
-            raise InvalidRequest("prompt: text needs a tokenizer.json in the model folder; give prompt_token_ids")
+            raise InvalidRequest(
+                "prompt: given text, expected prompt_token_ids; text needs a tokenizer.json in the model folder"
+            )
         return [encoding.ids for encoding in self.engine.tokenizer.encode_batch(texts)]
 
     def _parse(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:

@@ -90,7 +90,7 @@ def test_conversion_goes_through_the_buffer_in_pieces(tmp_path: Path) -> None:
 
 def test_a_missing_tensor_is_named(rewritten: Callable[[dict[str, torch.Tensor | None]], Path]) -> None:
     folder = rewritten({"model.layers.1.mlp.up_proj.weight": None})
-    with pytest.raises(WeightsError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+    with pytest.raises(WeightsError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: missing, expected"):
         _load(folder)
 
 
@@ -108,7 +108,7 @@ def test_computed_frequencies_of_old_checkpoints_are_ignored(
 def test_a_mis_shaped_tensor_is_named_with_both_shapes(
     rewritten: Callable[[dict[str, torch.Tensor | None]], Path],
 ) -> None:
-    with pytest.raises(WeightsError, match=r"model\.norm\.weight: its shape is \(7,\), expected \(96,\)"):
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight: given shape \(7,\), expected \(96,\)"):
         _load(rewritten({"model.norm.weight": torch.zeros(7)}))
 
 

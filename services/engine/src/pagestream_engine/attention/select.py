@@ -16,7 +16,7 @@ from pagestream_engine.errors import ConfigError
 
 _NOT_ON_A_GPU = (
     "there the decode kernel is split by what else is in the batch, prefill adds in another order than decode, and no "
-    "row counts of the linears have been compared; a CPU can (device cpu)"
+    "row counts of the linears have been compared; set device to cpu and attention_backend to auto"
 )
 
 
@@ -35,7 +35,7 @@ def select_backend(name: str, shape: CacheShape, cos_sin: Tensor, *, exact: bool
     """
     on_cpu = cos_sin.device.type == "cpu"
     if exact and (name == "triton" or not on_cpu):
-        raise ConfigError("deterministic", True, "False or None on a GPU", _NOT_ON_A_GPU)
+        raise ConfigError("deterministic", True, "False or None with Triton and on a GPU", _NOT_ON_A_GPU)
     if name == "triton" or (name == "auto" and not on_cpu):
         # Importing the kernels imports Triton: half a second that a CPU's start is spared.
         from pagestream_engine.attention.triton_backend import TritonBackend

@@ -134,5 +134,8 @@ def check_supported(shape: CacheShape, device: torch.device) -> None:
         raise ConfigError("block_size", shape.block_size, f"one of {', '.join(map(str, BLOCK_SIZES))} with Triton")
     if shape.head_dim > MAX_HEAD_DIM:
         raise ConfigError(
-            "attention_backend", "triton", "torch", f"the model's heads have {shape.head_dim} > {MAX_HEAD_DIM} elements"
+            "attention_backend",
+            "triton",
+            "torch",
+            f"heads have {shape.head_dim} elements, the kernels take {MAX_HEAD_DIM}",
         )

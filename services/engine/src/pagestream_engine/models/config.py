@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pagestream_engine.errors import ModelFolderError, UnsupportedModel
+from pagestream_engine.errors import DOWNLOAD_AGAIN, ModelFolderError, UnsupportedModel
 from pagestream_engine.layers.rope import Rope
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -93,7 +93,10 @@ def parse(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
     attention_bias = bool(config.get("attention_bias", family.qkv_bias))
     num_kv_heads = _whole(config, "num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
-        raise UnsupportedModel(f"config.json: {num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
+        raise UnsupportedModel(
+            f"config.json: num_attention_heads: given {num_heads}, expected a multiple of num_key_value_heads "
+            f"({num_kv_heads})"
+        )
     return ModelInfo(
         architecture=architecture,
         vocab_size=_whole(config, "vocab_size"),
@@ -120,11 +123,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ModelFolderError(f"{path}: no such file; expected a Hugging Face model folder") from error
+        raise ModelFolderError(f"{path}: no such file, expected a Hugging Face model folder; check its path") from error
     except (OSError, ValueError) as error:
-        raise ModelFolderError(f"{path}: unreadable: {error}") from error
+        raise ModelFolderError(f"{path}: unreadable, expected a JSON object: {error}; {DOWNLOAD_AGAIN}") from error
     if not isinstance(content, dict):
-        raise ModelFolderError(f"{path}: expected a JSON object, found {type(content).__name__}")
+        raise ModelFolderError(f"{path}: given a {type(content).__name__}, expected a JSON object; {DOWNLOAD_AGAIN}")
     return content
 
 
@@ -133,13 +136,13 @@ def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
     for name in names:
         if name in FAMILIES:
             return name, FAMILIES[name]
-    raise UnsupportedModel(f"config.json: architectures {names!r}; supported are {', '.join(FAMILIES)}")
+    raise UnsupportedModel(f"config.json: architectures: given {names!r}, expected one of {', '.join(FAMILIES)}")
 
 
 def _check_activation(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise UnsupportedModel(f"config.json: hidden_act {activation!r}; supported is silu")
+        raise UnsupportedModel(f"config.json: hidden_act: given {activation!r}, expected silu")
 
 
 def _whole(config: Mapping[str, Any], field: str, *, default: int | None = None) -> int:
@@ -163,12 +166,13 @@ def _rope(config: Mapping[str, Any]) -> Rope:
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = float(given.get("rope_theta", config.get("rope_theta", 10_000.0)))
     kind = given.get("rope_type", given.get("type", "default"))
-    if float(given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
-        raise UnsupportedModel("config.json: partial_rotary_factor is not supported: all of a head is rotated")
+    share = float(given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) or 1.0)
+    if share != 1.0:
+        raise UnsupportedModel(f"config.json: partial_rotary_factor: given {share:g}, expected 1: a whole head rotates")
     if kind == "default":
         return Rope(theta)
     if kind not in ("linear", "llama3"):
-        raise UnsupportedModel(f"config.json: rope scaling {kind!r}; supported are default, linear, llama3")
+        raise UnsupportedModel(f"config.json: rope scaling: given {kind!r}, expected default, linear or llama3")
     try:
         if kind == "linear":
             return Rope(theta, kind, factor=float(given["factor"]))
@@ -181,7 +185,9 @@ def _rope(config: Mapping[str, Any]) -> Rope:
             original_max_position_embeddings=int(given["original_max_position_embeddings"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelFolderError(f"config.json: rope scaling {kind!r} is incomplete or malformed: {error}") from error
+        raise ModelFolderError(
+            f"config.json: rope scaling: given {given!r}, expected the factors of {kind!r}: {error!r}"
+        ) from error
 
 
 def _eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
@@ -200,5 +206,5 @@ def _eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int,
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     if name not in _DTYPES:
-        raise UnsupportedModel(f"config.json: dtype {name!r}; supported are {', '.join(_DTYPES)}")
+        raise UnsupportedModel(f"config.json: dtype: given {name!r}, expected one of {', '.join(_DTYPES)}")
     return _DTYPES[name]

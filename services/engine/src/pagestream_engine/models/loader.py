@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagestream_engine.errors import WeightsError
+from pagestream_engine.errors import DOWNLOAD_AGAIN, WeightsError
 from pagestream_engine.layers.linear import Linear
 from pagestream_engine.models.config import ModelInfo
 from pagestream_engine.models.llama import Layer, LlamaModel
@@ -69,14 +69,19 @@ class WeightReader:
         left = [name for name in self._entries if name not in self._used | allowed]
         left = sorted(name for name in left if not name.endswith(_IGNORED_SUFFIXES))
         if left:
-            raise WeightsError(f"{len(left)} tensors are not part of this architecture: {', '.join(left[:5])}")
+            raise WeightsError(
+                f"weights: given {len(left)} tensors that the architecture does not have ({', '.join(left[:5])}), "
+                "expected none; check that config.json belongs to these weights"
+            )
 
     def _read_one(self, target: Tensor, name: str) -> None:
         entry = self._entries.get(name)
         if entry is None:
-            raise WeightsError(f"{name} is missing from the weights")
+            raise WeightsError(
+                f"{name}: missing, expected among the weights with shape {tuple(target.shape)}; {DOWNLOAD_AGAIN}"
+            )
         if entry.shape != tuple(target.shape):
-            raise WeightsError(f"{name}: its shape is {entry.shape}, expected {tuple(target.shape)} by config.json")
+            raise WeightsError(f"{name}: given shape {entry.shape}, expected {tuple(target.shape)} by config.json")
         self._files.read(entry, target)
         self._used.add(name)
 

@@ -189,6 +189,7 @@ def _real(field: str, given: object, *, low: float, high: float = math.inf, abov
     limits = "a finite number"
     limits += f" {'above' if above else 'of at least'} {low}" if low != -math.inf else ""
     limits += f" and at most {high}" if high != math.inf else ""
-    number = isinstance(given, (int, float)) and not isinstance(given, bool)
-    if not number or not math.isfinite(given) or given < low or given > high or (above and given == low):  # type: ignore[arg-type,operator]
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise InvalidSamplingParams(field, given, limits)
+    if not math.isfinite(given) or given < low or given > high or (above and given == low):
         raise InvalidSamplingParams(field, given, limits)

@@ -2,9 +2,9 @@
 //
 // Plain C++ on the compilers' vector extensions (GCC >= 9, Clang), so that one source serves AVX2, AVX-512 and NEON.
 // All arithmetic is in float32; bfloat16 is widened on load and rounded to nearest even on store. Every sequence (and
-// every query row) is reduced in a fixed order, whatever else is in the batch, wherever a chunk of its prompt begins, and
-// by decode as by prefill. Layouts are those of attention/base.py:
-// a layer's cache is (num_blocks, num_kv_heads, block_size, head_dim), contiguous.
+// every query row) is reduced in a fixed order, whatever else is in the batch, wherever a chunk of its prompt begins,
+// and by decode as by prefill. Layouts are those of attention/base.py: a layer's cache is
+// (num_blocks, num_kv_heads, block_size, head_dim), contiguous.
 
 #include <algorithm>
 #include <cmath>
@@ -279,8 +279,8 @@ inline const float* sixteen(const T* base, const Cache& cache, int64_t seq, int6
   return scratch;
 }
 
-// Softmax of one row of `count` scores in place; returns 1 / sum. The weights are left unnormalised. Never inlined: decode
-// and prefill must run the very same instructions.
+// Softmax of one row of `count` scores in place; returns 1 / sum. The weights are left unnormalised. Never inlined:
+// decode and prefill must run the same instructions.
 __attribute__((noinline)) float softmax(float* scores, int64_t count) {
   const int64_t whole = count / W * W;
   float largest = -INFINITY;
@@ -340,8 +340,8 @@ inline Vec score_sixteen(const float* query, const float* keys) {
   return sums(total);
 }
 
-// One sequence and some neighbouring KV heads, which lie side by side in a block: the longer what is read in one go, the
-// better the processor foresees it. A group's queries share each key and value that was widened.
+// One sequence and some neighbouring KV heads, which lie side by side in a block: the processor prefetches long
+// contiguous reads better. A group's queries share each key and value that was widened.
 template <int64_t V, typename T>
 void decode_task(T* out, const Cache& cache, int64_t seq, int64_t first_head, int64_t num_heads, int64_t seq_len,
                  Scratch& scratch) {
@@ -373,7 +373,8 @@ void decode_task(T* out, const Cache& cache, int64_t seq, int64_t first_head, in
         mix_rows<1, V>(totals + row * dim, scores + row * stride + first, stride, values, count);
     }
   for (int64_t row = 0; row < rows; ++row)
-    for (int64_t i = 0; i < dim; i += W) store(out + row * dim + i, load(totals + row * dim + i) * scratch.factors[row]);
+    for (int64_t i = 0; i < dim; i += W)
+      store(out + row * dim + i, load(totals + row * dim + i) * scratch.factors[row]);
 }
 
 template <int64_t V, typename T>
@@ -403,9 +404,9 @@ struct Tile {
   int64_t seq, row, position, count;  // packed row and position of the first token
 };
 
-// total[r] = scores of R query rows against W keys, which lie transposed (dim, W). The products of elements l, l + 16, ...
-// are added up for each lane l, then lane l and lane l + Width, as `sums` does: a decode's scores have the same bits as
-// those of a prefill, so that a token may be computed by either.
+// total[r] = scores of R query rows against W keys, which lie transposed (dim, W). The products of elements l, l + 16,
+// ... are added up for each lane l, then lane l and lane l + Width, as `sums` does: a decode's scores have the same bits
+// as those of a prefill, so that a token may be computed by either.
 template <int64_t R, int64_t V, int64_t Width>
 inline void lane_sums(Vec* total, const float* query, const float* keys, int64_t lane) {
   if constexpr (Width == W) {
