@@ -19,7 +19,6 @@ MAX_COLUMNS = 120
 PATTERNS = ("*.md", "*.lua", "*.yaml", "*.yml")
 GENERATED = (
     "helm/pagestream/crds/*",
-    "helm/pagestream/files/*",
     "operator/src/pagestream_operator/crd/*",
     "tests/**/golden/*",
 )

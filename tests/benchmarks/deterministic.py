@@ -2,9 +2,9 @@
 
 Four workloads, greedy, end-of-sequence ignored: the reference workload (see `engine_throughput`) and one of its streams
 alone; 32 streams of the demo model's questions, and one alone. Each round runs every side once, in the same steps. A
-side's time is the sum over the steps of the shortest that each one took: what else the machine does can only slow a
-step down. Both sides use one engine, whose linears mind their row counts or don't, which is all that the modes differ
-in: two engines differ by up to a quarter by where their weights happen to lie. The cost is how much longer the
+side's time is the sum over the steps of the shortest time of each, since other load on the machine only slows a step
+down. Both sides use one engine and switch its linears' row counts, which is the only difference between the modes: two
+engines differ by up to a quarter, depending on where their weights are in memory. The cost is how much longer the
 deterministic side takes.
 
     python tests/benchmarks/deterministic.py [--short] [--json FILE] [--repeats 5] [--dtype bfloat16]
@@ -26,11 +26,11 @@ from pathlib import Path
 
 import torch
 from engine_throughput import DTYPES, make_model, make_prompts
+from goals import print_goal
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.config import EngineOptions
 from pagestream_engine.cpu import computes_bfloat16_on_amx, read_cpuinfo
 from pagestream_engine.runner import ModelRunner
-from support.goals import tell
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo-model" / "model"
 SIDES = {"default": False, "deterministic": True}
@@ -47,7 +47,7 @@ class Workload:
     prompts: list[list[int]]
     output_tokens: int
     rounds: int
-    """Runs of each side for one of `--repeats`: short runs need more of them, since any of them may be disturbed."""
+    """Runs of each side per `--repeats`: short runs need more of them, since any may be disturbed."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Result:
 
 
 def demo_prompts(count: int) -> list[list[int]]:
-    """The demo model's held-out questions in turn."""
+    """Return `count` prompts: the demo model's held-out questions in turn."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -73,7 +73,7 @@ def demo_prompts(count: int) -> list[list[int]]:
 
 
 def workloads(reference: Path, *, short: bool) -> list[Workload]:
-    """All four; a short one has a quarter of the requests and tokens."""
+    """Return all four workloads; short ones have a quarter of the requests and tokens."""
     share = 4 if short else 1
     many, one = make_prompts(64 // share), make_prompts(1)
     return [
@@ -85,7 +85,7 @@ def workloads(reference: Path, *, short: bool) -> list[Workload]:
 
 
 def make_runs(workload: Workload) -> dict[str, Run]:
-    """By side: all requests at once, from an empty prefix cache; gives the seconds of each step."""
+    """Return a function for each side that runs all requests uncached and returns the seconds of each step."""
     options = EngineOptions(device="cpu", max_num_seqs=64, enable_prefix_caching=False, deterministic=True)
     runners: list[ModelRunner] = []
 
@@ -113,7 +113,7 @@ def make_runs(workload: Workload) -> dict[str, Run]:
 
 
 def measure(workload: Workload, repeats: int) -> Result:
-    """Runs both sides in turn, after one run each that does not count: it tries the row counts that occur."""
+    """Run both sides in turn, after an uncounted run of each, which probes the row counts that occur."""
     runs = make_runs(workload)
     for run in runs.values():
         run()
@@ -136,12 +136,12 @@ def measure(workload: Workload, repeats: int) -> Result:
 
 
 def default_dtype() -> str:
-    """bfloat16, except where the deterministic mode refuses it."""
+    """Return bfloat16, except where the deterministic mode refuses it."""
     return "float32" if computes_bfloat16_on_amx(read_cpuinfo(), os.environ) else "bfloat16"
 
 
 def main() -> None:
-    """Prints each result as it comes, and all as JSON."""
+    """Print each result as it comes, and all as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--short", action="store_true", help="a quarter of the requests and tokens")
     parser.add_argument("--repeats", type=int, default=5, help="rounds over both sides")
@@ -164,7 +164,7 @@ def main() -> None:
                 flush=True,
             )
             wanted = f"<= {GOAL_PERCENT:g} %"
-            tell(f"deterministic mode, {result.workload}", wanted, f"{result.cost_percent:+} %")
+            print_goal(f"deterministic mode, {result.workload}", wanted, f"{result.cost_percent:+} %")
     if options.json is not None:
         rows = {"dtype": options.dtype, "threads": options.threads, "results": [asdict(result) for result in results]}
         options.json.write_text(json.dumps(rows, indent=2) + "\n")

@@ -1,10 +1,10 @@
-"""Throughput of `LLM.generate` against `transformers` with static batches, both in one run on one made model.
+"""Throughput of `LLM.generate` against `transformers` with static batches, both in one run on one random model.
 
 The reference workload: a Llama of 88 M parameters with random weights, 64 requests of 32 to 255 prompt tokens (uniform,
 seed 0), 64 output tokens each, greedy, end-of-sequence ignored. The peer runs at every batch size of `--batch-sizes`
-and its best counts. Both sides are repeated in turn, and each side's best run counts: what else this machine does can
-only slow a run down. `--short` takes a quarter of the requests and output tokens, to see in a minute that nothing is
-broken; its ratio is no figure to compare.
+and its best one counts. Both sides are repeated in turn, and each side's best run counts, since other load only slows a
+run down. `--short` takes a quarter of the requests and output tokens, to test in a minute that the benchmark works; its
+ratio means nothing.
 
     python tests/benchmarks/engine_throughput.py [--short] [--json FILE] [--repeats 2] [--batch-sizes 16 32 64]
 """
@@ -43,7 +43,7 @@ PROMPT_TOKENS = (32, 255)
 
 @dataclass(frozen=True)
 class Result:
-    """Output tokens a second, and what they were measured on."""
+    """Output tokens a second, and the machine."""
 
     pagestream_tokens_per_s: float
     transformers_tokens_per_s: float
@@ -58,7 +58,7 @@ class Result:
 
 
 def make_model(folder: Path, dtype: str) -> Path:
-    """Writes the made model: configuration and random weights, no tokenizer."""
+    """Write the model: configuration and random weights, no tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -67,7 +67,7 @@ def make_model(folder: Path, dtype: str) -> Path:
 
 
 def make_prompts(count: int) -> list[list[int]]:
-    """Prompts of uniform length and tokens; neither depends on how many are asked for."""
+    """Return prompts of uniform length and tokens; the first n are the same for every count."""
     generator = random.Random(0)
     return [
         [generator.randrange(3, SHAPE["vocab_size"]) for _ in range(generator.randint(*PROMPT_TOKENS))]
@@ -76,7 +76,7 @@ def make_prompts(count: int) -> list[list[int]]:
 
 
 def timed(run: Callable[[], int]) -> float:
-    """Tokens a second of one run that returns how many tokens it made."""
+    """Return the tokens a second of a run, which returns its number of tokens."""
     gc.collect()
     start = time.perf_counter()
     count = run()
@@ -84,7 +84,7 @@ def timed(run: Callable[[], int]) -> float:
 
 
 def pagestream_run(folder: Path, prompts: list[list[int]], output_tokens: int) -> Callable[[], int]:
-    """`LLM.generate` over all requests at once, from an empty prefix cache: every prompt is another one."""
+    """Run `LLM.generate` over all requests at once, from an empty prefix cache: all prompts differ."""
     from pagestream_engine import LLM, SamplingParams
 
     llm = LLM(str(folder), max_num_seqs=64, enable_prefix_caching=False)
@@ -100,7 +100,7 @@ def pagestream_run(folder: Path, prompts: list[list[int]], output_tokens: int) -
 def transformers_runs(
     folder: Path, prompts: list[list[int]], output_tokens: int, dtype: str, batch_sizes: list[int]
 ) -> dict[int, Callable[[], int]]:
-    """`generate` over left-padded batches in the order of the requests, one run for each batch size."""
+    """Run `generate` over left-padded batches in the order of the requests, once for each batch size."""
     from transformers import LlamaForCausalLM
 
     model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
@@ -128,7 +128,7 @@ def transformers_runs(
 
 
 def measure(options: argparse.Namespace) -> Result:
-    """Runs both sides in turn."""
+    """Run both sides in turn."""
     num_requests, output_tokens = (16, 16) if options.short else (64, 64)
     batch_sizes = [size for size in options.batch_sizes if size <= num_requests] or [num_requests]
     prompts = make_prompts(num_requests)
@@ -159,7 +159,7 @@ def measure(options: argparse.Namespace) -> Result:
 
 
 def main() -> None:
-    """Prints the result as JSON, and the ratio for people."""
+    """Print the result as JSON, and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--short", action="store_true", help="a quarter of the requests and tokens")
     parser.add_argument("--repeats", type=int, default=2, help="rounds over both sides")

@@ -1,4 +1,4 @@
-"""What durability costs: client, gateway, Redis and engine process against the engine alone, on the same requests.
+"""The cost of durability: client, gateway, Redis and engine process against the engine alone, on the same requests.
 
 The same requests (the reference workload of `engine_throughput.py`) run in turn through `Engine.step` in this process,
 and through gateway, Redis and an engine process of the same options. The load generator is this process; on a small
@@ -7,9 +7,9 @@ taken off the wall time of the full path. Both figures are printed, the uncorrec
 
     PYTHONPATH=tests python tests/benchmarks/full_path.py [--short] [--repeats 3] [--step-ms MS] [--json FILE]
 
-With `--step-ms` the model is one that takes so long a step and no processor, on both sides: the case of a GPU, where
-the path does not compete with the model for the cores. With `--rate` requests come one by one: what is added to the
-first token is then the path's own delay, and not the time to accept all of them.
+With `--step-ms` a step of the model takes this long and no processor time, on both sides: the case of a GPU, where the
+path does not compete with the model for the cores. With `--rate` requests arrive one by one: the delay of the first
+token is then the path's own, without the time to accept all requests.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from statistics import median
 import grpc.aio
 import torch
 from engine_throughput import SHAPE, make_model, make_prompts
+from goals import print_goal
 from pagestream.v1 import inference_pb2 as pb
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from support.engines.paced_worker import PACE, paced_engine
-from support.goals import tell
 from support.processes.stack import Stack, running_stack
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -52,7 +52,7 @@ class Run:
 
 
 def add_tokenizer(folder: Path) -> None:
-    """Give the made model a tokenizer that has a word for every id: both sides turn tokens into text."""
+    """Write a tokenizer with a word for every id, since both sides detokenize."""
     vocabulary = {f"w{number}": number for number in range(SHAPE["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -60,7 +60,7 @@ def add_tokenizer(folder: Path) -> None:
 
 
 def summarise(arrivals: Sequence[Sequence[float]], due: Sequence[float], *, wall_s: float, load_s: float) -> Run:
-    """Turn the times at which tokens came and requests were due (seconds from the start) into figures."""
+    """Return the figures of a run from the arrival times of tokens and requests, in seconds from the start."""
     count = sum(len(times) for times in arrivals)
     gaps = [later - earlier for times in arrivals for earlier, later in pairwise(times)]
     return Run(
@@ -72,7 +72,7 @@ def summarise(arrivals: Sequence[Sequence[float]], due: Sequence[float], *, wall
 
 
 def due_times(count: int, rate: float | None) -> list[float]:
-    """When each request is due: all at the start, or at random so many a second (a Poisson process, seed 0)."""
+    """Return when each request is due: all at the start, or by a Poisson process of `rate` a second (seed 0)."""
     if rate is None:
         return [0.0] * count
     draw = random.Random(0)
@@ -112,7 +112,7 @@ async def run_full_path(target: str, prompts: Sequence[Sequence[int]], output_to
             times.extend([now] * len(response.chunk.token_ids))
 
     arrivals: list[list[float]] = [[] for _ in prompts]
-    sent, paced = list(due), any(due)  # where requests come one by one, this process' own delay is not the path's
+    sent, paced = list(due), any(due)  # with arrivals one by one, this process' own delay is not the path's
     async with grpc.aio.insecure_channel(target) as channel:
         await channel.channel_ready()
         stub = InferenceStub(channel)
@@ -128,7 +128,7 @@ async def run_full_path(target: str, prompts: Sequence[Sequence[int]], output_to
 
 
 def summary(runs: Sequence[Run]) -> Run:
-    """Return the highest throughput (whatever else the machine does can only lower it), and the median delays."""
+    """Return the highest throughput (other load on the machine only lowers it), and the median delays."""
     return Run(
         tokens_per_s=max(run.tokens_per_s for run in runs),
         uncorrected_tokens_per_s=max(run.uncorrected_tokens_per_s for run in runs),
@@ -138,7 +138,7 @@ def summary(runs: Sequence[Run]) -> Run:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[Run, Run]:
-    """Run both sides in turn; returns what came out for the engine alone and for the full path."""
+    """Run both sides in turn; return the figures of the engine alone and of the full path."""
     num_requests, output_tokens = (16, 16) if options.short else (64, 64)
     prompts = make_prompts(num_requests)
     due = due_times(num_requests, options.rate)
@@ -190,10 +190,10 @@ def main() -> None:
         f"{1.0 - full.uncorrected_tokens_per_s / alone.tokens_per_s:.1%}), TTFT p50 "
         f"{full.ttft_p50_ms - alone.ttft_p50_ms:+.1f} ms, ITL p50 {full.itl_p50_ms - alone.itl_p50_ms:+.2f} ms"
     )
-    tell("throughput of the engine alone that is left", ">= 95 %", f"{1 - cost:.1%}")
+    print_goal("throughput of the engine alone that is left", ">= 95 %", f"{1 - cost:.1%}")
     if options.rate or options.step_ms is None:
-        tell("added to the first token, p50", "<= 5 ms", f"{full.ttft_p50_ms - alone.ttft_p50_ms:+.1f} ms")
-    tell("added between tokens, p50", "<= 2 ms", f"{full.itl_p50_ms - alone.itl_p50_ms:+.2f} ms")
+        print_goal("added to the first token, p50", "<= 5 ms", f"{full.ttft_p50_ms - alone.ttft_p50_ms:+.1f} ms")
+    print_goal("added between tokens, p50", "<= 2 ms", f"{full.itl_p50_ms - alone.itl_p50_ms:+.2f} ms")
     if options.json is not None:
         options.json.write_text(json.dumps({"engine alone": asdict(alone), "full path": asdict(full)}, indent=2) + "\n")
 

@@ -1,6 +1,6 @@
-"""How many streams does one gateway process carry, and what does a token cost it?
+"""The number of streams that one gateway process carries, and its processor time per token.
 
-Half of the streams are gRPC, half server-sent events, each from client processes of their own; the engine is a process
+Half of the streams are gRPC, half server-sent events, read by separate client processes; the engine is a process
 without a model that appends real entries in steps of up to 256 streams (`tests/support/engines/synthetic_engine.py`).
 Printed: tokens received, errors, the time between a stream's tokens, and each process' processor time for a token.
 
@@ -20,10 +20,10 @@ from statistics import quantiles
 import grpc.aio
 import psutil
 import uvloop
+from goals import print_goal
 from pagestream.v1 import inference_pb2 as pb
 from pagestream.v1.inference_pb2_grpc import InferenceStub
 from support.engines.synthetic_engine import MODEL
-from support.goals import tell
 from support.processes.stack import Part, Stack
 from support.processes.waiting import wait_until
 
@@ -32,8 +32,8 @@ LIMIT_S = 600.0
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Tallies:
-    """What a client process saw."""
+class ClientFigures:
+    """The figures of a client process."""
 
     def __init__(self) -> None:
         self.gaps_s: list[float] = []
@@ -57,13 +57,13 @@ class Tallies:
 class Arrivals:
     """The arrivals of one stream."""
 
-    def __init__(self, tallies: Tallies) -> None:
+    def __init__(self, tallies: ClientFigures) -> None:
         self._tallies = tallies
         self._last = time.perf_counter()
         self._count = 0
 
     def note(self, tokens: int) -> None:
-        """Take note of tokens that came together."""
+        """Record tokens that arrived together."""
         now = time.perf_counter()
         (self._tallies.gaps_s if self._count else self._tallies.first_s).append(now - self._last)
         self._last = now
@@ -71,12 +71,12 @@ class Arrivals:
         self._tallies.tokens += tokens
 
     def end(self, expected: int) -> None:
-        """Compare with what should have come."""
+        """Compare with the expected number of tokens."""
         if self._count != expected:
             self._tallies.errors.append(f"{self._count} tokens of {expected}")
 
 
-async def grpc_stream(stub: InferenceStub, number: int, options: argparse.Namespace, tallies: Tallies) -> None:
+async def grpc_stream(stub: InferenceStub, number: int, options: argparse.Namespace, tallies: ClientFigures) -> None:
     """Read one stream."""
     request = pb.GenerateRequest(
         model=MODEL,
@@ -93,8 +93,8 @@ async def grpc_stream(stub: InferenceStub, number: int, options: argparse.Namesp
         tallies.errors.append(f"{error.code()}: {error.details()}")
 
 
-async def sse_stream(port: int, number: int, options: argparse.Namespace, tallies: Tallies) -> None:
-    """Read one stream on a connection of its own; events are counted, not parsed: the client shares the cores."""
+async def sse_stream(port: int, number: int, options: argparse.Namespace, tallies: ClientFigures) -> None:
+    """Read one stream on its own connection; events are counted, not parsed, since clients share the cores."""
     content = json.dumps(
         {
             "model": MODEL,
@@ -125,7 +125,7 @@ async def sse_stream(port: int, number: int, options: argparse.Namespace, tallie
 
 async def load(options: argparse.Namespace) -> None:
     """Open this process' share of the streams, a hundred at a time, and read them to their end."""
-    tallies = Tallies()
+    tallies = ClientFigures()
     cpu_before = time.process_time()
     kind, port = options.role, options.port
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -167,7 +167,7 @@ def describe(values: Sequence[float]) -> str:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> int:
-    """Run it all; returns 1 where a stream had an error."""
+    """Run the benchmark. Returns 1 if a stream had an error."""
     stack = Stack(folder, model=Path(), engine_options=())
     engine_command = [
         sys.executable,
@@ -209,7 +209,7 @@ def measure(options: argparse.Namespace, folder: Path) -> int:
         return 1
     print("a stream's tokens apart:", describe([gap for result in results for gap in result["gaps_s"]]))
     print("first token:            ", describe([gap for result in results for gap in result["first_s"]]))
-    tell("streams through one gateway without an error", "2,000", f"{options.streams}, {len(errors)} errors")
+    print_goal("streams through one gateway without an error", "2,000", f"{options.streams}, {len(errors)} errors")
     for name, seconds in spent.items():
         print(f"{name}: {seconds:.2f} s of processor, {seconds / tokens * 1e6:.1f} us a token")
     for client, result in zip(clients, results, strict=True):
@@ -219,7 +219,7 @@ def measure(options: argparse.Namespace, folder: Path) -> int:
 
 
 def main() -> int:
-    """Measure, or be one of the client processes."""
+    """Measure, or run as one of the client processes."""
     parser = argparse.ArgumentParser(description="Streams that one gateway carries.")
     parser.add_argument("--streams", type=int, default=2000)
     parser.add_argument("--rate", type=float, default=5.0, help="tokens a second of each stream")

@@ -1,7 +1,8 @@
-"""What do the metrics of many pods cost an operator? Exports of engines with every metric that they have, batched as a
-collector does, against decoding the same messages alone.
+"""The cost of many pods' metrics in an operator.
 
-`python tests/benchmarks/metrics_sink.py [--pods 1000] [--interval 2] [--rounds 10] [--batch 100] [--short]`
+Exports of engines with all their metrics, batched as a collector batches them, against decoding the messages alone.
+
+    python tests/benchmarks/metrics_sink.py [--pods 1000] [--interval 2] [--rounds 10] [--batch 100] [--short]
 """
 
 import argparse
@@ -71,7 +72,7 @@ def cpu_s() -> float:
 
 
 async def serve(pods: int) -> None:
-    """The sink's process: on each line of its input it says what it used since the last one."""
+    """Run the sink's process: for each line of input it prints the resources used since the last one."""
     store = MetricsStore()
     async with MetricsSink(store, SinkSettings(host="127.0.0.1", port=0)) as sink:
         print(sink.port, flush=True)
@@ -117,7 +118,7 @@ def measure(options: argparse.Namespace) -> None:
                 start = cpu_s()
                 for body in bodies:
                     ExportMetricsServiceRequest.FromString(body)
-                if step:  # the first one also starts what is used later
+                if step:  # warm-up
                     used.append(float(cost))
                     decoding.append(cpu_s() - start)
         process.stdin.close()

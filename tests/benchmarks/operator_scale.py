@@ -1,8 +1,8 @@
-"""One operator, 50 pools and 1,000 pods that kwok pretends to run, on a real API server with real controllers.
+"""The load of 50 pools and 1,000 pods, simulated by kwok, on one operator, a real API server and its controllers.
 
     KUBEBUILDER_ASSETS=... PATH=<folder of kwok>:$PATH .venv/bin/python tests/benchmarks/operator_scale.py
 
-Prints a table: what it takes to bring the pods up, to decide each second with fresh samples of all, and to rest.
+Prints a table of what it takes to bring the pods up, to decide each second with fresh samples of all, and when idle.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DURATION = "pagestream_operator_reconcile_duration_seconds_bucket"
 
 @dataclass(frozen=True)
 class Row:
-    """One phase."""
+    """The figures of a phase."""
 
     phase: str
     seconds: float
@@ -48,7 +48,7 @@ class Row:
     memory_mib: float
 
     def __str__(self) -> str:
-        """A line of the table."""
+        """Format a line of the table."""
         return (
             f"| {self.phase} | {self.seconds:.0f} | {self.passes:.0f} | {self.p50_ms} | {self.p99_ms} "
             f"| {self.calls_per_minute:.0f} | {self.cpu_percent:.0f} | {self.memory_mib:.0f} |"
@@ -56,19 +56,19 @@ class Row:
 
 
 class Meter:
-    """Figures of an operator between two moments."""
+    """Measures an operator between two moments."""
 
     def __init__(self, operator: OperatorProcess) -> None:
         self._operator = operator
         self.reset()
 
     def reset(self) -> None:
-        """From now on."""
+        """Start measuring now."""
         self._start, self._buckets, self._calls = time.monotonic(), self._histogram(), self._operator.calls()
         self._cpu_s = self._cpu()
 
     def row(self, phase: str) -> Row:
-        """Until now."""
+        """Return the figures since `reset`."""
         seconds = time.monotonic() - self._start
         before, after = self._buckets, self._histogram()
         counts = {bound: after[bound] - before.get(bound, 0) for bound in after}
@@ -108,7 +108,7 @@ class Meter:
 
 
 def _quantile(counts: dict[float, float], share: float) -> str:
-    """The upper bound of the bucket that it lies in, in milliseconds."""
+    """Return the upper bound of the quantile's bucket in milliseconds."""
     total = max(counts.values())
     bound = next((bound for bound in sorted(counts) if counts[bound] >= share * total), float("inf"))
     return f"<= {bound * 1000:g}"
@@ -116,13 +116,13 @@ def _quantile(counts: dict[float, float], share: float) -> str:
 
 @contextmanager
 def kwok(kube: ControlPlane) -> Iterator[None]:
-    """Nodes and pods that only pretend."""
+    """Run kwok, which simulates nodes and pods."""
     for number in range(NODES):
         name = f"kwok-{number}"
         kube.post("/api/v1/nodes", {"metadata": {"name": name, "annotations": {"kwok.x-k8s.io/node": "fake"}}})
         room = {"cpu": "1000", "memory": "1000Gi", "pods": str(PODS_PER_NODE)}
         kube.merge(f"/api/v1/nodes/{name}/status", {"status": {"allocatable": room, "capacity": room}})
-        # A new node is tainted until its controller, which doesn't run here, has seen it ready.
+        # A new node is tainted until its controller, which doesn't run here, finds it ready.
         kube.merge(f"/api/v1/nodes/{name}", {"spec": {"taints": None}})
     command = [kube_binary("kwok"), "--kubeconfig", str(kube.kubeconfig), "--manage-all-nodes=true"]
     with (kube.folder / "kwok.log").open("ab") as log:
@@ -136,7 +136,7 @@ def kwok(kube: ControlPlane) -> Iterator[None]:
 
 @contextmanager
 def exporting(world: PoolWorld, operator: OperatorProcess, pools: list[str]) -> Iterator[None]:
-    """What a collector sends for all engines and a gateway, every 2 s."""
+    """Export the metrics of all engines and a gateway every 2 s, as a collector does."""
     stop = threading.Event()
     pods = {pool: [pod["metadata"]["name"] for pod in world.pods(pool)] for pool in pools}
 
@@ -177,7 +177,7 @@ def _engine(now: float, pod: str, pool: str, own: dict[str, str]) -> ResourceMet
 
 
 def measure(pools: int, pods: int, steady_s: float, folder: Path) -> None:
-    """All phases."""
+    """Measure all phases."""
     names = [f"pool-{number}" for number in range(pools)]
     with ExitStack() as stack:
         kube = stack.enter_context(ControlPlane(folder, controllers=True, scheduler=True))
@@ -196,7 +196,7 @@ def measure(pools: int, pods: int, steady_s: float, folder: Path) -> None:
         )
         meter.row("creation to the last ready pod")
         with exporting(world, operator, names):
-            time.sleep(10)  # the law learns what the samples say
+            time.sleep(10)  # the law adapts to the samples
             meter.reset()
             time.sleep(steady_s)
             meter.row("samples of all pods every 2 s, a decision a second")
@@ -212,7 +212,7 @@ def measure(pools: int, pods: int, steady_s: float, folder: Path) -> None:
 
 
 def main() -> None:
-    """Run it."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pools", type=int, default=50)
     parser.add_argument("--pods", type=int, default=1000)

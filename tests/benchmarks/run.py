@@ -1,4 +1,4 @@
-"""Run the benchmarks that need no GPU, one after another; `make bench` calls this.
+"""Runs the benchmarks that need no GPU, one after another; `make bench` calls it.
 
 python tests/benchmarks/run.py [--short] [NAME ...]
 """
@@ -12,23 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+from goals import MARK
 
-from support.goals import MARK  # noqa: E402 - a folder beside this one
+HERE = Path(__file__).resolve().parent
 
 LIMIT_S = 1800
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A script beside this one."""
+    """A benchmark script in this folder."""
 
     name: str
-    asks: str
+    question: str
     has_short_form: bool
     script: str = ""
-    """Where it isn't called as the benchmark is."""
+    """Name of the script, where it differs from the benchmark's."""
     arguments: Sequence[str] = ()
 
 
@@ -61,8 +60,8 @@ BENCHMARKS = (
 
 
 def run(benchmark: Benchmark, goals: list[str], *, short: bool) -> int:
-    """Run one benchmark in a process of its own; returns its exit status. What it says of goals is kept."""
-    print(f"== {benchmark.name}: {benchmark.asks}", flush=True)
+    """Run one benchmark in its own process; return its exit status and append its goals to `goals`."""
+    print(f"== {benchmark.name}: {benchmark.question}", flush=True)
     command = [sys.executable, str(HERE / f"{benchmark.script or benchmark.name}.py"), *benchmark.arguments]
     if short and benchmark.has_short_form:
         command.append("--short")
@@ -80,11 +79,11 @@ def run(benchmark: Benchmark, goals: list[str], *, short: bool) -> int:
 
 
 def main() -> int:
-    """Run what was named, or all; returns 1 if one failed."""
+    """Run the named benchmarks, or all. Returns 1 if one failed."""
     names = [benchmark.name for benchmark in BENCHMARKS]
     parser = argparse.ArgumentParser(description="Run the benchmarks.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)} (default: all)")
-    parser.add_argument("--short", action="store_true", help="smaller workloads: shows that it works, no figures")
+    parser.add_argument("--short", action="store_true", help="smaller workloads, whose figures mean nothing")
     options = parser.parse_args()
     unknown = set(options.names) - set(names)
     if unknown:

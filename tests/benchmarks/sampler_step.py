@@ -2,7 +2,7 @@
 
     python tests/benchmarks/sampler_step.py [--rows 64] [--vocab-size 8192] [--tokens 512] [--steps 30]
 
-"one row" has the feature in a single row: what the others pay for their neighbour.
+"one row" has the feature in a single row: its cost to the others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def make_rows(count: int, num_tokens: int, vocab_size: int, params: SamplingParams) -> list[Sequence]:
-    """Sequences of random tokens."""
+    """Return sequences of random tokens."""
     tokens = torch.randint(0, vocab_size, (count, num_tokens), generator=torch.Generator().manual_seed(0)).tolist()
     return [
         Sequence(
@@ -49,7 +49,7 @@ def make_rows(count: int, num_tokens: int, vocab_size: int, params: SamplingPara
 
 
 def step(logits: torch.Tensor, rows: list[Sequence]) -> Callable[[], None]:
-    """One decode step: a token for each row, which each row takes."""
+    """Run one decode step, which appends a token to each row."""
 
     def run() -> None:
         for seq, token_id in zip(rows, sample(logits, rows, ()).token_ids, strict=True):
@@ -59,7 +59,7 @@ def step(logits: torch.Tensor, rows: list[Sequence]) -> Callable[[], None]:
 
 
 def milliseconds(run: Callable[[], None], num_steps: int) -> float:
-    """Median over the steps; the first one, which counts the sequences' earlier tokens, is left out."""
+    """Return the median of the steps without the first one, which counts the sequences' earlier tokens."""
     run()
     times = []
     for _ in range(num_steps):
@@ -70,7 +70,7 @@ def milliseconds(run: Callable[[], None], num_steps: int) -> float:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--vocab-size", type=int, default=8192)

@@ -4,7 +4,7 @@
 
 Two arrivals: staggered prompts fill their blocks in different steps; aligned ones all in the same step, which is the
 worst case for block allocation and hashing. The line "text and ends" is what the engine adds for stop checks, text of
-a byte-level tokenizer and output records. CPU time, so that what else runs on the machine does not count.
+a byte-level tokenizer and output records. Times are CPU time, which other load on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIMITS_MS = {256: 0.5, 1024: 2.0}
 
 
 def make_scheduler(num_running: int, *, num_steps: int) -> tuple[Scheduler, CacheManager]:
-    """A scheduler over a pool in which everything fits."""
+    """Return a scheduler over a pool in which everything fits."""
     num_blocks = num_running * ((PROMPT_LEN + BLOCK_SIZE + num_steps) // BLOCK_SIZE + 2)
     cache = CacheManager(BlockPool(num_blocks), BLOCK_SIZE, enable_prefix_caching=True)
     config = SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=num_running * (PROMPT_LEN + BLOCK_SIZE))
@@ -40,7 +40,7 @@ def make_scheduler(num_running: int, *, num_steps: int) -> tuple[Scheduler, Cach
 
 
 def make_sequences(num_running: int, *, staggered: bool) -> list[Sequence]:
-    """Sequences without a common prefix."""
+    """Return sequences without a common prefix."""
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     return [
         Sequence(
@@ -56,7 +56,7 @@ def make_sequences(num_running: int, *, staggered: bool) -> list[Sequence]:
 
 
 def make_tokenizer() -> Tokenizer:
-    """A byte-level tokenizer of single bytes."""
+    """Return a byte-level tokenizer of single bytes."""
     vocab = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
@@ -64,7 +64,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def measure(num_running: int, *, staggered: bool, num_steps: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of the scheduler, and of text and ends, in each step."""
+    """Return the milliseconds of the scheduler, and of text and ends, in each step."""
     scheduler, _ = make_scheduler(num_running, num_steps=num_steps)
     sequences = make_sequences(num_running, staggered=staggered)
     pieces = Pieces(make_tokenizer())
@@ -95,13 +95,13 @@ def measure(num_running: int, *, staggered: bool, num_steps: int) -> tuple[list[
 
 
 def describe(times_ms: list[float]) -> str:
-    """Mean and percentiles."""
+    """Format mean and percentiles."""
     cuts = quantiles(times_ms, n=100)
     return f"mean {fmean(times_ms):.3f}  p50 {cuts[49]:.3f}  p99 {cuts[98]:.3f}  max {max(times_ms):.3f} ms"
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--running", type=int, nargs="+", default=[256, 1024])

@@ -1,7 +1,8 @@
-"""What it costs to wait for the disk or a replica behind each write, as ratios to `appendfsync everysec` with no wait,
-on one server with one replica in one run.
+"""The cost of a wait for the disk or a replica after each write.
 
-`python tests/benchmarks/streams_waits.py [--requests 64] [--steps 100] [--rounds 3] [--short]`
+Ratios to `appendfsync everysec` without a wait, on one server with one replica, in one run.
+
+    PYTHONPATH=tests python tests/benchmarks/streams_waits.py [--requests 64] [--steps 100] [--rounds 3] [--short]
 """
 
 import argparse
@@ -24,13 +25,13 @@ from support.redis.topologies import HOST, Server, Topology, running, server, un
 
 NUM_ACCEPTS = 50
 LIMIT_S = 6.0
-"""For the appends of one mode in one round: what waits for a sync each second makes few."""
+"""Limit for the appends of one mode in one round: a mode that waits for a sync each second makes few."""
 WAITAOF_VERSION = (7, 2)
 
 
 @dataclass(frozen=True)
 class Mode:
-    """What the server and the settings are set to."""
+    """The settings of the server and of the streams."""
 
     name: str
     appendfsync: str = "everysec"
@@ -55,7 +56,7 @@ MODES = (
 
 @dataclass
 class Measured:
-    """A mode's rounds."""
+    """The rounds of a mode."""
 
     tokens_per_s: list[float] = field(default_factory=list)
     accept_ms: list[float] = field(default_factory=list)
@@ -63,7 +64,7 @@ class Measured:
 
 @contextmanager
 def master_and_replica(folder: Path) -> Iterator[tuple[Topology, tuple[int, int, int]]]:
-    """The newest server of this machine, twice; both keep append-only files."""
+    """Start the newest server of this machine with a replica; both keep append-only files."""
     binary = max(find_servers(), key=lambda each: each.version)
     master = server(binary, folder / "master")
     replica = server(binary, folder / "replica", "--replicaof", f"{HOST} {master.port}")
@@ -81,7 +82,7 @@ def is_followed(master: Server) -> bool:
 
 
 def fsync_ms(folder: Path) -> float:
-    """What the disk needs to sync a small write, as the median of 50."""
+    """Return the disk's time to sync a small write: the median of 50."""
     took: list[float] = []
     descriptor = os.open(folder / "probe", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     try:
@@ -107,7 +108,7 @@ async def sessions(url: str, mode: Mode) -> AsyncIterator[tuple[GatewaySession, 
 
 
 async def measure(topology: Topology, mode: Mode, requests: int, steps: int, result: Measured) -> None:
-    """One round: accepts one after the other, then a token for each request in each step."""
+    """Run one round: accepts one after the other, then a token for each request in each step."""
     for each in topology.servers:
         each.ask("CONFIG", "SET", "appendfsync", mode.appendfsync)
     topology.servers[0].ask("FLUSHALL")

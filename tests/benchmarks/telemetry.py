@@ -1,12 +1,12 @@
-"""What telemetry costs: the same requests through two deployments, one that tells nothing and one that tells all.
+"""The cost of telemetry: the same requests through two deployments, one that exports nothing and one that exports all.
 
 Both run at once, each with its own Redis, gateway and engine process, and take the requests in turn. The second exports
-metrics and every span to a collector (otelcol where it is on the PATH, else a server that takes everything), and its
+metrics and every span to a collector (otelcol where it is on the PATH, else a server that accepts everything), and its
 metrics are scraped every two seconds. Of each round: wall time, and the processor seconds of gateway and engine.
 
     PYTHONPATH=tests python tests/benchmarks/telemetry.py [--short] [--repeats 5] [--step-ms MS] [--json FILE]
 
-With `--step-ms` the model takes so long a step and no processor: then what telemetry takes is set against the path
+With `--step-ms` a step of the model takes this long and no processor time: telemetry is then compared with the path
 alone.
 """
 
@@ -42,7 +42,7 @@ ENDPOINT = "PAGESTREAM_TELEMETRY__OTLP_ENDPOINT"
 
 @dataclass(frozen=True)
 class Round:
-    """All requests once."""
+    """The figures of running all requests once."""
 
     wall_s: float
     engine_cpu_s: float
@@ -50,18 +50,18 @@ class Round:
 
     @property
     def cpu_s(self) -> float:
-        """Of both."""
+        """Processor seconds of engine and gateway."""
         return self.engine_cpu_s + self.gateway_cpu_s
 
 
 def cpu_s(pid: int) -> float:
-    """Processor seconds of a process and its threads so far."""
+    """Return a process' processor seconds so far, with all threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def pids(stack: Stack) -> tuple[int, int]:
-    """Engine and gateway."""
+    """Process ids of engine and gateway."""
     processes = stack.engines[0].process, stack.gateways[0].process
     return tuple(process.pid for process in processes if process is not None)  # type: ignore[return-value]
 
@@ -85,7 +85,7 @@ class _TakesEverything(grpc.GenericRpcHandler):
 
 @contextmanager
 def endpoint(folder: Path) -> Iterator[str]:
-    """Somewhere to export to."""
+    """Run a collector; yield its endpoint."""
     if which(PROGRAM):
         with running_collector(folder) as collector:
             yield collector.endpoint
@@ -101,7 +101,7 @@ def endpoint(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def scraped(urls: Sequence[str]) -> Iterator[None]:
-    """Scrapes, as Prometheus would, for the length of a block."""
+    """Scrape the metrics as Prometheus does until the block ends."""
     ending = threading.Event()
 
     def scrape() -> None:
@@ -120,7 +120,7 @@ def scraped(urls: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def deployments(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Stack, Stack]]:
-    """One that tells nothing, one that tells all."""
+    """Run a deployment that exports nothing and one that exports all."""
     model = make_model(folder / "model", "bfloat16")
     add_tokenizer(model)
     module = "pagestream_worker"
@@ -144,7 +144,7 @@ def deployments(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Sta
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[list[Round], list[Round]]:
-    """Run both in turn, the one first that was second before."""
+    """Run both in turn, in alternating order."""
     num_requests, output_tokens = (16, 16) if options.short else (64, 64)
     prompts = make_prompts(num_requests)
     rounds: dict[Stack, list[Round]] = {}
@@ -159,7 +159,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[Round], lis
 
 
 def compared(off: Sequence[float], on: Sequence[float]) -> str:
-    """The median of both and of their ratio in each pair of rounds."""
+    """Return the medians of both and of the ratio in each pair of rounds."""
     ratios = [after / before for before, after in zip(off, on, strict=True)]
     spread = f"{min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%}"
     return f"{median(off):.2f} s off, {median(on):.2f} s on: {median(ratios) - 1:+.2%} ({spread} by pair)"

@@ -1,7 +1,7 @@
 """The full product of kernel cases under the interpreter, and of builds for every target: `make kernels`.
 
-What passed is remembered under `.kernel-cache/` until a source changes, so an interrupted campaign goes on where it
-was, and one of unchanged kernels ends at once.
+Cases that passed are recorded under `.kernel-cache/` until a source changes: an interrupted campaign resumes, and
+one of unchanged kernels ends at once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def items_of(mode: Mode, kernels: list[str]) -> list[Item]:
 
 
 def work(mode: Mode, items: queue.SimpleQueue[Item], cache: ResultCache, progress: Progress) -> None:
-    """One thread with one worker process; a worker that dies costs its case and is replaced."""
+    """Run cases in a worker process; a worker that dies fails its case and is replaced."""
     worker: KernelWorker | None = None
     try:
         while True:
@@ -81,7 +81,7 @@ def run_mode(mode: Mode, kernels: list[str], jobs: int) -> Progress:
     cache = ResultCache(mode)
     everything = items_of(mode, kernels)
     missing = [item for item in everything if cache.get(*item) is None]
-    random.Random(0).shuffle(missing)  # a campaign that is cut short has still seen a bit of everything
+    random.Random(0).shuffle(missing)  # shuffled, so that a campaign that is cut short has covered all kernels
     progress = Progress(total=len(everything), remembered=len(everything) - len(missing))
     items: queue.SimpleQueue[Item] = queue.SimpleQueue()
     for item in missing:
@@ -96,7 +96,7 @@ def run_mode(mode: Mode, kernels: list[str], jobs: int) -> Progress:
 
 
 def report(mode: Mode, threads: list[threading.Thread], progress: Progress) -> None:
-    """Show the counts until the threads end: one line that is rewritten on a terminal, a new line each in a pipe."""
+    """Print the counts until the threads end: on a terminal in one line, otherwise line by line."""
     begin, end = ("\r", "") if sys.stdout.isatty() else ("", "\n")
     shown = time.monotonic()
     for thread in threads:

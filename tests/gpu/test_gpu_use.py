@@ -1,4 +1,4 @@
-"""A worker's readings of a real GPU."""
+"""The GPU utilization and memory that a worker reads from a real GPU."""
 
 import os
 

@@ -36,7 +36,7 @@ def test_fixed_split_gives_the_same_bits_in_any_batch(gpu: torch.device, dtype: 
 
 
 def test_captured_graph_follows_new_lengths(gpu: torch.device) -> None:
-    """The grid depends on no length, so one graph serves a sequence as it grows."""
+    """The grid does not depend on lengths, so that one graph serves a growing sequence."""
     case: Case = {
         "head_dim": 128,
         "group_size": 4,

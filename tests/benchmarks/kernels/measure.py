@@ -1,4 +1,4 @@
-"""What the kernel benchmarks share: a workload, its time on the GPU, and the copy bandwidth it is compared with."""
+"""Times a kernel's workload on the GPU, and measures the copy bandwidth that it is compared with."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A workload's time and what it makes of the machine."""
+    """A workload's time and its share of the machine's bandwidth."""
 
     name: str
     milliseconds: float
     gigabytes_per_s: float
-    copy_ratio: float  # of the bandwidth of a copy measured in the same run
+    copy_ratio: float  # share of the copy bandwidth measured in the same run
     teraflops: float
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second (read + written) of torch's device copy."""
+    """Measure the bytes a second (read + written) of torch's device copy."""
     from triton.testing import do_bench
 
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
@@ -42,7 +42,7 @@ def copy_bandwidth() -> float:
 
 
 def measure(workload: Workload, bandwidth: float) -> Measurement:
-    """Median time of the workload; caches are cleared before each launch."""
+    """Measure the median time of a workload; caches are cleared before each launch."""
     from triton.testing import do_bench
 
     milliseconds = do_bench(workload.run, return_mode="median")

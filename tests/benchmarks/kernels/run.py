@@ -1,4 +1,4 @@
-"""Time every kernel on this machine's GPU, against the bandwidth of a copy measured in the same run.
+"""Times every kernel on this machine's GPU, against the bandwidth of a copy measured in the same run.
 
 python tests/benchmarks/kernels/run.py [KERNEL ...] [--json FILE]
 """
