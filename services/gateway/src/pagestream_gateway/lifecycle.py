@@ -18,10 +18,10 @@ from pagestream_telemetry.process import Telemetry, running_telemetry
 from pagestream_gateway.api.app import build_app, build_metrics_app
 from pagestream_gateway.api.grpc.server import GrpcServer
 from pagestream_gateway.api.http_server import HttpServer
+from pagestream_gateway.core.answer_limit import AnswerLimit
 from pagestream_gateway.core.auth import Authenticator, read_key_file
 from pagestream_gateway.core.calls import Calls
 from pagestream_gateway.core.gateway import Gateway
-from pagestream_gateway.core.limits import AnswerLimit
 from pagestream_gateway.core.models import Models
 from pagestream_gateway.core.open_streams import OpenStreams
 from pagestream_gateway.core.queue_monitor import QueueMonitor

@@ -6,9 +6,9 @@ from pagestream_streams import Broker
 from pagestream_streams.errors import Unavailable
 from pagestream_telemetry.process import Telemetry
 
+from pagestream_gateway.core.answer_limit import AnswerLimit
 from pagestream_gateway.core.auth import Authenticator
 from pagestream_gateway.core.calls import Calls
-from pagestream_gateway.core.limits import AnswerLimit
 from pagestream_gateway.core.models import Models
 from pagestream_gateway.core.open_streams import OpenStreams
 from pagestream_gateway.core.queue_monitor import QueueMonitor

@@ -12,8 +12,8 @@ from pagestream_streams import Broker, ModelInfo
 from pagestream_streams.errors import ModelNotFound
 from tokenizers import Tokenizer
 
+from pagestream_gateway.core.answer_limit import AnswerLimit
 from pagestream_gateway.core.chat_templates import ChatTemplate
-from pagestream_gateway.core.limits import AnswerLimit
 from pagestream_gateway.core.tokenization import TokenizePool
 from pagestream_gateway.errors import InvalidRequest, PromptTooLong
 

@@ -9,9 +9,9 @@ from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.protocol import ids
 from pagestream_telemetry.context import TraceContext
 
+from pagestream_gateway.core.answer_limit import AnswerLimit
 from pagestream_gateway.core.calls import Call
 from pagestream_gateway.core.drafts import Draft, TokenPrompt, check_draft
-from pagestream_gateway.core.limits import AnswerLimit
 from pagestream_gateway.core.models import LoadedModel, Models
 from pagestream_gateway.core.preparation import PreparedRequest, build_spec, prepare
 from pagestream_gateway.core.tokenization import TokenizePool
