@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """Inference serves token streams that outlive every process: once Generate has named a request id, the stream can be read again from any offset on any
-    gateway until its retention time has passed.
+    """Inference serves token streams that outlive every process: once Generate has sent a request id, the stream can be read
+    from any offset on any gateway until its retention time has passed.
     """
 
     def __init__(self, channel):
@@ -64,8 +64,8 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """Inference serves token streams that outlive every process: once Generate has named a request id, the stream can be read again from any offset on any
-    gateway until its retention time has passed.
+    """Inference serves token streams that outlive every process: once Generate has sent a request id, the stream can be read
+    from any offset on any gateway until its retention time has passed.
     """
 
     def Generate(self, request, context):
@@ -76,7 +76,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Resume streams an accepted request from an offset: first what the log holds, then what is still to come.
+        """Resume streams an accepted request from an offset: first the entries in its log, then new ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,14 +90,14 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """GetRequest tells where a request stands, without its tokens.
+        """GetRequest returns where a request stands, without its tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """ListModels names the models that this deployment knows, also those that have no running engine.
+        """ListModels returns the models that this deployment knows, also those without a running engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,8 +140,8 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """Inference serves token streams that outlive every process: once Generate has named a request id, the stream can be read again from any offset on any
-    gateway until its retention time has passed.
+    """Inference serves token streams that outlive every process: once Generate has sent a request id, the stream can be read
+    from any offset on any gateway until its retention time has passed.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""What can go wrong at this border, as one tree. Redis' own errors never pass it: they are chained to these."""
+"""The errors of this package, as one tree. Redis' own errors are chained to them and never raised."""
 
-# ruff: noqa: N818 -- these names are said by users: "the queue is full", not "queue full error"
+# ruff: noqa: N818 -- the names say what happened (QueueFull), as the API's error codes do
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ class StreamsError(Exception):
 
 
 class Unavailable(StreamsError):
-    """Redis can't be reached or can't serve now. Trying again later is right."""
+    """Redis can't be reached or can't serve now. Try again later."""
 
 
 class QueueFull(StreamsError):
-    """A queue's bound is reached, or the tenant's share of it while others wait.
+    """A queue's bound is reached, or the tenant's share of it while other tenants wait.
 
-    `retry_after_s` is the time, by the measured drain rate, until a tenth of the bound is free again.
+    `retry_after_s`: seconds until a tenth of the queued requests is gone, by the measured drain rate.
     """
 
     def __init__(self, *, limit: str, bound: int, queued: int, retry_after_s: float, tenant: str = "") -> None:
-        """`limit` is "requests" or "prompt tokens"; `queued` counts the same thing, of `tenant` alone where given."""
-        whose = " of this tenant, others waiting too" if tenant else ""
+        """`limit`: "requests" or "prompt tokens", which `bound` and `queued` count; only those of `tenant` if given."""
+        whose = " of this tenant, while other tenants wait" if tenant else ""
         super().__init__(
             f"the queue has {queued} of at most {bound} {limit}{whose}, and this request doesn't fit; "
             f"try again in {retry_after_s:.1f} s"
@@ -34,10 +34,10 @@ class QueueFull(StreamsError):
 
 
 class RequestNotFound(StreamsError):
-    """This tenant has no such request: never accepted, of another tenant, malformed, or past its retention."""
+    """This tenant has no such request: never accepted, another tenant's, malformed, or past its retention."""
 
     def __init__(self, request_id: str) -> None:
-        """`request_id` is shown as given."""
+        """`request_id`: as given."""
         super().__init__(f"there is no request {request_id!r}: it was never accepted, or its retention time has passed")
         self.request_id = request_id
 
@@ -46,7 +46,7 @@ class ModelNotFound(StreamsError):
     """No engine has ever published this model."""
 
     def __init__(self, name: str) -> None:
-        """`name` is shown as given."""
+        """`name`: as given."""
         super().__init__(f"there is no model {name!r}; Broker.models() lists those that are known")
         self.name = name
 
@@ -59,7 +59,7 @@ class OffsetOutOfRange(StreamsError):
     """The offset is past the end of a finished log."""
 
     def __init__(self, request_id: str, from_index: int, next_index: int) -> None:
-        """`next_index` is the length of the log."""
+        """`next_index`: length of the log."""
         super().__init__(f"offset {from_index} is past the end of {request_id}, whose log has finished at {next_index}")
         self.request_id = request_id
         self.from_index = from_index
@@ -67,10 +67,10 @@ class OffsetOutOfRange(StreamsError):
 
 
 class DigestMismatch(StreamsError):
-    """The log differs from what the reader has seen before. Going on would mix two generations."""
+    """The log differs from what the reader has seen. Going on would mix two generations."""
 
     def __init__(self, request_id: str, index: int) -> None:
-        """`index` is the offset at which the digests were compared."""
+        """`index`: offset at which the digests differ."""
         super().__init__(f"the log of {request_id} differs before offset {index} from what was read before")
         self.request_id = request_id
         self.index = index
@@ -80,7 +80,7 @@ class IdempotencyConflict(StreamsError):
     """The idempotency key was used before with another body."""
 
     def __init__(self, key: str) -> None:
-        """`key` is the client's."""
+        """`key`: as given by the client."""
         super().__init__(
             f"the idempotency key {key!r} was used before with another body; use a new key for a new request"
         )
@@ -88,4 +88,4 @@ class IdempotencyConflict(StreamsError):
 
 
 class ServerNotFound(StreamsError):
-    """No Redis server of a sufficient version is on this machine."""
+    """No Redis server of a sufficient version is installed on this machine."""

@@ -1,9 +1,9 @@
-"""Moments at which a harness may kill, stop or cut off this process; they do nothing unless it was started for that.
+"""Fault points: where a test harness may kill, stop or cut off this process. Without the harness they do nothing.
 
-With PAGESTREAM_FAULT_POINTS=PATH, the path of a Unix socket on which a harness listens, a process connects at the first
-moment that it reaches, says `hello PID`, and takes `arm NAME K` lines up to an `ok`. More may come at any time. When it
-reaches NAME for the K-th time from then on, it says `at NAME` and stands still, with all its threads that reach a
-moment, until it reads `go`: so the harness does whatever it wants while the process is exactly there.
+With PAGESTREAM_FAULT_POINTS=PATH, the path of a Unix socket on which the harness listens, a process connects at its
+first fault point, sends `hello PID`, and reads `arm NAME K` lines up to an `ok`. More may follow at any time. When it
+reaches NAME for the K-th time from then on, it sends `at NAME` and blocks, with all its threads that reach a fault
+point, until it reads `go`: the harness acts while the process is exactly there.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from pagestream_streams.protocol.records import Append
 VARIABLE = "PAGESTREAM_FAULT_POINTS"
 IS_ON = VARIABLE in os.environ
 
-_ANSWER_LIMIT_S = 120.0  # a harness that hangs must not keep a process for ever
+_ANSWER_LIMIT_S = 120.0  # a harness that hangs must not block the process for ever
 _GO = "go"
 _OK = "ok"
 
 
 class FaultPoint(StrEnum):
-    """Every moment, in the order of a request's life."""
+    """Every fault point, in the order of a request's life."""
 
     ACCEPTED = "accepted"
-    """Gateway: the request is in Redis, its client has not been told."""
+    """Gateway: the request is in Redis, its client does not know the id yet."""
     QUEUED = "queued"
-    """Engine: it has room and is about to ask for requests."""
+    """Engine: it has room and is about to claim."""
     CLAIMED = "claimed"
-    """Engine: requests are its own in Redis, and nobody works on them."""
+    """Engine: requests are its own in Redis, and not scheduled yet."""
     PREFILL = "prefill"
-    """Engine: a step with prompts, or with requests that go on, is about to run."""
+    """Engine: a step with prompts, or with begun requests, is about to run."""
     FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
     """Engine: entry 0 of a log is about to be appended."""
     MIDDLE = "middle"
     """Engine: entries that follow others are about to be appended, without an end among them."""
     APPENDED = "appended"
-    """Engine: entries are in their logs, and no gateway has been woken."""
+    """Engine: entries are in their logs, and no gateway is woken yet."""
     FORWARDING = "forwarding"
     """Gateway: it has verified entries, and is about to write them to their client."""
     LAST_TOKEN = "last_token"  # noqa: S105 - a token of text
-    """Engine: a choice's last token has been made, and is not in the log."""
+    """Engine: a choice's last token is generated, and not in the log yet."""
     FINISH = "finish"
     """Engine: the end of a log is about to be appended."""
     FINISHED = "finished"
-    """Engine: the end of a log has been appended; neither this engine's books nor a gateway know."""
+    """Engine: the end of a log is appended; the engine still holds the request, and no gateway is woken yet."""
 
 
 class Wire:
-    """The line to the harness."""
+    """The connection to the harness."""
 
     def __init__(self, path: str) -> None:
-        """Connects nothing yet: a process may be forked before it reaches its first moment."""
+        """Create it without connecting: the process may fork before its first fault point."""
         self._path = path
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
@@ -64,7 +64,7 @@ class Wire:
         self._is_cut = False
 
     def reach(self, point: FaultPoint) -> None:
-        """Stand still here where the harness armed this moment and wants this passage. It may never return."""
+        """Block here if the harness armed this fault point and this is the passage it chose. May never return."""
         with self._lock:
             if self._is_cut:
                 return
@@ -77,11 +77,11 @@ class Wire:
                     del self._armed[point]
                     self._say(f"at {point}")
                     self._obey_until(_GO)
-            except OSError:  # the harness has gone: nobody would say `go`
+            except OSError:  # the harness has gone and will not send `go`
                 self.close()
 
     def close(self) -> None:
-        """Pass every moment from now on."""
+        """Close the connection; from now on no fault point blocks."""
         self._is_cut = True
         if self._socket is not None:
             self._socket.close()
@@ -124,7 +124,7 @@ class Wire:
                 continue
             received = self._socket.recv(4096) if self._socket else b""
             if not received:
-                raise ConnectionError("the harness has closed the line")
+                raise ConnectionError("the harness has closed the connection")
             self._unread += received
 
     def _say(self, line: str) -> None:
@@ -136,13 +136,13 @@ _wire = Wire(os.environ.get(VARIABLE, ""))
 
 
 def reach(point: FaultPoint) -> None:
-    """Pass a moment."""
+    """Pass a fault point."""
     if IS_ON:
         _wire.reach(point)
 
 
 def before_append(appends: Sequence[Append]) -> None:
-    """Pass the moments before an append."""
+    """Pass the fault points before an append."""
     if IS_ON:
         if any(each.entries and each.first_index == 0 for each in appends):
             _wire.reach(FaultPoint.FIRST_TOKEN)
@@ -153,7 +153,7 @@ def before_append(appends: Sequence[Append]) -> None:
 
 
 def after_append(appends: Sequence[Append]) -> None:
-    """Pass the moments after an append."""
+    """Pass the fault points after an append."""
     if IS_ON:
         _wire.reach(FaultPoint.APPENDED)
         if any(_ends(each) for each in appends):

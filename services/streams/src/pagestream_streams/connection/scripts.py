@@ -1,5 +1,6 @@
-"""The Lua scripts beside this module: one file, one step of the protocol. Each tells its keys, arguments, result, and
-why a retry is harmless.
+"""The Lua scripts of `lua/`: one file for each step of the protocol.
+
+A script's header states its keys, arguments and reply, and why a retry is harmless.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from importlib import resources
 
 @dataclass(frozen=True)
 class Script:
-    """A script's text, with the helpers that all of them share before it."""
+    """A script's text, with the shared helpers of prelude.lua before it."""
 
     name: str
     text: str
-    repeat: bool = True  # whether a lost connection is answered by running it once more
+    repeat: bool = True
+    """Whether it is run again after a lost connection."""
 
     @cached_property
     def sha(self) -> str:
-        """The name by which Redis caches it."""
+        """SHA-1 of the text, by which Redis caches it."""
         return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 

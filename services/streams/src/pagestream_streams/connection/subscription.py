@@ -1,4 +1,4 @@
-"""A subscription that outlives its connection."""
+"""A subscription to channels that reconnects."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from pagestream_streams.tasks import cancel, wait_for_event
 
 _log = logging.getLogger(__name__)
 
-_WAIT_S = 1.0  # how long one look for a message takes
-_PING_AFTER_S = 5.0  # a silent connection is asked whether it lives
-_PAUSE_S = 0.2  # between two tries to connect
+_WAIT_S = 1.0  # longest wait for one message
+_PING_AFTER_S = 5.0  # silence after which a PING is sent
+_PAUSE_S = 0.2  # between two attempts to connect
 
 
 class Subscription:
-    """Hands each message of some channels to `on_message`, and calls `on_gap` after each (re)connection: messages may
-    have been missed.
-    """
+    """Passes each message to `on_message`, and calls `on_gap` after each (re)connection: messages may be lost."""
 
     def __init__(
         self,
@@ -33,7 +31,7 @@ class Subscription:
         on_message: Callable[[bytes], None],
         on_gap: Callable[[], None],
     ) -> None:
-        """Connects nothing yet. The callbacks must not block."""
+        """Create it stopped. The callbacks must not block."""
         self._connection = connection
         self._channels = channels
         self._on_message = on_message
@@ -42,19 +40,19 @@ class Subscription:
         self._subscribed = asyncio.Event()
 
     def start(self) -> None:
-        """Connects in the background."""
+        """Connect and subscribe in the background."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name=f"subscription {' '.join(self._channels)}")
 
     async def stop(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         if self._task is None:
             return
         task, self._task = self._task, None
         await cancel(task)
 
     async def subscribed(self, timeout_s: float) -> bool:
-        """Waits until it is connected; whether it is."""
+        """Wait until it is subscribed, at most `timeout_s` seconds; return whether it is."""
         return await wait_for_event(self._subscribed, timeout_s)
 
     async def _run(self) -> None:
@@ -88,8 +86,8 @@ class Subscription:
         if kind == "message":
             try:
                 self._on_message(data)
-            except Exception:  # noqa: BLE001 - a message that can't be read must not end the subscription
-                _log.exception("%s: a message was not understood; the log is looked into instead", self._channels)
+            except Exception:  # noqa: BLE001 - a malformed message must not end the subscription
+                _log.exception("%s: a message can't be read; it is treated as lost", self._channels)
                 self._on_gap()
         elif kind == "subscribe" and not self._subscribed.is_set():
             self._subscribed.set()

@@ -1,4 +1,4 @@
-"""One read of one log: where it is, what it has verified, and what wake-ups have brought since."""
+"""One read of one log: its position, its verified digest, and the entries that wake-ups brought since."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagestream_streams.protocol.keys import Partition
 
 
 class Follower:
-    """Entries leave it in order, each once, and only if they chain on to what left before."""
+    """Yields entries in order, each once, and only if their digests continue those of the entries before."""
 
     def __init__(
         self,
@@ -28,10 +28,20 @@ class Follower:
         buffer_entries: int,
         spec: RequestSpec | None = None,
     ) -> None:
-        """`digest` is that of the log before `from_index`; "" is not known. `spec` is what to accept again."""
+        """Create a follower that reads the log first.
+
+        Args:
+            where: the request's partition.
+            request_id: the request.
+            tenant: its tenant.
+            from_index: index of the first entry to yield.
+            digest: digest of the log before `from_index`; "" for unknown.
+            buffer_entries: most entries kept from wake-ups.
+            spec: the request to accept again if Redis has lost it.
+        """
         self.where = where
         self.spec = spec
-        self.is_registered = False  # whether Redis has ever known the request while this read ran
+        self.is_registered = False  # whether Redis has known the request since this read began
         self.is_recovered = False  # whether it was accepted again
         self._is_lost = False
         self.request_id = request_id
@@ -39,12 +49,11 @@ class Follower:
         self.from_index = self.next_index = from_index
         self.ended = False
         self.failure: StreamsError | None = None
-        self.waiting_since: float | None = None  # time.monotonic(); None while its consumer is busy
+        self.waiting_since: float | None = None  # time.monotonic(); None while its consumer works
         self._digest = digest
-        self._anchored = (
-            from_index == 0
-        )  # whether _digest is that of the log; else the first read takes the entry before as well
-        self._length: int | None = None  # of the finished log, where that is known before the end entry was taken
+        # Whether _digest is that of the log. If not, the first read includes the entry before.
+        self._anchored = from_index == 0
+        self._length: int | None = None  # of the finished log, if known before its end entry is taken
         self._look = True
         self._slices: deque[LogSlice] = deque()
         self._buffered = 0
@@ -54,22 +63,22 @@ class Follower:
 
     @property
     def log_start(self) -> int:
-        """The index from which the log has to be read."""
+        """Index from which the log has to be read."""
         return self.next_index if self._anchored else self.next_index - 1
 
     def offer(self, log_slice: LogSlice) -> None:
-        """Takes what a wake-up brought. A consumer that is too slow for the buffer is sent to the log."""
+        """Buffer the entries of a wake-up. Beyond `buffer_entries`, drop the buffer and read the log instead."""
         if self._look:
             self._wake()
-            return  # the log will be read, and has it
+            return  # the log will be read, and has them
         count = len(log_slice.entries)
-        # Where the first read is still to come, wake-ups only tell that the log has come to where it waits.
+        # Before the first read, wake-ups only show that the log has reached the position.
         passes = log_slice.first_index + count > self.next_index
         if not count or self._buffered + count > self._limit or (passes and not self._anchored):
             self.look()
             return
         if self._slices:
-            # A part of a message keeps the whole of it in memory: what waits would keep what others have read.
+            # A copy: a part of a protobuf message keeps the whole message in memory, other requests' slices included.
             waiting = LogSlice()
             waiting.CopyFrom(log_slice)
             log_slice = waiting
@@ -78,30 +87,30 @@ class Follower:
         self._wake()
 
     def look(self) -> None:
-        """Has the log looked into."""
+        """Drop the buffer and read the log next."""
         self._slices.clear()
         self._buffered = 0
         self._look = True
         self._wake()
 
     def lose(self) -> None:
-        """Redis has lost the request."""
+        """Note that Redis has lost the request."""
         self._is_lost = True
         self._wake()
 
     def take_loss(self) -> bool:
-        """Whether Redis has lost the request; asking answers it."""
+        """Return whether Redis has lost the request, and reset it."""
         is_lost, self._is_lost = self._is_lost, False
         return is_lost
 
     def fail(self, failure: StreamsError) -> None:
-        """Ends the read with an error."""
+        """End the read with an error."""
         self.failure = failure
         self._wake()
 
     @property
     def is_open(self) -> bool:
-        """Whether its log has not finished, as far as is known: finished ones have no readers."""
+        """Whether its log has not finished as far as is known: finished requests have no registered readers."""
         return not self.ended and self._length is None
 
     def end_at(self, next_index: int) -> None:
@@ -125,16 +134,16 @@ class Follower:
 
     @property
     def exhausted(self) -> bool:
-        """Whether it stands, verified, at the end of a finished log."""
+        """Whether it is at the end of a finished log, with a verified digest."""
         return self._anchored and self.next_index == self._length
 
     def take_look(self) -> bool:
-        """Whether the log has to be looked into; asking answers it."""
+        """Return whether the log has to be read, and reset it."""
         look, self._look = self._look, False
         return look
 
     def take_buffered(self) -> list[LogEntry]:
-        """What wake-ups have brought and is next. Anything else in them sends to the log, which is the truth."""
+        """Return buffered entries that continue the position. Any others make it read the log."""
         taken: list[LogEntry] = []
         while self._slices and self._anchored:
             log_slice = self._slices.popleft()
@@ -148,8 +157,9 @@ class Follower:
         return taken
 
     def take_logged(self, first_index: int, entries: Sequence[LogEntry]) -> list[LogEntry]:
-        """What a read of the log from `first_index` brought and is next. DigestMismatch where it isn't what was read
-        before.
+        """Return the entries of a read from `first_index` that continue the position.
+
+        DigestMismatch where the log differs from what was read before.
         """
         if not self._anchored and entries:
             if self._digest and self._digest != entries[0].digest:
@@ -162,9 +172,9 @@ class Follower:
         return taken
 
     async def wait(self, timeout_s: float) -> None:
-        """Waits for anything new, at most so long."""
+        """Wait for anything new, at most `timeout_s` seconds."""
         if not self._is_woken:
-            # A future and a timer of its own: this runs once for each token, and asyncio.timeout costs thrice as much.
+            # A future and a timer: this runs once for each token, and asyncio.timeout costs three times as much.
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
             timer = loop.call_later(timeout_s, self._wake)
@@ -182,7 +192,7 @@ class Follower:
             self._waiter.set_result(None)
 
     def _take(self, entries: Sequence[LogEntry], taken: list[LogEntry]) -> None:
-        """Takes entries that are known to follow on what was taken."""
+        """Take entries that are known to continue the position."""
         last = entries[-1]
         self._digest = last.digest
         self.next_index += len(entries)

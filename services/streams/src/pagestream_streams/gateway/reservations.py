@@ -1,4 +1,4 @@
-"""Which request an idempotency key stands for: reserved before the accept, kept for as long as the request."""
+"""Reservations of idempotency keys: a tenant's key names one request id until the retention of its log ends."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from pagestream_streams.connection.connection import Connection
 from pagestream_streams.errors import IdempotencyConflict, Unavailable
 from pagestream_streams.protocol import keys
 
-_UNREAD_MS = 86_400_000  # readers renew a reservation; where none is needed, it may wait and run so long
-_TRIES = 3  # a reservation can expire between two looks at it
+_UNREAD_MS = 86_400_000  # longest wait and run of a request without readers, which would renew it
+_TRIES = 3  # a reservation can expire between SET and GET
 
 
 async def reserve(connection: Connection, spec: RequestSpec, *, body_digest: str, retention_s: int) -> str:
-    """The id that the tenant's key stands for: the spec's, or that of an earlier try. IdempotencyConflict where the key
-    came with another body; Unavailable.
+    """Reserve the spec's idempotency key for its request id.
+
+    Returns:
+        The id that the key stands for: the spec's, or that of an earlier try.
+
+    Raises:
+        IdempotencyConflict: the key was used with another body.
+        Unavailable: a retry is harmless.
     """
     name, length_ms = _name(spec), _length_ms(spec, retention_s)
     value = f"{spec.request_id} {body_digest}"
@@ -30,17 +36,17 @@ async def reserve(connection: Connection, spec: RequestSpec, *, body_digest: str
             if digest != body_digest:
                 raise IdempotencyConflict(spec.idempotency_key)
             return str(earlier)
-    raise Unavailable("the idempotency key's reservation expired while it was looked at, again and again")
+    raise Unavailable(f"the idempotency key's reservation expired while it was read, {_TRIES} times in a row")
 
 
 async def renew(connection: Connection, specs: Iterable[RequestSpec], retention_s: int, limit_s: float) -> None:
-    """Keeps the reservations of requests that run, those that have one. Unavailable, also after the limit."""
+    """Renew the reservations of running requests that have a key. Unavailable, also after `limit_s` seconds."""
     lengths = {_name(spec): _length_ms(spec, retention_s) for spec in specs if spec.idempotency_key}
     await connection.pipeline([("PEXPIRE", name, length_ms) for name, length_ms in lengths.items()], limit_s)
 
 
 def renewal_s(retention_s: int) -> float:
-    """How often to renew: so that what ends just before the next time keeps its key for as long as its log."""
+    """Return the seconds between renewals: a key outlives the log of a request that ends just before the next one."""
     return retention_s / 8
 
 

@@ -1,4 +1,4 @@
-"""The rolling digest of a log: equal digests mean equal tokens, choices and finish reasons up to there.
+"""The rolling digest of a log: equal digests mean equal tokens, choices and finish reasons up to that entry.
 
 SHA-1 because Redis' Lua has it and the scripts that end a request extend the chain themselves. It guards against
 mix-ups, not against forgers.
@@ -17,12 +17,12 @@ DIGEST_CHARS = 16
 
 
 def chain(previous: str, entry: LogEntry) -> str:
-    """The digest of a log that had `previous` ("" at its start) and gets `entry`, as 16 hexadecimal digits."""
+    """Return the digest of a log with digest `previous` ("" at its start) after `entry`, as 16 hexadecimal digits."""
     return hashlib.sha1(f"{previous}:{_body(entry)}".encode(), usedforsecurity=False).hexdigest()[:DIGEST_CHARS]
 
 
 def chained(previous: str, entries: Iterable[LogEntry]) -> list[LogEntry]:
-    """The entries, with their digests set in place."""
+    """Set the digests of consecutive entries in place, and return the entries."""
     result = []
     for entry in entries:
         previous = entry.digest = chain(previous, entry)
@@ -39,4 +39,4 @@ def _body(entry: LogEntry) -> str:
         case "end":
             return f"end:{finish_reason_name(entry.end.reason)}"
         case _:
-            raise ValueError("a log entry is a token, a finish or the end; this one has no body")
+            raise ValueError("expected a log entry with a token, a finish or the end; this one has no body")

@@ -1,4 +1,4 @@
-"""Log entries in their two other forms: values for append.lua, and fields of the Redis stream."""
+"""Convert log entries to append.lua's values, and from the fields of a Redis stream entry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ERROR_SEPARATOR = "\0"
 
 
 def to_values(entry: LogEntry) -> tuple[str | bytes, ...]:
-    """The six values that append.lua takes for an entry. ValueError where it has no body."""
+    """Return append.lua's six values for an entry. ValueError for an entry without a body."""
     if entry.HasField("token_id"):
         extra = entry.logprobs.SerializeToString() if entry.HasField("logprobs") else ""
         return "t", str(entry.choice), str(entry.token_id), entry.text, entry.digest, extra
@@ -26,11 +26,11 @@ def to_values(entry: LogEntry) -> tuple[str | bytes, ...]:
         usage = entry.end.usage
         counts = f"{usage.prompt_tokens},{usage.completion_tokens},{usage.cached_tokens}"
         return "e", "", finish_reason_name(entry.end.reason), counts, entry.digest, error_text(entry.end)
-    raise ValueError("a log entry is a token, a finish or the end; this one has no body")
+    raise ValueError("expected a log entry with a token, a finish or the end; this one has no body")
 
 
 def from_fields(fields: Mapping[bytes, bytes]) -> LogEntry:
-    """The entry that a Redis stream entry holds."""
+    """Return the entry of a Redis stream entry. KeyError, ValueError or DecodeError where it can't be read."""
     digest = fields[b"d"].decode()
     token = fields.get(b"t")
     if token is not None:
@@ -52,7 +52,7 @@ def from_fields(fields: Mapping[bytes, bytes]) -> LogEntry:
 
 
 def error_text(end: LogEnd) -> str:
-    """The stored form of an end's error; "" where it has none."""
+    """Return the stored form of an end's error; "" for none."""
     return f"{end.error.code}{_ERROR_SEPARATOR}{end.error.message}" if end.HasField("error") else ""
 
 

@@ -1,6 +1,6 @@
 """Request ids: "<model tag>-<partition, 4 hex digits>-<96 random bits, 24 hex digits><tenant tag, 8 hex digits>".
 
-An id alone finds its keys, and tells whose it is when Redis has lost what it names.
+An id alone names its keys, and shows whether a tenant owns it when Redis has lost the request.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ class RequestId(NamedTuple):
     unique: str
 
     def is_of(self, tenant: str) -> bool:
-        """Whether it was made for the tenant; of ids that were made for another one, one in 2**32 passes."""
+        """Return whether it was created for the tenant; of other tenants' ids one in 2**32 passes."""
         return self.unique[_RANDOM_DIGITS:] == _tenant_tag(self.unique[:_RANDOM_DIGITS], tenant)
 
     def __str__(self) -> str:
-        """The id as clients see it."""
+        """Format the id as clients see it."""
         return f"{self.model_tag}-{self.partition:04x}-{self.unique}"
 
 
 def model_tag(model: str) -> str:
-    """The first 8 hexadecimal digits of the SHA-256 of a model's name."""
+    """Return the first 8 hexadecimal digits of the SHA-256 of a model's name."""
     return hashlib.sha256(model.encode()).hexdigest()[:8]
 
 
 def new(model: str, partition: int, tenant: str) -> str:
-    """A fresh id of a tenant. The random part is what keeps ids from being guessed."""
+    """Create an id for a tenant. Its random part keeps ids from being guessed."""
     random = secrets.token_hex(_RANDOM_DIGITS // 2)
     return str(RequestId(model_tag(model), partition, random + _tenant_tag(random, tenant)))
 
 
 def parse(text: str) -> RequestId | None:
-    """The parts of an id, or None where the text isn't one."""
+    """Return the parts of an id; None for a malformed one."""
     match = _FORM.fullmatch(text)
     if match is None:
         return None
@@ -54,5 +54,5 @@ def parse(text: str) -> RequestId | None:
 
 
 def _tenant_tag(random: str, tenant: str) -> str:
-    # The random digits go in, so that ids don't show which of them are one tenant's.
+    # With the random digits, so that ids don't show which of them are one tenant's.
     return hashlib.sha256(f"{random}:{tenant}".encode()).hexdigest()[:8]

@@ -1,6 +1,4 @@
-"""The names of Redis keys and channels. Keys of one partition share a hash tag, so that Redis Cluster keeps them
-together.
-"""
+"""Names of Redis keys and channels. The keys of a partition share a hash tag: a Redis Cluster has them on one node."""
 
 from __future__ import annotations
 
@@ -11,30 +9,30 @@ MODELS = "ps:models"
 
 
 class Partition(NamedTuple):
-    """One of the parts into which a model's requests fall."""
+    """One of the parts into which a model's requests are divided."""
 
     model: str
     number: int
 
     @property
     def prefix(self) -> str:
-        """What all its keys begin with."""
+        """Prefix of all its keys."""
         return f"ps:{{{self.model}/{self.number}}}:"
 
     def reads(self, gateway_id: str) -> str:
-        """The set of requests that a gateway is registered as a reader of."""
+        """Return the set of requests of which a gateway is registered as a reader."""
         return f"{self.prefix}reads:{gateway_id}"
 
     def log(self, request_id: str) -> str:
-        """The stream of a request's log."""
+        """Return the stream of a request's log."""
         return f"{self.prefix}log:{request_id}"
 
     def request(self, request_id: str) -> str:
-        """The hash of a request."""
+        """Return the hash of a request."""
         return f"{self.prefix}req:{request_id}"
 
     def resumes(self, fingerprint: str) -> str:
-        """The queue of begun requests whose last engine had this fingerprint."""
+        """Return the queue of begun requests whose last engine had this fingerprint."""
         return f"{self.prefix}queue:resume:{fingerprint}"
 
     @property
@@ -44,35 +42,35 @@ class Partition(NamedTuple):
 
     @property
     def dead(self) -> str:
-        """The stream of what was quarantined."""
+        """The stream of quarantined requests."""
         return f"{self.prefix}dead"
 
 
 def model(name: str) -> str:
-    """The hash of a model's card and number of partitions."""
+    """Return the hash of a model's card and number of partitions."""
     return f"ps:model:{name}"
 
 
 def engines(model_name: str) -> str:
-    """The sorted set of a model's living engines."""
+    """Return the sorted set of a model's living engines, scored by the end of their leases."""
     return f"ps:engines:{model_name}"
 
 
 def engine(engine_id: str) -> str:
-    """The hash with an engine's load. It expires; it is never the truth about ownership."""
+    """Return the hash of an engine's published load. It expires, and says nothing about ownership."""
     return f"ps:engine:{engine_id}"
 
 
 def doorbell(model_name: str) -> str:
-    """The channel that rings when a model has new work. At most once: never the truth."""
+    """Return the channel of a model's new work: partition numbers, delivered at most once."""
     return f"ps:bell:{model_name}"
 
 
 def wake_ups(gateway_id: str) -> str:
-    """The channel of a gateway. At most once: never the truth."""
+    """Return the channel of a gateway's wake-ups, delivered at most once."""
     return f"ps:gateway:{gateway_id}"
 
 
 def idempotency(tenant: str, key: str) -> str:
-    """The reservation of an idempotency key. Hashed, since both are other people's words of any length."""
+    """Return the reservation of an idempotency key: a hash, since both texts come from clients and have any length."""
     return "ps:idem:" + hashlib.sha256(f"{len(tenant)}:{tenant}{key}".encode()).hexdigest()

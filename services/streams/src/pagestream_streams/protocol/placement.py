@@ -1,4 +1,4 @@
-"""Which partition a prompt goes to, and which engine a partition belongs to."""
+"""Place prompts on partitions, and partitions on engines."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Collection, Sequence
 
 
 def choices(prompt_token_ids: Sequence[int], partitions: int, first_tokens: int) -> tuple[int, int]:
-    """The first and the second choice of a partition for a prompt: the same for prompts that are equal in their first
-    tokens.
+    """Return a prompt's first and second choice of a partition, equal for prompts with equal `first_tokens` tokens.
 
-    The two differ wherever there are two.
+    The two differ unless there is only one partition.
     """
     head = array("Q", prompt_token_ids[:first_tokens]).tobytes()
     digest = hashlib.blake2b(head, digest_size=16).digest()
@@ -23,14 +22,15 @@ def choices(prompt_token_ids: Sequence[int], partitions: int, first_tokens: int)
 
 
 def owner(partition: int, engines: Collection[str]) -> str | None:
-    """The engine with the highest hash of (engine, partition); None without engines. Adding an engine moves 1/n of the
-    partitions.
+    """Return the engine with the highest hash of (engine, partition); None without engines.
+
+    This is rendezvous hashing: adding an engine moves 1/n of the partitions.
     """
     return max(engines, key=lambda engine: _weight(engine, partition), default=None)
 
 
 def owned(engine: str, partitions: int, engines: Collection[str]) -> list[int]:
-    """The partitions that belong to an engine, which counts as living itself."""
+    """Return the partitions that an engine owns among the living `engines`; it counts as living itself."""
     living = {*engines, engine}
     return [number for number in range(partitions) if owner(number, living) == engine]
 

@@ -1,4 +1,4 @@
-"""What passes between this package and its callers."""
+"""The records that this package exchanges with its callers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model that has been published."""
+    """A published model."""
 
     name: str
-    created: int  # unix seconds of its first publication
-    digest: str  # of its card
-    engines: int  # that live now
+    created: int
+    """Unix seconds of its first publication."""
+    digest: str
+    """SHA-256 of its card, hexadecimal."""
+    engines: int
+    """Engines that live now."""
     partitions: int
 
 
@@ -29,51 +32,72 @@ class RequestView:
     model: str
     tenant: str
     state: RequestState
-    queue_position: int | None  # requests before it in its queue; None unless queued
-    finish_reason: FinishReason  # UNSPECIFIED unless finished
-    next_index: int  # entries in its log
-    digest: str  # of its log
-    usage: Usage  # so far
-    attempts: int  # claims so far
+    queue_position: int | None
+    """Requests before it in its queue; None unless queued."""
+    finish_reason: FinishReason
+    """UNSPECIFIED unless finished."""
+    next_index: int
+    """Entries in its log."""
+    digest: str
+    """Digest of its log."""
+    usage: Usage
+    """So far."""
+    attempts: int
+    """Claims so far."""
     spec: RequestSpec
-    fingerprint: str = ""  # of the engine that claimed it last: how its tokens are computed
+    fingerprint: str = ""
+    """Fingerprint of the engine that claimed it last."""
 
 
 @dataclass(frozen=True)
 class QuarantinedRequest:
-    """A request that was quarantined, because engines died of it (docs/decisions/0024)."""
+    """A request that was quarantined because engines died of it (docs/decisions/0024)."""
 
     request_id: str
     model: str
     tenant: str
-    reason: str  # what its client was told
-    next_index: int  # entries in its log when the engines died: where requeueing goes on
-    attempts: int  # claims in all
-    engines: tuple[str, ...]  # ids of those that died with it at that index, the first one first
-    quarantined_at: float  # unix seconds, by Redis' clock
-    requeued_as: str | None  # the id under which it goes on; None unless it was requeued
+    reason: str
+    """The error message that its client got."""
+    next_index: int
+    """Entries in its log when the engines died: where a requeued one goes on."""
+    attempts: int
+    """Claims in all."""
+    engines: tuple[str, ...]
+    """Ids of the engines that died with it at that index, first one first."""
+    quarantined_at: float
+    """Unix seconds, by Redis' clock."""
+    requeued_as: str | None
+    """The id under which it goes on; None unless it was requeued."""
     spec: RequestSpec
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A request that an engine has got, with what an earlier engine left of it."""
+    """A request that an engine has claimed, with what earlier engines left of it."""
 
     spec: RequestSpec
     epoch: int
     nonce: str
     next_index: int
+    """Entries in its log."""
     digest: str
-    attempts: int  # claims so far, this one included
-    cached_tokens: int  # prompt tokens that earlier claims had from a prefix cache
-    deadline: float | None  # on this process' time.monotonic() clock
-    entries: list[LogEntry] = field(default_factory=list)  # the log so far
-    isolated: bool = False  # whether engines died of it: nothing else may run until its log has a new entry
-    waited_s: float = 0.0  # seconds in its queue before this claim: since acceptance, or since it was put back
+    """Digest of its log."""
+    attempts: int
+    """Claims so far, this one included."""
+    cached_tokens: int
+    """Prompt tokens that earlier claims had from a prefix cache."""
+    deadline: float | None
+    """On this process' time.monotonic() clock; None for no deadline."""
+    entries: list[LogEntry] = field(default_factory=list)
+    """The log so far."""
+    isolated: bool = False
+    """Whether engines died of it: nothing else may run until its log has a new entry."""
+    waited_s: float = 0.0
+    """Seconds in its queue before this claim: since acceptance, or since it was requeued."""
 
     @property
     def request_id(self) -> str:
-        """The spec's."""
+        """The id in its spec."""
         return self.spec.request_id
 
 
@@ -84,32 +108,45 @@ class Append:
     request_id: str
     epoch: int
     nonce: str
-    first_index: int  # of entries[0]
-    entries: Sequence[LogEntry]  # with their digests, see digests.chain
-    previous_digest: str = ""  # of the log before entries[0]: spares readers the proof; "" is not told
-    cached_tokens: int | None = (
-        None  # prompt tokens from the prefix cache, once known: a cancel writes the usage from it
-    )
+    first_index: int
+    """Index of entries[0]."""
+    entries: Sequence[LogEntry]
+    """With their digests, see digests.chain."""
+    previous_digest: str = ""
+    """Digest of the log before entries[0], with which readers skip the check of each entry; "" for unknown."""
+    cached_tokens: int | None = None
+    """Prompt tokens from the prefix cache, once known: a cancel writes the usage from it."""
 
 
 class AppendKind(enum.IntEnum):
-    """What became of an append. The numbers are append.lua's, but the last."""
+    """What became of an append. The numbers are append.lua's, except AWAY."""
 
-    OK = 0  # the log has the entries
-    FENCED = 1  # another claim owns the request
-    CONFLICT = 2  # the log has other entries at these places
-    GAP = 3  # entries before these are missing: send again from next_index
-    ENDED = 4  # the request has finished otherwise
-    MISSING = 5  # Redis knows no such request
-    AWAY = 6  # the node of a cluster that has it did not answer: it may have the entries; a retry is harmless
+    OK = 0
+    """The log has the entries."""
+    FENCED = 1
+    """Another claim owns the request."""
+    CONFLICT = 2
+    """The log has other entries at these indices."""
+    GAP = 3
+    """Entries before these are missing: send again from next_index."""
+    ENDED = 4
+    """The request has finished otherwise."""
+    MISSING = 5
+    """Redis knows no such request."""
+    AWAY = 6
+    """The cluster's node that has the request did not answer. It may have the entries; a retry is harmless."""
 
 
 @dataclass(frozen=True)
 class AppendOutcome:
-    """FENCED, CONFLICT, ENDED and MISSING mean: drop the work. GAP means: send again from `next_index`; AWAY: all."""
+    """The outcome of one append.
+
+    FENCED, CONFLICT, ENDED and MISSING: drop the work. GAP: send again from `next_index`. AWAY: send all again.
+    """
 
     kind: AppendKind
-    next_index: int  # of the log; 0 if MISSING or AWAY
+    next_index: int
+    """Entries in the log; 0 with MISSING and AWAY."""
 
     @property
     def lost(self) -> bool:
