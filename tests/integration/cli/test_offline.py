@@ -2,7 +2,7 @@ import subprocess
 import sys
 
 import pytest
-from pagestream_cli.demo import find_demo_model
+from pagestream_cli.serve.model import find_demo_model
 
 
 def generate(*arguments: str) -> subprocess.CompletedProcess[str]:

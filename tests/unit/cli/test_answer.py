@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from pagestream_cli.client import Endpoint, show_answer, stream_answer
-from pagestream_cli.client.answer import cancel
+from pagestream_cli.client.answer import cancel, show_answer, stream_answer
+from pagestream_cli.client.endpoint import Endpoint
 from pagestream_cli.client.models import choose_model, list_models
 from pagestream_cli.errors import RequestRejectedError, ServerNotFoundError, StreamLostError, UsageError
 from pagestream_cli.ports import free_port

@@ -2,16 +2,18 @@
 
 import asyncio
 import json
+import pkgutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
+import pagestream_cli
 import pytest
 from pagestream_cli.__main__ import COMMANDS, main
-from pagestream_cli.version import installed_version
 from support.clients.scripted_gateway import ScriptedGateway
 
 HEAVY = ("torch", "transformers", "httpx2", "grpc", "matplotlib", "redis", "rich", "numpy", "kopf")
@@ -50,6 +52,25 @@ def test_help_and_options_load_nothing_heavy() -> None:
     assert not set(HEAVY) & set(loaded.stdout.split())
 
 
+def test_no_module_needs_kopf_and_none_imports_matplotlib_before_it_draws() -> None:
+    code = "import sys\nfor name in sys.argv[1:]: __import__(name)\nprint(*sys.modules)"
+    names = [each.name for each in pkgutil.walk_packages(pagestream_cli.__path__, "pagestream_cli.")]
+    names.remove("pagestream_cli.__main__")
+    loaded = subprocess.run(
+        [sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert len(names) > 40
+    assert not {"kopf", "matplotlib", "torch"} & set(loaded.stdout.split())
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["simulate", "sample", "--plot", "x.png"]) == 2
+    assert "pip install 'pagestream[plot]'" in capsys.readouterr().err
+
+
 def test_the_supervisor_of_serve_never_loads_torch() -> None:
     code = "import sys, pagestream_cli.serve.command, pagestream_streams.connection.embedded; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -72,7 +93,7 @@ def test_each_command_explains_itself(verb: str, capsys: pytest.CaptureFixture[s
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"pagestream {installed_version()}\n"
+    assert capsys.readouterr().out == f"pagestream {version('pagestream')}\n"
 
 
 def test_an_unknown_option_is_refused() -> None:

@@ -2,8 +2,7 @@ import os
 from pathlib import Path
 
 import pytest
-from pagestream_cli.apikey import API_KEY_VARIABLE
-from pagestream_cli.client import Endpoint, find_endpoint
+from pagestream_cli.client.endpoint import API_KEY_VARIABLE, Endpoint, find_endpoint
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.doctor.finding import Verdict
 from pagestream_cli.doctor.place import check_serve

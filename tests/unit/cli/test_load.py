@@ -11,7 +11,7 @@ from pagestream_cli.bench.plot import write_plot
 from pagestream_cli.bench.report import Run, as_json, as_text
 from pagestream_cli.bench.stats import Outcome, summarize
 from pagestream_cli.bench.workload import BenchRequest
-from pagestream_cli.client import Endpoint
+from pagestream_cli.client.endpoint import Endpoint
 from pagestream_cli.ports import free_port
 from support.clients.scripted_gateway import ScriptedGateway
 

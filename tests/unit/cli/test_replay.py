@@ -16,9 +16,8 @@ from pagestream.v1.inference_pb2 import (
 )
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpec
 from pagestream_cli.replay.answers import Answer, read_log
-from pagestream_cli.replay.command import DIFFERENT, EQUAL, _report
+from pagestream_cli.replay.command import DIFFERENT, EQUAL, _report, add_arguments
 from pagestream_cli.replay.comparison import first_difference, largest_gap
-from pagestream_cli.replay.options import add_arguments
 from pagestream_cli.replay.regeneration import bounded
 
 WHOLE = Answer([5, 6, 7], "abc", "stop", ".")

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 from pagestream_cli.__main__ import build_parser, main
 from pagestream_cli.datadir import DataDir
-from pagestream_cli.demo import demo_model_places, find_demo_model
 from pagestream_cli.errors import PortTakenError, UsageError
 from pagestream_cli.ports import is_free
 from pagestream_cli.serve.engines import EngineNews, engines_left_behind
 from pagestream_cli.serve.layout import lay_out
-from pagestream_cli.serve.model import ModelChoice, choose_model
+from pagestream_cli.serve.model import ModelChoice, choose_model, demo_model_places, find_demo_model
 from pagestream_cli.serve.options import ENGINE_OPTIONS, ServeOptions, parse_options
 from pagestream_cli.serve.plan import DrainStage, Plan, engine_environment, engine_name
 from pagestream_cli.serve.shortform import MAX_CHARS, shorten

@@ -1,8 +1,5 @@
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from pagestream_cli.bench.stats import Outcome, percentile, spread, summarize
+from pagestream_cli.bench.stats import Outcome, spread, summarize
 
 
 def outcome(
@@ -15,17 +12,6 @@ def outcome(
     due: float = 0.0,
 ) -> Outcome:
     return Outcome(due, sent, ended, input_tokens=10, output_tokens=tokens, token_times_s=times, error=error)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 100))
-def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
-    assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), rel=1e-9, abs=1e-6)
-
-
-@pytest.mark.parametrize(("values", "percent"), [([], 50.0), ([1.0], -1.0), ([1.0], 101.0)])
-def test_percentiles_of_nothing_are_refused(values: list[float], percent: float) -> None:
-    with pytest.raises(ValueError, match="percentile"):
-        percentile(values, percent)
 
 
 def test_a_spread_is_in_milliseconds() -> None:

@@ -4,9 +4,8 @@ import statistics
 from pathlib import Path
 
 import pytest
-from pagestream_cli.bench.arrivals import poisson
 from pagestream_cli.bench.options import LengthRange
-from pagestream_cli.bench.workload import from_prompts, from_random, from_trace, with_poisson
+from pagestream_cli.bench.workload import from_prompts, from_random, from_trace, poisson, with_poisson
 from pagestream_simulator.errors import WorkloadInvalidError
 from pagestream_simulator.traces.files import TraceRow
 

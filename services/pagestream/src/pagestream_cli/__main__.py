@@ -35,14 +35,14 @@ COMMANDS = (
     Command("generate", "complete a prompt, streaming", "generate", "generate"),
     Command("chat", "talk to the model in the terminal", "chat", "chat"),
     Command("bench", "put a running server under load and measure it", "bench.options", "bench.command"),
-    Command("replay", "generate a past request again and compare token by token", "replay.options", "replay.command"),
+    Command("replay", "generate a past request again and compare token by token", "replay.command", "replay.command"),
     Command(
         "simulate",
         "run a trace through scaling laws and a model of engines, and compare",
-        "simulate.options",
-        "simulate.command",
+        "simulate",
+        "simulate",
     ),
-    Command("dead", "show requests that were quarantined, and let them go on", "dead.options", "dead.command"),
+    Command("dead", "show requests that were quarantined, and let them go on", "quarantine", "quarantine"),
     Command("doctor", "tell what this machine has, what is wrong, and what to do", "doctor.command", "doctor.command"),
 )
 
@@ -98,9 +98,9 @@ def _module(name: str) -> Any:
 
 
 def _print_version() -> int:
-    from pagestream_cli.version import installed_version
+    from importlib.metadata import version
 
-    print(f"pagestream {installed_version()}")
+    print(f"pagestream {version('pagestream')}")
     return 0
 
 

@@ -13,7 +13,7 @@ from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import CliError, RequestRejectedError
 
 if TYPE_CHECKING:
-    from pagestream_cli.client import Endpoint
+    from pagestream_cli.client.endpoint import Endpoint
 
 Message = dict[str, str]
 HELP = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer"
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CliError: no server, or a stream that broke for good.
     """
-    from pagestream_cli.client import find_endpoint
+    from pagestream_cli.client.endpoint import find_endpoint
     from pagestream_cli.client.models import choose_model
 
     endpoint = find_endpoint(arguments.url, DataDir.at(arguments.data_dir), arguments.api_key)
@@ -66,7 +66,7 @@ class Conversation:
             RequestRejectedError: the server refuses the conversation, when it has grown too long for example.
             StreamLostError: the stream broke for good.
         """
-        from pagestream_cli.client import show_answer
+        from pagestream_cli.client.answer import show_answer
 
         messages = [*self._messages, {"role": "user", "content": message}]
         answer = await show_answer(self._endpoint, {**self._fields, "messages": [*self._system, *messages]})

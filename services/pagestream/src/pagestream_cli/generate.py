@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from pagestream_cli import sampling
 from pagestream_cli.console import show
@@ -28,21 +30,39 @@ def run(arguments: argparse.Namespace) -> int:
     """
     prompt = _prompt(arguments.prompt)
     if arguments.offline is not None:
-        from pagestream_cli.offline import complete
-
-        show(complete(arguments.offline, prompt, sampling.fields(arguments)) + "\n")
+        show(complete_offline(arguments.offline, prompt, sampling.fields(arguments)) + "\n")
         return 0
     asyncio.run(_complete(arguments, prompt))
     return 0
 
 
 async def _complete(arguments: argparse.Namespace, prompt: str) -> None:
-    from pagestream_cli.client import find_endpoint, show_answer
+    from pagestream_cli.client.answer import show_answer
+    from pagestream_cli.client.endpoint import find_endpoint
     from pagestream_cli.client.models import choose_model
 
     endpoint = find_endpoint(arguments.url, DataDir.at(arguments.data_dir), arguments.api_key)
     model = await choose_model(endpoint, arguments.model)
     await show_answer(endpoint, {"model": model, "prompt": prompt, **sampling.fields(arguments)})
+
+
+def complete_offline(model: str, prompt: str, fields: Mapping[str, Any]) -> str:
+    """The completion of one prompt.
+
+    Raises:
+        UsageError: `model` is no model folder.
+        CliError: the engine refuses the request.
+    """
+    from pagestream_cli.serve.model import choose_model
+
+    choice = choose_model(model, None)
+    from pagestream_engine import LLM, SamplingParams
+
+    try:
+        outputs = LLM(choice.source).generate([prompt], SamplingParams(**fields))
+    except ValueError as error:
+        raise CliError(str(error)) from error
+    return outputs[0].outputs[0].text
 
 
 def _prompt(given: str | None) -> str:

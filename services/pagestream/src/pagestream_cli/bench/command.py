@@ -16,11 +16,12 @@ from pagestream_simulator.traces.files import read_trace
 
 from pagestream_cli.bench.http_client import HttpClient
 from pagestream_cli.bench.load import run_load
+from pagestream_cli.bench.plot import require_matplotlib, write_plot
 from pagestream_cli.bench.report import Run, as_text, write_json
 from pagestream_cli.bench.stats import Outcome, summarize
 from pagestream_cli.bench.tally import LoadClient
 from pagestream_cli.bench.workload import BenchRequest, from_prompts, from_random, from_trace, with_poisson
-from pagestream_cli.client import Endpoint, find_endpoint
+from pagestream_cli.client.endpoint import Endpoint, find_endpoint
 from pagestream_cli.client.models import choose_model, list_models
 from pagestream_cli.console import is_watched, say
 from pagestream_cli.datadir import DataDir
@@ -42,8 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         write_json(result, arguments.output)
     if arguments.plot is not None:
-        from pagestream_cli.bench.plot import write_plot
-
         write_plot(result, arguments.plot)
     return 1 if result.summary.errors else 0
 
@@ -60,6 +59,8 @@ def check(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--{option.replace('_', '-')} {value}: a number above 0 is expected")
     if arguments.scale_to_context is not None and arguments.trace is None:
         raise UsageError("--scale-to-context needs --trace: other lengths are given in tokens")
+    if arguments.plot is not None:
+        require_matplotlib()
 
 
 async def _bench(arguments: argparse.Namespace) -> Run:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pagestream_cli.bench.report import Run
 from pagestream_cli.bench.stats import Outcome
+from pagestream_cli.errors import UsageError
 
 SIZE_INCHES = (11, 7.5)
 DPI = 110
 BINS = 60
+
+
+def require_matplotlib() -> None:
+    """Check, before a long run, that `--plot` can be drawn.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib, which is not installed", hint="pip install 'pagestream[plot]'")
 
 
 def write_plot(run: Run, path: Path) -> None:

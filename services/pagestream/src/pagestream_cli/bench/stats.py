@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy
+
 PERCENTILES = (50.0, 90.0, 99.0)
 
 
@@ -91,26 +93,11 @@ class Summary:
     """How late the load generator sent: large values mean that it, not the server, was the limit."""
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Percentile with linear interpolation between closest ranks, as numpy's default.
-
-    Raises:
-        ValueError: no values, or `percent` outside [0, 100].
-    """
-    if not values or not 0 <= percent <= 100:
-        raise ValueError(f"percentile {percent} of {len(values)} values")
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
 def spread(seconds: Sequence[float]) -> Spread | None:
     """Spread in milliseconds; None of nothing."""
     if not seconds:
         return None
-    low, middle, high = (percentile(seconds, p) * 1000 for p in PERCENTILES)
+    low, middle, high = (float(each) * 1000 for each in numpy.percentile(seconds, PERCENTILES))
     return Spread(len(seconds), sum(seconds) / len(seconds) * 1000, low, middle, high, max(seconds) * 1000)
 
 

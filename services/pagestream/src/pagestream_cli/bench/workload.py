@@ -11,7 +11,6 @@ from pathlib import Path
 from pagestream_simulator.errors import WorkloadInvalidError
 from pagestream_simulator.traces.files import TraceRow
 
-from pagestream_cli.bench.arrivals import poisson
 from pagestream_cli.bench.options import LengthRange
 
 Prompt = str | tuple[int, ...]
@@ -78,6 +77,16 @@ def with_poisson(requests: Sequence[BenchRequest], rate: float, rng: random.Rand
     return [
         replace(request, due_s=due) for request, due in zip(requests, poisson(len(requests), rate, rng), strict=True)
     ]
+
+
+def poisson(count: int, rate: float, rng: random.Random) -> list[float]:
+    """Seconds of `count` arrivals of a Poisson process of `rate` a second; the first is at 0."""
+    now = 0.0
+    arrivals = [now]
+    while len(arrivals) < count:
+        now += rng.expovariate(rate)
+        arrivals.append(now)
+    return arrivals[:count]
 
 
 def random_tokens(count: int, vocab_size: int, rng: random.Random) -> tuple[int, ...]:

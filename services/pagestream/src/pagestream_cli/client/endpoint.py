@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
-from pagestream_cli.apikey import api_key as known_api_key
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import ServerNotFoundError, UsageError
 from pagestream_cli.servefile import read_record
 from pagestream_cli.supervisor.guard import is_alive
+
+API_KEY_VARIABLE = "PAGESTREAM_CLIENT__API_KEY"
 
 
 @dataclass(frozen=True)
@@ -49,3 +51,8 @@ def _checked(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"--url {url} is not a URL", hint="give http://HOST:PORT")
     return url.rstrip("/").removesuffix("/v1")
+
+
+def known_api_key(given: str | None = None) -> str | None:
+    """Return the key that was given, else that of the environment; None where no key is sent."""
+    return given or os.environ.get(API_KEY_VARIABLE) or None

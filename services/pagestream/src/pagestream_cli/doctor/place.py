@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pagestream_cli.datadir import DataDir
-from pagestream_cli.demo import find_demo_model
 from pagestream_cli.doctor.finding import Finding, ok, problem, warning
 from pagestream_cli.errors import ServeFileInvalidError, UsageError
 from pagestream_cli.ports import is_free
-from pagestream_cli.serve.model import model_problem
+from pagestream_cli.serve.model import find_demo_model, model_problem
 from pagestream_cli.servefile import ServeRecord, read_record
 from pagestream_cli.supervisor.guard import is_alive
 

@@ -6,11 +6,11 @@ import argparse
 import asyncio
 from typing import TYPE_CHECKING
 
+from pagestream_cli import store
 from pagestream_cli.console import say
 from pagestream_cli.errors import CliError, ReplayFailedError
 from pagestream_cli.replay.answers import Answer, read_log
 from pagestream_cli.replay.comparison import first_difference, largest_gap
-from pagestream_cli.store import opened, redis_url
 
 if TYPE_CHECKING:
     from pagestream.v1.records_pb2 import LogEntry, RequestSpec
@@ -18,7 +18,30 @@ if TYPE_CHECKING:
 
 EQUAL, DIFFERENT, TROUBLE = 0, 1, 2
 READ_LIMIT_S = 30.0
+COPY_LIMIT_S = 300.0
 QUARANTINED = "quarantined"  # the code of the error that ends the log of a request that engines died of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of replay."""
+    parser.epilog = "Exit code: 0 equal, 1 different, 2 it could not be compared."
+    parser.add_argument("request_id", metavar="ID", help="a finished request whose log is still kept")
+    parser.add_argument("--tenant", metavar="NAME", default="default", help="whose it is (default: %(default)s)")
+    store.add_arguments(parser)
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="generate in this process from this model folder (default: the running deployment generates a copy)",
+    )
+    parser.add_argument("--dtype", default="auto", help="with --model: as the engine's (default: %(default)s)")
+    parser.add_argument("--deterministic", action="store_true", help="with --model: as the engine's")
+    parser.add_argument(
+        "--limit",
+        metavar="SECONDS",
+        type=float,
+        default=COPY_LIMIT_S,
+        help="without --model: longest wait for the copy (default: %(default)g)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _both(arguments: argparse.Namespace) -> tuple[list[Answer], list[Answer]]:
     from pagestream_cli.replay.regeneration import bounded, by_deployment, offline
 
-    async with opened(redis_url(arguments)) as broker:
+    async with store.opened(store.redis_url(arguments)) as broker:
         spec, entries = await _recorded(broker, arguments.request_id, arguments.tenant)
         if arguments.model is None and entries[-1].end.error.code == QUARANTINED:
             raise ReplayFailedError(

@@ -9,7 +9,7 @@ import importlib
 import signal
 import time
 
-from pagestream_cli.apikey import api_key
+from pagestream_cli.client.endpoint import known_api_key
 from pagestream_cli.console import say
 from pagestream_cli.datadir import DataDirLock
 from pagestream_cli.errors import UsageError
@@ -93,11 +93,11 @@ async def _greet(options: ServeOptions, deployment: Deployment, prompt: str) -> 
     from pagestream_cli.serve.greet import examples, greet
 
     if options.exit_after_greet:
-        await greet(deployment.record, prompt, api_key=api_key())
+        await greet(deployment.record, prompt, api_key=known_api_key())
         deployment.supervisor.stop()
         return
     with contextlib.suppress(OSError):  # the terminal has gone; the deployment is there for others too
-        await greet(deployment.record, prompt, api_key=api_key())
+        await greet(deployment.record, prompt, api_key=known_api_key())
         say(examples(deployment.record))
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 
-from pagestream_cli.client import Endpoint, stream_answer
+from pagestream_cli.client.answer import stream_answer
+from pagestream_cli.client.endpoint import Endpoint
 from pagestream_cli.console import say, show
 from pagestream_cli.servefile import ServeRecord
 

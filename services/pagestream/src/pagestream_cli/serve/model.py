@@ -7,10 +7,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagestream_cli.demo import DEMO_MODEL_NAME, find_demo_model
 from pagestream_cli.errors import UsageError
 
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+DEMO_MODEL_NAME = "demo"
+"""Its served name."""
 
 
 @dataclass(frozen=True)
@@ -57,3 +58,25 @@ def model_problem(folder: Path) -> str | None:
     if not (folder / "tokenizer.json").is_file():
         return "the folder has no tokenizer.json"
     return None
+
+
+def demo_model_places() -> tuple[Path, ...]:
+    """Folders that may hold it: inside an installed wheel, or in the checkout that this package is part of."""
+    package = Path(__file__).resolve().parents[1]
+    checkout = package.parents[3]
+    return (package / "demo_model", checkout / "deploy" / "demo-model" / "model")
+
+
+def find_demo_model() -> Path:
+    """The demo model's folder.
+
+    Raises:
+        UsageError: this installation came without it.
+    """
+    for place in demo_model_places():
+        if (place / "config.json").is_file():
+            return place
+    raise UsageError(
+        "this installation has no demo model",
+        hint="name a model folder: pagestream serve MODEL; in a checkout, `make demo-model` makes the demo",
+    )

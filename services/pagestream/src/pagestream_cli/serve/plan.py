@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from pagestream_cli.serve.layout import Layout
 from pagestream_cli.serve.model import ModelChoice
 from pagestream_cli.serve.options import ServeOptions
-from pagestream_cli.serve.probes import http_ok, redis_pong
+from pagestream_cli.servefile import dial_host
 from pagestream_cli.supervisor import PartSpec
 
 REDIS = "redis"
@@ -21,6 +22,8 @@ SMALL_MODEL_BYTES = 32 << 20
 """Of weights. With the demo model's 11 MB, 32 streams on two cores that all parts share run at 1,433 to 1,999 tokens a
 second on one thread, at 964 to 1,002 on two; the reference model's 170 MB are faster on two.
 """
+PROBE_LIMIT_S = 2.0
+"""For one question."""
 
 
 class DrainStage(IntEnum):
@@ -148,3 +151,28 @@ def weight_bytes(source: str) -> int | None:
 
 def _known(ports: Mapping[str, int | None]) -> dict[str, int]:
     return {name: port for name, port in ports.items() if port is not None}
+
+
+async def http_ok(host: str, port: int, path: str) -> bool:
+    """Whether `GET path` is answered with 200."""
+    request = f"GET {path} HTTP/1.1\r\nHost: {dial_host(host)}:{port}\r\nConnection: close\r\n\r\n"
+    return b" 200 " in await _ask(dial_host(host).strip("[]"), port, request.encode())
+
+
+async def redis_pong(port: int) -> bool:
+    """Whether a Redis on this machine answers PING, and so has loaded its files."""
+    return await _ask("127.0.0.1", port, b"PING\r\n") == b"+PONG\r\n"
+
+
+async def _ask(host: str, port: int, request: bytes) -> bytes:
+    """First line of the answer; empty when there is none."""
+    try:
+        async with asyncio.timeout(PROBE_LIMIT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(request)
+                return await reader.readline()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError, ValueError):
+        return b""

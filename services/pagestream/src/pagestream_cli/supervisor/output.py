@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pagestream_cli.supervisor.tell import tell
+from pagestream_cli.supervisor.listener import notify
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 14
@@ -106,7 +106,7 @@ class PartOutput:
         mark = f"[{self._lost_bytes} bytes of output were lost here: error in writing this file: {self._why_lost}]"
         file.write(f"\n{mark}\n".encode())
         self._lost_bytes = 0
-        tell(self._on_line, mark)
+        notify(self._on_line, mark)
 
     def _tell(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -116,4 +116,4 @@ class PartOutput:
         for line in lines:
             if text := line.decode(errors="replace").rstrip():
                 self.tail.append(text)
-                tell(self._on_line, text)
+                notify(self._on_line, text)

@@ -5,25 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Protocol
 
 from pagestream_cli.supervisor.keeper import Keeper
+from pagestream_cli.supervisor.listener import Listener, notify
 from pagestream_cli.supervisor.part import PartSpec, PartView
 from pagestream_cli.supervisor.restart import Death, RestartPolicy
-from pagestream_cli.supervisor.tell import tell
-
-
-class Listener(Protocol):
-    """Hears what happens. Called from the event loop; must not block. What it raises is logged and ends nothing."""
-
-    def changed(self, views: Sequence[PartView]) -> None:
-        """A process was started, became ready, died or ended."""
-
-    def died(self, view: PartView, death: Death, restart_delay_s: float) -> None:
-        """A part died by itself or was killed from outside, and is started again after the delay."""
-
-    def line(self, spec: PartSpec, text: str) -> None:
-        """A part wrote a line."""
 
 
 class Supervisor:
@@ -86,7 +72,7 @@ class Supervisor:
     def _keeper(self, spec: PartSpec, policy: RestartPolicy) -> Keeper:
         def on_change(keeper: Keeper, death: Death | None) -> None:
             if death is not None:
-                tell(self._listener.died, keeper.view, death, keeper.last_delay_s)
-            tell(self._listener.changed, self.views)
+                notify(self._listener.died, keeper.view, death, keeper.last_delay_s)
+            notify(self._listener.changed, self.views)
 
         return Keeper(spec, policy=policy, on_change=on_change, on_line=lambda text: self._listener.line(spec, text))

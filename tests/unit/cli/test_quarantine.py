@@ -5,7 +5,7 @@ import json
 
 from pagestream.v1.inference_pb2 import SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_cli.dead.command import description, line, summary, whole
+from pagestream_cli.quarantine import description, line, summary, whole
 from pagestream_streams import QuarantinedRequest
 
 DEAD = QuarantinedRequest(

@@ -8,11 +8,32 @@ import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from pagestream_cli import store
 from pagestream_cli.console import say
-from pagestream_cli.store import opened, redis_url
 
 if TYPE_CHECKING:
     from pagestream_streams import Broker, QuarantinedRequest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of dead."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    listing = actions.add_parser("list", help="name the quarantined requests, the oldest first")
+    listing.add_argument("--model", metavar="NAME", help="of this model only")
+    listing.add_argument("--json", action="store_true", help="for programs")
+    store.add_arguments(listing)
+
+    showing = actions.add_parser("show", help="tell all about one of them")
+    showing.add_argument("request_id", metavar="ID")
+    showing.add_argument("--json", action="store_true", help="for programs, with the whole request")
+    store.add_arguments(showing)
+
+    requeueing = actions.add_parser(
+        "requeue", help="let it go on from where it stood, under a new id that is printed (again: the same id)"
+    )
+    requeueing.add_argument("request_id", metavar="ID", nargs="+")
+    store.add_arguments(requeueing)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -27,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _acted(action: Any, arguments: argparse.Namespace) -> None:
-    async with opened(redis_url(arguments)) as broker:
+    async with store.opened(store.redis_url(arguments)) as broker:
         await action(broker, arguments)
 
 

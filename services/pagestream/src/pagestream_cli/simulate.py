@@ -1,4 +1,4 @@
-"""The options of `pagestream simulate`."""
+"""`pagestream simulate`: prints and writes what the simulator's comparison returns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from pagestream_simulator.terms import LAWS, Terms
+
+from pagestream_cli.console import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,3 +54,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("results")
     out.add_argument("--output", type=Path, metavar="FILE", help="write all figures as JSON")
     out.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG plot")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run a trace through the laws; print the table, write JSON and a plot if asked to.
+
+    Raises:
+        SimulatorError: a file can't be read, a value is out of range, or there is no compiler.
+    """
+    from pagestream_simulator.comparison.comparison import ComparisonOptions, compare
+    from pagestream_simulator.comparison.report import as_text, write_json
+
+    from pagestream_cli.bench.plot import require_matplotlib
+
+    if arguments.plot is not None:
+        require_matplotlib()
+    options = ComparisonOptions(
+        trace=arguments.trace,
+        laws=arguments.laws,
+        engines_at_peak=arguments.engines_at_peak,
+        startup_s=arguments.startup,
+        plan_changes=arguments.plan_changes,
+        seed=arguments.seed,
+        profile=arguments.profile,
+        policy=arguments.policy,
+        terms=arguments.terms,
+    )
+    comparison = compare(options, say)
+    print(as_text(comparison))
+    if arguments.output is not None:
+        write_json(comparison, arguments.output)
+    if arguments.plot is not None:
+        from pagestream_simulator.comparison.plot import write_plot
+
+        write_plot(comparison, arguments.plot)
+    return 0

@@ -1,1 +1,0 @@
-"""`pagestream dead`: requests that engines died of."""

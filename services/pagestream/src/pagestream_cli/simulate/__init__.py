@@ -1,1 +1,0 @@
-"""`pagestream simulate`: the command of `pagestream_simulator`."""

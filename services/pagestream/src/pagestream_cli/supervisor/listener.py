@@ -1,0 +1,35 @@
+"""Who is notified of what happens to parts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, Protocol
+
+from pagestream_cli.supervisor.part import PartSpec, PartView
+from pagestream_cli.supervisor.restart import Death
+
+P = ParamSpec("P")
+
+_log = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Hears what happens. Called from the event loop; must not block. What it raises is logged and ends nothing."""
+
+    def changed(self, views: Sequence[PartView]) -> None:
+        """A process was started, became ready, died or ended."""
+
+    def died(self, view: PartView, death: Death, restart_delay_s: float) -> None:
+        """A part died by itself or was killed from outside, and is started again after the delay."""
+
+    def line(self, spec: PartSpec, text: str) -> None:
+        """A part wrote a line."""
+
+
+def notify(callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Call a listener. What it raises is logged and not passed on: a part must not end because of its listener."""
+    try:
+        callback(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - any defect of a listener
+        _log.exception("a listener failed; the parts run on")
