@@ -5,7 +5,7 @@ from pagestream_telemetry.exposition import exposed_name
 ALL = {metric.name: metric for metric in (*ENGINE_METRICS, *GATEWAY_METRICS)}
 
 
-def test_the_table_is_whole() -> None:
+def test_every_metric_is_in_a_list() -> None:
     defined = {value for value in vars(catalog).values() if isinstance(value, Metric)}
     assert defined == set(ALL.values())
 

@@ -6,7 +6,7 @@ from pagestream_telemetry.context import NO_TRACE, TraceContext, caller_context,
 PARENT = f"00-{'a' * 32}-{'b' * 16}-01"
 
 
-def test_a_callers_trace_is_taken() -> None:
+def test_a_callers_trace_is_parsed() -> None:
     context = caller_context(PARENT, "vendor=1")
     assert (context.trace_id, context.span_id, context.tracestate) == ("a" * 32, "b" * 16, "vendor=1")
     assert context
@@ -25,7 +25,7 @@ def test_a_callers_trace_is_taken() -> None:
         f"{PARENT}\n",
     ],
 )
-def test_a_malformed_one_is_none(traceparent: str) -> None:
+def test_a_malformed_trace_is_no_trace(traceparent: str) -> None:
     assert caller_context(traceparent, "vendor=1") == NO_TRACE
     assert not NO_TRACE
     assert (NO_TRACE.trace_id, NO_TRACE.span_id) == ("", "")
@@ -35,7 +35,7 @@ def test_a_long_state_is_cut() -> None:
     assert len(caller_context(PARENT, "x" * 5000).tracestate) == 512
 
 
-async def test_a_trace_is_its_tasks_own() -> None:
+async def test_each_task_has_its_own_trace() -> None:
     async def other() -> TraceContext:
         set_trace(TraceContext(PARENT))
         return current_trace()

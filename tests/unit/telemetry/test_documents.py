@@ -1,4 +1,4 @@
-"""docs/telemetry.md says what the code says."""
+"""docs/telemetry.md has the metrics and settings of the code."""
 
 from dataclasses import fields
 from pathlib import Path

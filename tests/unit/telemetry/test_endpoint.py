@@ -22,7 +22,7 @@ def probes(problem: str = "", unready: str = "", profile: Callable[[int], str] |
     return Probes(lambda: problem, lambda: unready, lambda: b"metric 1\n", profile)
 
 
-def test_a_process_that_works_says_so() -> None:
+def test_probes_of_a_working_process_succeed() -> None:
     with Endpoint(probes(), "127.0.0.1", 0) as endpoint:
         assert ask(endpoint, "GET", "/healthz") == (200, "ok\n")
         assert ask(endpoint, "GET", "/readyz") == (200, "ready\n")
@@ -30,18 +30,18 @@ def test_a_process_that_works_says_so() -> None:
         assert ask(endpoint, "GET", "/else")[0] == 404
 
 
-def test_one_that_does_not_says_why() -> None:
+def test_failing_probes_give_the_reason() -> None:
     with Endpoint(probes("stuck", "loading"), "127.0.0.1", 0) as endpoint:
         assert ask(endpoint, "GET", "/healthz") == (503, "stuck\n")
         assert ask(endpoint, "GET", "/readyz") == (503, "loading\n")
 
 
-def test_a_silent_client_keeps_nobody_waiting() -> None:
+def test_a_silent_client_blocks_no_other() -> None:
     with Endpoint(probes(), "127.0.0.1", 0) as endpoint, socket.create_connection(("127.0.0.1", endpoint.port)):
         assert ask(endpoint, "GET", "/healthz")[0] == 200
 
 
-def test_a_profile_is_begun_when_it_is_turned_on() -> None:
+def test_a_profile_can_be_started_where_it_is_enabled() -> None:
     asked: list[int] = []
 
     def profile(steps: int) -> str:

@@ -10,7 +10,7 @@ def families(registry: Registry) -> dict[str, Family]:
     return {family.metric.name: family for family in registry.collect()}
 
 
-def test_a_gauge_that_was_not_set_is_not_told() -> None:
+def test_a_gauge_that_was_not_set_is_not_exported() -> None:
     registry = Registry()
     series = registry.number(catalog.KV_UTILIZATION).series("demo")
     assert families(registry) == {}
@@ -21,7 +21,7 @@ def test_a_gauge_that_was_not_set_is_not_told() -> None:
     assert families(registry) == {}
 
 
-def test_a_counter_is_told_from_zero_on() -> None:
+def test_a_counter_is_exported_from_zero_on() -> None:
     registry = Registry()
     series = registry.number(catalog.ERRORS).series("", "queue_full")
     [point] = families(registry)["pagestream.errors"].points
@@ -43,7 +43,7 @@ def test_a_bucket_holds_what_is_at_most_its_bound() -> None:
     assert (sum(point.counts), point.total) == (15, 6050)
 
 
-def test_series_that_are_gone_are_forgotten() -> None:
+def test_other_series_can_be_removed() -> None:
     registry = Registry()
     depth = registry.number(catalog.QUEUE_DEPTH)
     for partition in ("0", "1"):
@@ -52,12 +52,12 @@ def test_series_that_are_gone_are_forgotten() -> None:
     assert [point.attributes["partition"] for point in families(registry)["pagestream.queue.depth"].points] == ["1"]
 
 
-def test_attributes_are_those_of_the_table() -> None:
+def test_attributes_are_those_of_the_catalog() -> None:
     with pytest.raises(TelemetryError, match=r"pagestream\.errors"):
         Registry().number(catalog.ERRORS).series("demo")
 
 
-def test_a_source_that_fails_takes_nothing_else_away(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_values_are_collected_where_a_source_fails(caplog: pytest.LogCaptureFixture) -> None:
     registry = Registry()
     gauge = registry.number(catalog.STREAMS_OPEN).series()
 

@@ -53,12 +53,12 @@ def test_a_record_names_the_trace_of_its_task(root: logging.Logger, capsys: pyte
     assert "trace_id" not in outside
 
 
-def test_text_is_for_people(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_format(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs(TelemetrySettings(log_format="text", log_level="WARNING"))
-    root.info("not told")
-    root.warning("told", extra={"request_id": "r", "n": 3})
+    root.info("below the level")
+    root.warning("shown", extra={"request_id": "r", "n": 3})
     root.error("failed", exc_info=ValueError("why"))
     first, second, *_ = lines = capsys.readouterr().err.splitlines()
-    assert first.endswith("WARNING root: told [request_id=r n=3]")
+    assert first.endswith("WARNING root: shown [request_id=r n=3]")
     assert second.endswith("ERROR   root: failed")
     assert lines[-1] == "ValueError: why"

@@ -3,7 +3,7 @@ from pagestream_telemetry.errors import VariableError
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 
 
-def test_nothing_is_exported_unless_told() -> None:
+def test_nothing_is_exported_by_default() -> None:
     assert telemetry_settings({}) == TelemetrySettings()
     assert not telemetry_settings({"PAGESTREAM_TELEMETRY__OTLP_ENDPOINT": ""}).exports
 
@@ -18,7 +18,7 @@ def test_flags_win_over_the_environment_and_ours_over_the_standard_one() -> None
     assert not telemetry_settings(standard | {"PAGESTREAM_TELEMETRY__OTLP_ENDPOINT": ""}).exports
 
 
-def test_the_standard_switch_turns_it_off() -> None:
+def test_the_standard_switch_turns_exports_off() -> None:
     environ = {"OTEL_SDK_DISABLED": "true", "PAGESTREAM_TELEMETRY__OTLP_ENDPOINT": "http://ours:4317"}
     assert not telemetry_settings(environ).exports
 
@@ -35,6 +35,6 @@ def test_the_standard_switch_turns_it_off() -> None:
         ("NOTHING", "1"),
     ],
 )
-def test_what_is_wrong_is_named(field: str, text: str) -> None:
+def test_an_error_names_the_variable(field: str, text: str) -> None:
     with pytest.raises(VariableError, match=f"^PAGESTREAM_TELEMETRY__{field}: "):
         telemetry_settings({f"PAGESTREAM_TELEMETRY__{field}": text})

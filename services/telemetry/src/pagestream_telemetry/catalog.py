@@ -1,7 +1,7 @@
-"""Every metric of every process, in one table: its name, kind, unit and attributes.
+"""The metrics of engines and gateways: name, kind, unit, attributes and buckets of each.
 
 Names that begin with `gen_ai` are those of OpenTelemetry's semantic conventions for generative AI servers, with the
-buckets that these recommend.
+buckets that these recommend. docs/telemetry.md has the same tables; a test compares them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ ERROR_TYPE = "error.type"
 
 
 class Kind(Enum):
-    """What a metric's values mean."""
+    """How a metric's values are read."""
 
     COUNTER = "counter"
-    """Only rises, from 0 at the process' start."""
+    """A total that only rises, from 0 at the process' start."""
     GAUGE = "gauge"
-    """What is the case now."""
+    """The current value."""
     HISTOGRAM = "histogram"
     """Counts of observations by size, and their sum."""
 
@@ -30,12 +30,12 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: OpenTelemetry's.
-        kind: what its values mean.
-        unit: UCUM's; a word in braces is what is counted.
-        text: what it says.
+        name: in OpenTelemetry; `exposition.exposed_name` has Prometheus'.
+        kind: how its values are read.
+        unit: UCUM's; a word in braces names what is counted.
+        text: description, exported with the metric.
         attributes: names, in the order in which a series' values are given.
-        bounds: of a histogram: upper bounds of its buckets, rising; the last bucket has none.
+        bounds: upper bounds of a histogram's buckets, rising; one more bucket has no bound.
     """
 
     name: str
@@ -68,14 +68,17 @@ def _histogram(name: str, unit: str, text: str, bounds: tuple[float, ...], *attr
 
 # -- of engines and gateways
 
-ERRORS = _counter("pagestream.errors", "{error}", "What went wrong, by class.", ERROR_TYPE)
+ERRORS = _counter("pagestream.errors", "{error}", "Errors by class.", ERROR_TYPE)
 CANCELLATIONS = _counter(
     "pagestream.cancellations",
     "{request}",
     "Gateway: streams whose client left or cancelled. Engine: requests that ended from outside while it ran them.",
 )
 RECLAIMS = Metric(
-    "pagestream.reclaims", Kind.COUNTER, "{request}", "Requests of dead engines that this process has put back."
+    "pagestream.reclaims",
+    Kind.COUNTER,
+    "{request}",
+    "Requests of dead engines that this process put back into their queues.",
 )
 
 # -- of engines
@@ -103,32 +106,32 @@ TOKENS_PROMPT = _counter(
 )
 TOKENS_GENERATED = _counter("pagestream.tokens.generated", "{token}", "Tokens generated.")
 PREEMPTIONS = _counter("pagestream.preemptions", "{request}", "Groups of sequences that lost their blocks to others.")
-RESUMES = _counter("pagestream.resumes", "{request}", "Requests taken that another claim had begun.")
+RESUMES = _counter("pagestream.resumes", "{request}", "Claimed requests that were claimed before.")
 MEMORY_USAGE = _gauge("pagestream.memory.usage", "By", "Memory of the device by use: model, kv_pool.", "kind")
 GPU_UTILIZATION = _gauge("pagestream.gpu.utilization", "1", "Share of the last moments in which the GPU computed.")
-GPU_MEMORY_USAGE = _gauge("pagestream.gpu.memory.usage", "By", "Memory of the GPU that is in use, by whomever.")
-STARTUP_DURATION = _gauge("pagestream.engine.startup.duration", "s", "From the process' start until it claimed.")
-DRAINING = _gauge("pagestream.engine.draining", "1", "1 while the engine hands back what it runs and ends, else 0.")
+GPU_MEMORY_USAGE = _gauge("pagestream.gpu.memory.usage", "By", "Memory of the GPU that is in use, by all processes.")
+STARTUP_DURATION = _gauge("pagestream.engine.startup.duration", "s", "From the process' start until it claims.")
+DRAINING = _gauge("pagestream.engine.draining", "1", "1 from SIGTERM to the engine's end, else 0.")
 QUEUE_WAIT = _histogram("pagestream.queue.wait", "s", "From acceptance to the first claim.", _WAITS)
 ENGINE_TIME_PER_OUTPUT_TOKEN = _histogram(
-    "pagestream.engine.time_per_output_token", "s", "Of a sequence: from its first token on, by token.", _PER_TOKEN
+    "pagestream.engine.time_per_output_token", "s", "Of a sequence: from its first token on, per token.", _PER_TOKEN
 )
 
 # -- of gateways
 
 TIME_TO_FIRST_TOKEN = _histogram(
-    "gen_ai.server.time_to_first_token", "s", "From the call's begin, queue included.", _FIRST_TOKEN, OPERATION
+    "gen_ai.server.time_to_first_token", "s", "From the begin of the call, queue included.", _FIRST_TOKEN, OPERATION
 )
 TIME_PER_OUTPUT_TOKEN = _histogram(
-    "gen_ai.server.time_per_output_token", "s", "After the first token, by token.", _PER_TOKEN, OPERATION
+    "gen_ai.server.time_per_output_token", "s", "After the first token, per token.", _PER_TOKEN, OPERATION
 )
 REQUEST_DURATION = _histogram(
-    "gen_ai.server.request.duration", "s", "From the call's begin to its end.", _DURATIONS, OPERATION, ERROR_TYPE
+    "gen_ai.server.request.duration", "s", "From the begin of the call to its end.", _DURATIONS, OPERATION, ERROR_TYPE
 )
 INTER_TOKEN_LATENCY = _histogram(
     "pagestream.inter_token_latency", "s", "Between two arrivals of tokens in one stream.", _PER_TOKEN
 )
-STREAMS_OPEN = Metric("pagestream.streams.open", Kind.GAUGE, "{stream}", "Answers that are being written now.")
+STREAMS_OPEN = Metric("pagestream.streams.open", Kind.GAUGE, "{stream}", "Responses that are being written now.")
 GATEWAY_REQUESTS = Metric(
     "pagestream.gateway.requests",
     Kind.COUNTER,
@@ -140,25 +143,25 @@ GATEWAY_TOKENS = Metric("pagestream.gateway.tokens", Kind.COUNTER, "{token}", "T
 QUEUE_DEPTH = _gauge(
     "pagestream.queue.depth",
     "{request}",
-    "Requests that wait. Every gateway tells the same: take one, never the sum.",
+    "Queued requests. All gateways export the same value: take one, not the sum.",
     "partition",
     "class",
 )
-QUEUE_TOKENS = _gauge("pagestream.queue.tokens", "{token}", "Prompt tokens that wait. Every gateway tells the same.")
+QUEUE_TOKENS = _gauge("pagestream.queue.tokens", "{token}", "Queued prompt tokens. All gateways export the same value.")
 QUEUE_AGE = _gauge(
     "pagestream.queue.age",
     "s",
-    "How long the oldest has waited. Every gateway tells the same.",
+    "Age of the oldest queued request. All gateways export the same value.",
     "partition",
     "class",
 )
 QUEUE_DRAIN_RATE = _gauge(
     "pagestream.queue.drain_rate",
     "{token}/s",
-    "Prompt tokens that engines claim in a second, over the drain window. Every gateway tells the same.",
+    "Prompt tokens that engines claim in a second, over the drain window. All gateways export the same value.",
 )
 QUEUE_RUNNING = _gauge(
-    "pagestream.queue.running", "{request}", "Requests that engines own. Every gateway tells the same."
+    "pagestream.queue.running", "{request}", "Requests that engines own. All gateways export the same value."
 )
 
 ENGINE_METRICS = (

@@ -1,4 +1,4 @@
-"""The trace that work belongs to, as W3C Trace Context writes it (https://www.w3.org/TR/trace-context/)."""
+"""The trace context of a request or task, in the form of W3C Trace Context (https://www.w3.org/TR/trace-context/)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-_MOST_STATE = 512  # characters of tracestate that are handed on; the specification asks for at least as many
+_MAX_TRACESTATE = 512  # characters that are propagated; the specification asks for at least as many
 
 
 class TraceContext(NamedTuple):
-    """A place in a trace; empty texts are no place."""
+    """Trace and parent span; falsy without a trace."""
 
     traceparent: str = ""
     tracestate: str = ""
@@ -37,23 +37,23 @@ NO_TRACE = TraceContext()
 
 
 def caller_context(traceparent: str, tracestate: str) -> TraceContext:
-    """What a caller sent; NO_TRACE where it is missing or malformed."""
+    """Return the context that a caller sent; NO_TRACE where it is missing or malformed."""
     if not _TRACEPARENT.fullmatch(traceparent):
         return NO_TRACE
-    return TraceContext(traceparent, tracestate[:_MOST_STATE])
+    return TraceContext(traceparent, tracestate[:_MAX_TRACESTATE])
 
 
 _current: ContextVar[TraceContext] = ContextVar("pagestream_trace", default=NO_TRACE)
 
 
 def current_trace() -> TraceContext:
-    """The trace of the running task; NO_TRACE where none was set."""
+    """Return the trace of the running task; NO_TRACE where none was set."""
     return _current.get()
 
 
 @contextmanager
 def within_trace(context: TraceContext) -> Iterator[None]:
-    """Makes a trace the running task's, so that its log records name it."""
+    """Set the running task's trace for the length of a block; its log records name it."""
     token = _current.set(context)
     try:
         yield
@@ -62,5 +62,5 @@ def within_trace(context: TraceContext) -> Iterator[None]:
 
 
 def set_trace(context: TraceContext) -> None:
-    """Makes a trace the running task's for the rest of the task."""
+    """Set the running task's trace for the rest of the task."""
     _current.set(context)

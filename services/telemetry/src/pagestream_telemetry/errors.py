@@ -1,4 +1,4 @@
-"""What can be wrong with settings and endpoints.
+"""Errors of settings, instruments and endpoints.
 
 TelemetryError
 |- VariableError     an environment variable is unknown or malformed (a ValueError too); the message names it
@@ -7,14 +7,14 @@ TelemetryError
 
 
 class TelemetryError(Exception):
-    """Something that this package refuses; the message is meant for whoever starts the process."""
+    """Base class; the message is written for the person who starts the process."""
 
 
 class VariableError(TelemetryError, ValueError):
     """An environment variable is unknown or malformed.
 
     Attributes:
-        variable: its name.
+        variable: name of the environment variable.
     """
 
     def __init__(self, variable: str, problem: str) -> None:

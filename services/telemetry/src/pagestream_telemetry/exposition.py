@@ -1,6 +1,6 @@
-"""Metrics in Prometheus' text form, under the names that OpenTelemetry's translation gives them.
+"""Prometheus' text exposition format, with the names that OpenTelemetry's translation gives to metrics.
 
-The same names come out of a collector's Prometheus exporter:
+A collector's Prometheus exporter gives the same names:
 https://opentelemetry.io/docs/specs/otel/compatibility/prometheus_and_openmetrics/
 """
 
@@ -19,16 +19,16 @@ from pagestream_telemetry.catalog import Kind, Metric
 from pagestream_telemetry.instruments import Family, Point, Registry
 
 _UNITS = {"s": "seconds", "By": "bytes"}
-_NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]+")
+_INVALID_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]+")
 
 
 def exposed_name(metric: Metric) -> str:
-    """A metric's name in Prometheus, without the endings of a counter (`_total`) or a histogram (`_bucket`, ...).
+    """Return a metric's name in Prometheus, without a counter's `_total` and a histogram's `_bucket`, `_sum`, `_count`.
 
-    A unit is part of it: seconds, bytes; `1` of a gauge is `ratio`; words in braces are none; `{token}/s` is
-    `per_second`.
+    The unit is a suffix: seconds, bytes; `1` of a gauge becomes `ratio`; words in braces have no suffix; `{token}/s`
+    becomes `per_second`.
     """
-    name = _NOT_IN_A_NAME.sub("_", metric.name)
+    name = _INVALID_CHARACTERS.sub("_", metric.name)
     counted, per, per_unit = metric.unit.partition("/")
     unit = "" if counted.startswith("{") else _UNITS.get(counted, "")
     if metric.unit == "1" and metric.kind is Kind.GAUGE:
@@ -39,7 +39,7 @@ def exposed_name(metric: Metric) -> str:
 
 
 def render(registry: Registry, resource: Mapping[str, str]) -> bytes:
-    """The exposition, version 0.0.4. `resource` says whose metrics these are: the labels of `target_info`."""
+    """Return the exposition, version 0.0.4; the resource attributes are the labels of `target_info`."""
     exposed = CollectorRegistry(auto_describe=False)
     exposed.register(_Snapshot(registry.collect(), resource))
     return generate_latest(exposed)
@@ -51,13 +51,13 @@ class _Snapshot(Collector):
         self._resource = resource
 
     def describe(self) -> list[Exposed]:
-        """Nothing: names are not known before there are series."""
+        """Return nothing: names are not known before there are series."""
         return []
 
     def collect(self) -> Iterator[Exposed]:
-        """All families."""
+        """Yield all families."""
         labels = {_label(name): value for name, value in self._resource.items()}
-        yield InfoMetricFamily("target", "Whose metrics these are.", labels)
+        yield InfoMetricFamily("target", "The process that exported these metrics.", labels)
         for family in self._families:
             yield _exposed(family)
 
@@ -87,4 +87,4 @@ def _buckets(metric: Metric, point: Point) -> list[tuple[str, float]]:
 
 
 def _label(name: str) -> str:
-    return _NOT_IN_A_NAME.sub("_", name)
+    return _INVALID_CHARACTERS.sub("_", name)

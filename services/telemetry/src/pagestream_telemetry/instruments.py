@@ -1,8 +1,7 @@
-"""Instruments that cost a tenth of a microsecond: numbers and bucket counts, read when somebody asks.
+"""Instruments of a tenth of a microsecond: numbers and bucket counts, read at collection.
 
-Each series has one writer thread; readers may see it between two of its fields, never a wrong type. Nothing here
-imports OpenTelemetry: what leaves the process is made by `exposition` and `otlp` from the same snapshot
-(docs/decisions/0080).
+Each series has one writer thread; a reader may see a state between two of its fields, never a wrong type. Nothing here
+imports OpenTelemetry: `exposition` and `otlp_metrics` export the same snapshot (docs/decisions/0080).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Number:
-    """One series of a counter or a gauge. A gauge that was never set is not told."""
+    """One series of a counter or a gauge. A gauge that was never set is not exported."""
 
     __slots__ = ("value",)
 
@@ -29,11 +28,11 @@ class Number:
         self.value = value
 
     def add(self, amount: float = 1) -> None:
-        """Raises it."""
+        """Add to the value."""
         self.value = (self.value or 0) + amount
 
     def set(self, value: float | None) -> None:
-        """Sets it; None takes it back. A counter may be set to a count that is kept elsewhere, which only rises."""
+        """Set the value; None stops its export. A counter may be set to a rising total kept elsewhere."""
         self.value = value
 
 
@@ -48,7 +47,7 @@ class Distribution:
         self.total = 0.0
 
     def record(self, value: float, count: int = 1) -> None:
-        """Adds observations of one size. A bucket holds what is at most its bound."""
+        """Add `count` observations of one value. A bucket holds the values up to its bound."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
 
@@ -60,13 +59,13 @@ class Instrument(Generic[SeriesT]):
     """All series of one metric."""
 
     def __init__(self, metric: Metric, make: Callable[[], SeriesT]) -> None:
-        """For `Registry`."""
+        """Created by `Registry`."""
         self.metric = metric
         self._make: Callable[[], SeriesT] = make
         self._series: dict[tuple[str, ...], SeriesT] = {}
 
     def series(self, *values: str) -> SeriesT:
-        """The series of these attribute values, in the order of the metric's attributes; "" leaves one out.
+        """Return the series of these attribute values, in the order of the metric's attributes; "" leaves one out.
 
         Raises:
             TelemetryError: more or fewer values than the metric has attributes.
@@ -79,18 +78,18 @@ class Instrument(Generic[SeriesT]):
         return found
 
     def forget_others(self, values: set[tuple[str, ...]]) -> None:
-        """Drops every series but these: what a gauge told of is no longer there."""
+        """Remove every other series: what they measured no longer exists."""
         for each in [known for known in self._series if known not in values]:
             self._series.pop(each, None)
 
     def items(self) -> list[tuple[tuple[str, ...], SeriesT]]:
-        """All series, with their attribute values."""
+        """Return all series with their attribute values."""
         return list(self._series.items())
 
 
 @dataclass(frozen=True)
 class Point:
-    """One series at one moment: a number, or the counts of a histogram's buckets with the sum of what they counted."""
+    """One series at one moment: a number, or the counts of a histogram's buckets and the sum of the observations."""
 
     attributes: Mapping[str, str]
     value: float = 0.0
@@ -107,36 +106,36 @@ class Family:
 
 
 class Registry:
-    """The instruments of one process (or of one part of it: tests have several)."""
+    """The instruments of one process; tests have several."""
 
     def __init__(self) -> None:
-        """Empty."""
+        """Create without instruments."""
         self.started_ns = time.time_ns()
-        """When its counters were 0, in Unix nanoseconds."""
+        """When the counters were 0, in Unix nanoseconds."""
         self._numbers: dict[str, Instrument[Number]] = {}
         self._distributions: dict[str, Instrument[Distribution]] = {}
         self._sources: list[Callable[[], None]] = []
 
     def number(self, metric: Metric) -> Instrument[Number]:
-        """The instrument of a counter or a gauge, made at the first call."""
+        """Return the instrument of a counter or a gauge."""
         initial = 0 if metric.kind is Kind.COUNTER else None
         return self._numbers.setdefault(metric.name, Instrument(metric, lambda: Number(initial)))
 
     def distribution(self, metric: Metric) -> Instrument[Distribution]:
-        """The instrument of a histogram, made at the first call."""
+        """Return the instrument of a histogram."""
         return self._distributions.setdefault(metric.name, Instrument(metric, lambda: Distribution(metric.bounds)))
 
     def on_collect(self, source: Callable[[], None]) -> None:
-        """Has `source` called before each collection, on the thread that collects: it sets what isn't counted here."""
+        """Call `source` before each collection, on the collecting thread, to set values that are kept elsewhere."""
         self._sources.append(source)
 
     def collect(self) -> list[Family]:
-        """All metrics that have a series, as they are now."""
+        """Return all metrics that have a series, as they are now."""
         for source in self._sources:
             try:
                 source()
-            except Exception:  # one source that fails must not take the others' figures away
-                logger.exception("a source of metrics failed")
+            except Exception:  # the other sources' values are still collected
+                logger.exception("a source of metrics failed; its values are stale")
         families = [_family(each, _number) for each in list(self._numbers.values())]
         families += [_family(each, _distribution) for each in list(self._distributions.values())]
         return [family for family in families if family.points]

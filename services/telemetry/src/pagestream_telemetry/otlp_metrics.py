@@ -1,4 +1,4 @@
-"""Metrics by OTLP/gRPC: snapshots of a registry as the data types of OpenTelemetry's SDK, sent by its exporter."""
+"""Export of metrics by OTLP/gRPC: snapshots of a registry as the SDK's data types, sent by its exporter."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from pagestream_telemetry.settings import TelemetrySettings
 logger = logging.getLogger(__name__)
 
 _SCOPE = InstrumentationScope("pagestream")
-_LAST_LIMIT_S = 1.0  # what a process that ends waits for its last figures
-_MOST_S = 5.0  # what one export may take; never more than an interval: later figures say more
+_CLOSE_LIMIT_S = 1.0  # wait of an ending process for its last export
+_EXPORT_LIMIT_S = 5.0  # of one export; never more than an interval: newer values matter more
 
 
 class OtlpMetrics:
-    """Sends a registry's metrics every settings.export_interval_s, from a thread of its own; `close` it at the end."""
+    """Exports a registry's metrics every settings.export_interval_s, from its own thread; `close` it at the end."""
 
     def __init__(self, settings: TelemetrySettings, registry: Registry, resource: Mapping[str, str]) -> None:
-        """Starts at once; nothing fails where nobody listens."""
+        """Start at once; a collector that can't be reached is logged, not raised."""
         self._interval_s = settings.export_interval_s
         self._registry = registry
         self._resource = Resource(resource)
-        self._limit_s = min(_MOST_S, settings.export_interval_s)
+        self._limit_s = min(_EXPORT_LIMIT_S, settings.export_interval_s)
         self._exporter = OTLPMetricExporter(endpoint=settings.otlp_endpoint, timeout=self._limit_s)
         self._ending = threading.Event()
         self._failures = 0
@@ -51,9 +51,9 @@ class OtlpMetrics:
         self._thread.start()
 
     def close(self) -> None:
-        """Sends the last figures, for a limited time."""
+        """Export the last values, for a limited time."""
         self._ending.set()
-        self._thread.join(_LAST_LIMIT_S)
+        self._thread.join(_CLOSE_LIMIT_S)
         self._exporter.shutdown()
 
     def _run(self) -> None:
@@ -65,14 +65,14 @@ class OtlpMetrics:
         data = metrics_data(self._registry.collect(), self._resource, self._registry.started_ns)
         sent = self._exporter.export(data, timeout_millis=self._limit_s * 1000) is MetricExportResult.SUCCESS
         if not sent and not self._failures:
-            logger.warning("metrics can't be exported; trying on")
+            logger.warning("metrics can't be exported; retrying at each interval")
         elif sent and self._failures:
             logger.info("metrics are exported again after %d failures", self._failures)
         self._failures = 0 if sent else self._failures + 1
 
 
 def metrics_data(families: Sequence[Family], resource: Resource, started_ns: int) -> MetricsData:
-    """Families as the SDK's data, cumulative since `started_ns`."""
+    """Convert families to the SDK's data, cumulative since `started_ns` (Unix nanoseconds)."""
     now_ns = time.time_ns()
     metrics = [_metric(family, started_ns, now_ns) for family in families]
     scope = ScopeMetrics(scope=_SCOPE, metrics=metrics, schema_url="")
@@ -105,7 +105,7 @@ def _number_point(point: Point, started_ns: int | None, now_ns: int) -> NumberDa
 
 
 def _histogram_point(point: Point, bounds: Sequence[float], started_ns: int, now_ns: int) -> HistogramDataPoint:
-    # Extremes are not kept: of a cumulative histogram they say nothing about the last interval.
+    # Minimum and maximum are not kept: cumulative ones say nothing about the last interval.
     return HistogramDataPoint(
         attributes=dict(point.attributes),
         start_time_unix_nano=started_ns,

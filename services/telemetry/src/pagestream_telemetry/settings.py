@@ -1,4 +1,4 @@
-"""What a process measures, traces and logs, and where it goes: the group TELEMETRY of each process."""
+"""Settings of the group TELEMETRY: where metrics and spans are exported, and what is logged."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ STANDARD_SWITCH = "OTEL_SDK_DISABLED"
 
 @dataclass(frozen=True)
 class TelemetrySettings:
-    """Values are checked when it is made. VariableError names the variable of a wrong one."""
+    """Checked on creation: a VariableError names the variable of a value out of range."""
 
     otlp_endpoint: str = ""
-    """Where metrics and spans go by OTLP/gRPC, such as http://collector:4317 (https:// is TLS); "" exports nothing."""
+    """OTLP/gRPC address for metrics and spans, such as http://collector:4317 (https:// is TLS); "" exports nothing."""
     export_interval_s: float = 2.0
-    """Seconds between two exports of the metrics: what an autoscaler sees is at most so old, and the way to it."""
+    """Seconds between two exports of the metrics; an autoscaler's values are at most so old, plus the transport."""
     traces: bool = True
-    """Whether spans are made, where there is an endpoint."""
+    """Whether spans are exported, where there is an endpoint."""
     trace_sample_ratio: float = 1.0
-    """Share of the traces that begin here which are kept; a caller's own decision is kept as it is."""
+    """Share of the traces that begin in this process which are sampled; a caller's own decision is kept."""
     log_format: str = "json"
-    """json: one object a line; text: for people."""
+    """json (one object a line) or text."""
     log_level: str = "INFO"
-    """Lowest level that is written: DEBUG, INFO, WARNING or ERROR."""
+    """Lowest level that is logged: DEBUG, INFO, WARNING or ERROR."""
 
     def __post_init__(self) -> None:
-        """Checks."""
+        """Check the values."""
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             _refuse("otlp_endpoint", self.otlp_endpoint, "an address such as http://collector:4317")
         if not 0.1 <= self.export_interval_s <= 3600:
@@ -49,15 +49,15 @@ class TelemetrySettings:
 
     @property
     def exports(self) -> bool:
-        """Whether something leaves this process by itself."""
+        """Whether metrics and spans are exported."""
         return bool(self.otlp_endpoint)
 
 
 def telemetry_settings(environ: Mapping[str, str], flags: Mapping[str, Any] | None = None) -> TelemetrySettings:
-    """Settings from flags (those that are not None), then the environment, then the defaults.
+    """Read the settings: flags that are not None, then the environment, then the defaults.
 
-    OpenTelemetry's own OTEL_EXPORTER_OTLP_ENDPOINT holds where ours says nothing, and OTEL_SDK_DISABLED=true turns
-    exporting off.
+    OpenTelemetry's own OTEL_EXPORTER_OTLP_ENDPOINT is used where PAGESTREAM_TELEMETRY__OTLP_ENDPOINT is not set, and
+    OTEL_SDK_DISABLED=true turns exporting off.
 
     Raises:
         VariableError: a field is unknown, or a value malformed or out of range.

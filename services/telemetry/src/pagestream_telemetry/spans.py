@@ -1,6 +1,6 @@
-"""Spans: the pieces of a trace. Where nothing is traced they do nothing, and hand the caller's trace on.
+"""The interface of spans, and the implementation that does nothing but propagate the caller's trace.
 
-OpenTelemetry itself is behind `otlp_tracing`, so that a process that exports nothing never loads its exporters.
+`otlp_tracing` has the one that exports, so that a process that exports nothing never imports OpenTelemetry's exporters.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ NO_ATTRIBUTES: Attributes = {}
 
 
 class SpanKind(Enum):
-    """Which side of a call a span is."""
+    """The side of a call that a span describes."""
 
     SERVER = "server"
-    """Answers a call."""
+    """Answering a call."""
     CONSUMER = "consumer"
-    """Takes what was queued."""
+    """Taking a queued message."""
     INTERNAL = "internal"
     """Neither."""
 
 
 class Span(Protocol):
-    """A piece of work with a begin and an end. Times are Unix seconds; None is now."""
+    """A piece of work with a start and an end. Times are Unix seconds; None is now."""
 
     @property
     def context(self) -> TraceContext:
-        """The place that what this causes belongs to."""
+        """The context for the spans that this work causes."""
         ...
 
     def set(self, attributes: Attributes) -> None:
-        """Adds attributes, or replaces them."""
+        """Set attributes, replacing those of the same name."""
 
     def event(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> None:
-        """Notes what happened now."""
+        """Add an event, now."""
 
     def fail(self, error_type: str, message: str = "") -> None:
-        """Says that it went wrong, with the class of the error; the message must hold nothing that a user sent."""
+        """Mark the span as failed, with the class of the error; the message must hold nothing that a user sent."""
 
     def end(self, at_s: float | None = None) -> None:
-        """Ends it; later calls do nothing."""
+        """End the span; later calls do nothing."""
 
 
 class Tracer(Protocol):
-    """Makes spans."""
+    """Creates spans."""
 
     def start(
         self,
@@ -59,12 +59,12 @@ class Tracer(Protocol):
         attributes: Attributes = NO_ATTRIBUTES,
         at_s: float | None = None,
     ) -> Span:
-        """Begins a span under `parent`; without one it begins a trace."""
+        """Start a span under `parent`; without a parent it starts a trace."""
         ...
 
 
 class NoSpan:
-    """Nothing is kept; what it causes belongs where it belongs itself."""
+    """Records nothing; its context is its parent's."""
 
     __slots__ = ("_context",)
 
@@ -77,20 +77,20 @@ class NoSpan:
         return self._context
 
     def set(self, attributes: Attributes) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def event(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def fail(self, error_type: str, message: str = "") -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def end(self, at_s: float | None = None) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class NoTracer:
-    """Makes spans that do nothing."""
+    """Creates spans that record nothing."""
 
     def start(
         self,
@@ -101,7 +101,7 @@ class NoTracer:
         attributes: Attributes = NO_ATTRIBUTES,
         at_s: float | None = None,
     ) -> Span:
-        """A span that does nothing."""
+        """Return a span that records nothing."""
         return NoSpan(parent)
 
 

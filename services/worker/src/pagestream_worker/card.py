@@ -1,4 +1,4 @@
-"""The model card: all that a gateway has to know of a model, read from the model's folder."""
+"""The model card: everything a gateway needs to know about a model, read from the model's folder."""
 
 import json
 import zlib
@@ -54,7 +54,7 @@ def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingMessage:
-    """vLLM's rule: what generation_config.json says of sampling is the default of requests that say nothing."""
+    """Return the defaults for requests that set no sampling field: as in vLLM, those of generation_config.json."""
     given = {name: generation_config[name] for name in SAMPLING_DEFAULTS if generation_config.get(name) is not None}
     if generation_config.get("do_sample") is False:
         given = {}
@@ -62,7 +62,7 @@ def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingMessage:
 
 
 def build_card(folder: Path, name: str, engine: Engine) -> ModelCard:
-    """Return the card of a model that an engine has loaded.
+    """Build the card of a model that an engine has loaded.
 
     Raises:
         ModelFolderError: tokenizer.json is missing, or a JSON file can't be read.

@@ -1,4 +1,4 @@
-"""Settings of a worker process: flags, then `PAGESTREAM_<GROUP>__<FIELD>`, then the defaults."""
+"""Settings of an engine process: command line, then `PAGESTREAM_<GROUP>__<FIELD>`, then the defaults here."""
 
 import argparse
 import dataclasses
@@ -22,39 +22,38 @@ WORKER, ENGINE = "WORKER", "ENGINE"
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker is, where it finds its queue, and how patient it is."""
+    """The group WORKER: what the process serves, where its Redis is, and its time limits."""
 
     model: str
     redis_url: str
     served_model_name: str
     engine_id: str
-    """Name in leases and logs; a boot nonce is added to it."""
+    """Name in leases and logs; leases add a boot nonce to it."""
     partitions: int = 4
-    """Partitions of a model that nobody has published before; a published number stays."""
+    """Partitions of a model that Redis does not know yet; a published number stays."""
     metrics_port: int | None = None
     """TCP port of /healthz, /readyz and /metrics; None: no endpoint."""
     metrics_host: str = "0.0.0.0"  # noqa: S104
     """Address of that port. All interfaces: probes and scrapers come from other machines."""
     profile_dir: Path | None = None
-    """Folder into which a torch profiler's trace is written on SIGUSR2 or POST /debug/profile; None: neither does
-    anything."""
+    """Folder for torch profiler traces, which SIGUSR2 or POST /debug/profile asks for; None: there are none."""
     profile_steps: int = 10
     """Steps of a profile that a signal asks for."""
     idle_poll_s: float = 0.1
-    """Seconds between looks at the queue when no doorbell rings: bounds what a lost doorbell costs."""
+    """Seconds between claims without a doorbell message: the delay that a lost message costs."""
     finish_timeout_s: float = 0.0
-    """Seconds after SIGTERM for which requests that have tokens go on here, where all other engines compute otherwise
-    (a rollout to other numerics). In every other case, and after that, they are handed back."""
+    """Seconds after SIGTERM for which requests with tokens go on here, where all other engines have another numerics
+    fingerprint (a rollout). In every other case, and after that, they are handed back."""
     drain_timeout_s: float = 8.0
     """Seconds for the last appends and the hand-back after that."""
     exit_timeout_s: float = 9.5
-    """Seconds from the end of serving to the end of the process, whatever still hangs."""
+    """Seconds from the end of serving after which the process exits, whatever still hangs."""
     stall_timeout_s: float = 120.0
-    """Seconds that one step may take before the watchdog ends the process, so that its requests go on elsewhere."""
+    """Seconds that one step may run before the watchdog exits the process, so that its requests go on elsewhere."""
     retry_delay_s: float = 0.1
-    """Seconds between tries of an append while Redis is away."""
+    """Seconds between retries while Redis is away."""
     append_limit: int = 256
-    """Most entries of one request in one append: a long backlog after an outage must not block Redis."""
+    """Most entries of one request in one append, so that a backlog after an outage does not block Redis."""
 
 
 _ENGINE_OPTIONS = (
@@ -76,7 +75,7 @@ _ENGINE_OPTIONS = (
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the engine's options under vLLM's names; an option that is not given keeps the engine's default."""
+    """Add the engine's options, named as vLLM's; one that is not given keeps the engine's default."""
     group = parser.add_argument_group("engine", "defaults are the engine's own", argument_default=argparse.SUPPRESS)
     group.add_argument("--dtype", choices=DTYPES, help="of weights, activations and KV cache")
     group.add_argument("--device", choices=DEVICES)
@@ -99,11 +98,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(options: argparse.Namespace, environ: Mapping[str, str] | None = None) -> EngineConfig:
-    """Build the engine's settings from parsed options, then variables of the group ENGINE.
+    """Return the engine's settings: parsed options, then variables of the group ENGINE.
 
     Raises:
-        ConfigError: an option is malformed; names it, and the variable it came from.
-        VariableError: a variable is.
+        ConfigError: an option is out of range.
+        VariableError: a variable is unknown, malformed or out of range.
     """
     given = read_environment(environ or {}, {ENGINE: fields_of(EngineOptions)})[ENGINE]
     flags: dict[str, Any] = {name: getattr(options, name) for name in _ENGINE_OPTIONS if hasattr(options, name)}
@@ -128,7 +127,7 @@ def _count(text: str) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of `pagestream-engine`. An option that is not given may come from the environment."""
+    """Return the parser of `pagestream-engine`; an option that is not given may come from the environment."""
     parser = argparse.ArgumentParser(
         prog="pagestream-engine",
         description="Runs a model on requests from Redis. Every option is a variable as well: "
@@ -150,16 +149,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 _RENAMED = {"redis_url": "redis"}
-"""Fields that have another name as an option and as a variable."""
+"""Fields whose option and variable have another name."""
 
 
 def _worker_fields() -> dict[str, Any]:
-    """The group WORKER. Its model and its names have no default in the dataclass, but have one here."""
+    """Return the variables of the group WORKER with their types."""
     return {_RENAMED.get(name, name): kind for name, kind in fields_of(WorkerSettings).items()}
 
 
 def worker_settings(options: argparse.Namespace, environ: Mapping[str, str] | None = None) -> WorkerSettings:
-    """Build the worker's settings from parsed options, then variables of the group WORKER.
+    """Return the worker's settings: parsed options, then variables of the group WORKER.
 
     Raises:
         VariableError: a variable is unknown, malformed or out of range.
@@ -179,13 +178,11 @@ def worker_settings(options: argparse.Namespace, environ: Mapping[str, str] | No
 
 
 _CHECKED_TEXTS = {"engine_id": _engine_name}
-
-
 _MAY_BE_ZERO = {"finish_timeout_s"}
 
 
 def _check(given: Mapping[str, Any]) -> None:
-    """What argparse checks of options, and that every number is above 0."""
+    """Check variables as argparse checks options, and that every number is above 0."""
     for name, value in given.items():
         if isinstance(value, int | float):
             fits, wanted = (value >= 0, "0 or more") if name in _MAY_BE_ZERO else (value > 0, "above 0")
@@ -200,7 +197,7 @@ def _check(given: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """All settings of a worker process."""
+    """All settings of an engine process."""
 
     worker: WorkerSettings
     engine: EngineConfig
@@ -209,15 +206,15 @@ class ProcessSettings:
 
 
 def load_settings(arguments: Sequence[str] | None, environ: Mapping[str, str]) -> ProcessSettings:
-    """Read command line and environment.
+    """Read the command line and the environment.
 
     Raises:
-        EngineError: an engine option is wrong.
-        ValueError: another option or a variable is; the message names it.
+        EngineError: an engine option is out of range.
+        ValueError: another option or a variable is unknown, malformed or missing; the message names it.
     """
     options = build_parser().parse_args(arguments)
     flags = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(TelemetrySettings)}
-    # What is misspelt comes before what is missing: the one is often the reason of the other.
+    # Misspelt variables are reported before missing ones, which they may have caused.
     telemetry, streams = telemetry_settings(environ, flags), settings_from_environment(environ)
     engine = engine_config(options, environ)
     return ProcessSettings(worker_settings(options, environ), engine, streams, telemetry)

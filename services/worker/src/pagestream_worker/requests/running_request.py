@@ -1,7 +1,7 @@
-"""A claimed request on this engine: which sequences it runs as, and which log entries it has yet to write.
+"""A claimed request on this engine: the sequences that it runs as, and the entries of its log.
 
-The entries are kept until the log has its end. Whatever becomes of an append (lost reply, gap after Redis lost its last
-second), they can be sent again from any index that the log names.
+The entries are kept until the log has its end, so that they can be sent again from any index that the log asks for:
+after a lost reply, or after Redis has lost its last second.
 """
 
 from collections import defaultdict, deque
@@ -50,7 +50,7 @@ def _logprobs_message(tokens: Sequence[TokenLogprob]) -> TokenLogprobs:
 
 @dataclass(frozen=True)
 class Choice:
-    """One sequence that the engine is to run (or to go on with)."""
+    """One sequence to run, or to go on with after another engine."""
 
     seq_id: str
     index: int
@@ -60,7 +60,7 @@ class Choice:
 
 
 class RunningRequest:
-    """The log of one claimed request, as far as this engine has brought it."""
+    """The log of one claimed request, with the entries that this engine has generated."""
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
@@ -68,7 +68,7 @@ class RunningRequest:
         self._siblings = max(1, claim.spec.sampling.n)
         self._num_choices = self._siblings * len(claim.spec.prompts)
         self._outputs: dict[int, list[int]] = {choice: [] for choice in range(self._num_choices)}
-        self._held: defaultdict[int, deque[StepOutput]] = defaultdict(deque)  # made before their turn
+        self._held: defaultdict[int, deque[StepOutput]] = defaultdict(deque)  # generated before their turn
         self._finishes: dict[int, FinishReason] = {}
         self._running: set[int] = set()
         self._cached_tokens = claim.cached_tokens
@@ -82,13 +82,13 @@ class RunningRequest:
 
     @property
     def trace(self) -> TraceContext:
-        """The trace of the call that it was accepted by; NO_TRACE where there is none."""
+        """The trace of the call that accepted the request; NO_TRACE where there is none."""
         return caller_context(self.claim.spec.traceparent, self.claim.spec.tracestate)
 
-    # -- what the engine is to run --
+    # -- to the engine --
 
     def open_choices(self) -> Iterator[Choice]:
-        """Yield the choices that have no finish record yet."""
+        """Yield the choices whose log has no finish yet."""
         for index, tokens in self._outputs.items():
             if index in self._finishes:
                 continue
@@ -108,15 +108,15 @@ class RunningRequest:
             yield list(choices)
 
     def running_seq_ids(self) -> list[str]:
-        """Return the sequences that the engine has not been told to forget, and that have not finished."""
+        """Return the sequences that run in the engine, once: the caller aborts them."""
         running = [self._seq_id(index) for index in sorted(self._running)]
         self._running.clear()
         return running
 
-    # -- what the engine has made --
+    # -- from the engine --
 
     def add_output(self, choice: int, output: StepOutput) -> None:
-        """Take one step's output of one choice; the last choice's finish also ends the log."""
+        """Add one step's output of a choice to the log; the last choice's finish also ends the log."""
         if choice in self._finishes:
             return
         if self._siblings == 1 or output.error is not None:
@@ -127,7 +127,7 @@ class RunningRequest:
         self._add_in_turn(range(first, first + self._siblings))
 
     def _add_in_turn(self, siblings: range) -> None:
-        """Let the choices of one prompt take turns, token by token, whoever was first after a resume.
+        """Write the tokens of one prompt's choices in turn, in whatever order the engine generates them after a resume.
 
         So the order in the log, and with it the digest, is a function of the tokens alone.
         """
@@ -141,7 +141,7 @@ class RunningRequest:
         if output.token_id is not None:
             self._outputs[choice].append(output.token_id)
             held_back = output.finish_reason is not None
-            # The finish carries the text of the last token, so that a stop string never shows in two entries.
+            # The finish carries the last token's text, so that a stop string never spans two entries.
             entry = LogEntry(choice=choice, text="" if held_back else output.text, token_id=output.token_id)
             if output.logprobs is not None:
                 entry.logprobs.CopyFrom(_logprobs_message(output.logprobs))
@@ -151,7 +151,7 @@ class RunningRequest:
             self._finish_choice(choice, output)
 
     def fail(self, code: str, message: str) -> None:
-        """End every open choice, and the log, with an error. Sequences that run stay in `running_seq_ids`."""
+        """End every open choice, and the log, with an error. Running sequences stay in `running_seq_ids`."""
         running = set(self._running)
         for choice in self._outputs:
             if choice not in self._finishes:
@@ -160,34 +160,34 @@ class RunningRequest:
         self._end(RequestError(code=code, message=message))
 
     def end_if_complete(self) -> None:
-        """Write the end where a predecessor wrote the last finish, and died before the end."""
+        """Write the end of a log whose last finish was written by an engine that died before the end."""
         if not self._ended and len(self._finishes) == self._num_choices:
             self._end(None)
 
     def num_generated(self, choice: int) -> int:
-        """Tokens of a choice, those of earlier engines included."""
+        """Return the number of tokens of a choice, including those of earlier engines."""
         return len(self._outputs[choice]) + len(self._held[choice])
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all choices, those of earlier engines included."""
+        """Number of written tokens of all choices, including those of earlier engines."""
         return sum(len(tokens) for tokens in self._outputs.values())
 
-    # -- what the log is to get --
+    # -- to the log --
 
     @property
     def has_pending(self) -> bool:
-        """Whether some entry is not yet known to be in the log."""
+        """Whether some entry has not been acknowledged."""
         return self._acknowledged < self._first_index + len(self._entries)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the log is known to have its end."""
+        """Whether the end of the log has been acknowledged."""
         return self._ended and not self.has_pending
 
     def pending(self, limit: int) -> Append:
-        """Return the next append, of at most `limit` entries, or one more: a choice's last token and its finish go
-        together. An engine that goes on in between would let the other choices of the prompt go first.
+        """Return the next append, of at most `limit` entries, or one more to keep a choice's last token and its finish
+        together: an engine that resumed between the two would write the prompt's other choices first.
         """
         start = self._acknowledged - self._first_index
         end = start + limit
@@ -204,17 +204,17 @@ class RunningRequest:
         )
 
     def acknowledge(self, next_index: int) -> None:
-        """Go on from the log's own next index: ahead after an append, back after the log has lost entries."""
+        """Go on from the log's next index: ahead after an append, back after the log has lost entries."""
         self._acknowledged = next_index
 
     def can_send_from(self, next_index: int) -> bool:
-        """Whether this engine still has the entry that the log asks for."""
+        """Whether this engine has the entry that the log asks for."""
         return self._first_index <= next_index <= self._first_index + len(self._entries)
 
     # -- inside --
 
     def _seq_id(self, choice: int) -> str:
-        # The claim's nonce keeps apart what this engine made before it lost the request and got it again.
+        # The nonce separates the outputs of this claim from those of an earlier claim of the same request.
         return f"{self.request_id}/{self.claim.nonce}/{choice}"
 
     def _replay(self, entry: LogEntry) -> None:

@@ -1,4 +1,4 @@
-"""Profiles on demand: a torch profiler's trace of the next steps, for chrome://tracing or Perfetto."""
+"""Profiles on demand: torch profiler traces of the next steps, for chrome://tracing or Perfetto."""
 
 import logging
 import threading
@@ -8,15 +8,15 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 60.0  # an engine without work makes no steps; a profile that waited for so long is given up
+_REQUEST_TIMEOUT_S = 60.0  # a profile that has not begun (an idle engine has no steps) may be replaced after so long
 
 
 class StepProfiler:
-    """`request` is called by anyone, the rest by the thread that steps.
+    """`request` may be called on any thread, the rest is for the thread that steps.
 
     Args:
-        folder: where traces go; made when the first one is written.
-        name: of the engine, for the files' names.
+        folder: for the traces; created with the first one.
+        name: the engine's, for the files' names.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -31,14 +31,14 @@ class StepProfiler:
         """Whether the next step is to be profiled."""
 
     def request(self, steps: int) -> str:
-        """Have the next `steps` steps profiled; returns the path of the trace, which is there once they are done.
+        """Profile the next `steps` steps; returns the path of the trace, which exists once they are done.
 
         Raises:
-            RuntimeError: a profile is under way.
+            RuntimeError: a profile is running.
         """
         with self._lock:
             if self._path is not None and (self._profile is not None or not self._is_stale()):
-                raise RuntimeError(f"a profile is under way: {self._path}")
+                raise RuntimeError(f"a profile is running: {self._path}")
             stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
             self._path = self._free_path(f"{self._name}-{stamp}")
             self._wanted, self._requested_at, self.is_wanted = steps, time.monotonic(), True
@@ -46,7 +46,7 @@ class StepProfiler:
             return str(self._path)
 
     def before_step(self) -> None:
-        """Begin, if that has not been done."""
+        """Start the profiler before the first of the steps."""
         if self._profile is None:
             import torch
 
@@ -57,7 +57,7 @@ class StepProfiler:
             self._profile.start()
 
     def after_step(self) -> None:
-        """Count a step; after the last one the trace is written by a thread of its own: steps go on meanwhile."""
+        """Count a step. After the last one a thread of its own writes the trace while steps go on."""
         self._wanted -= 1
         if self._wanted > 0 or self._profile is None or self._path is None:
             return
@@ -68,10 +68,10 @@ class StepProfiler:
     def _write(self, profile: Any, path: Path) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            # Under another name until it is whole: whoever waits for the file gets all of it.
-            begun = path.with_name(f".{path.name}")
-            profile.export_chrome_trace(str(begun))
-            begun.rename(path)
+            # Renamed when it is complete: a reader that waits for the path never sees a part.
+            partial = path.with_name(f".{path.name}")
+            profile.export_chrome_trace(str(partial))
+            partial.rename(path)
             logger.info("profile written", extra={"path": str(path)})
         except (OSError, RuntimeError) as error:
             logger.error("the profile can't be written: %s", error, extra={"path": str(path)})
@@ -80,7 +80,7 @@ class StepProfiler:
                 self._profile, self._path = None, None
 
     def _is_stale(self) -> bool:
-        return time.monotonic() - self._requested_at > _PATIENCE_S
+        return time.monotonic() - self._requested_at > _REQUEST_TIMEOUT_S
 
     def _free_path(self, stem: str) -> Path:
         paths = (self._folder / f"{stem}{ending}.json" for ending in ("", *(f"-{n}" for n in range(2, 1000))))
