@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class KernelError(Exception):
-    """Root of everything this package raises by itself."""
+    """Root of the errors of this package."""
 
 
 class KernelArgumentError(KernelError, ValueError):

@@ -130,7 +130,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
-        """Builds the groups from vLLM's flat option names, as `LLM` and the command line take them.
+        """Build the groups from vLLM's flat option names, as `LLM` and the command line take them.
 
         Raises:
             ConfigError: an option is unknown or malformed.

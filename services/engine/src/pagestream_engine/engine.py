@@ -67,7 +67,7 @@ RunnerFactory = Callable[[Path, EngineConfig], Runner]
 
 
 def make_model_runner(folder: Path, config: EngineConfig) -> Runner:
-    """Loads the model onto the configured device."""
+    """Load the model onto the configured device."""
     import torch
 
     from pagestream_engine.runner.runner import ModelRunner
@@ -84,7 +84,7 @@ class Engine:
     Args:
         model: a model folder, or the name of a Hugging Face repository.
         config: settings.
-        make_runner: builds what computes the steps.
+        make_runner: builds the runner, which computes the steps.
 
     Raises:
         ModelNotFound: there is no such model.
@@ -134,7 +134,7 @@ class Engine:
         output_token_ids: Tokens[int] = (),
         priority: int = 0,
     ) -> None:
-        """Queues one sequence.
+        """Queue one sequence.
 
         Args:
             request_id: unique among the unfinished ones.
@@ -151,7 +151,7 @@ class Engine:
         self.add_group(prompt_token_ids, (Sibling(request_id, params, output_token_ids),), priority=priority)
 
     def add_group(self, prompt_token_ids: Tokens[int], siblings: Items[Sibling], *, priority: int = 0) -> None:
-        """Queues the choices of one prompt: it is computed once, its blocks are shared, and a block that is not full is
+        """Queue the choices of one prompt: it is computed once, its blocks are shared, and a block that is not full is
         copied when they part. They are admitted, preempted and resumed together, and end one by one.
 
         Args:
@@ -184,7 +184,7 @@ class Engine:
             self._scheduler.add(*open_ones)
 
     def abort_request(self, request_id: str) -> None:
-        """Drops a request and frees its blocks; there will be no output. An unknown id is ignored."""
+        """Drop a request and free its blocks; there will be no output. An unknown id is ignored."""
         self._already_ended = [output for output in self._already_ended if output.request_id != request_id]
         generation = self._generations.pop(request_id, None)
         if generation is not None:
@@ -195,13 +195,13 @@ class Engine:
         return bool(self._generations or self._already_ended)
 
     def draw_seed(self) -> int:
-        """A seed for a request that brings none; the draws follow from the engine's own seed."""
+        """Draw a seed for a request that has none; the draws are a function of the engine's own seed."""
         return self._seeds.getrandbits(63)
 
     # -- steps --
 
     def step(self) -> list[StepOutput]:
-        """Runs one step: schedule, model, then text and ends. Returns one output for each new token; [] when idle.
+        """Run one step: schedule, model, then text and ends. Return one output for each new token; [] when idle.
 
         What the runner raises comes through. The step can then be run again; no request has moved.
         """
@@ -266,7 +266,7 @@ class Engine:
         return self._runner.memory_bytes() if isinstance(self._runner, Weighed) else {}
 
     def check_invariants(self) -> None:
-        """Checks the bookkeeping of blocks between two steps; O(blocks), so for tests and idle times.
+        """Check the bookkeeping of blocks between two steps; O(blocks), so for tests and idle times.
 
         Raises:
             InvariantViolation: names the first contradiction.

@@ -53,7 +53,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Runs prompts to their end, all together.
+        """Run prompts to their end, all together.
 
         Args:
             prompts: one prompt or a list of them.
@@ -164,7 +164,7 @@ class _Request:
                 engine.abort_request(seq_id)
 
     def take(self, step: StepOutput) -> bool:
-        """Takes what a step brought. Returns whether all choices have ended with it."""
+        """Take what a step brought. Return whether all choices have ended with it."""
         choice = self.choices[step.request_id]
         if step.token_id is not None:
             choice.token_ids.append(step.token_id)
@@ -182,7 +182,7 @@ class _Request:
         return self.output.finished
 
     def _keep_best(self) -> None:
-        """Keeps the n choices of highest cumulative log probability, the best first; one that failed comes last."""
+        """Keep the n choices of highest cumulative log probability, the best first; one that failed comes last."""
 
         def rank(choice: CompletionOutput) -> tuple[bool, float]:
             return choice.error is not None, -(choice.cumulative_logprob or 0.0)

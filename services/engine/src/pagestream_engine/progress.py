@@ -1,4 +1,4 @@
-"""A line of progress for a person who looks on."""
+"""A line of progress on a terminal."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Progress:
         self._shown_at = float("-inf")
 
     def note(self, *, tokens: int, finished: int) -> None:
-        """Adds what a step brought."""
+        """Add what a step brought."""
         self._tokens += tokens
         self._done += finished
         if self._enabled and monotonic() - self._shown_at >= _REFRESH_S:
             self._show()
 
     def close(self) -> None:
-        """Shows the last state and ends the line."""
+        """Show the last state and end the line."""
         if self._enabled:
             self._show()
             self._stream.write("\n")

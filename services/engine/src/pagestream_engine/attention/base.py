@@ -81,7 +81,7 @@ class AttentionBackend(ABC, Generic[PlanT]):
         self._cache = cos_sin.new_empty(0)
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocates the cache of all layers, zeroed: what a backend reads and then masks must be finite."""
+        """Allocate the cache of all layers, zeroed: what a backend reads and then masks must be finite."""
         shape = self.shape
         size = (2, shape.num_layers, num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
         if self.device.type == "cpu":
@@ -93,7 +93,7 @@ class AttentionBackend(ABC, Generic[PlanT]):
         self.key_cache, self.value_cache = list(keys.unbind(0)), list(values.unbind(0))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies keys and values of blocks in all layers: pairs of source and target, no target twice.
+        """Copy keys and values of blocks in all layers: pairs of source and target, no target twice.
 
         All sources are read before a target is written.
         """
@@ -102,16 +102,16 @@ class AttentionBackend(ABC, Generic[PlanT]):
 
     @property
     def kernel_version(self) -> str:
-        """Of the code that computes: another one may give other bits. Empty where torch's own version tells all."""
+        """Name of the build that computes beside torch; another one may give other bits. Empty without such a build."""
         return ""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> PlanT:
-        """Prepares, once a step, what every layer needs."""
+        """Prepare, once a step, what every layer needs."""
 
     @abstractmethod
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, plan: PlanT) -> Tensor:
-        """Rotates query and key, writes key and value to their slots, and attends causally.
+        """Rotate query and key, write key and value to their slots, and attend causally.
 
         Args:
             layer: index of the layer.

@@ -84,7 +84,7 @@ class NativeBackend(AttentionBackend[NativePlan]):
 
 
 def _tiles(query_lens: list[int], seq_lens: list[int]) -> Tensor:
-    """Cuts each chunk into tiles; the last tiles of a sequence, which see the most, come first in it."""
+    """Cut each chunk into tiles; the last tiles of a sequence, which see the most, come first in it."""
     tiles: list[tuple[int, int, int, int]] = []
     row = 0
     for seq, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):

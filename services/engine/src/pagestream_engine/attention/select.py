@@ -21,7 +21,7 @@ _NOT_ON_A_GPU = (
 
 
 def select_backend(name: str, shape: CacheShape, cos_sin: Tensor, *, exact: bool = False) -> AttentionBackend[Any]:
-    """Builds a backend on `cos_sin`'s device.
+    """Build a backend on `cos_sin`'s device.
 
     Args:
         name: torch, triton, or auto: Triton on a GPU; on a CPU the C++ kernels, or torch where they can't be had (no

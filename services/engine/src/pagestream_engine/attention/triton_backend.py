@@ -50,7 +50,7 @@ class TritonBackend(AttentionBackend[TritonPlan]):
     """One kernel for decodes, one for prefill chunks, and one for each small step between the matrix products."""
 
     def __init__(self, shape: CacheShape, cos_sin: Tensor) -> None:
-        """Raises ConfigError for what the kernels can't run: see `check_supported`."""
+        """Raise ConfigError for what the kernels can't run: see `check_supported`."""
         super().__init__(shape, cos_sin)
         check_supported(shape, cos_sin.device)
 
@@ -121,7 +121,7 @@ class TritonBackend(AttentionBackend[TritonPlan]):
 
 
 def check_supported(shape: CacheShape, device: torch.device) -> None:
-    """Refuses what the kernels can't run, when the engine starts and not in the middle of a request.
+    """Refuse what the kernels can't run, when the engine starts and not in the middle of a request.
 
     Raises:
         ConfigError: the block size, the head size, or a CPU without the interpreter; it names the option to change.

@@ -49,11 +49,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody references, cached ones included."""
+        """Unreferenced blocks, cached ones included."""
         return len(self.free_list)
 
     def allocate(self) -> int:
-        """Takes the free block that is cheapest to lose, forgets its content, and references it once.
+        """Take the free block that is cheapest to lose, forget its content, and reference it once.
 
         Raises:
             IndexError: no block is free.
@@ -76,7 +76,7 @@ class BlockPool:
         self.ref_counts[block] += 1
 
     def release(self, block: int) -> None:
-        """Drops one reference; the last one frees the block."""
+        """Drop one reference; the last one frees the block."""
         count = self.ref_counts[block] - 1
         if count < 0:
             raise InvariantViolation(f"block {block} is released more often than it was referenced")
@@ -93,7 +93,7 @@ class BlockPool:
         return self.by_hash.get(content)
 
     def publish(self, block: int, content: bytes) -> None:
-        """Makes a referenced full block known by its content, unless another block already is."""
+        """Make a referenced full block known by its content, unless another block already is."""
         if content not in self.by_hash:
             self.by_hash[content] = block
             self.hashes[block] = content

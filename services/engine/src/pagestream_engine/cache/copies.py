@@ -19,7 +19,7 @@ class CopyOnWrite:
     """Forked sequences whose last block is not theirs alone, until each has one of its own.
 
     `part` gives out the blocks; the copies are due before the next step computes. Until `note_copied` a copy holds a
-    reference to its source, so that a step that failed can be run again whoever left in between.
+    reference to its source, so that a failed step can run again although sequences have left in between.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -38,7 +38,7 @@ class CopyOnWrite:
         return self._forked
 
     def add(self, seq: Sequence) -> None:
-        """Notes a running sequence that shares the last block of its table, and has not filled it."""
+        """Note a running sequence that shares the last block of its table, and has not filled it."""
         self._forked.append(seq)
 
     def num_blocks_wanted(self) -> int:
@@ -46,7 +46,7 @@ class CopyOnWrite:
         return len(self._without_own_block()) if self._forked else 0
 
     def part(self) -> None:
-        """Gives every forked sequence a last block of its own; the caller has seen to it that enough are free."""
+        """Give every forked sequence a last block of its own; the caller has seen to it that enough are free."""
         for seq in self._without_own_block():
             copy = BlockCopy(seq.block_table[-1], self._pool.allocate())
             seq.block_table[-1] = copy.target
@@ -54,13 +54,13 @@ class CopyOnWrite:
         self._forked.clear()
 
     def note_copied(self) -> None:
-        """Notes that the copies have been made."""
+        """Note that the copies have been made."""
         for _, copy in self._due:
             self._pool.release(copy.source)
         self._due.clear()
 
     def forget(self, seq: Sequence) -> None:
-        """Drops a sequence that is about to let go of its blocks."""
+        """Drop a sequence that is about to let go of its blocks."""
         if seq in self._forked:
             self._forked.remove(seq)
         for entry in [entry for entry in self._due if entry[0] is seq]:
@@ -71,7 +71,7 @@ class CopyOnWrite:
         return bool(self._forked or self._due)
 
     def _without_own_block(self) -> list[Sequence]:
-        """All that hold a shared block, but for the last holder where nobody else has it or can find it."""
+        """Holders of a shared block; its last holder only where the prefix cache can find the block."""
         holders: dict[int, int] = {}
         wanting = []
         for seq in self._forked:

@@ -32,7 +32,7 @@ class FreeList:
             block = self._next[block]
 
     def pop_front(self) -> int:
-        """Takes the first block.
+        """Take the first block.
 
         Raises:
             IndexError: the list is empty.
@@ -44,7 +44,7 @@ class FreeList:
         return block
 
     def remove(self, block: int) -> None:
-        """Takes a block that is in the list."""
+        """Take a block that is in the list."""
         before, after = self._prev[block], self._next[block]
         self._next[before] = after
         self._prev[after] = before
@@ -52,11 +52,11 @@ class FreeList:
         self._len -= 1
 
     def push_back(self, block: int) -> None:
-        """Adds a block to be used last."""
+        """Add a block to be used last."""
         self._insert(self._prev[self._end], block, self._end)
 
     def push_front(self, block: int) -> None:
-        """Adds a block to be used first."""
+        """Add a block to be used first."""
         self._insert(self._end, block, self._next[self._end])
 
     def _insert(self, before: int, block: int, after: int) -> None:

@@ -14,7 +14,7 @@ from pagestream_engine.request.sequence import Sequence, SequenceState
 def check_cache(
     pool: BlockPool, block_size: int, sequences: Iterable[Sequence], copy_on_write: CopyOnWrite | None = None
 ) -> None:
-    """Checks the pool against every sequence that may hold blocks.
+    """Check the pool against every sequence that may hold blocks.
 
     Raises:
         InvariantViolation: names the first contradiction.
@@ -81,7 +81,7 @@ def _check_writers(block_size: int, sequences: list[Sequence], forks: CopyOnWrit
             _require(seq in forks.forked or not others, f"{seq!r} will write block {block}, which others hold")
     targets = {copy.target for copy in forks.copies}
     _require(len(targets) == len(forks.copies), "a block is to be copied to twice")
-    _require(targets <= holders.keys(), "a block is to be copied to that nobody holds")
+    _require(targets <= holders.keys(), "a block is the target of a copy, and no sequence holds it")
 
 
 def _require(holds: bool, contradiction: str) -> None:

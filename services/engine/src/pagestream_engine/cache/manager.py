@@ -78,12 +78,12 @@ class CacheManager:
     # -- table --
 
     def grow(self, seq: Sequence, num_tokens: int) -> None:
-        """Extends the table to cover the first `num_tokens`; the caller has seen to it that blocks are free."""
+        """Extend the table to cover the first `num_tokens`; the caller has seen to it that blocks are free."""
         for _ in range(self.num_missing_blocks(seq, num_tokens)):
             seq.block_table.append(self.pool.allocate())
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Lets a sequence without blocks share those of its first tokens, which `parent` has too, and has computed.
+        """Let a sequence without blocks share those of its first tokens, which `parent` has too, and has computed.
 
         Where the last block is not full, it is shared only until `copy_on_write.part`.
         """
@@ -99,7 +99,7 @@ class CacheManager:
             self.copy_on_write.add(child)
 
     def free(self, seq: Sequence) -> None:
-        """Publishes what is full, and drops all blocks: the end of the prefix is lost before its beginning."""
+        """Publish what is full, and drop all blocks: the end of the prefix is lost before its beginning."""
         if self.copy_on_write:
             self.copy_on_write.forget(seq)
         if seq.block_table:
@@ -135,12 +135,12 @@ class CacheManager:
     # -- publishing --
 
     def note_full_block(self, seq: Sequence) -> None:
-        """Queues a sequence that has filled at least one more block."""
+        """Queue a sequence that has filled at least one more block."""
         if self.enable_prefix_caching:
             self._unpublished.append(seq)
 
     def publish_some(self, num_tokens: int) -> None:
-        """Publishes the share of a step that computed `num_tokens`: what a step like it fills on average, a quarter of
+        """Publish the share of a step that computed `num_tokens`: what a step like it fills on average, a quarter of
         the queue, or `_PUBLISH_AT_LEAST` blocks, whichever is most."""
         queue = self._unpublished
         left = max(_PUBLISH_AT_LEAST, len(queue) // 4, num_tokens // self.block_size)

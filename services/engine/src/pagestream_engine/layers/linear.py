@@ -32,15 +32,17 @@ class Linear:
         self.row_counts: RowCounts | None = None
 
     def pack(self) -> None:
-        """Lays the weight out for oneDNN, if this is a CPU on which it can compute in the weight's dtype."""
+        """Lay the weight out for oneDNN, if this is a CPU on which it can compute in the weight's dtype."""
         self.prefer_onednn()
         if self.by_onednn and not self.packed:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_ROWS)
             self.packed = True
 
     def prefer_onednn(self) -> None:
-        """Has oneDNN compute, with the weight as it lies: in float32, from two rows on, a head of 256 x 1,536 takes 0.6
-        of the time that it takes by torch's choice, one of 1,024 x 37,984 half of it.
+        """Let oneDNN compute with the plain weight layout.
+
+        In float32 and from two rows on, a head of 256 x 1,536 takes 0.6 of the time that it takes by torch's choice,
+        one of 1,024 x 37,984 half of it.
         """
         self.by_onednn = _can_pack(self.weight.device.type, self.weight.dtype)
 
@@ -60,7 +62,7 @@ class Linear:
 
 @cache
 def _can_pack(device_type: str, dtype: torch.dtype) -> bool:
-    """Tried rather than asked: whether oneDNN takes a dtype depends on the CPU and the build, and no call tells."""
+    """Return whether oneDNN takes a dtype, by a trial: it depends on the CPU and the build, and no call returns it."""
     if device_type != "cpu":
         return False
     try:

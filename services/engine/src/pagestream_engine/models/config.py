@@ -68,7 +68,7 @@ class ModelInfo:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelInfo:
-        """Reads a model folder.
+        """Read a model folder.
 
         Raises:
             ModelFolderError: `config.json` is missing, malformed, or lacks a field.
@@ -85,7 +85,7 @@ class ModelInfo:
 
 
 def parse(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelInfo:
-    """Builds a `ModelInfo` from the two files' contents; errors as `ModelInfo.from_folder`."""
+    """Build a `ModelInfo` from the two files' contents; errors as `ModelInfo.from_folder`."""
     architecture, family = _family(config)
     _check_activation(config)
     num_heads = _whole(config, "num_attention_heads")

@@ -44,7 +44,7 @@ class LlamaModel:
         self._row_counts: dict[tuple[object, ...], RowCounts] = {}
 
     def forward(self, token_ids: Tensor, rows: Tensor, backend: AttentionBackend[Any], plan: Any) -> Tensor:
-        """Runs all layers.
+        """Run all layers.
 
         Args:
             token_ids: (tokens,) int64, packed.
@@ -75,7 +75,7 @@ class LlamaModel:
         return self.head(backend.rms_norm(hidden, self.norm, self.info.rms_norm_eps))
 
     def probe_row_counts(self) -> list[RowCounts]:
-        """Tries, for each shape of linear, which row counts agree bit for bit; see `use_row_counts`."""
+        """Try, for each shape of linear, which row counts agree bit for bit; see `use_row_counts`."""
         found: dict[tuple[object, ...], RowCounts] = {}
         for linear in self.linears():
             key = _kernel_key(linear)
@@ -85,7 +85,7 @@ class LlamaModel:
         return list(found.values())
 
     def use_row_counts(self) -> None:
-        """Makes every linear give a row the same bits in any batch, after `probe_row_counts`."""
+        """Make every linear give a row the same bits in any batch, after `probe_row_counts`."""
         for linear in self.linears():
             linear.row_counts = self._row_counts[_kernel_key(linear)]
 

@@ -20,7 +20,7 @@ _COPIED_HEAD_BYTES = 16 << 20
 
 
 def load_model(folder: Path, info: ModelInfo, *, dtype: torch.dtype, device: torch.device) -> LlamaModel:
-    """Loads the weights of `folder`, in `dtype`, onto `device`.
+    """Load the weights of `folder`, in `dtype`, onto `device`.
 
     At its peak it needs the model's size and one layer's largest matrix once more (while it is laid out for oneDNN).
 
@@ -47,7 +47,7 @@ class WeightReader:
         self._used: set[str] = set()
 
     def read(self, parts: dict[str, int], *trailing: int) -> Tensor:
-        """Stacks tensors along their first dimension.
+        """Stack tensors along their first dimension.
 
         Args:
             parts: name -> its rows, in order.
@@ -64,7 +64,7 @@ class WeightReader:
         return target
 
     def check_all_used(self, *, tied: bool) -> None:
-        """Raises WeightsError if the files hold a tensor that no part of the model took."""
+        """Raise WeightsError if the files hold a tensor that no part of the model took."""
         allowed = {"lm_head.weight"} if tied else set()
         left = [name for name in self._entries if name not in self._used | allowed]
         left = sorted(name for name in left if not name.endswith(_IGNORED_SUFFIXES))

@@ -37,7 +37,7 @@ class Entry:
 
 
 def read_folder(folder: Path) -> dict[str, Entry]:
-    """Lists the tensors of a folder's `model.safetensors`, or of all the files that its index names.
+    """List the tensors of a folder's `model.safetensors`, or of all the files that its index names.
 
     Raises:
         ModelFolderError: a file is missing or malformed.
@@ -65,7 +65,7 @@ def read_folder(folder: Path) -> dict[str, Entry]:
 
 @contextmanager
 def open_files() -> Iterator[FileCache]:
-    """Keeps the files of one load open, and closes them."""
+    """Keep the files of one load open, and close them."""
     files = FileCache()
     try:
         yield files
@@ -81,7 +81,7 @@ class FileCache:
         self._buffer: torch.Tensor | None = None
 
     def read(self, entry: Entry, target: torch.Tensor) -> None:
-        """Fills `target` (contiguous, of the entry's shape) from the file.
+        """Fill `target` (contiguous, of the entry's shape) from the file.
 
         Raises:
             ModelFolderError: the file is shorter than its header says.
@@ -100,7 +100,7 @@ class FileCache:
             part.copy_(staged)
 
     def close(self) -> None:
-        """Closes the files and frees the buffer."""
+        """Close the files and free the buffer."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -128,7 +128,7 @@ def _read_into(file: BinaryIO, flat: torch.Tensor, entry: Entry) -> None:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Lists the tensors of one file. Raises ModelFolderError: it is missing or malformed."""
+    """List the tensors of one file. Raise ModelFolderError if it is missing or malformed."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -40,7 +40,7 @@ class Generation:
         self._matcher = StopStringMatcher(stops, include_stop_string=include) if stops else None
 
     def replay(self, output_token_ids: Tokens[int]) -> tuple[int, Taken | None]:
-        """Takes the tokens of an earlier run. Returns how many led up to the end, and that end, if it is among them."""
+        """Take the tokens of an earlier run. Return how many led up to the end, and that end, if it is among them."""
         for index, token_id in enumerate(output_token_ids):
             taken = self.take(token_id, index + 1)
             if taken.finish_reason is not None:
@@ -48,7 +48,7 @@ class Generation:
         return len(output_token_ids), None
 
     def take(self, token_id: int, num_output_tokens: int) -> Taken:
-        """Takes the next token, the `num_output_tokens`-th of the output."""
+        """Take the next token, the `num_output_tokens`-th of the output."""
         seq = self.seq
         is_end = token_id in seq.end_token_ids and num_output_tokens >= seq.params.min_tokens
         text = ""

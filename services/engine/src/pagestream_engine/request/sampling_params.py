@@ -185,7 +185,7 @@ def _whole(field: str, given: object, *, low: int, high: int | None = None) -> N
 
 
 def _real(field: str, given: object, *, low: float, high: float = math.inf, above: bool = False) -> None:
-    """Checks low <= given <= high, or low < given with `above`; NaN and infinity never pass."""
+    """Check low <= given <= high, or low < given with `above`; NaN and infinity never pass."""
     limits = "a finite number"
     limits += f" {'above' if above else 'of at least'} {low}" if low != -math.inf else ""
     limits += f" and at most {high}" if high != math.inf else ""

@@ -131,7 +131,7 @@ class SequenceGroup:
     __slots__ = ("followers", "members")
 
     def __init__(self, members: Tokens[Sequence]) -> None:
-        """Takes sequences with equal prompts, in the order of their arrival, out of the groups that they were in."""
+        """Take sequences with equal prompts, in the order of their arrival, out of the groups that they were in."""
         self.members = list(members)
         """Those that have not finished."""
         self.followers: list[Sequence] = []
@@ -144,13 +144,13 @@ class SequenceGroup:
         return min(self.members, key=lambda seq: seq.num_output_tokens)
 
     def drop(self, seq: Sequence) -> None:
-        """Forgets a member that has ended."""
+        """Forget a member that has ended."""
         self.members.remove(seq)
         if seq in self.followers:
             self.followers.remove(seq)
 
     def split(self) -> SequenceGroup:
-        """Takes the last member that does not lead others into a group of its own, and returns that."""
+        """Take the last member that does not lead others into a group of its own, and return that."""
         last = self.followers[-1] if self.followers else self.members[-1]
         self.drop(last)
         return SequenceGroup((last,))

@@ -26,7 +26,7 @@ class TokenCounts:
         self._num_seen = 0
 
     def catch_up(self, token_ids: Tokens[int], num_prompt_tokens: int) -> None:
-        """Takes the tokens that came since the last call; `token_ids` are all, the prompt first."""
+        """Take the tokens that came since the last call; `token_ids` are all, the prompt first."""
         if self._num_seen < num_prompt_tokens:
             self._num_seen = num_prompt_tokens
             if self._with_prompt:

@@ -30,7 +30,7 @@ class ModelBatch:
 
 
 def build_batch(step: ScheduledStep, block_size: int, device: torch.device) -> ModelBatch:
-    """Packs a step that holds at least one sequence."""
+    """Pack a step that holds at least one sequence."""
     scheduled = [*step.prefills, *step.decodes]
     token_ids: list[int] = []
     query_lens, seq_lens = [], []

@@ -58,7 +58,7 @@ def possible_mode(wanted: bool | None, dtype: torch.dtype, device: torch.device)
 
 
 def settle_numerics(model: LlamaModel, backend: AttentionBackend[Any], wanted: bool | None) -> Numerics:
-    """Makes the model's linears batch-invariant if that is wanted, or, by None, if it costs next to nothing here.
+    """Make the model's linears batch-invariant if `wanted`, or if it is None and costs next to nothing here.
 
     Args:
         model: whose linears are tried.
@@ -71,9 +71,7 @@ def settle_numerics(model: LlamaModel, backend: AttentionBackend[Any], wanted: b
     tried = model.probe_row_counts()
     _log.info("tried the row counts of %d shapes of linears in %.2f s", len(tried), perf_counter() - started)
     if wanted is None and not all(row_counts.is_free for row_counts in tried):
-        _log.info(
-            "logits may depend on the batch in their last bits: this machine's linears do; deterministic undoes it"
-        )
+        _log.info("deterministic mode is off: on this machine it costs speed; option deterministic turns it on")
         return Numerics(False, b"")
     model.use_row_counts()
     return Numerics(True, b"".join(row_counts.digest for row_counts in tried))

@@ -29,7 +29,7 @@ class ModelRunner:
     """
 
     def __init__(self, model_dir: Path, config: EngineConfig, device: torch.device) -> None:
-        """Loads the weights.
+        """Load the weights.
 
         Raises:
             ModelError: the folder is incomplete, or holds a model that is not supported.
@@ -55,7 +55,7 @@ class ModelRunner:
 
     @property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits: equal where the same tokens give the same bits, as far as can be told."""
+        """16 hexadecimal digits: in deterministic mode, engines that have them in common compute the same bits."""
         return fingerprint(self._model_dir, self._backend, self.max_model_len, self.numerics)
 
     def profile_num_blocks(self) -> int:
@@ -79,7 +79,7 @@ class ModelRunner:
         return min(fitting, useful)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the cache; block ids are 0 to `num_blocks - 1`.
+        """Allocate the cache; block ids are 0 to `num_blocks - 1`.
 
         Raises:
             ConfigError: `num_blocks` is below 1.
@@ -95,7 +95,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: ScheduledStep) -> SampledTokens:
-        """Computes a step and samples.
+        """Compute a step and sample.
 
         Returns:
             One token id for each sequence of `step.sampled()`. None for an empty step, or one that only fills the

@@ -10,7 +10,7 @@ _FIRST_LOOK = 1024
 
 
 def apply_filters(logits: Tensor, *, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> None:
-    """Sets what does not stay to -inf, in place, in the order min-p, top-k, top-p.
+    """Set what does not stay to -inf, in place, in the order min-p, top-k, top-p.
 
     Each filter keeps all logits at or above a threshold, so that ties at its border stay together and no outcome
     depends on how a sort orders equal values. The likeliest token always stays.

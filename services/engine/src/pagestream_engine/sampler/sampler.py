@@ -43,7 +43,7 @@ class AdjustedRows:
 
 
 def sample(logits: Tensor, seqs: Rows[Sequence], eos_token_ids: Rows[int]) -> SampledTokens:
-    """Samples one token for each row.
+    """Sample one token for each row.
 
     Order of operations, as vLLM's: log probabilities of the logits as they are; minimum length, bias, penalties;
     temperature, min-p, top-k, top-p. What no row asks for costs nothing.
@@ -57,8 +57,8 @@ def sample(logits: Tensor, seqs: Rows[Sequence], eos_token_ids: Rows[int]) -> Sa
         The token of each row, and log probabilities where they are asked for.
     """
     special = [row for row, seq in enumerate(seqs) if seq.params.is_special]
-    told = [row for row in special if seqs[row].params.logprobs is not None]
-    logprobs = raw_logprobs(logits, told) if told else None
+    reported = [row for row in special if seqs[row].params.logprobs is not None]
+    logprobs = raw_logprobs(logits, reported) if reported else None
     _ban_ends(logits, seqs, eos_token_ids)
     changed = [row for row in special if seqs[row].params.changes_logits]
     adjusted = AdjustedRows(changed, adjusted_logits(logits, seqs, changed)) if changed else None
@@ -69,11 +69,15 @@ def sample(logits: Tensor, seqs: Rows[Sequence], eos_token_ids: Rows[int]) -> Sa
     if sampled:
         columns = _columns(seqs, sampled, logits)
         tokens[columns.rows] = _gumbel_max(_wide(logits, sampled, columns, adjusted), columns)
-    return SampledTokens(tokens.tolist(), {} if logprobs is None else _tell(logprobs, tokens, seqs, told))
+    return SampledTokens(
+        tokens.tolist(), {} if logprobs is None else _reported_tokens(logprobs, tokens, seqs, reported)
+    )
 
 
-def _tell(logprobs: Tensor, tokens: Tensor, seqs: Rows[Sequence], rows: list[int]) -> dict[int, list[RankedToken]]:
-    """By row: what `ranked` says of those that asked."""
+def _reported_tokens(
+    logprobs: Tensor, tokens: Tensor, seqs: Rows[Sequence], rows: list[int]
+) -> dict[int, list[RankedToken]]:
+    """By row of `rows`: the chosen token and the likeliest ones, with their log probabilities."""
     vocab_size = logprobs.shape[-1]
     counts = [vocab_size if (given := seqs[row].params.logprobs) is None or given < 0 else given for row in rows]
     return dict(zip(rows, ranked(logprobs, tokens[rows], counts), strict=True))

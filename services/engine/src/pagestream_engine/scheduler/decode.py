@@ -18,11 +18,11 @@ class DecodeSet:
         return len(self.entries)
 
     def add(self, seq: Sequence) -> None:
-        """Adds a sequence that has one uncomputed token, the one just sampled."""
+        """Add a sequence that has one uncomputed token, the one just sampled."""
         self.entries.append(ScheduledSequence(seq, num_new_tokens=1, needs_sample=True))
 
     def drop_stopped(self) -> None:
-        """Forgets the sequences that no longer run, in one pass."""
+        """Forget the sequences that no longer run, in one pass."""
         running = SequenceState.RUNNING
         self.entries = [entry for entry in self.entries if entry.seq.state is running]
 
@@ -36,7 +36,7 @@ class DecodeSet:
         ]
 
     def grow(self, sequences: list[Sequence]) -> None:
-        """Gives each of them its block; the caller has seen to it that enough are free."""
+        """Give each of them its block; the caller has seen to it that enough are free."""
         allocate = self._cache.pool.allocate
         for seq in sequences:
             seq.block_table.append(allocate())

@@ -9,7 +9,7 @@ from pagestream_engine.request.sequence import Sequence, SequenceGroup, Sequence
 
 
 def check_groups(sequences: Iterable[Sequence]) -> None:
-    """Checks that every unfinished sequence is a member of one group, and that the members of a group stand together.
+    """Check that every unfinished sequence is a member of one group, and that the members of a group stand together.
 
     Raises:
         InvariantViolation: names the first contradiction.

@@ -57,7 +57,7 @@ class WaitingQueue:
         return (seq for _, _, group in self._heap for seq in group.members)
 
     def push(self, group: SequenceGroup) -> None:
-        """Adds a group, all of whose members wait."""
+        """Add a group, all of whose members wait."""
         first = group.members[0]
         heappush(self._heap, (self._policy.rank(first), first.arrival, group))
         self._num_groups += 1
@@ -70,14 +70,14 @@ class WaitingQueue:
         return self._heap[0][2] if self._heap else None
 
     def pop(self) -> SequenceGroup:
-        """Takes the one that `peek` showed."""
+        """Take the one that `peek` showed."""
         group = heappop(self._heap)[2]
         self._num_groups -= 1
         self._num_sequences -= len(group.members)
         return group
 
     def forget(self, seq: Sequence) -> None:
-        """Takes one sequence out of its group, which is in the queue."""
+        """Take one sequence out of its group, which is in the queue."""
         seq.group.drop(seq)
         self._num_sequences -= 1
         self._num_groups -= not seq.group.members

@@ -47,7 +47,7 @@ class PrefillSet:
         return -(-num_running // RESERVE_SHARE)
 
     def admit(self, group: SequenceGroup, leader: Sequence, prefix: list[int]) -> None:
-        """Starts a group: its leader from its cached prefix, the others when the leader has computed the prompt."""
+        """Start a group: its leader from its cached prefix, the others when the leader has computed the prompt."""
         for seq in group.members:
             seq.state = SequenceState.RUNNING
         group.followers = [seq for seq in group.members if seq is not leader]
@@ -60,7 +60,7 @@ class PrefillSet:
                 seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
 
     def follow(self, leader: Sequence) -> list[Sequence]:
-        """Lets the followers share the prompt that their leader has computed. Returns those that have no output yet and
+        """Let the followers share the prompt that their leader has computed. Return those that have no output yet and
         sample from its logits, or have only one token to compute."""
         followers, leader.group.followers = leader.group.followers, []
         self._led.remove(leader.group)
@@ -78,7 +78,7 @@ class PrefillSet:
         return ready
 
     def drop(self, seq: Sequence) -> None:
-        """Takes a sequence that has ended out of its group; the followers of a leader get another."""
+        """Take a sequence that has ended out of its group; the followers of a leader get another."""
         group = seq.group
         was_leader = bool(group.followers) and seq not in group.followers
         group.drop(seq)
@@ -97,7 +97,7 @@ class PrefillSet:
         return self._cache.num_blocks_for(num_tokens) - seq.num_prompt_tokens // self._cache.block_size
 
     def next_chunk(self, seq: Sequence, budget: int) -> ScheduledSequence | None:
-        """Takes blocks for as many of its next tokens as budget and pool allow; None if that is not one."""
+        """Take blocks for as many of its next tokens as budget and pool allow; None if that is not one."""
         covered = (len(seq.block_table) + self._cache.pool.num_free) * self._cache.block_size
         num_tokens = min(seq.num_uncomputed_tokens, budget, covered - seq.num_computed_tokens)
         if num_tokens <= 0:
@@ -109,6 +109,6 @@ class PrefillSet:
         return ScheduledSequence(seq, num_tokens, needs_sample, siblings)
 
     def drop_stopped(self) -> None:
-        """Forgets the sequences that no longer run."""
+        """Forget the sequences that no longer run."""
         self.sequences = [seq for seq in self.sequences if seq.state is SequenceState.RUNNING]
         self._led = [group for group in self._led if group.followers]

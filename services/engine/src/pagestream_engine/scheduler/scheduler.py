@@ -56,11 +56,11 @@ class Scheduler:
     # -- from outside --
 
     def add(self, *seqs: Sequence) -> None:
-        """Queues sequences with equal prompts as one group. Each of them fits into the pool alone."""
+        """Queue sequences with equal prompts as one group. Each of them fits into the pool alone."""
         self._waiting.push(seqs[0].group if len(seqs) == 1 else SequenceGroup(seqs))
 
     def abort(self, seq: Sequence) -> None:
-        """Ends a sequence between two steps, wherever it stands."""
+        """End a sequence between two steps, wherever it stands."""
         if seq.state is SequenceState.WAITING:
             seq.state = SequenceState.FINISHED
             self._waiting.forget(seq)
@@ -70,7 +70,7 @@ class Scheduler:
     # -- a step --
 
     def schedule(self) -> ScheduledStep:
-        """Plans the next step; the result is valid until the next call."""
+        """Plan the next step; the result is valid until the next call."""
         step = self._step
         step.prefills.clear()
         preempted = self._make_room()
@@ -84,7 +84,7 @@ class Scheduler:
         return step
 
     def advance(self, step: ScheduledStep, token_ids: Iterable[int]) -> None:
-        """Notes what the step computed, and appends the sampled tokens (in order: prefills, then decodes)."""
+        """Note what the step computed, and append the sampled tokens (in order: prefills, then decodes)."""
         block_size = self._cache.block_size
         note_full_block = self._cache.note_full_block
         tokens = iter(token_ids)
@@ -115,7 +115,7 @@ class Scheduler:
         self._cache.publish_some(step.num_tokens)
 
     def retire(self, sequences: Iterable[Sequence]) -> None:
-        """Frees the blocks of running sequences that have ended."""
+        """Free the blocks of running sequences that have ended."""
         stopped = False
         for seq in sequences:
             self._cache.free(seq)
@@ -129,7 +129,7 @@ class Scheduler:
     # -- inside --
 
     def _make_room(self) -> bool:
-        """Covers every decode's next token, and parts what was forked; preempts the highest rank until the rest fits.
+        """Cover every decode's next token, and part what was forked; preempt the highest rank until the rest fits.
         Tells whether it did."""
         forks, pool = self._cache.copy_on_write, self._cache.pool
         at_border = self._decode.sequences_at_border()
@@ -145,7 +145,7 @@ class Scheduler:
         return preempted
 
     def _continue_prefills(self, chunks: list[ScheduledSequence], budget: int) -> int:
-        """Schedules the next chunks of admitted sequences, by rank. Returns the budget that is left."""
+        """Schedule the next chunks of admitted sequences, by rank. Return the budget that is left."""
         for seq in sorted(self._prefill.sequences, key=self._policy.rank):
             if budget == 0:
                 break
@@ -158,7 +158,7 @@ class Scheduler:
         return budget
 
     def _admit(self, chunks: list[ScheduledSequence], budget: int) -> None:
-        """Admits waiting groups in order, until one does not fit: nothing is admitted that could not be computed to its
+        """Admit waiting groups in order, until one does not fit: nothing is admitted that could not be computed to its
         end, with some room left for the others to grow. One whose next block another is computing waits for it: they
         share it a step later."""
         prefill, next_block = self._prefill, self._cache.next_block
@@ -197,7 +197,7 @@ class Scheduler:
         return num_wanted_blocks + self._prefill.num_reserved_blocks(num_running) <= self._cache.pool.num_free
 
     def _split_waiting(self) -> None:
-        """Takes the last member out of the next group, which does not even fit alone."""
+        """Take the last member out of the next group, which does not even fit alone."""
         group = self._waiting.pop()
         self._waiting.push(group.split())
         self._waiting.push(group)
@@ -208,7 +208,7 @@ class Scheduler:
         return sorted(groups.values(), key=lambda group: self._policy.rank(group.members[0]))
 
     def _preempt_last(self, by_rank: list[SequenceGroup]) -> None:
-        """Preempts the last of these groups, or where only one is left, one member of it."""
+        """Preempt the last of these groups, or where only one is left, one member of it."""
         group = by_rank.pop()
         if not by_rank and len(group.members) > 1:
             by_rank.append(group)
@@ -216,7 +216,7 @@ class Scheduler:
         self._preempt(group)
 
     def _preempt(self, group: SequenceGroup) -> None:
-        """Takes a running group's blocks; it keeps its tokens, waits by its rank and is computed again."""
+        """Take a running group's blocks; it keeps its tokens, waits by its rank and is computed again."""
         group.followers.clear()
         for seq in group.members:
             self._cache.free(seq)

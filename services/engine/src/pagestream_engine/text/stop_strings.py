@@ -29,7 +29,7 @@ class StopStringMatcher:
         self._held = ""
 
     def push(self, text: str) -> StopMatch:
-        """Takes the next piece of text."""
+        """Take the next piece of text."""
         text = self._held + text
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:

@@ -71,7 +71,7 @@ class NativeKernels:
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Adds `x` to `residual` in place, and returns the norm of the sum; (rows, dim) contiguous."""
+        """Add `x` to `residual` in place, and return the norm of the sum; (rows, dim) contiguous."""
         rows, dim = x.shape
         out = torch.empty_like(x)
         self._rms_norm(
@@ -106,7 +106,7 @@ class NativeKernels:
         cos_sin: Tensor,
         cache: PagedLayer,
     ) -> None:
-        """Rotates `query` in place, and writes the rotated key and the value to their slots.
+        """Rotate `query` in place, and write the rotated key and the value to their slots.
 
         Args:
             query: (tokens, heads, head_dim), a token's heads contiguous; `key` and `value` likewise.
