@@ -1,4 +1,4 @@
-"""Gateways over a real Redis, with an engine whose answers are made up."""
+"""Gateways over a real Redis, with a synthetic engine."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -12,39 +12,39 @@ from support.engines.synthetic_engine import SyntheticEngine, running_engine
 
 @pytest.fixture
 async def engine(redis_url: str) -> AsyncIterator[SyntheticEngine]:
-    """An engine that runs."""
+    """Run an engine."""
     async with running_engine(redis_url) as running:
         yield running
 
 
 @pytest.fixture
 def settings(redis_url: str) -> Settings:
-    """A gateway's settings on free ports."""
+    """Return a gateway's settings, on free ports."""
     return gateway_settings(redis_url)
 
 
 @pytest.fixture
 async def gateway(engine: SyntheticEngine, settings: Settings) -> AsyncIterator[Address]:
-    """A gateway that runs."""
+    """Run a gateway."""
     async with running_address(settings) as address:
         yield address
 
 
 @pytest.fixture
 async def other_gateway(engine: SyntheticEngine, settings: Settings) -> AsyncIterator[Address]:
-    """A second gateway on the same Redis."""
+    """Run a second gateway on the same Redis."""
     async with running_address(settings) as address:
         yield address
 
 
 @pytest.fixture
 async def http(gateway: Address) -> AsyncIterator[httpx.AsyncClient]:
-    """An HTTP client of the gateway."""
+    """Open an HTTP client of the gateway."""
     async with httpx.AsyncClient(base_url=gateway.url, timeout=20.0) as client:
         yield client
 
 
 @pytest.fixture
 def another() -> Callable[[Settings], AbstractAsyncContextManager[Address]]:
-    """Starts further gateways with settings of their own."""
+    """Return what runs further gateways with settings of their own."""
     return running_address

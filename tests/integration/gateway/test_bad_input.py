@@ -1,4 +1,4 @@
-"""Whatever a caller sends, the answer names what is wrong, and the gateway serves the next request."""
+"""Wrong requests: the answer names what is wrong, and the gateway serves the next request."""
 
 import json
 import threading

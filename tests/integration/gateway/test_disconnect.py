@@ -1,4 +1,4 @@
-"""What becomes of a request whose client leaves."""
+"""Clients that leave: cancellation after the grace, `on_disconnect`, and resuming in time."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -33,7 +33,7 @@ async def state(client: httpx.AsyncClient, request_id: str) -> tuple[str, str | 
 
 
 async def leave_after_two_tokens(address: Address, **fields: Any) -> str:
-    """Streams two tokens, then closes the connection; the request id."""
+    """Stream two tokens, close the connection, and return the request id."""
     async with (
         httpx.AsyncClient(base_url=address.url) as client,
         client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True, **fields}) as response,
@@ -44,9 +44,7 @@ async def leave_after_two_tokens(address: Address, **fields: Any) -> str:
         return response.headers["X-Request-Id"]
 
 
-async def test_a_request_that_nobody_reads_is_cancelled_after_the_grace(
-    engine: SyntheticEngine, redis_url: str
-) -> None:
+async def test_a_request_without_a_reader_is_cancelled_after_the_grace(engine: SyntheticEngine, redis_url: str) -> None:
     engine.hold_at = 2
     async with running_address(gateway_settings(redis_url, grace_s=0.3)) as address:
         request_id = await leave_after_two_tokens(address)

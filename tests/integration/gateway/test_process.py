@@ -1,4 +1,4 @@
-"""The gateway as a process."""
+"""The gateway as a process: its start, its exit statuses, its stop."""
 
 import asyncio
 import json
@@ -30,14 +30,14 @@ def process(*flags: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def failure(*flags: str) -> tuple[int, str]:
-    """Exit status and last words of a process that can't start."""
+    """Return exit status and standard error of a process that can't start."""
     with process(*flags) as running:
         _, said = running.communicate(timeout=LIMIT_S)
         return running.returncode, said
 
 
 def serving(running: subprocess.Popen[str]) -> dict[str, object]:
-    """The log record that tells the ports."""
+    """Return the log record that holds the ports."""
     if running.stderr is None:
         raise AssertionError("stderr is a pipe")
     for line in running.stderr:

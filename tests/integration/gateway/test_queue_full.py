@@ -1,4 +1,4 @@
-"""A queue over its bounds: a clear refusal with a time to come back, over both APIs, and room for others."""
+"""A full queue: a refusal with a retry delay over both APIs, and room for other tenants."""
 
 import asyncio
 import hashlib
@@ -20,7 +20,7 @@ BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 2, "on_disconnect": "co
 
 @pytest.fixture
 async def narrow(redis_url: str, tmp_path: Path) -> AsyncIterator[Address]:
-    """A gateway whose queue takes four requests, three of one tenant, and that no engine empties."""
+    """Run a gateway whose queue takes four requests, three of one tenant, and that no engine empties."""
     async with await Broker.connect(redis_url) as broker:
         await broker.publish_model(synthetic_card(), partitions=1)
     keys = tmp_path / "keys"
@@ -32,7 +32,7 @@ async def narrow(redis_url: str, tmp_path: Path) -> AsyncIterator[Address]:
 
 
 async def fill(client: httpx.AsyncClient, count: int) -> list[asyncio.Task[httpx.Response]]:
-    """Requests that stay queued."""
+    """Submit requests that stay queued."""
     tasks = [asyncio.create_task(client.post("/v1/completions", json=BODY)) for _ in range(count)]
 
     async def all_are_open() -> bool:
@@ -42,7 +42,7 @@ async def fill(client: httpx.AsyncClient, count: int) -> list[asyncio.Task[httpx
     return tasks
 
 
-async def test_a_full_queue_says_when_to_come_back(narrow: Address) -> None:
+async def test_a_full_queue_answers_with_a_retry_delay(narrow: Address) -> None:
     headers = {"Authorization": "Bearer a"}
     async with httpx.AsyncClient(base_url=narrow.url, headers=headers, timeout=30) as client:
         tasks = await fill(client, 3)

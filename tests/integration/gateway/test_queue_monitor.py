@@ -1,4 +1,4 @@
-"""The queue's gauges: true while Redis answers, absent while it doesn't."""
+"""The queue's gauges: current while Redis answers, absent while it doesn't."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from pagestream_telemetry.instruments import Registry
 from support.protocol.token_streams import MODEL, card, spec, worker
 
 
-def told(registry: Registry) -> dict[tuple[str, ...], float]:
-    """Every gauge: its name and attribute values, without the model."""
+def gauges(registry: Registry) -> dict[tuple[str, ...], float]:
+    """Return every gauge's value by its name and attribute values, without the model."""
     return {
         (family.metric.name.removeprefix("pagestream.queue."), *list(point.attributes.values())[1:]): point.value
         for family in registry.collect()
@@ -18,32 +18,32 @@ def told(registry: Registry) -> dict[tuple[str, ...], float]:
     }
 
 
-async def test_figures_follow_the_queue(redis_url: str) -> None:
+async def test_gauges_follow_the_queue(redis_url: str) -> None:
     registry = Registry()
     async with await Broker.connect(redis_url) as broker:
         monitor = QueueMonitor(broker, registry)
         await monitor.refresh(0)
-        assert told(registry) == {}, "no model is known"
+        assert gauges(registry) == {}, "no model is known"
         await broker.publish_model(card(MODEL), partitions=2)
         async with GatewaySession(broker) as gateway, worker(broker) as engine:
             await gateway.accept(spec(prompt=range(4)))
             await gateway.accept(spec(prompt=range(6), partition=1, priority=1))
             await monitor.refresh(0)
-            figures = told(registry)
+            figures = gauges(registry)
             assert (figures["depth", "0", "0"], figures["depth", "1", "1"]) == (1, 1)
             assert figures["depth", "0", "resume"] == figures["depth", "1", "resume"] == 0
             assert (figures["tokens",], figures["running",], figures["drain_rate",]) == (10, 0, 0)
             assert 0 <= figures["age", "1", "1"] < 30
             await engine.claim(2)
             await monitor.refresh(3600)
-            assert told(registry) == figures, "somebody has looked in the last hour"
+            assert gauges(registry) == figures, "the queue was read in the last hour"
             await monitor.refresh(0)
-            figures = told(registry)
+            figures = gauges(registry)
             assert (figures["tokens",], figures["running",], figures["depth", "0", "0"]) == (0, 2, 0)
             assert 0 < figures["drain_rate",] <= 10
 
 
-async def test_without_redis_nothing_is_told(tmp_path: Path) -> None:
+async def test_without_redis_nothing_is_exported(tmp_path: Path) -> None:
     registry, server = Registry(), EmbeddedRedis(tmp_path)
     await server.start()
     try:
@@ -52,9 +52,9 @@ async def test_without_redis_nothing_is_told(tmp_path: Path) -> None:
             await broker.publish_model(card(MODEL), partitions=1)
             monitor = QueueMonitor(broker, registry)
             await monitor.refresh(0)
-            assert ("running",) in told(registry)
+            assert ("running",) in gauges(registry)
             await server.stop()
             await monitor.refresh(0)
-            assert told(registry) == {}
+            assert gauges(registry) == {}
     finally:
         await server.stop()

@@ -1,4 +1,4 @@
-"""Redis away: new requests hear so quickly, those that run go on when it is back."""
+"""Redis away: new requests are refused quickly, accepted ones go on when it is back."""
 
 import asyncio
 from typing import Any

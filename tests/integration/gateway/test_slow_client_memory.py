@@ -1,4 +1,4 @@
-"""Clients that stop reading: what they have not read stays in Redis, not in the gateway, and nobody waits for them."""
+"""Clients that stop reading: what they have not read stays in Redis, not in the gateway, and delays no other client."""
 
 import asyncio
 import itertools
@@ -28,18 +28,18 @@ TOKEN_BYTES = 1000  # of a token's text: as much as its twenty likeliest alterna
 NUM_STEPS = 160
 MB = 1_000_000
 BOUND = 16 * MB
-"""Of the gateway's growth. Measured: 9 MB; 63 MB where buffers have no bound, 41 MB where what waits in them keeps the
-whole wake-ups that it came in."""
+"""Bytes that the gateway may grow. Measured: 9 MB; 63 MB where buffers have no bound, 41 MB where entries that wait in
+them keep the whole wake-ups that they came in."""
 HOLE_S = 2.0  # in what quick clients get; at most 0.3 s were measured, on busy cores
 
 
 def token_text(index: int) -> str:
-    """No two tokens of a log are alike."""
+    """Return the text of a token; no two of a log are alike."""
     return f"{index} ".ljust(TOKEN_BYTES, ".")
 
 
 class Client(ABC):
-    """Reads one answer, as much of it as it is told to. Its prompt is its number."""
+    """Reads one answer in steps. Its prompt is its number."""
 
     def __init__(self, gateway: Gateway, number: int, tokens_a_step: int) -> None:
         self.gateway = gateway
@@ -51,19 +51,19 @@ class Client(ABC):
 
     @abstractmethod
     async def open(self) -> None:
-        """Asks, and reads that the request was accepted."""
+        """Send the request, and wait until it is accepted."""
 
     @abstractmethod
     async def more(self) -> bool:
-        """Reads on; whether there may be more."""
+        """Read on; return whether there may be more."""
 
     async def reach(self, num_tokens: int) -> None:
-        """Reads until so many tokens have come."""
+        """Read until so many tokens have come."""
         while self._num_bytes < num_tokens * TOKEN_BYTES:
             assert await self.more()
 
     async def rest(self) -> None:
-        """Reads to the end, and checks that every token came once and in order."""
+        """Read to the end, and check that every token came once and in order."""
         while await self.more():
             pass
         assert "".join(self.texts) == "".join(map(token_text, range(self.num_tokens)))
@@ -74,7 +74,7 @@ class Client(ABC):
 
 
 class SseClient(Client):
-    """Server-sent events on a socket with the least room of its own."""
+    """Reads server-sent events from a socket with the smallest receive buffer."""
 
     async def open(self) -> None:
         self._loop, self._unparsed = asyncio.get_running_loop(), b""
@@ -105,7 +105,7 @@ class SseClient(Client):
 
 
 class GrpcClient(Client):
-    """gRPC with the least window, on a connection of its own."""
+    """Reads gRPC with the smallest window, on a connection of its own."""
 
     async def open(self) -> None:
         options = (("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
@@ -136,7 +136,7 @@ class Log:
     digest: str = ""
 
     def append(self, entries: Sequence[LogEntry]) -> Append:
-        """What puts these behind what is there."""
+        """Return an append of these entries after what is there."""
         chained, claim = digests.chained(self.digest, entries), self.claim
         append = Append(claim.request_id, claim.epoch, claim.nonce, self.length, chained, previous_digest=self.digest)
         self.length, self.digest = self.length + len(chained), chained[-1].digest
@@ -154,7 +154,7 @@ class Log:
 
 @dataclass
 class Run:
-    """An engine that writes what it is told to, and a gateway process."""
+    """An engine that appends on command, and a gateway process."""
 
     engine: Worker
     gateway: Gateway
@@ -164,7 +164,7 @@ class Run:
         return [kind(self.gateway, next(self._numbers), tokens_a_step) for kind in kinds]
 
     async def growth(self, slow: Sequence[Client], quick: Sequence[Client]) -> int:
-        """By how many bytes the gateway grew at most while all logs were written, and only the quick ones read."""
+        """Return the most bytes that the gateway grew by while all logs were written, and only the quick ones read."""
         clients = [*slow, *quick]
         logs = await self._logs(clients)
         before, most = self._resident(), 0
@@ -178,7 +178,7 @@ class Run:
         return max(most, self._resident()) - before
 
     async def _logs(self, clients: Sequence[Client]) -> list[Log]:
-        """Of the clients' requests, once they are accepted."""
+        """Wait until the clients' requests are accepted; return their logs."""
         await asyncio.gather(*(client.open() for client in clients))
         claimed = {claim.spec.prompts[0].ids[0]: Log(claim) for claim in await self.engine.claim(len(clients))}
         return [claimed[client.number] for client in clients]

@@ -1,4 +1,4 @@
-"""A caller's trace reaches the engine in the request's record, spans or no spans; what a gateway tells of itself."""
+"""Traces that reach the engine in the request's record, with and without spans, and the gateway's own metrics."""
 
 import httpx
 import pytest
@@ -12,7 +12,7 @@ PARENT, STATE = f"00-{'a' * 32}-{'b' * 16}-01", "vendor=1"
 
 
 async def accepted(redis_url: str, request_id: str) -> RequestSpec:
-    """The record in Redis."""
+    """Read the record in Redis."""
     async with await Broker.connect(redis_url) as broker:
         return await broker.spec(request_id, "default")
 

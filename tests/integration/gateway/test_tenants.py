@@ -1,4 +1,4 @@
-"""API keys, and requests that belong to somebody else."""
+"""API keys, and requests of other tenants."""
 
 import hashlib
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What a gateway does on its own timers goes on, whatever one round met."""
+"""A gateway's periodic work goes on after a round that failed."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ from support.processes.waiting import until
 from support.protocol.token_streams import MODEL, card
 
 
-def tells(registry: Registry) -> bool:
+def has_points(registry: Registry) -> bool:
     return any(family.points for family in registry.collect())
 
 
@@ -38,10 +38,10 @@ async def watched(broker: Broker) -> AsyncIterator[Registry]:
         await timer.stop()
 
 
-async def test_figures_go_and_come_back_with_the_models(
+async def test_queue_metrics_go_and_come_back_with_the_models(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Redis is away when the names are asked for, and back without its data when the partitions are."""
+    """Redis is away when the models are read, and back without its data when their partitions are."""
     settings = StreamsSettings(directory_ttl_s=0.01)
     async with Redis.from_url(redis_url) as redis, await Broker.connect(redis_url, settings) as broker:
         await broker.publish_model(card(MODEL), partitions=1)
@@ -56,16 +56,16 @@ async def test_figures_go_and_come_back_with_the_models(
             return await execute(*command)
 
         async with watched(broker) as registry:
-            await until(lambda: tells(registry), "there are figures")
+            await until(lambda: has_points(registry), "there are metrics")
             monkeypatch.setattr(broker.connection, "execute", lose)
             await until(lost.is_set, "Redis has lost its data")
-            await until(lambda: not tells(registry), "there are none")
+            await until(lambda: not has_points(registry), "there are none")
             await broker.publish_model(card(MODEL), partitions=1)
-            await until(lambda: tells(registry), "there are figures again")
-    assert "failed" not in caplog.text, "no defect of ours"
+            await until(lambda: has_points(registry), "there are metrics again")
+    assert "failed" not in caplog.text, "a defect was logged"
 
 
-async def test_figures_do_not_outlive_a_look_that_failed(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_queue_metrics_do_not_outlive_a_read_that_failed(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     defect = asyncio.Event()
 
     async def states(broker: Broker) -> Any:
@@ -77,36 +77,34 @@ async def test_figures_do_not_outlive_a_look_that_failed(redis_url: str, monkeyp
     async with await Broker.connect(redis_url) as broker:
         await broker.publish_model(card(MODEL), partitions=1)
         async with watched(broker) as registry:
-            await until(lambda: tells(registry), "there are figures")
+            await until(lambda: has_points(registry), "there are metrics")
             defect.set()
-            await until(lambda: not tells(registry), "there are none")
+            await until(lambda: not has_points(registry), "there are none")
             defect.clear()
-            await until(lambda: tells(registry), "there are figures again")
+            await until(lambda: has_points(registry), "there are metrics again")
 
 
-async def test_health_is_told_again_after_a_round_that_failed(
-    gateway: Address, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_health_is_set_again_after_a_round_that_failed(gateway: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(_: Gateway) -> bool:
         raise KeyError(MODEL)
 
     async with grpc.aio.insecure_channel(gateway.target) as channel:
-        heard = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
 
-        async def hear(status: HealthCheckResponse.ServingStatus) -> None:
+        async def reach(status: HealthCheckResponse.ServingStatus) -> None:
             async with asyncio.timeout(30):
-                while (await heard.read()).status != status:
+                while (await watch.read()).status != status:
                     pass
 
-        await hear(HealthCheckResponse.SERVING)
+        await reach(HealthCheckResponse.SERVING)
         with monkeypatch.context() as broken:
             broken.setattr(Gateway, "is_ready", fail)
-            await hear(HealthCheckResponse.NOT_SERVING)
-        await hear(HealthCheckResponse.SERVING)
-        heard.cancel()
+            await reach(HealthCheckResponse.NOT_SERVING)
+        await reach(HealthCheckResponse.SERVING)
+        watch.cancel()
 
 
-async def test_a_certificate_is_looked_at_again_after_a_look_that_failed(
+async def test_a_certificate_is_reloaded_after_a_reload_that_failed(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refresh, looks = Certificate.refresh, list[bool]()

@@ -1,4 +1,4 @@
-"""Gateways in the test's own event loop, and what their clients see."""
+"""Gateways in the test's own event loop, and clients of their two APIs."""
 
 import json
 import subprocess
@@ -52,7 +52,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a gRPC error says."""
+    """A gRPC error with its details."""
 
     code: grpc.StatusCode
     message: str
@@ -63,7 +63,7 @@ class Refusal:
 def gateway_settings(
     redis_url: str, *, grace_s: float = 10.0, keep_alive_s: float = 15.0, keys: Path | None = None
 ) -> Settings:
-    """Free ports, and no patience at the end."""
+    """Return settings with free ports and a short drain."""
     return Settings(
         gateway=GatewaySettings(redis=redis_url, http_port=0, grpc_port=0, api_keys=keys),
         stream=StreamSettings(keep_alive_s=keep_alive_s, disconnect_grace_s=grace_s),
@@ -72,7 +72,7 @@ def gateway_settings(
 
 
 def issue_certificate(folder: Path, serial: int) -> tuple[Path, Path]:
-    """A certificate for the loopback address that signed itself, in the same two files each time."""
+    """Write a self-signed certificate for the loopback address; return its file and its key's, the same each time."""
     certificate, key = folder / "tls.crt", folder / "tls.key"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost"]
@@ -83,21 +83,21 @@ def issue_certificate(folder: Path, serial: int) -> tuple[Path, Path]:
 
 @asynccontextmanager
 async def running_address(settings: Settings) -> AsyncIterator[Address]:
-    """A gateway in this event loop."""
+    """Run a gateway in this event loop."""
     async with running_gateway(settings) as ports:
         yield Address(ports.http, ports.grpc)
 
 
 @asynccontextmanager
 async def grpc_stub(address: Address, *, key: str | None = None) -> AsyncIterator[InferenceStub]:
-    """A stub; with a key, its calls carry it."""
+    """Open a stub; with a key, its calls carry it."""
     interceptors = [] if key is None else [_BearerStream(key), _BearerUnary(key)]
     async with grpc.aio.insecure_channel(address.target, interceptors=interceptors) as channel:
         yield InferenceStub(channel)
 
 
 def refusal(error: grpc.aio.AioRpcError) -> Refusal:
-    """The status with its details."""
+    """Return an error's status with its details."""
     fields: list[str] = []
     retry_after_s = None
     for key, value in error.trailing_metadata() or ():
@@ -113,7 +113,7 @@ def refusal(error: grpc.aio.AioRpcError) -> Refusal:
 
 
 async def sse_events(response: httpx.Response) -> AsyncIterator[Event]:
-    """The events of an answer; comments are left out."""
+    """Yield the events of an answer, without comments."""
     event_id = data = ""
     async for line in response.aiter_lines():
         if line.startswith("id:"):
@@ -126,7 +126,7 @@ async def sse_events(response: httpx.Response) -> AsyncIterator[Event]:
 
 
 async def post_events(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[str, list[Event]]:
-    """The request id and all events of a streamed answer."""
+    """Return the request id and all events of a streamed answer."""
     async with client.stream("POST", path, json={**body, "stream": True}) as response:
         if response.status_code != httpx.codes.OK:
             raise AssertionError(f"{response.status_code}: {(await response.aread()).decode()}")
@@ -136,7 +136,7 @@ async def post_events(client: httpx.AsyncClient, path: str, body: dict[str, Any]
 async def get_events(
     client: httpx.AsyncClient, request_id: str, *, after: str | None = None, query: str = ""
 ) -> list[Event]:
-    """All events of a resumed answer."""
+    """Return all events of a resumed answer."""
     headers = {} if after is None else {"Last-Event-ID": after}
     async with client.stream("GET", f"/v1/requests/{request_id}/events{query}", headers=headers) as response:
         if response.status_code != httpx.codes.OK:
@@ -145,7 +145,7 @@ async def get_events(
 
 
 def chat_text(events: Sequence[Event], choice: int = 0) -> str:
-    """What a choice of a streamed chat says."""
+    """Return the text of one choice of a streamed chat."""
     bodies = [event.body for event in events if event.data != "[DONE]"]
     return "".join(
         each["delta"].get("content") or "" for body in bodies for each in body["choices"] if each["index"] == choice
@@ -174,7 +174,7 @@ def _with_key(details: Any, key: str) -> Any:
 
 
 async def lose(redis_url: str, request_id: str) -> None:
-    """What is left of a request when Redis lost its last second."""
+    """Delete all keys of a request, as a Redis that lost its last second would."""
     async with Redis.from_url(redis_url) as redis:
         keys = [key async for key in redis.scan_iter(f"*{request_id}*")]
         assert keys

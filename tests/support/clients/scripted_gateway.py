@@ -1,4 +1,4 @@
-"""A small HTTP server that speaks a gateway's streaming protocol and breaks off where a test wants it to."""
+"""An HTTP server with a gateway's streaming protocol, which cuts connections where a test asks for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMMENT_S = 0.05
 
 @dataclass(frozen=True)
 class Call:
-    """A request as it came."""
+    """A request that was received."""
 
     method: str
     path: str
@@ -29,11 +29,10 @@ class ScriptedGateway:
 
     tokens: list[str] = field(default_factory=lambda: ["Once", " upon", " a", " time"])
     breaks: list[int | float | str] = field(default_factory=list)
-    """What befalls connections in turn: a number of events after which it is cut, seconds (a float) of comments after
-    which it is cut, or the code of an error event that is sent instead of the first event; connections beyond the list
-    live."""
+    """How each connection in turn ends: cut after a number of events (int), cut after seconds of comments (float), or
+    with an error event of this code (str). Connections beyond the list run to their end."""
     refusals: list[tuple[int, str]] = field(default_factory=list)
-    """Status and message for the first requests."""
+    """Status and message of the answers to the first requests."""
     models: list[str] = field(default_factory=lambda: ["demo"])
     calls: list[Call] = field(default_factory=list)
     url: str = ""
@@ -70,23 +69,23 @@ class ScriptedGateway:
             writer.close()
 
     async def _stream(self, call: Call, writer: asyncio.StreamWriter) -> None:
-        fate = self.breaks.pop(0) if self.breaks else None
+        ending = self.breaks.pop(0) if self.breaks else None
         more = f"Transfer-Encoding: chunked\r\nX-Request-Id: {REQUEST_ID}\r\n\r\n"
         writer.write(HEAD.format(status="200 OK", kind="text/event-stream", more=more).encode())
         _chunk(writer, ": accepted\n\n")
-        if isinstance(fate, str):
-            _chunk(writer, _event(_start(call), {"error": {"message": "later", "code": fate}}))
+        if isinstance(ending, str):
+            _chunk(writer, _event(_start(call), {"error": {"message": "later", "code": ending}}))
             return
-        if isinstance(fate, float):
-            for _ in range(max(1, round(fate / _COMMENT_S))):
+        if isinstance(ending, float):
+            for _ in range(max(1, round(ending / _COMMENT_S))):
                 await asyncio.sleep(_COMMENT_S)
                 _chunk(writer, ": keep-alive\n\n")
-            fate = 0
+            ending = 0
         events = [_event(i + 1, self._body(call, i)) for i in range(_start(call), len(self.tokens) + 2)]
-        for event in events if fate is None else events[:fate]:
+        for event in events if ending is None else events[:ending]:
             _chunk(writer, event)
             await writer.drain()
-        if fate is not None:
+        if ending is not None:
             writer.transport.abort()
             return
         _chunk(writer, f"id: {REQUEST_ID}/{len(self.tokens) + 2}/d\ndata: [DONE]\n\n")

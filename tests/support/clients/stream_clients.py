@@ -1,4 +1,4 @@
-"""Clients that read a stream to its end, come back when their connection dies, and check what they are told."""
+"""Clients that read a stream to its end, resume it after lost connections, and check that it is contiguous."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ class StreamBrokenError(AssertionError):
 
 @dataclass
 class Outcome:
-    """What a client saw of one request, from its first to its last token."""
+    """All that a client received of one request."""
 
     request_id: str = ""
     token_ids: dict[int, list[int]] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all choices so far."""
+        """Number of tokens of all choices so far."""
         return sum(len(tokens) for tokens in self.token_ids.values())
 
     def content(self) -> tuple[object, ...]:
@@ -45,7 +45,7 @@ class Outcome:
 
 
 class GrpcReader:
-    """Reads one generation over gRPC; goes on by Resume at the next gateway after a lost connection."""
+    """Reads one generation over gRPC; after a lost connection it calls Resume at the next gateway."""
 
     def __init__(self, targets: Sequence[str]) -> None:
         self._targets = targets
@@ -110,7 +110,7 @@ class Event:
 
 
 class SseReader:
-    """Reads one chat completion as server-sent events; comes back with Last-Event-ID at the next gateway."""
+    """Reads one chat completion as server-sent events; resumes with Last-Event-ID at the next gateway."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = urls

@@ -37,7 +37,7 @@ def test_both_forms(error: Exception, http_status: int, grpc_status: grpc.Status
     assert "secret" not in report.message
 
 
-def test_what_is_full_tells_when_to_come_back() -> None:
+def test_what_is_full_has_a_retry_delay() -> None:
     full = streams.QueueFull(limit="requests", bound=1, queued=1, retry_after_s=2.5)
     assert error_report(full).retry_after_s == error_report(errors.Overloaded("x", 2.5)).retry_after_s == 2.5
     assert error_report(errors.InvalidRequest("n", "x")).retry_after_s is None

@@ -37,7 +37,7 @@ def test_lines_and_json(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("", "no key"),
         ("secret tenant", ":1: expected the 64 hexadecimal"),
@@ -48,12 +48,12 @@ def test_lines_and_json(tmp_path: Path, text: str) -> None:
         ('{"x": 5}', "must be an object"),
     ],
 )
-def test_what_is_wrong_is_told(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_file_is_refused_with_its_place(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(SettingsError, match="--api-keys") as caught:
         read_key_file(path)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
     assert "secret" not in str(caught.value)
 
 

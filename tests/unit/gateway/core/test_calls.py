@@ -1,4 +1,4 @@
-"""What is measured of a call, by a tracer that keeps what it is told."""
+"""Metrics and spans of calls, with a tracer that keeps its spans in memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -65,8 +65,8 @@ class KeepingTracer:
 
 
 @dataclass
-class Desk:
-    """Where calls come in."""
+class RecordedCalls:
+    """A factory of calls whose metrics and spans can be read."""
 
     registry: Registry = field(default_factory=Registry)
     tracer: KeepingTracer = field(default_factory=KeepingTracer)
@@ -78,7 +78,7 @@ class Desk:
         return self.calls.begin("api", operation, headers or {})
 
     def count(self, name: str, **attributes: str) -> float:
-        """A number, or how many a histogram has counted."""
+        """Return a number's value, or the count of a histogram."""
         points = [
             point
             for family in self.registry.collect()
@@ -90,14 +90,14 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Desk:
+def recorded() -> RecordedCalls:
     set_trace(NO_TRACE)
-    return Desk()
+    return RecordedCalls()
 
 
-async def test_a_call_that_is_answered(desk: Desk) -> None:
-    call = desk.begin(headers={"traceparent": PARENT, "tracestate": "v=1"})
-    [span] = desk.tracer.spans
+async def test_a_call_that_is_answered(recorded: RecordedCalls) -> None:
+    call = recorded.begin(headers={"traceparent": PARENT, "tracestate": "v=1"})
+    [span] = recorded.tracer.spans
     assert (span.parent, span.kind) == (TraceContext(PARENT, "v=1"), SpanKind.SERVER)
     assert call.context == span.context == current_trace(), "records of the task's log name the span"
     call.accepted(SPEC)
@@ -109,53 +109,53 @@ async def test_a_call_that_is_answered(desk: Desk) -> None:
     assert span.attributes["gen_ai.usage.output_tokens"] == 4
     assert span.attributes["pagestream.request.id"] == "r"
     named = {"gen_ai.request.model": "demo", "gen_ai.operation.name": "chat"}
-    assert desk.count("gen_ai.server.time_to_first_token", **named) == 1
-    assert desk.count("gen_ai.server.time_per_output_token", **named) == 1
-    assert desk.count("gen_ai.server.request.duration", **named) == 1
-    assert desk.count("pagestream.inter_token_latency") == 2, "between arrivals that have tokens"
-    assert desk.count("pagestream.gateway.tokens") == 4
-    assert desk.count("pagestream.gateway.requests", api="api", outcome="ok") == 1
-    assert desk.count("pagestream.errors") == desk.count("pagestream.cancellations") == 0
+    assert recorded.count("gen_ai.server.time_to_first_token", **named) == 1
+    assert recorded.count("gen_ai.server.time_per_output_token", **named) == 1
+    assert recorded.count("gen_ai.server.request.duration", **named) == 1
+    assert recorded.count("pagestream.inter_token_latency") == 2, "between arrivals that have tokens"
+    assert recorded.count("pagestream.gateway.tokens") == 4
+    assert recorded.count("pagestream.gateway.requests", api="api", outcome="ok") == 1
+    assert recorded.count("pagestream.errors") == recorded.count("pagestream.cancellations") == 0
 
 
 @pytest.mark.parametrize(
     ("outcome", "errors", "cancellations"), [("queue_full", 1, 0), (DISCONNECTED, 0, 1), ("internal_error", 1, 0)]
 )
-async def test_a_call_that_is_not(desk: Desk, outcome: str, errors: int, cancellations: int) -> None:
-    call = desk.begin()
+async def test_a_call_that_is_not(recorded: RecordedCalls, outcome: str, errors: int, cancellations: int) -> None:
+    call = recorded.begin()
     call.end(outcome)
     call.end(OK)
-    [span] = desk.tracer.spans
+    [span] = recorded.tracer.spans
     assert (span.parent, span.failed, span.ends) == (NO_TRACE, outcome, 1)
-    assert desk.count("pagestream.errors", **{"error.type": outcome}) == errors
-    assert desk.count("pagestream.cancellations") == cancellations
-    assert desk.count("gen_ai.server.request.duration", **{"error.type": outcome}) == 1
-    assert desk.count("gen_ai.server.time_to_first_token") == 0
-    assert desk.count("pagestream.gateway.requests") == 1
+    assert recorded.count("pagestream.errors", **{"error.type": outcome}) == errors
+    assert recorded.count("pagestream.cancellations") == cancellations
+    assert recorded.count("gen_ai.server.request.duration", **{"error.type": outcome}) == 1
+    assert recorded.count("gen_ai.server.time_to_first_token") == 0
+    assert recorded.count("pagestream.gateway.requests") == 1
 
 
 @pytest.mark.parametrize(("headers", "trace_id"), [({}, "c" * 32), ({"traceparent": PARENT}, "a" * 32)])
 async def test_a_stream_that_goes_on_belongs_to_its_requests_trace(
-    desk: Desk, headers: Mapping[str, str], trace_id: str
+    recorded: RecordedCalls, headers: Mapping[str, str], trace_id: str
 ) -> None:
-    call = desk.begin(RESUME, headers)
-    assert desk.tracer.spans == []
+    call = recorded.begin(RESUME, headers)
+    assert recorded.tracer.spans == []
     spec = RequestSpec()
     spec.CopyFrom(SPEC)
     spec.traceparent = OF_THE_REQUEST
     call.resumed(spec)
     call.tokens(3)
     call.end(OK)
-    [span] = desk.tracer.spans
+    [span] = recorded.tracer.spans
     assert (span.context.trace_id, span.ends) == (trace_id, 1)
-    assert desk.count("gen_ai.server.time_to_first_token") == desk.count("gen_ai.server.request.duration") == 0
-    assert desk.count("pagestream.gateway.tokens") == 3
+    assert recorded.count("gen_ai.server.time_to_first_token") == recorded.count("gen_ai.server.request.duration") == 0
+    assert recorded.count("pagestream.gateway.tokens") == 3
 
 
-async def test_a_call_that_generates_nothing_has_no_span(desk: Desk) -> None:
-    call = desk.begin("", {"traceparent": PARENT})
+async def test_a_call_that_generates_nothing_has_no_span(recorded: RecordedCalls) -> None:
+    call = recorded.begin("", {"traceparent": PARENT})
     assert call.context == TraceContext(PARENT)
     call.end("request_not_found")
-    assert desk.tracer.spans == []
-    assert desk.count("pagestream.errors") == desk.count("pagestream.gateway.requests") == 1
-    assert desk.count("gen_ai.server.request.duration") == 0
+    assert recorded.tracer.spans == []
+    assert recorded.count("pagestream.errors") == recorded.count("pagestream.gateway.requests") == 1
+    assert recorded.count("gen_ai.server.request.duration") == 0

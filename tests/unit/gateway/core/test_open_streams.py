@@ -24,7 +24,7 @@ async def test_streams_that_end_in_time_are_left_alone() -> None:
     assert await writing == "finished"
 
 
-async def test_the_others_are_told() -> None:
+async def test_the_others_end_with_gateway_stopping() -> None:
     metrics = Metrics(Registry())
     streams = OpenStreams(metrics)
     writing = asyncio.create_task(hold(streams, asyncio.Event()))

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 
 class SkippingSelector(selectors.SelectSelector):
-    """Waits for nothing and notes how long it should have."""
+    """Returns at once, and adds up the time that it should have waited."""
 
     skipped_s = 0.0
 
@@ -36,7 +36,7 @@ class SkippingLoop(asyncio.SelectorEventLoop):
 
 
 class Talk(EventStream):
-    """Says something 10 s after its beginning, and at 100 s."""
+    """Sends text 10 s after its beginning, and at 100 s."""
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         await self._start(send)
