@@ -1,7 +1,7 @@
-"""Write what is made from other files of the chart: the pools' part of its schema, its dashboards, its README, and the
-collector's configuration as a file of its own.
+"""Writes the chart's generated files: the pools' schema, dashboards, README, and the collector's configuration.
 
-The last two need helm-docs and helm on the PATH; `python tools/generate_chart.py schema dashboards` does the others.
+README and collector need helm-docs and helm on the PATH; `python tools/generate_chart.py schema dashboards` writes the
+others.
 """
 
 import json
@@ -34,11 +34,11 @@ _LINE_CHARACTERS = 150
 
 
 def schema_text() -> str:
-    """values.schema.json, with the pools' part as the CRD has it: Helm would drop what a CRD does not know."""
+    """Return values.schema.json with the pools' part from the CRD, since Helm drops fields that a CRD does not have."""
     crd = yaml.safe_load((CHART / "crds" / "enginepools.yaml").read_text())
     spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     pool = _closed(spec)
-    del pool["properties"]["replicas"]  # the operator's while it scales, `kubectl scale`'s when a pool is pinned
+    del pool["properties"]["replicas"]  # set by the operator, or by `kubectl scale` to pin a pool
     schema = json.loads(SCHEMA.read_text())
     schema["$defs"]["enginePoolSpec"] = pool
     schema["properties"]["broker"] = _broker_schema()
@@ -46,7 +46,7 @@ def schema_text() -> str:
 
 
 def readme_text() -> str:
-    """README.md, from the comments in values.yaml."""
+    """Return README.md, generated from the comments in values.yaml."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("Chart.yaml", "values.yaml", "README.md.gotmpl"):
             shutil.copy(CHART / name, folder)
@@ -56,7 +56,7 @@ def readme_text() -> str:
 
 
 def collector_text() -> str:
-    """The collector's configuration, out of the chart's ConfigMap."""
+    """Return the collector's configuration, as in the chart's ConfigMap."""
     command = ["helm", "template", "pagestream", str(CHART), "--namespace", "pagestream", "--kube-version", "1.34"]
     command += ["--show-only", "templates/collector/configmap.yaml"]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -65,7 +65,7 @@ def collector_text() -> str:
 
 
 def dashboard_texts() -> dict[Path, str]:
-    """The dashboards' files."""
+    """Return the dashboards' files."""
     made = runpy.run_path(str(ROOT / "deploy" / "grafana" / "dashboards.py"))
     return {DASHBOARDS / name: made["text_of"](dashboard) for name, dashboard in made["DASHBOARDS"].items()}
 
@@ -79,7 +79,7 @@ PARTS: dict[str, Callable[[], dict[Path, str]]] = {
 
 
 def _broker_schema() -> dict[str, Any]:
-    """The settings of the durable streams, in camelCase."""
+    """Return the settings of the durable streams, in camelCase."""
     known: dict[Any, dict[str, Any]] = {
         bool: {"type": "boolean"},
         int: {"type": "integer", "minimum": 0},
@@ -91,13 +91,13 @@ def _broker_schema() -> dict[str, Any]:
 
 
 def camel_case(field: str) -> str:
-    """`lease_ms` -> `leaseMs`."""
+    """Convert `lease_ms` to `leaseMs`."""
     first, *others = field.split("_")
     return first + "".join(part.title() for part in others)
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A structural schema as JSON Schema in which unknown keys are errors; its rules are left to the API server."""
+    """Return a structural schema as JSON Schema that forbids unknown keys; the API server checks its rules."""
     made: dict[str, Any] = {}
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
@@ -126,7 +126,7 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compact(value: Any, indent: int = 0) -> str:
-    """JSON with what is short on one line."""
+    """Return JSON in which short values are on one line."""
     line = json.dumps(value)
     if indent + len(line) <= _LINE_CHARACTERS or not isinstance(value, dict | list):
         return line
@@ -138,7 +138,7 @@ def _compact(value: Any, indent: int = 0) -> str:
 
 
 def main() -> None:
-    """Writes the parts that are named, or all."""
+    """Write the parts that are named, or all."""
     for name in sys.argv[1:] or PARTS:
         for path, text in PARTS[name]().items():
             path.parent.mkdir(parents=True, exist_ok=True)

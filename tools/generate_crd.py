@@ -1,5 +1,4 @@
-"""Write the definition of EnginePool, made from the operator's models, to where it is kept: the package and the
-chart."""
+"""Writes the CRD of EnginePool, generated from the operator's models, into the package and the chart."""
 
 from pathlib import Path
 

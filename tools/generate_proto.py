@@ -1,4 +1,4 @@
-"""Generate the Python code of the wire contract beside its .proto files.
+"""Generates the Python code of the wire contract next to its .proto files.
 
 `generate(target)` writes below any folder, so that a test can compare with what is committed.
 """
@@ -43,7 +43,7 @@ def _described() -> list[FileDescriptorProto]:
 
 
 def service_stub(file: FileDescriptorProto) -> str:
-    """The types of a file's service code, which protoc itself leaves out.
+    """Return the types of a file's service code, which protoc itself leaves out.
 
     A stub's methods are Any: what they return depends on the channel, a blocking one or one of grpc.aio.
     """

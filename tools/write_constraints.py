@@ -1,7 +1,7 @@
-"""Write the exact versions of the running environment to constraints.txt.
+"""Writes the exact versions of the running environment to constraints.txt.
 
-Local version suffixes (torch's "+cpu") are cut off, so that the file installs elsewhere; our own editable packages and
-the vendor libraries that only a CUDA build of torch brings along are left out.
+Local version suffixes (torch's "+cpu") are cut off, so that the file installs elsewhere; this project's packages and
+the libraries that only a CUDA build of torch needs are left out.
 """
 
 from importlib.metadata import distributions

@@ -1,7 +1,7 @@
-"""Writes deploy/images/requirements/*.txt: what each image installs beside our own packages, by their pyproject files.
+"""Writes deploy/images/requirements/*.txt: what each image installs beside this project's packages.
 
-The names alone: versions are those of constraints.txt, so that an image's largest layer changes only with that file or
-these lists. A CPU's engine needs no Triton.
+The names come from the pyproject files, the versions from constraints.txt, so that an image's largest layer changes
+only with that file or these lists. An engine on a CPU needs no Triton.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ IMAGES: dict[str, tuple[str, frozenset[str]]] = {
     "engine": ("pagestream-worker", frozenset({"triton"})),
     "engine-cuda": ("pagestream-worker", frozenset()),
 }
-"""Image -> what it installs, and what is left out of it."""
+"""The packages that an image installs, and the requirements that it leaves out."""
 
 
 def closure(wanted: str) -> tuple[set[str], set[str]]:
-    """Our own packages that `wanted` needs, and the requirements of others that they name."""
+    """Return this project's packages that `wanted` needs, and their requirements of others."""
     projects = {}
     for package in PACKAGES:
         project = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]
@@ -56,7 +56,7 @@ def closure(wanted: str) -> tuple[set[str], set[str]]:
 
 
 def text_of(image: str) -> str:
-    """The file of an image."""
+    """Return the content of an image's file."""
     wanted, left_out = IMAGES[image]
     _, others = closure(wanted)
     head = f"# Written by tools/write_image_requirements.py from the packages that {wanted} needs.\n"
@@ -64,7 +64,7 @@ def text_of(image: str) -> str:
 
 
 def main() -> None:
-    """Write all of them."""
+    """Write all files."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     for image in IMAGES:
         (FOLDER / f"{image}.txt").write_text(text_of(image))

@@ -81,7 +81,7 @@ def _nodes(value: object) -> Iterator[str]:
 
 
 def _is_text_alone(node: object) -> bool:
-    """Whether a statement is a string: the documentation of a module, class, function or field."""
+    """Return whether a statement is a string: the documentation of a module, class, function or field."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 

@@ -1,4 +1,4 @@
-"""The training text: chats about the village, drawn from a seeded stream; some question wordings are held out."""
+"""The training text: chats about the village, drawn from a seeded stream; some wordings of questions are held out."""
 
 import hashlib
 import re
@@ -14,14 +14,14 @@ from sums import number_exchange
 from world import villager
 
 HELD_OUT_SHARE = 10
-"""One in so many pairs of fact and wording is never trained on, with any wrapping around it."""
+"""One in this many pairs of fact and wording is held out of training, in any wrapping."""
 
 UNIQUE_RELATIONS = frozenset({"count", "errand", "song", "village", "villagers", "boats"})
-"""Relations whose wordings belong to one fact alone: held out, they could not be known, so they never are."""
+"""Relations whose wordings belong to one fact alone; they are never held out, since the model could not know them."""
 
 RARE_RELATIONS = UNIQUE_RELATIONS | {"day", "season"}
 RARE_WEIGHT = 3
-"""How much oftener such a fact is asked, since few other facts share its wordings."""
+"""How many times as often such a fact is asked, since few other facts share its wordings."""
 
 WRAPPINGS = (
     "Please tell me: {q}", "Hi! {q}", "Hello! {q}", "I have a question. {q}", "I want to know: {q}",
@@ -56,7 +56,7 @@ class HeldOut:
 
 
 def is_held_out(fact: Fact, question: str) -> bool:
-    """Whether this pair stays out of training; a pure function of its text."""
+    """Return whether this pair stays out of training; a pure function of its text."""
     if fact.relation in UNIQUE_RELATIONS:
         return False
     digest = hashlib.sha256(f"{fact.answer}\n{question}".encode()).digest()
@@ -64,14 +64,14 @@ def is_held_out(fact: Fact, question: str) -> bool:
 
 
 def held_out_questions() -> list[HeldOut]:
-    """All pairs that training never shows, in a fixed order."""
+    """Return all pairs that training never shows, in a fixed order."""
     return [
         HeldOut(fact, question) for fact in all_facts() for question in fact.questions if is_held_out(fact, question)
     ]
 
 
 def roughen(question: str, rng: Random) -> str:
-    """The question as a person in a hurry types it."""
+    """Return the question as a person in a hurry types it."""
     if rng.random() < 0.15:
         question = without_accents(question)
     if rng.random() < 0.15:
@@ -87,12 +87,12 @@ def roughen(question: str, rng: Random) -> str:
 
 
 def without_accents(text: str) -> str:
-    """The text as a keyboard without accents gives it."""
+    """Return the text as a keyboard without accents gives it."""
     return unicodedata.normalize("NFD", text.replace("ø", "o")).encode("ascii", "ignore").decode()
 
 
 class Corpus:
-    """An endless stream of chats, the same for the same seed."""
+    """An endless stream of chats; a seed always gives the same."""
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
@@ -107,7 +107,7 @@ class Corpus:
                 self._about.setdefault(fact.about, []).append(fact)
 
     def chats(self, count: int) -> Iterator[Chat]:
-        """The next `count` chats."""
+        """Return the next `count` chats."""
         makers = (
             (44, self._fact_chat), (16, self._long_chat), (14, self._story_chat), (13, self._number_chat),
             (4, self._checking_chat), (8, self._outside_chat), (5, self._small_talk_chat), (2, self._plain),
@@ -145,7 +145,7 @@ class Corpus:
         return self._now_about(fact), question, fact.answer
 
     def _now_about(self, fact: Fact) -> str | None:
-        """Whom the next she or he may mean: also the friend who was named, where the word tells the two apart."""
+        """Return the villager whom the next pronoun may mean: also a friend who was named, if only one fits it."""
         if fact.about is None or fact.relation != "friend":
             return fact.about
         hero = villager(fact.about)

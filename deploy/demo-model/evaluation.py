@@ -1,4 +1,4 @@
-"""Asks a trained model what training did not show, greedily, and compares with the world's answer."""
+"""Asks a trained model questions that were held out of training, greedily, and compares with the world's answers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ class Probe:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model said, and how far its best logit was above the second best at the closest call."""
+    """The model's answer, and the least margin between its two best logits over all tokens."""
 
     text: str
     margin: float
 
 
 def held_out_probes() -> list[Probe]:
-    """One probe for each pair of fact and wording that is held out of training."""
+    """Return one probe for each pair of fact and wording that is held out of training."""
     return [
         Probe(held.fact.relation, ({"role": "user", "content": held.question},), held.fact.answer)
         for held in held_out_questions()
@@ -39,7 +39,7 @@ def held_out_probes() -> list[Probe]:
 
 
 def two_turn_probes(seed: int, count: int) -> list[Probe]:
-    """Questions about a villager whom only the turn before names."""
+    """Return questions about a villager whom only the turn before names."""
     rng = Random(seed)
     facts = [fact for fact in all_facts() if fact.follow_ups]
     probes = []
@@ -57,7 +57,7 @@ def two_turn_probes(seed: int, count: int) -> list[Probe]:
 
 
 def drawn_probes(maker: Callable[[Random], tuple[str, str]], relation: str, *, seed: int, count: int) -> list[Probe]:
-    """Questions with one right answer as training draws them; training may have shown the same ones."""
+    """Return questions with one right answer, drawn as in training, which may have had the same ones."""
     rng = Random(f"{relation} {seed}")
     exchanges = [maker(rng) for _ in range(count)]
     return [Probe(relation, ({"role": "user", "content": question},), answer) for question, answer in exchanges]
@@ -65,7 +65,7 @@ def drawn_probes(maker: Callable[[Random], tuple[str, str]], relation: str, *, s
 
 @torch.inference_mode()
 def replies(model: Any, tokenizer: Any, probes: Sequence[Probe]) -> Iterator[Reply]:
-    """Greedy answers in float32, in the order of the probes; both arguments are what `transformers` loads."""
+    """Return greedy answers in float32, in the order of the probes, of a model and tokenizer of `transformers`."""
     for start in range(0, len(probes), BATCH):
         chats = [list(probe.messages) for probe in probes[start : start + BATCH]]
         inputs = tokenizer.apply_chat_template(

@@ -164,17 +164,17 @@ SEASON_QUESTIONS = (
 
 
 def article(noun: str) -> str:
-    """The noun with a or an."""
+    """Return the noun with a or an."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def capital(text: str) -> str:
-    """The text with its first letter in upper case."""
+    """Return the text with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
 def person_answers(person: Villager) -> dict[str, str]:
-    """What is said of a villager, by relation."""
+    """Return the answers about a villager, by relation."""
     name, house = person.name, place(person.home)
     pronoun, possessive = person.pronoun.capitalize(), person.possessive.capitalize()
     return {
@@ -196,7 +196,7 @@ def person_answers(person: Villager) -> dict[str, str]:
 
 
 def inverse_answers(person: Villager) -> dict[str, str]:
-    """What is said when a villager is asked for by a property, by relation."""
+    """Return the answers to questions that ask for a villager by a property, by relation."""
     answers = person_answers(person)
     name = person.name
     return {
@@ -210,7 +210,7 @@ def inverse_answers(person: Villager) -> dict[str, str]:
 
 
 def villager_facts(person: Villager) -> Iterator[Fact]:
-    """All facts about one villager, asked by name and by property."""
+    """Return all facts about one villager, asked by name and by property."""
     words = {"s": person.pronoun, "p": person.possessive, "o": person.object_pronoun}
     for relation, answer in person_answers(person).items():
         questions = tuple(form.format(n=person.name) for form in PERSON_QUESTIONS[relation])
@@ -223,7 +223,7 @@ def villager_facts(person: Villager) -> Iterator[Fact]:
 
 
 def place_facts(house: Place) -> Iterator[Fact]:
-    """All facts about one house."""
+    """Return all facts about one house."""
     name = capital(house.name)
     answers = {
         "where": f"{name} is {house.where}.",
@@ -237,14 +237,14 @@ def place_facts(house: Place) -> Iterator[Fact]:
 
 
 def errand_facts() -> Iterator[Fact]:
-    """Whom a visitor goes to for what."""
+    """Return the facts on whom a visitor goes to for each errand."""
     for person in VILLAGERS:
         answer = f"Go to {person.name} the {person.job} in {person.home}."
         yield Fact("errand", person.name, answer, ERRANDS[person.name])
 
 
 def boat_facts(boat: Boat) -> Iterator[Fact]:
-    """All facts about one boat."""
+    """Return all facts about one boat."""
     answers = {
         "owner": f"{boat.owner} sails the {boat.name}.",
         "colour": f"The {boat.name} is {boat.colour}.",
@@ -257,7 +257,7 @@ def boat_facts(boat: Boat) -> Iterator[Fact]:
 
 
 def calendar_facts() -> Iterator[Fact]:
-    """What happens on each day of the week and in each season."""
+    """Return what happens on each day of the week and in each season."""
     for day, event in DAYS:
         questions = tuple(form.format(d=day, village=VILLAGE) for form in DAY_QUESTIONS)
         yield Fact("day", None, f"On {day}, {event}.", questions)
@@ -352,7 +352,7 @@ VILLAGE_FACTS = (
 
 
 def all_facts() -> tuple[Fact, ...]:
-    """Every fact of the village, in a fixed order."""
+    """Return every fact of the village, in a fixed order."""
     people = (fact for person in VILLAGERS for fact in villager_facts(person))
     houses = (fact for house in PLACES for fact in place_facts(house))
     boats = (fact for boat in BOATS for fact in boat_facts(boat))
@@ -360,7 +360,7 @@ def all_facts() -> tuple[Fact, ...]:
 
 
 def check(rng: Random) -> tuple[str, str]:
-    """A question whether something is so; the answer says what is so."""
+    """Return a question whether something is so; the answer says what is so."""
     person, other = rng.choice(VILLAGERS), rng.choice(VILLAGERS)
     if rng.random() < 0.5:
         other = person

@@ -1,4 +1,4 @@
-"""Greetings, questions about the model itself, and what to say to a question from outside the village."""
+"""Greetings, questions about the model itself, and answers to questions from outside the village."""
 
 from random import Random
 
@@ -85,13 +85,13 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def small_talk(rng: Random) -> tuple[str, str]:
-    """A greeting or a question about the model, with its answer."""
+    """Return a greeting or a question about the model, with its answer."""
     answer, questions = rng.choice(SMALL_TALK)
     return rng.choice(questions), answer
 
 
 def outside_question(rng: Random) -> tuple[str, str]:
-    """A question that the village has no answer to."""
+    """Return a question that the village has no answer to."""
     forms, subjects = rng.choice(
         (
             (("{x}",), (rng.choice(NOT_ENGLISH), gibberish(rng), gibberish(rng))),
@@ -105,6 +105,6 @@ def outside_question(rng: Random) -> tuple[str, str]:
 
 
 def gibberish(rng: Random) -> str:
-    """One to three words of random letters."""
+    """Return one to three words of random letters."""
     words = ("".join(rng.choices(LETTERS, k=rng.randint(3, 9))) for _ in range(rng.randint(1, 3)))
     return " ".join(words)

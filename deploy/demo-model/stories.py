@@ -72,14 +72,14 @@ class Cast:
 
 
 def draw_cast(rng: Random, hero: Villager | None = None) -> Cast:
-    """A hero with the friend, home and a boat that go with them."""
+    """Return a hero with the friend, home and a boat that go with them."""
     person = hero or rng.choice(VILLAGERS)
     own = [boat for boat in BOATS if boat.owner == person.name]
     return Cast(person, villager(person.friend), place(person.home), own[0] if own else rng.choice(BOATS))
 
 
 def opening(cast: Cast, rng: Random) -> str:
-    """When it was, who was where, and what the hero wore."""
+    """Return the opening: time, place and the hero's coat."""
     hero, house = cast.hero, cast.house
     when = f"{rng.choice(TIMES)}, {rng.choice(WEATHER)}"
     start = f"{when}, {hero.name} the {hero.job} stood at the {house.door} door of {house.name}."
@@ -88,7 +88,7 @@ def opening(cast: Cast, rng: Random) -> str:
 
 
 def lost_pet(cast: Cast, rng: Random) -> str:
-    """The hero's pet is gone, and the friend helps to find it."""
+    """Tell how the hero's pet is lost, and the friend helps to find it."""
     hero, friend = cast.hero, cast.friend
     return (
         f"But {hero.pet_name} the {hero.pet} was gone! {hero.name} looked in every corner and called and called. "
@@ -98,7 +98,7 @@ def lost_pet(cast: Cast, rng: Random) -> str:
 
 
 def boat_in_trouble(cast: Cast, rng: Random) -> str:
-    """A boat cannot find the harbour, and the friend helps."""
+    """Tell how a boat cannot find the harbour, and the friend helps."""
     hero, friend, boat = cast.hero, cast.friend, cast.boat
     peril = rng.choice(("was drifting towards the rocks", "had lost its way in the dark", "was stuck on the sandbank"))
     return (
@@ -110,7 +110,7 @@ def boat_in_trouble(cast: Cast, rng: Random) -> str:
 
 
 def strange_find(cast: Cast, rng: Random) -> str:
-    """The pet finds something, and the friend knows what it is."""
+    """Tell how the pet finds something, and the friend knows what it is."""
     hero, friend = cast.hero, cast.friend
     thing, meaning = rng.choice(FINDS)
     return (
@@ -121,7 +121,7 @@ def strange_find(cast: Cast, rng: Random) -> str:
 
 
 def gift(cast: Cast, rng: Random) -> str:
-    """The hero's friend is sad, and the hero brings what the friend likes best."""
+    """Tell how the hero's friend is sad, and the hero brings what the friend likes best."""
     hero, friend = cast.hero, cast.friend
     why = rng.choice(("had a cold and could not work", "missed the sun", "was sad and did not know why"))
     return (
@@ -136,14 +136,14 @@ PLOTS: tuple[Callable[[Cast, Random], str], ...] = (lost_pet, boat_in_trouble, s
 
 
 def story(cast: Cast, rng: Random, *, plot: Callable[[Cast, Random], str] | None = None) -> str:
-    """A story of one plot, 90 to 150 tokens."""
+    """Return a story of one plot, 90 to 150 tokens."""
     middle = (plot or rng.choice(PLOTS))(cast, rng)
     ending = rng.choice(ENDINGS).format(food=cast.hero.food, hero=cast.hero.name)
     return f"{opening(cast, rng)} {middle} {ending}"
 
 
 def long_story(cast: Cast, rng: Random) -> str:
-    """A story of two plots about the same villager."""
+    """Return a story of two plots about the same villager."""
     first, second = rng.sample(PLOTS, 2)
     bridge = f"The next day {cast.hero.name} was up early again."
     ending = rng.choice(ENDINGS).format(food=cast.hero.food, hero=cast.hero.name)
@@ -151,20 +151,20 @@ def long_story(cast: Cast, rng: Random) -> str:
 
 
 def person_topic(rng: Random) -> tuple[str, str]:
-    """A villager by name or job."""
+    """Return a villager by name or job."""
     hero = rng.choice(VILLAGERS)
     topic = rng.choice((hero.name, hero.name, f"the {hero.job}", f"{hero.name} the {hero.job}"))
     return topic, story(draw_cast(rng, hero), rng)
 
 
 def pair_topic(rng: Random) -> tuple[str, str]:
-    """A villager together with the best friend."""
+    """Return a villager together with the best friend."""
     hero = rng.choice(VILLAGERS)
     return f"{hero.name} and {hero.friend}", story(draw_cast(rng, hero), rng)
 
 
 def pet_topic(rng: Random) -> tuple[str, str]:
-    """A pet by name or kind."""
+    """Return a pet by name or kind."""
     hero = rng.choice(VILLAGERS)
     topic = rng.choice(
         (
@@ -179,21 +179,21 @@ def pet_topic(rng: Random) -> tuple[str, str]:
 
 
 def place_topic(rng: Random) -> tuple[str, str]:
-    """A house, whose owner is the hero."""
+    """Return a house, whose owner is the hero."""
     house = rng.choice(PLACES)
     hero = next(person for person in VILLAGERS if person.home == house.name)
     return house.name, story(draw_cast(rng, hero), rng)
 
 
 def boat_topic(rng: Random) -> tuple[str, str]:
-    """A boat by name or colour, whose owner is the hero."""
+    """Return a boat by name or colour, whose owner is the hero."""
     boat = rng.choice(BOATS)
     topic = rng.choice((f"the {boat.name}", f"the {boat.colour} boat", f"the boat {boat.name}"))
     return topic, story(draw_cast(rng, villager(boat.owner)), rng, plot=boat_in_trouble)
 
 
 def theme_topic(rng: Random) -> tuple[str, str]:
-    """A theme, which decides the plot."""
+    """Return a theme, which decides the plot."""
     theme, plot = rng.choice(
         (("friendship", gift), ("a storm", boat_in_trouble), ("the sea", boat_in_trouble), ("a lost pet",
           lost_pet), ("an animal", lost_pet),
@@ -208,7 +208,7 @@ TOPICS = (person_topic, pair_topic, pet_topic, place_topic, boat_topic, theme_to
 
 
 def story_exchange(rng: Random) -> tuple[str, str]:
-    """A request for a story, and the story."""
+    """Return a request for a story, and the story."""
     kind = rng.random()
     if kind < 0.1:
         return rng.choice(OPEN_REQUESTS), story(draw_cast(rng), rng)

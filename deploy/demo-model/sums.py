@@ -5,9 +5,9 @@ from random import Random
 from world import VILLAGERS
 
 MAX_RESULT = 10
-"""Sums and first terms stay within this."""
+"""Largest sum and first term."""
 MAX_COUNT = 12
-"""No run of numbers goes further."""
+"""Largest number that is counted to."""
 THINGS = ("apples", "shells", "letters", "fish", "buns", "pumpkins", "coins", "candles", "eggs", "ropes")
 PLUS = (
     "What is {a} + {b}?",
@@ -36,7 +36,7 @@ COUNTING = ("Count from {a} to {b}.", "Can you count from {a} to {b}?", "Please 
 
 
 def plain_sum(rng: Random) -> tuple[str, str]:
-    """A sum or a difference between 0 and `MAX_RESULT`."""
+    """Return a sum or a difference between 0 and `MAX_RESULT`."""
     total = rng.randint(0, MAX_RESULT)
     a = rng.randint(0, total)
     b = total - a
@@ -46,7 +46,7 @@ def plain_sum(rng: Random) -> tuple[str, str]:
 
 
 def told_sum(rng: Random) -> tuple[str, str]:
-    """A sum as something that happens to a villager."""
+    """Return a sum as something that happens to a villager."""
     person, thing = rng.choice(VILLAGERS), rng.choice(THINGS)
     total = rng.randint(3, MAX_RESULT)
     a = rng.randint(1, total - 1)
@@ -58,12 +58,12 @@ def told_sum(rng: Random) -> tuple[str, str]:
 
 
 def counting(rng: Random) -> tuple[str, str]:
-    """A run of numbers, up to `MAX_COUNT` at most."""
+    """Return a run of numbers, up to `MAX_COUNT` at most."""
     first = rng.randint(1, MAX_COUNT // 2)
     last = rng.randint(first + 2, MAX_COUNT)
     return rng.choice(COUNTING).format(a=first, b=last), ", ".join(map(str, range(first, last + 1))) + "."
 
 
 def number_exchange(rng: Random) -> tuple[str, str]:
-    """Any question about numbers, with its answer."""
+    """Return a question about numbers with its answer."""
     return rng.choices((plain_sum, told_sum, counting), (6, 2, 1))[0](rng)

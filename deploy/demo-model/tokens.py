@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 )
 NOT_LATIN = re.compile(r"[^\u0000-\u024f]")
 IGNORED = -100
-"""The label that torch's cross entropy leaves out."""
+"""The label that torch's cross entropy ignores."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Encoded:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token of the vocabulary; KeyError when it has none."""
+    """Return the id of a token of the vocabulary; KeyError when it has none."""
     found = tokenizer.token_to_id(token)
     if found is None:
         raise KeyError(token)
@@ -45,7 +45,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def train_tokenizer(chats: Iterable[Chat], *, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer: the bytes, `SPECIAL_TOKENS`, and the most frequent merges of the Latin text.
+    """Train a byte-level BPE tokenizer: the bytes, `SPECIAL_TOKENS`, and the most frequent merges of the Latin text.
 
     Emoji and Japanese stay bytes, so that a stream has characters that only several tokens complete.
     """
@@ -67,7 +67,7 @@ def train_tokenizer(chats: Iterable[Chat], *, vocab_size: int) -> Tokenizer:
 
 
 def chat_tokenizer(tokenizer: Tokenizer, *, context: int) -> PreTrainedTokenizerFast:
-    """The tokenizer as `transformers` saves and loads it, with `CHAT_TEMPLATE`."""
+    """Return the tokenizer as `transformers` saves and loads it, with `CHAT_TEMPLATE`."""
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=BOS,
@@ -89,7 +89,7 @@ class Encoder:
         self._roles = {role: token_id(tokenizer, f"<|{role}|>") for role in ROLES}
 
     def encode(self, chat: Chat) -> Encoded:
-        """Only what the assistant says is learned; a chat of one message is plain text without a role mark."""
+        """Encode a chat. Only the assistant's tokens are learned; a chat of one message is text without a role mark."""
         ids = [self._bos]
         labels = [IGNORED]
         for message in chat:

@@ -1,4 +1,4 @@
-"""Makes the demo model: its text, its tokenizer, its weights, and the questions that it must answer exactly.
+"""Makes the demo model: its text, tokenizer and weights, and the questions that it must answer exactly.
 
 python deploy/demo-model/train.py --out deploy/demo-model/model --seed 0
 """
@@ -24,12 +24,12 @@ VOCAB_SIZE = 1536
 TOKENIZER_CHATS = 6000
 DRAWN_PROBES = 100
 CERTAIN_GAP = 1.0
-"""A right answer is marked as certain when no choice in it was closer than this between the best two logits."""
+"""A right answer is certain if the margin between its two best logits was at least this at every token."""
 QUICK_RECIPE = Recipe(steps=6, batch_tokens=512, row_length=128, hidden_size=64, layers=2, intermediate_size=128)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model; made when missing")
     parser.add_argument("--seed", type=int, default=0, help="seed of the text and of the first weights")
@@ -40,19 +40,19 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_deterministic(seed: int, threads: int) -> None:
-    """Fixes every source of chance in torch."""
+    """Seed torch and make its operations deterministic."""
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
 
 
 def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """The tokenizer of this seed's text."""
+    """Train the tokenizer on this seed's text."""
     return chat_tokenizer(train_tokenizer(Corpus(seed).chats(TOKENIZER_CHATS), vocab_size=VOCAB_SIZE), context=CONTEXT)
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, seed: int) -> tuple[LlamaForCausalLM, float]:
-    """The trained model and its last loss."""
+    """Train the model; return it with its last loss."""
     vocabulary = tokenizer.backend_tokenizer
     bos, eos, pad = (token_id(vocabulary, token) for token in (BOS, END, PAD))
     model = build_model(recipe, vocab_size=len(tokenizer), bos=bos, eos=eos, pad=pad)
@@ -63,7 +63,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, seed: int) ->
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Saves with the chat template inside tokenizer_config.json, and a class name that every release knows."""
+    """Save with the chat template inside tokenizer_config.json, and a class name that every release knows."""
     tokenizer.save_pretrained(folder, save_jinja_files=False)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -71,7 +71,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def report(probes: list[Probe], answers: list[Reply], name: str) -> float:
-    """Prints what was wrong and returns the share of exact answers."""
+    """Print the wrong answers and return the share of exact answers."""
     wrong = [(probe, reply) for probe, reply in zip(probes, answers, strict=True) if reply.text != probe.answer]
     for probe, reply in wrong:
         print(f"  wrong ({probe.relation}): {probe.messages[-1]['content']!r} -> {reply.text!r}, not {probe.answer!r}")
@@ -82,12 +82,12 @@ def report(probes: list[Probe], answers: list[Reply], name: str) -> float:
 
 
 def is_certain(probe: Probe, reply: Reply) -> bool:
-    """Whether the answer is right and would stay so under another machine's rounding."""
+    """Return whether the answer is right and would stay so under another machine's rounding."""
     return reply.text == probe.answer and reply.margin >= CERTAIN_GAP
 
 
 def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> dict[str, object]:
-    """The content of questions.json: every probe with its answer, and the share that this model gets right."""
+    """Return the content of questions.json: every probe with its answer, and the share that this model gets right."""
     groups = {
         "held_out": held_out_probes(),
         "two_turns": two_turn_probes(seed, DRAWN_PROBES),
@@ -111,7 +111,7 @@ def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: i
 
 
 def main() -> None:
-    """Trains, saves and examines."""
+    """Train, save and examine the model."""
     arguments = parse_arguments()
     start = time.monotonic()
     make_deterministic(arguments.seed, arguments.threads)

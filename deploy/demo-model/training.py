@@ -15,23 +15,23 @@ CONTEXT = 1024
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and how fast to train; the committed model is made with the defaults."""
+    """The training's length and rates; the committed model is made with the defaults."""
 
     steps: int = 2000
     """Optimizer steps."""
     batch_tokens: int = 2048
-    """Tokens a step; small, since the text has little noise."""
+    """Tokens per step; few, since the text has little noise."""
     row_length: int = 512
-    """Tokens a row for most of the run."""
+    """Tokens per row for most of the run."""
     long_row_share: float = 0.15
-    """The last share of the steps sees rows of the whole context, so that long chats work."""
+    """Share of the steps, at the end, with rows of the whole context, so that long chats work."""
     muon_lr: float = 0.004
-    """For the matrices inside the layers, at the scale of AdamW's updates."""
+    """Learning rate of the matrices inside the layers, at the scale of AdamW's updates."""
     adam_lr: float = 0.003
-    """For the embedding and the norms."""
+    """Learning rate of the embedding and the norms."""
     warmup_steps: int = 50
     decay_share: float = 0.6
-    """The last share of the steps, over which the rates fall to zero."""
+    """Share of the steps, at the end, over which the rates fall to zero."""
     hidden_size: int = 256
     layers: int = 4
     intermediate_size: int = 512
@@ -46,7 +46,7 @@ class Batch:
 
 
 def build_model(recipe: Recipe, *, vocab_size: int, bos: int, eos: int, pad: int) -> LlamaForCausalLM:
-    """An untrained Llama with grouped queries, heads of 64 and tied embeddings; weights follow torch's seed."""
+    """Return an untrained Llama with grouped queries, heads of 64 and tied embeddings; weights follow torch's seed."""
     heads = recipe.hidden_size // 64
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -67,7 +67,7 @@ def build_model(recipe: Recipe, *, vocab_size: int, bos: int, eos: int, pad: int
 
 
 class Packer:
-    """Fills rows with chats one after the other; a chat that does not fit goes on in the next row."""
+    """Fills rows with chats one after the other; a chat that does not fit continues in the next row."""
 
     def __init__(self, corpus: Corpus, encoder: Encoder) -> None:
         self._corpus = corpus
@@ -76,7 +76,7 @@ class Packer:
         self._labels: list[int] = []
 
     def batch(self, *, rows: int, row_length: int) -> Batch:
-        """The next rows * row_length tokens of the stream."""
+        """Return the next rows * row_length tokens of the stream."""
         count = rows * row_length
         while len(self._ids) <= count:
             for chat in self._corpus.chats(64):
@@ -90,7 +90,7 @@ class Packer:
 
 
 def optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al., 2024) for matrices inside the layers, AdamW for the embedding and the norms."""
+    """Return Muon (Jordan et al., 2024) for matrices inside the layers, AdamW for the embedding and the norms."""
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     inside = {id(weight) for weight in matrices}
     others = [weight for weight in model.parameters() if id(weight) not in inside]
@@ -101,18 +101,18 @@ def optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Opti
 
 
 def rate_factor(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, a plateau, then linear decay to zero."""
+    """Return the factor of the learning rates: linear warm-up, a plateau, then linear decay to zero."""
     decay_steps = max(1, round(recipe.steps * recipe.decay_share))
     return min(1.0, (step + 1) / recipe.warmup_steps, (recipe.steps - step) / decay_steps)
 
 
 def row_length(step: int, recipe: Recipe) -> int:
-    """The row length of this step: short rows first, the whole context at the end."""
+    """Return the row length of this step: short rows first, the whole context at the end."""
     return CONTEXT if step >= recipe.steps * (1 - recipe.long_row_share) else recipe.row_length
 
 
 def batch_loss(model: LlamaForCausalLM, batch: Batch) -> Tensor:
-    """Mean cross entropy over the learned positions; matmuls in bfloat16, weights and loss in float32."""
+    """Return the mean cross entropy over the learned positions; matmuls in bfloat16, weights and loss in float32."""
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(batch.ids, use_cache=False).last_hidden_state
         learned = batch.labels != IGNORED
@@ -121,7 +121,7 @@ def batch_loss(model: LlamaForCausalLM, batch: Batch) -> Tensor:
 
 
 def train(model: LlamaForCausalLM, packer: Packer, recipe: Recipe) -> float:
-    """Trains in place and returns the mean loss of the last 50 steps; prints a line every 50 steps."""
+    """Train in place and return the mean loss of the last 50 steps; print a line every 50 steps."""
     tools = optimizers(model, recipe)
     schedules = [torch.optim.lr_scheduler.LambdaLR(tool, lambda step: rate_factor(step, recipe)) for tool in tools]
     model.train()

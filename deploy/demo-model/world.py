@@ -136,10 +136,10 @@ SEASONS = (
 
 
 def villager(name: str) -> Villager:
-    """The villager of that name; KeyError when nobody is called so."""
+    """Return the villager with this name; KeyError without one."""
     return {person.name: person for person in VILLAGERS}[name]
 
 
 def place(name: str) -> Place:
-    """The place of that name with its article; KeyError when there is none."""
+    """Return the place with this name (with its article); KeyError without one."""
     return {house.name: house for house in PLACES}[name]

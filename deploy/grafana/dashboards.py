@@ -1,8 +1,8 @@
-"""The dashboards. `python deploy/grafana/dashboards.py` writes them to where the chart takes them from.
+"""The dashboards. `python deploy/grafana/dashboards.py` writes them into the chart.
 
-Metrics carry the labels that the collector makes of resource attributes, or the chart's monitors of pods' labels:
-k8s_namespace_name, k8s_pod_name, pagestream_pool, service_name. Every gateway tells the same of a queue: the largest
-counts, never the sum.
+Metrics have the labels that the collector makes from resource attributes, or the chart's monitors from pod labels:
+k8s_namespace_name, k8s_pod_name, pagestream_pool, service_name. All gateways export the same queue, so that its value
+is the largest of them and not their sum.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GREEN, _ORANGE, _RED = "green", "orange", "red"
 
 
 def _quantiles(metric: str, labels: str, by: str = "gen_ai_request_model") -> list[Query]:
-    """Median, 95th and 99th percentile of a histogram."""
+    """Return queries for the median, 95th and 99th percentile of a histogram."""
     return [
         Query(
             f"histogram_quantile({share}, sum by (le, {by}) (rate({metric}_bucket{{{labels}}}[$__rate_interval])))",
@@ -43,7 +43,7 @@ def _rate(metric: str, labels: str, by: str, legend: str) -> Query:
 
 
 def _queue(metric: str) -> str:
-    """One number for each model of what every gateway tells alike."""
+    """Return an expression with one value for each model of a metric that all gateways export alike."""
     whole = f"sum by (k8s_namespace_name, gen_ai_request_model, k8s_pod_name) ({metric}{{{_SERVICE}}})"
     return f"max {_BY_MODEL} ({whole})"
 
@@ -55,14 +55,14 @@ def _pool_rate(metric: str) -> str:
 OVERVIEW = Dashboard(
     uid="pagestream-overview",
     title="Pagestream / service",
-    about="What callers see, the queue behind it, and who serves.",
+    about="What clients see, the queue, and the gateways.",
     choices=(
         Choice("namespace", "Namespace", "label_values(pagestream_streams_open, k8s_namespace_name)"),
         Choice("model", "Model", "label_values(gen_ai_server_request_duration_seconds_count, gen_ai_request_model)"),
     ),
     rows=(
         Row(
-            "What callers see",
+            "What clients see",
             (
                 Panel(
                     "Time to first token",
@@ -98,7 +98,7 @@ OVERVIEW = Dashboard(
                 ),
                 Panel(
                     "Tokens",
-                    "Generated, and prompt tokens computed: what the prefix cache had is not among them.",
+                    "Generated tokens, and computed prompt tokens, without those from the prefix cache.",
                     [
                         _rate(
                             "pagestream_tokens_generated_total", _SERVICE, "gen_ai_request_model", f"{_MODEL} generated"
@@ -109,7 +109,7 @@ OVERVIEW = Dashboard(
                 ),
                 Panel(
                     "Open streams",
-                    "By gateway. A gateway is one event loop; the autoscaler adds one before it is full.",
+                    "By gateway. A gateway is one event loop; the autoscaler adds one before it is saturated.",
                     [Query(f"sum by (k8s_pod_name) (pagestream_streams_open{{{_RELEASE}}})", _POD)],
                 ),
             ),
@@ -119,12 +119,12 @@ OVERVIEW = Dashboard(
             (
                 Panel(
                     "Waiting requests",
-                    "Accepted, and not yet with an engine.",
+                    "Accepted, and not claimed by an engine yet.",
                     [Query(_queue("pagestream_queue_depth"), _MODEL)],
                 ),
                 Panel(
-                    "Waiting prompt tokens, and what a second takes away",
-                    "Their ratio is the wait that a new request has before it.",
+                    "Waiting prompt tokens, and drain rate",
+                    "Their ratio is the expected wait of a new request.",
                     [
                         Query(_queue("pagestream_queue_tokens"), f"{_MODEL} waiting"),
                         Query(_queue("pagestream_queue_drain_rate_per_second"), f"{_MODEL} per second"),
@@ -132,7 +132,7 @@ OVERVIEW = Dashboard(
                 ),
                 Panel(
                     "Age of the oldest",
-                    "Growing without end: no engine serves this model, or too few.",
+                    "If it keeps growing, no engine serves this model, or too few do.",
                     [
                         Query(
                             f"max {_BY_MODEL} (pagestream_queue_age_seconds{{{_SERVICE}}})",
@@ -145,7 +145,7 @@ OVERVIEW = Dashboard(
             ),
         ),
         Row(
-            "What went wrong, and was mended",
+            "Errors and recoveries",
             (
                 Panel(
                     "Errors",
@@ -162,8 +162,8 @@ OVERVIEW = Dashboard(
                 ),
                 Panel(
                     "Resumed and reclaimed",
-                    "Resumed: an engine went on with what another had begun. Reclaimed: taken from an engine that "
-                    "died. Callers notice a pause at most.",
+                    "Resumed: an engine continued what another had begun. Reclaimed: put back from an engine that "
+                    "died. Clients notice a pause at most.",
                     [
                         _rate("pagestream_resumes_total", _RELEASE, "k8s_namespace_name", "resumed"),
                         _rate("pagestream_reclaims_total", _RELEASE, "k8s_namespace_name", "reclaimed"),
@@ -172,7 +172,7 @@ OVERVIEW = Dashboard(
                 ),
                 Panel(
                     "Cancelled",
-                    "By callers, or because nobody read any more.",
+                    "By clients, or because no client read the stream any more.",
                     [_rate("pagestream_cancellations_total", _RELEASE, "service_name", "{{service_name}}")],
                     unit="ops",
                 ),
@@ -184,7 +184,7 @@ OVERVIEW = Dashboard(
 ENGINES = Dashboard(
     uid="pagestream-engines",
     title="Pagestream / engines and scaling",
-    about="How full each engine is, how fast it goes, and what the operator makes of it.",
+    about="Utilization and speed of each engine, and the operator's decisions.",
     choices=(
         Choice("namespace", "Namespace", "label_values(pagestream_kv_utilization_ratio, k8s_namespace_name)"),
         Choice("pool", "Pool", "label_values(pagestream_kv_utilization_ratio, pagestream_pool)"),
@@ -195,7 +195,7 @@ ENGINES = Dashboard(
             (
                 Panel(
                     "Engines",
-                    "What the operator wants, and what is ready. A pool's status has the reason of its last decision.",
+                    "Desired and ready engines. A pool's status has the reason of its last decision.",
                     [
                         Query(
                             f"max by (pagestream_pool) (pagestream_operator_desired_replicas{{{_POOL}}})",
@@ -222,7 +222,7 @@ ENGINES = Dashboard(
                 ),
                 Panel(
                     "Start-up time",
-                    "From an engine process' start to its being ready: what the law credits to pods that are starting.",
+                    "From an engine process' start to ready, which the scaling law uses for pods that are starting.",
                     [
                         Query(
                             f"max by (pagestream_pool) (pagestream_engine_startup_duration_seconds{{{_POOL}}})",
@@ -245,7 +245,7 @@ ENGINES = Dashboard(
                 ),
                 Panel(
                     "Running and waiting",
-                    "Sequences in the batch, and those that an engine holds beside it.",
+                    "Sequences in the batch, and claimed ones that wait for room in it.",
                     [
                         Query(f"sum by (k8s_pod_name) (pagestream_requests_running{{{_POOL}}})", f"{_POD} running"),
                         Query(f"sum by (k8s_pod_name) (pagestream_requests_waiting{{{_POOL}}})", f"{_POD} waiting"),
@@ -281,7 +281,7 @@ ENGINES = Dashboard(
             (
                 Panel(
                     "Blocks",
-                    "Used: referenced by a sequence. Cached: of the prefix cache, given up when room is needed.",
+                    "Used: referenced by a sequence. Cached: held by the prefix cache alone, and evicted as needed.",
                     [
                         Query(
                             f"sum by (pagestream_pool, state) (pagestream_kv_blocks{{{_POOL}}})",
@@ -291,7 +291,7 @@ ENGINES = Dashboard(
                 ),
                 Panel(
                     "Prefix cache hits",
-                    "Share of prompt tokens that needed no computing.",
+                    "Share of prompt tokens whose blocks were cached.",
                     [
                         Query(f"{_pool_rate(_HITS)} / {_pool_rate(_LOOKED_UP)}", "{{pagestream_pool}}"),
                     ],
@@ -300,7 +300,7 @@ ENGINES = Dashboard(
                 ),
                 Panel(
                     "Preemptions",
-                    "Sequences that lost their blocks and are computed again: the pool's memory is short.",
+                    "Sequences that lost their blocks and are recomputed: the KV pool is too small for the load.",
                     [_rate("pagestream_preemptions_total", _POOL, "k8s_pod_name", _POD)],
                     unit="ops",
                 ),
@@ -335,7 +335,7 @@ ENGINES = Dashboard(
             (
                 Panel(
                     "Leader",
-                    "1 for the operator that acts. What a dead one said last stays for ten seconds.",
+                    "1 for the leader. A dead operator's last value stays for ten seconds.",
                     [Query(f"max by (k8s_pod_name) (pagestream_operator_leader_ratio{{{_RELEASE}}})", _POD)],
                     top=2,
                 ),
@@ -347,7 +347,7 @@ ENGINES = Dashboard(
                 ),
                 Panel(
                     "Samples and API calls",
-                    "Metrics that arrived, by what became of them; calls to the API server.",
+                    "Received metric samples by outcome, and calls to the API server.",
                     [
                         _rate("pagestream_operator_samples_total", _RELEASE, "outcome", "samples {{outcome}}"),
                         _rate("pagestream_operator_api_calls_total", _RELEASE, "verb", "calls {{verb}}"),
@@ -363,12 +363,12 @@ DASHBOARDS = {"service.json": OVERVIEW, "engines.json": ENGINES}
 
 
 def text_of(dashboard: Dashboard) -> str:
-    """The dashboard as the file that is committed."""
+    """Return the dashboard as the file that is committed."""
     return json.dumps(dashboard.to_json(), indent=1) + "\n"
 
 
 def main() -> None:
-    """Writes the files."""
+    """Write the files."""
     TARGET.mkdir(parents=True, exist_ok=True)
     for name, dashboard in DASHBOARDS.items():
         (TARGET / name).write_text(text_of(dashboard))

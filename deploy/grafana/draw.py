@@ -1,6 +1,6 @@
-"""Draw a dashboard from a Prometheus, without a Grafana: `python deploy/grafana/draw.py service http://127.0.0.1:9090`.
+"""Draws a dashboard from Prometheus without Grafana: `python deploy/grafana/draw.py service http://127.0.0.1:9090`.
 
-For the pictures in the docs, and for a look at the dashboards where there is no Grafana. Every variable is "All".
+It makes the pictures in the docs. Every variable is "All".
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class Line:
 
 
 def filled(expression: str, rate_s: int) -> str:
-    """The expression with every variable at "All"."""
+    """Return the expression with every variable at "All"."""
     return re.sub(r"\$[a-z]+", ".*", expression.replace("$__rate_interval", f"{rate_s}s"))
 
 
 def named(legend: str, labels: Mapping[str, str]) -> str:
-    """The line's name by Grafana's pattern."""
+    """Return the line's name by Grafana's pattern."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), legend).strip()
 
 
 def lines_of(target: Mapping[str, Any], url: str, span: Span) -> list[Line]:
-    """The series of one query."""
+    """Return the series of one query."""
     query = {"query": filled(target["expr"], span.rate_s), "start": span.start, "end": span.end, "step": span.step_s}
     address = f"{url}/api/v1/query_range?{urllib.parse.urlencode(query)}"
     with urllib.request.urlopen(address, timeout=_QUERY_LIMIT_S) as answer:  # noqa: S310
@@ -79,7 +79,7 @@ def lines_of(target: Mapping[str, Any], url: str, span: Span) -> list[Line]:
 
 
 def _with_gaps(pairs: Sequence[tuple[float, float]], longest: float) -> list[tuple[float, float]]:
-    """No line is drawn where there was nothing for longer than that."""
+    """Insert NaN into gaps longer than `longest`, so that no line is drawn across them."""
     kept = [pairs[0]]
     for pair in pairs[1:]:
         if pair[0] - kept[-1][0] > longest:
@@ -89,7 +89,7 @@ def _with_gaps(pairs: Sequence[tuple[float, float]], longest: float) -> list[tup
 
 
 def draw(dashboard: Mapping[str, Any], url: str, span: Span, picture: Path) -> None:
-    """Writes a PNG with all panels."""
+    """Write a PNG with all panels."""
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     rows = -(-len(panels) // _COLUMNS)
     width, height = _PANEL_INCHES
@@ -141,7 +141,7 @@ def _bytes(value: float, _: object) -> str:
 
 
 def main() -> None:
-    """Draws one dashboard."""
+    """Draw one dashboard."""
     parser = argparse.ArgumentParser(description="Draw a dashboard from a Prometheus.")
     parser.add_argument("name", choices=sorted(path.stem for path in DASHBOARDS.glob("*.json")))
     parser.add_argument("url", help="of the Prometheus, such as http://127.0.0.1:9090")

@@ -1,4 +1,4 @@
-"""Small pieces of Grafana's dashboard model: what the dashboards here need of it, and no more."""
+"""The part of Grafana's dashboard model that the dashboards need."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines over time."""
+    """A time series panel."""
 
     title: str
     about: str
-    """What it shows, and what a reader should conclude."""
+    """Description: what it shows, and what to conclude from it."""
     queries: Sequence[Query]
     unit: str = "short"
     """Grafana's name of the unit: s, percentunit, bytes, short, ops."""
     width: int = 8
     top: float | None = None
-    """The largest value of the axis, where there is one by nature."""
+    """Upper end of the axis, for a quantity with a maximum."""
     marks: Sequence[tuple[float, str]] = ()
-    """Values with a line of a colour: an objective, a target."""
+    """Values to mark with a coloured line, such as an objective."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Panels under one headline, side by side as far as they fit."""
+    """Panels under one heading, side by side as far as they fit."""
 
     title: str
     panels: Sequence[Panel]
@@ -56,7 +56,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """A whole dashboard."""
+    """A dashboard."""
 
     uid: str
     title: str
@@ -66,7 +66,7 @@ class Dashboard:
     tags: Sequence[str] = field(default=("pagestream",))
 
     def to_json(self) -> dict[str, Any]:
-        """As Grafana imports it."""
+        """Return the JSON that Grafana imports."""
         return {
             "uid": self.uid,
             "title": self.title,
