@@ -11,17 +11,18 @@ from pagestream_telemetry.settings import TelemetrySettings
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "telemetry.md").read_text()
 
 
-def row(metric: Metric) -> str:
+def item(metric: Metric) -> str:
     exposed = exposed_name(metric) + ("_total" if metric.kind is Kind.COUNTER else "")
     attributes = ", ".join(f"`{name}`" for name in metric.attributes)
-    return f"| `{metric.name}` | {metric.kind.value} | `{metric.unit}` | {attributes} | `{exposed}` | {metric.text} |"
+    by = f" by {attributes}" if attributes else ""
+    return f"`{metric.name}`: {metric.kind.value} in `{metric.unit}`{by}. {metric.text} Prometheus: `{exposed}`."
 
 
-def test_the_page_has_the_table_of_metrics() -> None:
+def test_the_page_has_the_list_of_metrics() -> None:
     engine, _, gateway = PAGE.partition("### Gateway")
     for metrics, part in ((ENGINE_METRICS, engine.partition("### Engine")[2]), (GATEWAY_METRICS, gateway)):
-        rows = [line for line in part.splitlines() if line.startswith(("| `pagestream.", "| `gen_ai."))]
-        assert rows == [row(metric) for metric in metrics]
+        listed = part.partition("\n- ")[2].partition("\n\n")[0]
+        assert [" ".join(each.split()) for each in listed.split("\n- ")] == [item(metric) for metric in metrics]
 
 
 def test_the_page_has_every_setting() -> None:
