@@ -21,7 +21,7 @@ ROUNDS ?= 10
 # docker, buildah, or a command: see deploy/images/build.sh.
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
-.PHONY: help setup run test check bench faults faults-campaign topologies properties model-check images cluster-test operator-scale proto demo-model kernels constraints clean
+.PHONY: help setup run test test-fast check bench faults faults-campaign topologies properties model-check images cluster-test operator-scale proto demo-model kernels constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -41,11 +41,16 @@ test: $(STAMP) ## Run the tests (under 15 minutes on two cores): those that kill
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$$select" tests/integration tests/unit $(PYTEST_ARGS) || [ $$? = $(NOTHING_FOUND) ] || failed=1; \
 	exit $$failed
 
-check: $(STAMP) ## Lint, format, types, layer order
+test-fast: $(STAMP) ## Run at each change: the unit tests but interpreted kernels and C++ builds (under 5 minutes)
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow and not gpu and not builds' tests/unit $(PYTEST_ARGS)
+
+check: $(STAMP) ## Lint, format, types, layer order, sizes of folders and classes, width of prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/structure.py --check
+	$(BIN)/python tools/prose.py --check
 
 bench: $(STAMP) ## Print the benchmarks' ratios (minutes; a quiet machine is best)
 	$(BIN)/python tests/benchmarks/run.py $(ARGS)

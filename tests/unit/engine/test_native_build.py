@@ -11,6 +11,8 @@ from pagestream_engine import native_build
 from pagestream_engine.errors import CompilerNotFound, NativeBuildError
 from pagestream_engine.native_build import NativeLibrary, cached, compile_into, find_compiler, toolchain_of
 
+pytestmark = pytest.mark.builds
+
 _NEEDS_COMPILER = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
 

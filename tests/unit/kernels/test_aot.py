@@ -11,6 +11,8 @@ from support.kernels.cache import ResultCache
 from support.kernels.worker import KernelWorker
 from support.pairwise import pairwise
 
+pytestmark = pytest.mark.builds
+
 COVER = [(kernel, case) for kernel, factors in kernel_builds.FACTORS.items() for case in pairwise(factors)]
 
 

@@ -6,6 +6,8 @@ import signal
 import pytest
 from support.kernels.worker import KernelWorker
 
+pytestmark = pytest.mark.builds
+
 CASE = {"shape": [1, 64], "dtype": "float32", "strided": False}
 
 

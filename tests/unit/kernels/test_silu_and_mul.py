@@ -9,6 +9,8 @@ from support.kernels import cases as kernel_cases
 from support.kernels.worker import KernelWorker
 from support.pairwise import Case, pairwise
 
+pytestmark = pytest.mark.builds
+
 COVER = pairwise(kernel_cases.FACTORS["silu_and_mul"])
 
 

@@ -13,6 +13,8 @@ from pagestream_simulator.terms import FleetTerms, LoadTerms, Terms
 from pagestream_simulator.traces.files import SAMPLE, read_trace
 from pagestream_simulator.traces.load import Load, scale_arrivals
 
+pytestmark = pytest.mark.builds
+
 TERMS = Terms(load=LoadTerms(engines_at_peak=4), fleet=FleetTerms(initial_engines=2, max_engines=8, partitions=8))
 
 

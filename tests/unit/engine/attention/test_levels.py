@@ -17,6 +17,8 @@ from pagestream_engine.attention.native.prebuild import prebuild
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 from pagestream_engine.native_build import find_compiler
 
+pytestmark = pytest.mark.builds
+
 HERE = LEVELS.get(platform.machine(), ())
 needs_level = pytest.mark.skipif(not HERE, reason="no levels are known for this architecture")
 

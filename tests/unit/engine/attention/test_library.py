@@ -12,6 +12,8 @@ from pagestream_engine.attention.native import library
 from pagestream_engine.attention.native_backend import NativeBackend
 from pagestream_engine.native_build import find_compiler
 
+pytestmark = pytest.mark.builds
+
 _NEEDS_COMPILER = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
 

@@ -17,6 +17,8 @@ from pagestream_engine.attention import CacheShape, select_backend
 from pagestream_engine.errors import ConfigError
 from support.engines.tiny_models import make_model, random_prompts
 
+pytestmark = pytest.mark.builds
+
 _RUN = """
 import json, sys, torch
 from pagestream_engine import LLM, SamplingParams

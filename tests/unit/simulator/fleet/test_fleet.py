@@ -4,6 +4,8 @@ from pagestream_simulator.fleet.fleet import Fleet
 from pagestream_simulator.fleet.profile import EngineProfile, StepCost
 from pagestream_simulator.traces.load import Load
 
+pytestmark = pytest.mark.builds
+
 COST = StepCost(fixed_s=0.01, prefill_token_s=0.0005, prefill_pair_s=1e-7, decode_s=0.0002, decode_context_s=1e-6)
 
 

@@ -4,6 +4,8 @@ import pytest
 from pagestream_scaling import PodObservation, PodSample, PodState, PoolObservation, QueueSample
 from pagestream_simulator.laws import FixedLaw, HpaBehavior, HpaLaw, HpaSettings, KedaLaw, KedaSettings, PlannedLaw
 
+pytestmark = pytest.mark.builds
+
 
 def observed(
     now_s: float, used: Sequence[float | None], *, starting: int = 0, depth: float = 0.0, running: float = 0.0

@@ -1,5 +1,8 @@
+import pytest
 from pagestream_simulator.fleet.profile import StepCost
 from pagestream_simulator.study.measure import MeasuredStep, fit, residuals, step_seconds
+
+pytestmark = pytest.mark.builds
 
 COST = StepCost(0.01, 0.0005, 1e-7, 0.0002, 1e-6)
 
