@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds images: deploy/images/build.sh [NAME=DOCKERFILE...], run anywhere in a checkout; without arguments the three of a CPU cluster.
+# Builds images: deploy/images/build.sh [NAME=DOCKERFILE...]; without arguments the three of a CPU cluster.
 #
 # PAGESTREAM_IMAGE_BUILDER: docker, buildah (the default is whichever is there), or a command that is called as
 #   COMMAND NAME:TAG ARCHIVE [arguments of docker build] CONTEXT and writes a docker archive.
@@ -54,7 +54,7 @@ for image in "${images[@]}"; do
     echo "images: $name can't be built; the whole log is $out/$name.log" >&2
     exit 1
   fi
-  python3 deploy/images/archive.py "$out/$name.tar" usr/share/pagestream/sbom.cdx.json >"$out/$name.cdx.json" 2>/dev/null \
-    || rm -f "$out/$name.cdx.json"
+  python3 deploy/images/archive.py "$out/$name.tar" usr/share/pagestream/sbom.cdx.json \
+    >"$out/$name.cdx.json" 2>/dev/null || rm -f "$out/$name.cdx.json"
   echo "images: $name:$tag in $((SECONDS - begin)) s, $(du -h "$out/$name.tar" | cut -f1)"
 done

@@ -1,4 +1,4 @@
-# The engine for NVIDIA GPUs: torch's CUDA build, Triton, and no model. The node brings the driver, nothing else of CUDA.
+# The engine for NVIDIA GPUs: torch's CUDA build, Triton, and no model. Of CUDA the node has the driver alone.
 #
 # docker build -f deploy/images/engine-cuda.Dockerfile .    or    buildah bud -f deploy/images/engine-cuda.Dockerfile .
 ARG BASE_IMAGE=python:3.11-slim-bookworm
@@ -11,7 +11,7 @@ RUN python3 -m venv --without-pip /opt/venv && python3 -m venv /opt/builder
 COPY constraints.txt ./
 RUN /opt/builder/bin/python -m pip install --quiet --no-cache-dir --constraint constraints.txt pip hatchling
 COPY deploy/images/requirements/engine-cuda.txt requirements.txt
-# TORCH_INDEX: an index with the wanted CUDA build of PyTorch. Without one pip takes the build that its package index has.
+# TORCH_INDEX: an index with the wanted CUDA build of PyTorch. Without it pip takes the build of its package index.
 RUN if [ -n "${TORCH_INDEX}" ]; then /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet \
       --no-cache-dir --index-url "${TORCH_INDEX}" "$(grep '^torch==' constraints.txt)"; fi \
     && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-cache-dir \

@@ -27,14 +27,15 @@ RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation 
 
 FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title="pagestream-gateway" \
-      org.opencontainers.image.description="Pagestream's gateway: gRPC and OpenAI HTTP in front of the durable token stream" \
+      org.opencontainers.image.description="Pagestream's gateway: gRPC and OpenAI HTTP over the durable token stream" \
       org.opencontainers.image.licenses="Apache-2.0"
 RUN echo "pagestream:x:65532:65532:Pagestream:/tmp:/usr/sbin/nologin" >> /etc/passwd \
     && echo "pagestream:x:65532:" >> /etc/group
 COPY --from=thirdparty /opt/venv /opt/venv
 COPY --from=ours /opt/pagestream /opt/pagestream
 COPY deploy/images/sbom.py /usr/share/pagestream/sbom.py
-RUN python3 /usr/share/pagestream/sbom.py pagestream-gateway 0.1.0 /opt/venv/lib/python3.*/site-packages /opt/pagestream \
+RUN python3 /usr/share/pagestream/sbom.py pagestream-gateway 0.1.0 \
+      /opt/venv/lib/python3.*/site-packages /opt/pagestream \
       > /usr/share/pagestream/sbom.cdx.json
 ENV PATH=/opt/pagestream/bin:/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

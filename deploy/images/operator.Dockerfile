@@ -33,7 +33,8 @@ RUN echo "pagestream:x:65532:65532:Pagestream:/tmp:/usr/sbin/nologin" >> /etc/pa
 COPY --from=thirdparty /opt/venv /opt/venv
 COPY --from=ours /opt/pagestream /opt/pagestream
 COPY deploy/images/sbom.py /usr/share/pagestream/sbom.py
-RUN python3 /usr/share/pagestream/sbom.py pagestream-operator 0.1.0 /opt/venv/lib/python3.*/site-packages /opt/pagestream \
+RUN python3 /usr/share/pagestream/sbom.py pagestream-operator 0.1.0 \
+      /opt/venv/lib/python3.*/site-packages /opt/pagestream \
       > /usr/share/pagestream/sbom.cdx.json
 ENV PATH=/opt/pagestream/bin:/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A cluster by kind with Pagestream on it: deploy/kind/up.sh [helm's arguments...]. Needs docker, kind, kubectl and helm.
-# The gateways answer at 127.0.0.1:8000 (HTTP) and 127.0.0.1:50051 (gRPC). `kind delete cluster --name pagestream` ends it.
+# A kind cluster with Pagestream: deploy/kind/up.sh [helm's arguments...]. It needs docker, kind, kubectl and helm.
+# The gateways answer at 127.0.0.1:8000 (HTTP) and 127.0.0.1:50051 (gRPC).
+# `kind delete cluster --name pagestream` removes it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

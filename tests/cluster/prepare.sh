@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Builds the images that the cluster tests install, and loads them onto the cluster's nodes.
-# PAGESTREAM_IMAGE_LOADER: a command that takes docker archives, such as "kind load image-archive". See deploy/images/build.sh for the rest.
+# PAGESTREAM_IMAGE_LOADER: a command that takes docker archives, such as "kind load image-archive".
+# deploy/images/build.sh has the other variables.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 if [ -z "${PAGESTREAM_IMAGE_LOADER:-}" ]; then
-  echo "cluster-test: PAGESTREAM_IMAGE_LOADER names no command that loads docker archives onto the nodes, such as 'kind load image-archive'" >&2
+  echo "cluster-test: set PAGESTREAM_IMAGE_LOADER to a command that loads docker archives onto the nodes," \
+    "such as 'kind load image-archive'" >&2
   exit 1
 fi
 collector=$(command -v otelcol || command -v otelcol-contrib || true)
@@ -19,7 +21,8 @@ cmp -s "$collector" "$context/otelcol" || install -m 755 "$collector" "$context/
 cp tests/cluster/images/otelcol.Dockerfile "$context/Dockerfile"
 
 deploy/images/build.sh
-deploy/images/build.sh pagestream-test-redis=tests/cluster/images/redis.Dockerfile pagestream-test-otelcol="$context/Dockerfile"
+deploy/images/build.sh pagestream-test-redis=tests/cluster/images/redis.Dockerfile \
+  pagestream-test-otelcol="$context/Dockerfile"
 begin=$SECONDS
 for archive in build/images/pagestream-*.tar; do
   # shellcheck disable=SC2086  # the loader may bring arguments

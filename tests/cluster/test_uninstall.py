@@ -10,7 +10,8 @@ from support.kubernetes.release import NAMESPACE, Scene, wait_for_pool
 
 CRD = "enginepools.pagestream.dev"
 KINDS = (
-    "pods,deployments,statefulsets,replicasets,jobs,services,configmaps,secrets,serviceaccounts,roles,rolebindings,leases,"
+    "pods,deployments,statefulsets,replicasets,jobs,services,configmaps,secrets,serviceaccounts,"
+    "roles,rolebindings,leases,"
     "networkpolicies,poddisruptionbudgets,horizontalpodautoscalers,enginepools,endpointslices,controllerrevisions"
 )
 CLUSTER_KINDS = (

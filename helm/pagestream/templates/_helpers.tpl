@@ -22,7 +22,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end -}}
 
-{{/* The labels of a component's pods: (dict "root" $ "component" "gateway" "extra" podLabels). No version: an upgrade of the chart alone restarts nothing. */}}
+{{/* The labels of a component's pods: (dict "root" $ "component" "gateway" "extra" podLabels).
+No version: an upgrade of the chart alone restarts nothing. */}}
 {{- define "pagestream.podLabels" -}}
 {{ include "pagestream.selector" . }}
 app.kubernetes.io/component: {{ .component }}
@@ -177,14 +178,16 @@ http://{{ include "pagestream.fullname" . }}-operator-sink.{{ .Release.Namespace
 {{- $model | default "MODEL" -}}
 {{- end -}}
 
-{{/* Values that contradict each other: said before anything is rendered. */}}
+{{/* Refuses values that contradict each other, before anything is rendered. */}}
 {{- define "pagestream.check" -}}
 {{- $external := or .Values.redis.external.url .Values.redis.external.existingSecret -}}
 {{- if and .Values.redis.bundled.enabled $external -}}
-{{- fail "redis: both redis.bundled.enabled and redis.external are set; set redis.bundled.enabled=false to use the external one" -}}
+{{- fail (print "redis: both redis.bundled.enabled and redis.external are set; "
+  "set redis.bundled.enabled=false to use the external one") -}}
 {{- end -}}
 {{- if and (not .Values.redis.bundled.enabled) (not $external) -}}
-{{- fail "redis: redis.bundled.enabled is false; say where Redis is: redis.external.url or redis.external.existingSecret" -}}
+{{- fail (print "redis: redis.bundled.enabled is false; "
+  "say where Redis is: redis.external.url or redis.external.existingSecret") -}}
 {{- end -}}
 {{- if and .Values.redis.external.url .Values.redis.external.existingSecret -}}
 {{- fail "redis.external: give either url or existingSecret" -}}
@@ -193,16 +196,21 @@ http://{{ include "pagestream.fullname" . }}-operator-sink.{{ .Release.Namespace
 {{- fail "apiKeys: with existingSecret, all hashes lie in that Secret; apiKeys.hashes must be empty" -}}
 {{- end -}}
 {{- if and (not .Values.collector.enabled) (not .Values.telemetry.endpoint) (gt (int .Values.operator.replicas) 1) -}}
-{{- fail "telemetry: without a collector, processes reach only one operator; set operator.replicas=1, collector.enabled=true, or telemetry.endpoint to a collector of your own that exports to each operator" -}}
+{{- fail (print "telemetry: without a collector, processes reach only one operator; set operator.replicas=1, "
+  "collector.enabled=true, or telemetry.endpoint to a collector of your own that exports to each operator") -}}
 {{- end -}}
-{{- if and .Values.gateway.tls.enabled (not .Values.gateway.tls.existingSecret) (not .Values.gateway.tls.certificate.enabled) -}}
-{{- fail "gateway.tls: name a Secret (gateway.tls.existingSecret) or let cert-manager make one (gateway.tls.certificate.enabled)" -}}
+{{- $tls := .Values.gateway.tls -}}
+{{- if and $tls.enabled (not $tls.existingSecret) (not $tls.certificate.enabled) -}}
+{{- fail (print "gateway.tls: name a Secret (gateway.tls.existingSecret) or let cert-manager make one "
+  "(gateway.tls.certificate.enabled)") -}}
 {{- end -}}
 {{- if and .Values.gateway.tls.certificate.enabled (not .Values.gateway.tls.certificate.issuerRef.name) -}}
 {{- fail "gateway.tls.certificate: issuerRef.name is empty; name the cert-manager issuer" -}}
 {{- end -}}
-{{- if gt (int .Values.gateway.autoscaling.minReplicas) (int .Values.gateway.autoscaling.maxReplicas) -}}
-{{- fail (printf "gateway.autoscaling: minReplicas (%d) is above maxReplicas (%d)" (int .Values.gateway.autoscaling.minReplicas) (int .Values.gateway.autoscaling.maxReplicas)) -}}
+{{- $fewest := int .Values.gateway.autoscaling.minReplicas -}}
+{{- $most := int .Values.gateway.autoscaling.maxReplicas -}}
+{{- if gt $fewest $most -}}
+{{- fail (printf "gateway.autoscaling: minReplicas (%d) is above maxReplicas (%d)" $fewest $most) -}}
 {{- end -}}
 {{- range $route, $values := dict "httpRoute" .Values.gateway.httpRoute "grpcRoute" .Values.gateway.grpcRoute -}}
 {{- if and $values.enabled (not $values.parentRefs) -}}
@@ -211,7 +219,8 @@ http://{{ include "pagestream.fullname" . }}-operator-sink.{{ .Release.Namespace
 {{- end -}}
 {{- range $name := concat .Values.collector.metrics.exporters .Values.collector.traces.exporters -}}
 {{- if not (hasKey $.Values.collector.exporters $name) -}}
-{{- fail (printf "collector: %q is in metrics.exporters or traces.exporters, and not described in collector.exporters" $name) -}}
+{{- fail (printf
+  "collector: %q is in metrics.exporters or traces.exporters, and not described in collector.exporters" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
-from typing import Any
 
 import pytest
 from support.kubernetes.control_plane import ControlPlane, eventually
@@ -36,11 +35,6 @@ def replicas(kube: ControlPlane, place: PoolWorld, **settings: str) -> Iterator[
         yield leader, other
 
 
-def lease(place: PoolWorld) -> dict[str, Any]:
-    found: dict[str, Any] = place.kube.get(place.path("leases", "pagestream-operator"))["spec"]
-    return found
-
-
 def test_a_leader_that_stops_hands_over_at_once_and_one_that_is_killed_within_15_seconds(
     kube: ControlPlane, place: PoolWorld, record_property: Callable[[str, object], None]
 ) -> None:
@@ -60,15 +54,15 @@ def _stop_leader(first: OperatorProcess, second: OperatorProcess, place: PoolWor
     place.wait_replicas(1, "stops")
     assert not second.leads()
     eventually(lambda: second.figures("pagestream_operator_reconciles_total")['result="ok"'] > 0, "it follows")
-    renewed = lease(place)["renewTime"]
-    eventually(lambda: lease(place)["renewTime"] != renewed, "the lease is renewed")
-    before = lease(place)
+    renewed = place.lease()["renewTime"]
+    eventually(lambda: place.lease()["renewTime"] != renewed, "the lease is renewed")
+    before = place.lease()
     first.signal(signal.SIGTERM)
     eventually(second.leads, "the other one leads", HANDOVER_LIMIT_S)
     assert first.wait() == 0
     # A lease that lapses is taken when all of its duration has passed without a renewal. Both times are the replicas'
     # own, so that it doesn't matter when this process gets to look.
-    waited = datetime.fromisoformat(lease(place)["acquireTime"]) - datetime.fromisoformat(before["renewTime"])
+    waited = datetime.fromisoformat(place.lease()["acquireTime"]) - datetime.fromisoformat(before["renewTime"])
     assert waited.total_seconds() < before["leaseDurationSeconds"]
     place.change({"replicas": 2}, "stops")
     place.wait_replicas(2, "stops")
@@ -95,7 +89,7 @@ def test_a_leader_that_slept_changes_nothing(kube: ControlPlane, place: PoolWorl
             eventually(second.leads, "the other one leads", HANDOVER_LIMIT_S)
             place.change({"replicas": 4}, "slept")
             place.wait_replicas(4, "slept")
-            term = int(str(lease(place)["leaseTransitions"]))
+            term = int(str(place.lease()["leaseTransitions"]))
             eventually(lambda: place.pool("slept")["status"]["leaderTerm"] == term, "the new term is on the pool")
             eventually(lambda: _term(place, "slept") == str(term), "the new term is on the Deployment")
             before = place.deployment("slept")["metadata"]["generation"]
@@ -106,7 +100,7 @@ def test_a_leader_that_slept_changes_nothing(kube: ControlPlane, place: PoolWorl
         place.change({"replicas": 5}, "slept")
         place.wait_replicas(5, "slept")
         assert place.deployment("slept")["metadata"]["generation"] == before + 1
-        assert str(lease(place)["holderIdentity"]).startswith(second.name)
+        assert str(place.lease()["holderIdentity"]).startswith(second.name)
         assert _writes(first) == calls
 
 
@@ -130,7 +124,7 @@ def test_a_restarted_operator_writes_nothing_but_its_term(kube: ControlPlane, pl
     before, pods = place.deployment("upgraded"), place.pods("upgraded")
     with running_operator(kube, place.namespace, "new") as new:
         eventually(new.leads, "a leader", HANDOVER_LIMIT_S)
-        term = str(lease(place)["leaseTransitions"])
+        term = str(place.lease()["leaseTransitions"])
         eventually(lambda: _term(place, "upgraded") == term, "the new term")
         after = place.deployment("upgraded")
         assert after["spec"] == before["spec"]

@@ -69,7 +69,8 @@ def test_missing_samples_never_scale_in(operator: OperatorProcess, world: PoolWo
     world.change({"replicas": None}, "silent")
     told = world.wait_condition("ScalingActive", "SamplesMissing", "silent")
     assert "never fewer engines" in told["message"]
-    time.sleep(3)  # several decisions, each of which might
+    passes = operator.passes() + 3 * len(world.kube.get(world.path("enginepools"))["items"])
+    eventually(lambda: operator.passes() >= passes, "three decisions about each pool, any of which might scale it in")
     assert world.replicas("silent") == 3
 
 

@@ -94,6 +94,10 @@ class OperatorProcess(Part):
         """Calls of the API server so far, watches not counted."""
         return sum(self.figures("pagestream_operator_api_calls_total").values())
 
+    def passes(self) -> float:
+        """Passes over pools that went through so far."""
+        return self.figures("pagestream_operator_reconciles_total").get('result="ok"', 0.0)
+
     def tell(self, request: ExportMetricsServiceRequest) -> None:
         """Export metrics to it, as a collector does."""
         with grpc.insecure_channel(f"127.0.0.1:{self.otlp_port}") as channel:
@@ -165,6 +169,11 @@ class PoolWorld:
     def deployment(self, name: str = "demo") -> Object:
         """Of a pool; refused where it isn't there."""
         return self.kube.get(self.path("deployments", f"{name}-engine"))
+
+    def lease(self) -> Object:
+        """The spec of the operators' lease."""
+        found: Object = self.kube.get(self.path("leases", "pagestream-operator"))["spec"]
+        return found
 
     def replicas(self, name: str = "demo") -> int:
         """That the Deployment was told."""

@@ -5,7 +5,8 @@ helm.sh/hook-weight: {{ .weight | quote }}
 helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 {{- end -}}
 
-{{/* A Job that runs a command of the operator's image: (dict "root" $ "component" "crd-hook" "name" NAME "events" EVENTS "limit" SECONDS "args" LIST). */}}
+{{/* A Job that runs a command of the operator's image:
+(dict "root" $ "component" "crd-hook" "name" NAME "events" EVENTS "limit" SECONDS "args" LIST). */}}
 {{- define "pagestream.hookJob" -}}
 apiVersion: batch/v1
 kind: Job
@@ -57,7 +58,9 @@ spec:
       volumes:
         - name: tmp
           emptyDir: {}
-      {{- with include "pagestream.placement" (dict "root" .root "component" .component "values" (pick .root.Values.operator "nodeSelector" "tolerations" "priorityClassName") "spread" false) | trim }}
+      {{- $placed := pick .root.Values.operator "nodeSelector" "tolerations" "priorityClassName" }}
+      {{- with include "pagestream.placement" (dict
+        "root" .root "component" .component "values" $placed "spread" false) | trim }}
       {{- . | nindent 6 }}
       {{- end }}
 {{- end -}}

@@ -54,7 +54,8 @@
           kubernetes.io/metadata.name: {{ .Release.Namespace }}
       podSelector:
         matchLabels:
-          {{- include "pagestream.selector" (dict "root" . "component" (.Values.collector.enabled | ternary "collector" "operator")) | nindent 10 }}
+          {{- include "pagestream.selector" (dict
+            "root" . "component" (.Values.collector.enabled | ternary "collector" "operator")) | nindent 10 }}
   ports:
     - {port: 4317, protocol: TCP}
 {{- end -}}

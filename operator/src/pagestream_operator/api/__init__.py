@@ -1,4 +1,4 @@
-"""The API of the operator: `EnginePool`, typed. `pagestream_operator.crd` makes the definition from these models."""
+"""EnginePool as pydantic models. `pagestream_operator.crd` generates the CustomResourceDefinition from them."""
 
 from pagestream_operator.api.base import API_VERSION, GROUP, KIND, PLURAL, VERSION
 from pagestream_operator.api.pool import EnginePool

@@ -1,4 +1,4 @@
-"""What all parts of the API have in common: names in camelCase, a sentence for each field, rules for the API server."""
+"""The base of the API's models: names in camelCase, descriptions from docstrings, validation rules in CEL."""
 
 from __future__ import annotations
 
@@ -17,34 +17,33 @@ API_VERSION = f"{GROUP}/{VERSION}"
 
 @dataclass(frozen=True)
 class Rule:
-    """A validation rule in CEL, checked by the API server. `message` says what to write instead."""
+    """A validation rule in CEL, which the API server checks. `message` says what to write instead."""
 
     rule: str
     message: str
     field_path: str | None = None
-    """Where the error is shown, relative to the object that the rule belongs to."""
+    """The field that the error names, relative to the object of the rule."""
 
     def to_object(self) -> dict[str, str]:
-        """As it is written in a definition."""
+        """The rule as a CustomResourceDefinition has it."""
         written = {"rule": self.rule, "message": self.message}
         return written | ({"fieldPath": self.field_path} if self.field_path else {})
 
 
 def _with_kubernetes(schema: dict[str, Any], model: type[Any]) -> None:
-    """Add to a model's JSON schema what only Kubernetes knows: its rules, and that an absent part means its
-    defaults."""
+    """Add to a model's JSON schema its rules, and the default of each part that has defaults of its own."""
     if model.rules:
         schema["x-kubernetes-validations"] = [rule.to_object() for rule in model.rules]
     for name, field in model.model_fields.items():
         factory = field.default_factory
         if isinstance(factory, type) and issubclass(factory, ApiModel):
-            # Rules are tried on a default before the defaults inside it are filled in.
+            # The API server tries rules on a default before it fills in the defaults inside it.
             default = factory().to_object() if factory.rules else {}
             schema["properties"][field.alias or name]["default"] = default
 
 
 class ApiModel(BaseModel):
-    """A part of an object. Unknown fields are ignored: a newer definition may know more than an older operator."""
+    """A part of an EnginePool. Unknown fields are ignored: the definition may be newer than the operator."""
 
     model_config = ConfigDict(
         json_schema_extra=_with_kubernetes,
@@ -59,5 +58,5 @@ class ApiModel(BaseModel):
     rules: ClassVar[tuple[Rule, ...]] = ()
 
     def to_object(self) -> dict[str, Any]:
-        """As it is written in an object: names in camelCase, nothing that is unset."""
+        """The part as JSON: names in camelCase, without unset fields."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)

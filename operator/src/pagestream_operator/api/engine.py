@@ -1,4 +1,4 @@
-"""The engine's options, under the names of `pagestream-engine`'s flags."""
+"""Options of the engine, under the names of `pagestream-engine`'s flags."""
 
 from __future__ import annotations
 
@@ -11,36 +11,39 @@ from pagestream_operator.api.base import ApiModel, Rule
 
 
 class EngineOptions(ApiModel):
-    """Options of the engine; each is the flag of `pagestream-engine` of that name, and an unset one keeps the engine's
+    """Options of the engine. Each is the flag of `pagestream-engine` of that name; an unset one keeps the engine's
     default. A change replaces the pods, one by one."""
 
     dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = None
     """Data type of weights, activations and KV cache. auto, the default, is the checkpoint's own."""
     max_model_len: Annotated[int, Field(ge=2, le=16_777_216)] | None = None
-    """Tokens of prompt and output together. Default: what the model and the block pool allow."""
+    """Most tokens of prompt and output together. Default: the model's context. An engine whose KV pool holds fewer
+    tokens than the context does not start until a number that fits is given here: all engines of a model must agree."""
     device: Literal["auto", "cpu", "cuda"] | None = None
     """Where the model runs. auto, the default, is the GPU where there is one."""
     attention_backend: Literal["auto", "torch", "triton"] | None = None
-    """auto, the default, is Triton on a GPU and torch on a CPU."""
+    """What computes attention. auto, the default, is Triton on a GPU; on a CPU it is C++ kernels that are compiled at
+    start, or torch where they can't be used (no compiler, float16, or a head size that is no multiple of 16). triton
+    needs a GPU; torch runs on both."""
     deterministic: bool | None = None
-    """Whether logits are the same bit for bit whatever else is in the batch. Default: on a CPU where that is nearly
-    free."""
+    """Whether logits are the same bit for bit whatever else is in the batch. Default: on a CPU where a trial at start
+    finds that nearly free, else false. Engines on a GPU, or in bfloat16 on a CPU with AMX, refuse true."""
     seed: Annotated[int, Field(ge=0, le=2**53)] | None = None
-    """Of the generator that draws seeds for requests that bring none. Default 0."""
+    """Seed of the generator that draws seeds for requests without one. Default 0."""
     max_logprobs: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
     """Most log probabilities that a request may ask for at each token; -1 is no limit. Default 20."""
     block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128] | None = None
-    """Tokens in a KV block. Default 16."""
+    """Tokens in a KV block. Default 16. A GPU needs 8, 16, 32 or 64."""
     num_gpu_blocks_override: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    """KV blocks in the pool, on a CPU too. Default: what fits, which is measured."""
+    """KV blocks in the pool, on a GPU or a CPU. Default: as many as fit, by measurement."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the GPU's memory for weights, activations and the pool. Default 0.9."""
+    """Share of the GPU's memory for weights, activations and the KV pool. Default 0.9."""
     enable_prefix_caching: bool | None = None
     """Whether blocks of prompts that begin alike are shared. Default true."""
     max_num_seqs: Annotated[int, Field(ge=1, le=65_536)] | None = None
-    """Sequences that run at once. Default 256."""
+    """Most sequences that run at once. Default 256."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
-    """Tokens of a step: bounds its time and memory. Default 2048."""
+    """Most tokens of a step, which bounds its time and memory. Default 2048."""
     scheduling_policy: Literal["fcfs"] | None = None
     """Order in which waiting requests are admitted. Default fcfs, first come first served."""
 

@@ -1,4 +1,4 @@
-"""How pods of a pool end and are replaced."""
+"""How the pods of a pool are drained and replaced."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ IntOrPercent = Annotated[
 
 
 class DrainPolicy(ApiModel):
-    """How a pod ends: it hands its requests back to the queue, where other pods go on with them at the same token."""
+    """How a pod ends: it hands its requests back to the queue, and other pods continue them at the same token."""
 
     grace_seconds: Annotated[int, Field(ge=10, le=3600)] = 30
-    """Seconds from the order to end until the pod is killed. A pod needs about 10, however long its generations are.
-    The others are for a rollout to other numerics (block size, dtype, kernels): there the last old pod finishes what
-    has tokens, so give it as long as a generation takes."""
+    """Seconds from SIGTERM until the pod is killed. A pod needs about 10, however long its generations are. More are
+    of use in a rollout to other numerics (block size, dtype, kernels): there the last old pod finishes the requests
+    that have tokens, so allow as long as a generation takes."""
     deletion_timeout_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
-    """Seconds that the deletion of a pool waits for its pods to end. Then the pool is gone, and its pods end by
-    themselves. 0 doesn't wait."""
+    """Seconds that the deletion of a pool waits for its pods to end. After them the pool is deleted, and its pods go
+    on draining. 0 doesn't wait."""
     max_unavailable: IntOrPercent = 1
-    """Pods that voluntary disruptions, such as the drain of a node, may take at once (the PodDisruptionBudget): a
+    """Pods that voluntary disruptions, such as the drain of a node, may evict at once (the PodDisruptionBudget): a
     number or `25%`."""
 
 
@@ -32,11 +32,11 @@ class RolloutPolicy(ApiModel):
     """How pods are replaced when their template or the engine's options change."""
 
     max_surge: IntOrPercent = 1
-    """Pods above the wanted number while replacing: a number or `25%`. 0 where there are no spare GPUs."""
+    """Most pods above the desired number during a rollout: a number or `25%`. 0 where there are no spare GPUs."""
     max_unavailable: IntOrPercent = 0
-    """Pods below the wanted number while replacing: a number or `25%`."""
+    """Most pods below the desired number during a rollout: a number or `25%`."""
     progress_deadline_seconds: Annotated[int, Field(ge=60, le=86_400)] = 600
-    """Seconds without progress after which the pool is Degraded. A pod that loads a large model needs long."""
+    """Seconds without progress after which the pool is Degraded. Allow for the load time of a large model."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -1,4 +1,4 @@
-"""Which model a pool serves."""
+"""The model of a pool, and where its files are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class VolumeSource(ApiModel):
     """A model on a PersistentVolumeClaim of the pool's namespace. It is mounted read-only at /models/volume."""
 
     claim: ObjectName
-    """Name of the PersistentVolumeClaim. Pods on several nodes need one that many can read (ReadOnlyMany)."""
+    """Name of the PersistentVolumeClaim. Pods on several nodes need the access mode ReadOnlyMany."""
     path: Path = ""
     """Folder of the model inside the volume, such as `llama-3-8b`. Empty: the volume itself."""
 
@@ -31,7 +31,7 @@ class VolumeSource(ApiModel):
 
 
 class HubSource(ApiModel):
-    """A model of the Hugging Face hub. Every pod downloads it when it starts: pods need a way out to the hub."""
+    """A model of the Hugging Face hub. Every pod downloads it when it starts, so pods must be able to reach the hub."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     """Repository, such as `meta-llama/Llama-3.1-8B-Instruct`."""
@@ -77,10 +77,10 @@ class Model(ApiModel):
     source: ModelSource
     """Where its files are."""
     served_name: Annotated[str, Field(min_length=1, max_length=63)]
-    """What clients ask for in `model`. It names the model's queue as well, so that it can't be changed."""
+    """The name that clients send in `model`. It names the model's queue as well, so it can't be changed."""
     revision: Annotated[str, Field(max_length=64)] | None = None
-    """Revision of the model: a branch, tag or commit of a hub's repository. For paths and volumes a name of your own;
-    changing it replaces the pods."""
+    """Revision of the model: a branch, tag or commit of a hub's repository; for paths and volumes any text. A change
+    replaces the pods."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -1,4 +1,4 @@
-"""One EnginePool, as the operator reads it."""
+"""An EnginePool as the operator reads it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME_RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True)
 class EnginePool:
-    """A pool: identity, spec and status. `spec` is checked; what the API server let through is read again here."""
+    """A pool: identity, spec and status. The spec is validated again: the definition may be newer than the operator."""
 
     KIND: ClassVar[str] = "EnginePool"
 
@@ -41,7 +41,7 @@ class EnginePool:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether its deletion was asked for."""
+        """Whether the pool is being deleted."""
         return self.deletion_time is not None
 
     @classmethod
@@ -49,7 +49,7 @@ class EnginePool:
         """Read an object of the API.
 
         Raises:
-            PoolInvalid: its spec isn't one that this operator understands; names the fields.
+            PoolInvalid: this operator can't act on the spec; the message names the fields.
         """
         try:
             spec = EnginePoolSpec.model_validate(body.get("spec") or {})
@@ -59,7 +59,7 @@ class EnginePool:
 
     @classmethod
     def without_spec(cls, body: Mapping[str, Any]) -> EnginePool:
-        """The pool of an object whose spec can't be read, for its identity and status alone."""
+        """Read an object whose spec is invalid, for its identity and status alone."""
         nothing = Model(source=ModelSource(), served_name="unknown")
         return cls._with_spec(body, EnginePoolSpec(model=nothing))
 

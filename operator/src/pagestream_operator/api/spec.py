@@ -17,30 +17,30 @@ Replicas = Annotated[int, Field(ge=0, le=10_000)]
 
 
 class EnginePoolSpec(ApiModel):
-    """What a pool of engines should be."""
+    """The desired state of a pool of engines."""
 
     model: Model
     """The model that the pool serves."""
     engine: EngineOptions = Field(default_factory=EngineOptions)
-    """Options of the engine, under the names of its flags."""
+    """Options of the engine, under the names of `pagestream-engine`'s flags."""
     template: PodTemplate = Field(default_factory=PodTemplate)
-    """The parts of an engine pod that are yours: resources, GPUs, placement, volumes."""
+    """The configurable parts of an engine pod: resources, GPUs, placement, volumes."""
     replicas: Replicas | None = None
-    """Pins the pool at so many pods; `kubectl scale` sets it. Unset, as it should be, the pool scales by itself:
+    """Pins the pool at this number of pods; `kubectl scale` sets it. Unset, the pool scales with its load:
     `kubectl patch enginepool NAME --type=merge -p '{"spec":{"replicas":null}}'` unpins it."""
     min_replicas: Replicas = 1
-    """Fewest pods while the pool scales by itself. 0 lets it go to zero when idle."""
+    """Fewest pods while the pool scales with its load. 0: it goes to zero when idle."""
     max_replicas: Annotated[int, Field(ge=1, le=10_000)] = 10
-    """Most pods."""
+    """Most pods, pinned or not."""
     scaling: Scaling = Field(default_factory=Scaling)
     """How the number of pods follows the load."""
     drain: DrainPolicy = Field(default_factory=DrainPolicy)
-    """How a pod ends."""
+    """How pods are drained."""
     rollout: RolloutPolicy = Field(default_factory=RolloutPolicy)
     """How pods are replaced when something changes."""
     paused: bool = False
-    """Whether the operator leaves the pool's Deployment and its other objects alone, for work on them by hand. The pool
-    is Degraded meanwhile."""
+    """Whether the operator changes none of the pool's objects, for work on them by hand. The pool is Degraded
+    meanwhile."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -31,9 +31,9 @@ class Resources(ApiModel):
     """Requests and limits of the engine's container, as in a pod. GPUs are better written in `gpu`."""
 
     requests: Annotated[dict[str, Quantity], Field(max_length=32)] | None = None
-    """What is reserved, such as `{cpu: "4", memory: 16Gi}`."""
+    """Reserved resources, such as `{cpu: "4", memory: 16Gi}`."""
     limits: Annotated[dict[str, Quantity], Field(max_length=32)] | None = None
-    """What must not be exceeded, such as `{memory: 16Gi}`. An engine without a CPU limit isn't throttled in the middle
+    """Upper limits, such as `{memory: 16Gi}`. An engine without a CPU limit isn't throttled in the middle
     of a step."""
 
 
@@ -41,20 +41,20 @@ class Gpu(ApiModel):
     """GPUs of each pod."""
 
     count: Annotated[int, Field(ge=0, le=16)] = 1
-    """How many. 0: the engine runs on the CPU."""
+    """Number of GPUs. 0: the engine runs on the CPU."""
     type: Annotated[str, Field(min_length=1, max_length=63)] | None = None
-    """Product, such as `NVIDIA-H200`: pods run on nodes whose label `typeLabel` has this value."""
+    """GPU product, such as `NVIDIA-H200`: pods run on nodes whose label `typeLabel` has this value."""
     type_label: Annotated[str, Field(min_length=1, max_length=253)] = "nvidia.com/gpu.product"
-    """Label of nodes that names their GPU."""
+    """Label of nodes that names their GPU product."""
     resource_name: Annotated[str, Field(min_length=1, max_length=253)] = "nvidia.com/gpu"
-    """Name under which the device plugin offers GPUs."""
+    """Resource name of the device plugin's GPUs."""
 
 
 class EnvironmentVariable(ApiModel):
     """A variable of the engine's container, as in a pod."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    """Such as `PAGESTREAM_WORKER__PARTITIONS`."""
+    """Its name, such as `PAGESTREAM_WORKER__PARTITIONS`."""
     value: Annotated[str, Field(max_length=32_768)] | None = None
     """Its value. `$(NAME)` is replaced by the value of an earlier variable."""
     value_from: AsInPods | None = None
@@ -65,7 +65,7 @@ class VolumeMount(ApiModel):
     """A volume in the engine's container, as in a pod."""
 
     name: Annotated[str, Field(min_length=1, max_length=63)]
-    """Of one of `volumes`."""
+    """Name of one of `volumes`."""
     mount_path: Annotated[str, Field(min_length=1, max_length=512)]
     """Folder in the container."""
     sub_path: Annotated[str, Field(max_length=512)] | None = None
@@ -78,15 +78,15 @@ class Toleration(ApiModel):
     """A taint of nodes that pods tolerate, as in a pod."""
 
     key: Annotated[str, Field(max_length=316)] | None = None
-    """Of the taint. Unset with `operator: Exists`: every taint."""
+    """Key of the taint. Unset with `operator: Exists`: every taint."""
     operator: Literal["Exists", "Equal"] | None = None
-    """Whether the taint's value counts. Default Equal."""
+    """Equal, the default, compares the taint's value; Exists doesn't."""
     value: Annotated[str, Field(max_length=63)] | None = None
-    """Of the taint."""
+    """Value of the taint."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Unset: every effect."""
+    """Effect of the taint. Unset: every effect."""
     toleration_seconds: int | None = None
-    """With NoExecute: how long."""
+    """With NoExecute: seconds that a pod stays on a tainted node."""
 
 
 _OWN_VARIABLE = (
@@ -97,8 +97,8 @@ _OWN_VARIABLE = (
 
 
 class PodTemplate(ApiModel):
-    """The parts of an engine pod that are yours. The rest is the operator's: command, probes, ports, security context.
-    A change replaces the pods, one by one."""
+    """The configurable parts of an engine pod. The operator sets the rest: command, probes, ports, security context. A
+    change replaces the pods, one by one."""
 
     image: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     """Image of the engine. Unset: the operator's default."""

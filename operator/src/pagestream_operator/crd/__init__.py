@@ -1,4 +1,4 @@
-"""The definition of EnginePool for the API server, made from the models of `pagestream_operator.api`."""
+"""The CustomResourceDefinition of EnginePool, generated from the models of `pagestream_operator.api`."""
 
 from pagestream_operator.crd.definition import definition, definition_text
 from pagestream_operator.crd.schema import SchemaError, structural_schema

@@ -15,7 +15,7 @@ from pagestream_operator.crd.schema import structural_schema
 HEADER = (
     "# Made by tools/generate_crd.py from operator/src/pagestream_operator/api. Change the models, not this file.\n"
 )
-_LINE_CHARACTERS = 160
+_LINE_CHARACTERS = 100
 
 
 def _column(name: str, kind: str, path: str, description: str, *, wide: bool = False) -> dict[str, Any]:
@@ -24,20 +24,20 @@ def _column(name: str, kind: str, path: str, description: str, *, wide: bool = F
 
 
 _COLUMNS = [
-    _column("Model", "string", ".spec.model.servedName", "What clients ask for."),
-    _column("Desired", "integer", ".status.desiredReplicas", "Pods that there should be."),
+    _column("Model", "string", ".spec.model.servedName", "The name that clients send."),
+    _column("Desired", "integer", ".status.desiredReplicas", "Pods that the pool should have."),
     _column("Ready", "integer", ".status.readyReplicas", "Pods that take requests."),
     _column("Draining", "integer", ".status.drainingReplicas", "Pods that are ending.", wide=True),
     _column("KV", "string", ".status.kvUtilization", "Mean KV utilization of the ready pods."),
-    _column("Limiting", "string", ".status.scaling.limiting", "What settled the number of pods."),
+    _column("Limiting", "string", ".status.scaling.limiting", "What the number of pods comes from."),
     _column("Healthy", "string", '.status.conditions[?(@.type=="Ready")].status', "Condition Ready."),
     _column("Reason", "string", ".status.scaling.reason", "Of the last scaling decision.", wide=True),
-    _column("Age", "date", ".metadata.creationTimestamp", "Since it was made."),
+    _column("Age", "date", ".metadata.creationTimestamp", "Time since its creation."),
 ]
 
 
 def definition() -> dict[str, Any]:
-    """The definition, as the API server takes it."""
+    """The CustomResourceDefinition as an object."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -99,7 +99,7 @@ def _root() -> dict[str, Any]:
 
 
 def definition_text() -> str:
-    """The definition as the file that is committed."""
+    """The CustomResourceDefinition as the YAML of the committed files."""
     return HEADER + yaml.safe_dump(
         definition(), sort_keys=False, width=_LINE_CHARACTERS, allow_unicode=True, default_flow_style=False
     )

@@ -1,7 +1,6 @@
-"""From pydantic's JSON schema to a structural schema of Kubernetes.
+"""Convert pydantic's JSON schema to a structural schema of Kubernetes.
 
-The differences: no references, no unions with null (an absent field is absent), exclusive bounds are flags, and a
-schema says nothing that the API server would refuse. https://kubernetes.io/docs/tasks/extend-kubernetes/
+The differences: no references, no unions with null (an absent field is absent), and exclusive bounds are flags. https://kubernetes.io/docs/tasks/extend-kubernetes/
 custom-resources/custom-resource-definitions/#specifying-a-structural-schema
 """
 
@@ -50,11 +49,11 @@ _HANDLED = (
 
 
 class SchemaError(OperatorError):
-    """A model has something that a structural schema can't say."""
+    """A model has something that a structural schema can't express."""
 
 
 def structural_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The structural schema of a model. SchemaError names what can't be said."""
+    """Return the structural schema of a model. SchemaError names what it can't express."""
     schema = model.model_json_schema(by_alias=True)
     return _convert(schema, schema.get("$defs", {}), model.__name__)
 
@@ -95,7 +94,7 @@ def _convert_bounds(node: Mapping[str, Any], kept: dict[str, Any]) -> None:
 
 
 def _resolved(given: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
-    """A node without references and without null. Of an object's two descriptions, the object's own is the fuller."""
+    """Resolve references and drop null. Of an object's two descriptions, its class' own is kept: it says more."""
     node = dict(given)
     choices = [choice for choice in node.get("anyOf", []) if choice.get("type") != "null"]
     if len(choices) == 1:
