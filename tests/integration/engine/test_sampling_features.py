@@ -85,14 +85,16 @@ def test_log_probabilities_are_those_of_the_reference(folder: Path, llm: LLM, pa
     expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
     tokenizer = llm.get_tokenizer()
     assert tokenizer is not None
-    for told, wanted, token_id in zip(choice.logprobs, expected, choice.token_ids, strict=True):
+    for reported, wanted, token_id in zip(choice.logprobs, expected, choice.token_ids, strict=True):
         best = wanted.topk(4).indices.tolist()
-        assert list(told) == list(dict.fromkeys([token_id, *best]))
-        for candidate, logprob in told.items():
+        assert list(reported) == list(dict.fromkeys([token_id, *best]))
+        for candidate, logprob in reported.items():
             assert logprob.logprob == pytest.approx(wanted[candidate].item(), abs=2e-4)
             assert logprob.rank == (wanted > wanted[candidate]).sum().item() + 1
             assert logprob.decoded_token == tokenizer.decode([candidate], skip_special_tokens=False)
-    total = sum(told[token_id].logprob for told, token_id in zip(choice.logprobs, choice.token_ids, strict=True))
+    total = sum(
+        reported[token_id].logprob for reported, token_id in zip(choice.logprobs, choice.token_ids, strict=True)
+    )
     assert choice.cumulative_logprob == pytest.approx(total)
 
 
@@ -102,9 +104,9 @@ def test_more_log_probabilities_than_allowed_are_refused(folder: Path, llm: LLM)
             generate(llm, [1], logprobs=given)
     (output,) = generate(make_llm(folder, max_logprobs=-1), [5, 6], logprobs=-1, max_tokens=1)
     assert output.outputs[0].logprobs is not None
-    (told,) = output.outputs[0].logprobs
-    assert len(told) == VOCAB_SIZE
-    assert sum(math.exp(each.logprob) for each in told.values()) == pytest.approx(1.0, abs=1e-4)
+    (reported,) = output.outputs[0].logprobs
+    assert len(reported) == VOCAB_SIZE
+    assert sum(math.exp(each.logprob) for each in reported.values()) == pytest.approx(1.0, abs=1e-4)
 
 
 def test_a_bias_outside_the_vocabulary_is_refused(llm: LLM) -> None:
@@ -135,9 +137,9 @@ def test_preemption_changes_nothing(folder: Path, llm: LLM) -> None:
 
 
 def ranks(output: RequestOutput) -> list[list[tuple[int, int, str]]]:
-    told = output.outputs[0].logprobs
-    assert told is not None
-    return [[(token_id, each.rank, each.decoded_token) for token_id, each in step.items()] for step in told]
+    reported = output.outputs[0].logprobs
+    assert reported is not None
+    return [[(token_id, each.rank, each.decoded_token) for token_id, each in step.items()] for step in reported]
 
 
 @pytest.mark.parametrize("cut", [1, 7, 20])

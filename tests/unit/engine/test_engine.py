@@ -161,7 +161,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
         ([2], (), GREEDY, None),
     ],
 )
-def test_a_bad_request_is_refused_and_hurts_nobody(
+def test_a_bad_request_is_refused_and_others_go_on(
     tmp_path: Path, prompt: list[Any], outputs: list[int], params: SamplingParams, match: str | None
 ) -> None:
     engine = make_engine(tmp_path)

@@ -11,7 +11,7 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.request.sampling_params import SamplingParams
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
-from support.kernels.kv_waste import check_waste
+from support.engines.kv_waste import check_waste
 
 FACTS = ArithmeticFacts(vocab_size=23)
 PREFIXES = ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9, 9], [3])

@@ -102,12 +102,12 @@ def test_a_copy_that_does_not_hold_its_source(cache: CacheManager, seq: Sequence
         check_cache(cache.pool, BLOCK_SIZE, [seq, other], cache.copy_on_write)
 
 
-def test_a_copy_to_a_block_that_nobody_holds(cache: CacheManager, seq: Sequence) -> None:
+def test_a_copy_to_a_block_that_no_sequence_holds(cache: CacheManager, seq: Sequence) -> None:
     other = fork(cache, seq)
     cache.copy_on_write.part()
     cache.pool.release(other.block_table.pop())
     other.num_computed_tokens = 2
-    with pytest.raises(InvariantViolation, match="copied to that nobody holds"):
+    with pytest.raises(InvariantViolation, match="target of a copy, and no sequence holds it"):
         check_cache(cache.pool, BLOCK_SIZE, [seq, other], cache.copy_on_write)
 
 

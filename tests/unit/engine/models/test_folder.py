@@ -34,10 +34,10 @@ def test_a_revision_is_of_all_that_decides_tokens_and_text(tmp_path: Path) -> No
     save_file(weights, folder / "model.safetensors")
     assert model_revision(folder) == first
     for file in ("config.json", "generation_config.json", "tokenizer.json"):
-        told = (folder / file).read_bytes()
-        (folder / file).write_bytes(told + b"\n")
+        original = (folder / file).read_bytes()
+        (folder / file).write_bytes(original + b"\n")
         assert model_revision(folder) != first, file
-        (folder / file).write_bytes(told)
+        (folder / file).write_bytes(original)
     assert model_revision(folder) == first
 
 

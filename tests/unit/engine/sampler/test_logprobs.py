@@ -1,4 +1,4 @@
-"""Log probabilities are those of the model's own logits, and equal ones are told in the same order always."""
+"""Log probabilities are those of the model's own logits, and equal ones are always returned in the same order."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_a_prompt_in_chunks_is_waited_for_to_its_end() -> None:
     assert [harness.step() for _ in range(3)] == [[("0", 8)], [("0", 8)], [("0", 2), ("1", 2)]]
 
 
-def test_without_a_cache_nobody_waits_for_equal_prompts() -> None:
+def test_without_a_cache_no_request_waits_for_equal_prompts() -> None:
     harness = Harness(budget=32, caching=False)
     harness.add(10)
     harness.add(10)
@@ -411,6 +411,6 @@ def test_copies_are_due_until_a_step_has_run() -> None:
     harness.scheduler.abort(siblings[0])
     harness.scheduler.abort(siblings[2])
     harness.check()
-    assert list(harness.scheduler.schedule().copies) == first[:1], "whoever held the source"
+    assert list(harness.scheduler.schedule().copies) == first[:1], "although the sequence that held the source has left"
     harness.step()
     assert num_used(harness) == 2

@@ -4,7 +4,7 @@ from pagestream_engine import Engine
 
 
 def check_waste(engine: Engine) -> None:
-    """Compares what the engine says about its blocks with a walk over all tables, between two steps."""
+    """Assert that the engine's statistics of blocks equal a walk over all tables, between two steps."""
     size = engine.block_size
     filled: dict[int, int] = {}
     for seq in engine._scheduler.running():
