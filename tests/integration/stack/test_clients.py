@@ -38,7 +38,7 @@ def questions() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("question", "answer"), questions())
-def test_the_openai_client_hears_the_right_answer(client: openai.OpenAI, question: str, answer: str) -> None:
+def test_the_openai_client_gets_the_right_answer(client: openai.OpenAI, question: str, answer: str) -> None:
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": question}]
     whole = client.chat.completions.create(model="demo", messages=messages, temperature=0)
     assert (whole.choices[0].message.content or "").strip() == answer

@@ -102,7 +102,7 @@ def signalled(pods: Pods, earlier: Path) -> bool:
     return bool(set(pods.profiles.glob("*.json")) - {earlier})
 
 
-def test_pods_serve_and_tell_probes_how_they_are(pods: Pods) -> None:
+def test_pods_serve_and_answer_probes(pods: Pods) -> None:
     pods.engine.start()
     wait_until(lambda: status(pods.engine_port, "healthz") == 200, limit_s=START_LIMIT_S, what="liveness")
     assert status(pods.engine_port, "readyz") == 503  # there is no Redis yet

@@ -39,15 +39,15 @@ def collector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def stack(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One engine and two gateways. Other stacks' parts have the same names and told the same collector: the time of a
-    sample says whose it is.
+    """One engine and two gateways. Other stacks export to the same collector under the same names, so samples are told
+    apart by time.
     """
     with running_stack(tmp_path_factory.mktemp("stack"), gateways=2, engine_module=PACED) as running:
         yield running
 
 
 def stream(stack: Stack, *, max_tokens: int, kill_after: int = 0, **more: object) -> list[str]:
-    """Reads a completion, and kills the engine that runs it after so many events. Returns the events."""
+    """Read a completion, and kill the engine that runs it after `kill_after` events. Returns the events."""
     body = {"model": "demo", "prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True, **more}
     url, headers = f"{stack.gateways[0].url}/v1/completions", {"traceparent": TRACEPARENT}
     events = []
@@ -133,11 +133,11 @@ def read_while_the_engine_drains(stack: Stack, collector: Collector) -> list[Spa
 
 
 def test_every_metric_arrives_under_its_name(collector: Collector, stack: Stack) -> None:
-    begin_ns = time.time_ns()  # what was told before may be another stack's
+    begin_ns = time.time_ns()  # earlier samples may be another stack's
     engines, gateways = "pagestream-engine", "pagestream-gateway"
     expected = {(engines, metric.name) for metric in ENGINE_METRICS if metric.name not in NO_GPU | NO_MODEL}
     expected |= {(gateways, metric.name) for metric in GATEWAY_METRICS}
-    # Nothing goes wrong here, so that nothing is told of it.
+    # No engine error happens here, so that none is exported.
     expected -= {(engines, "pagestream.errors")}
     table = {metric.name: metric for metric in (*ENGINE_METRICS, *GATEWAY_METRICS)}
     stream(stack, max_tokens=20)
@@ -155,13 +155,13 @@ def test_every_metric_arrives_under_its_name(collector: Collector, stack: Stack)
         return max((sample.value for sample in fresh("pagestream.tokens.generated")), default=0)
 
     def partitions(gateway: str) -> set[str]:
-        """Of which it told the queue's depth. Other classes than this one exist only while requests wait."""
-        told = [sample for sample in fresh("pagestream.queue.depth") if sample.instance == gateway]
-        return {sample.attributes["partition"] for sample in told if sample.attributes["class"] == "resume"}
+        """Return the partitions whose queue depth it exported; other classes exist only while requests wait."""
+        depths = [sample for sample in fresh("pagestream.queue.depth") if sample.instance == gateway]
+        return {sample.attributes["partition"] for sample in depths if sample.attributes["class"] == "resume"}
 
     wait_until(lambda: not missing(), limit_s=LIMIT_S, what="all metrics")
     wait_until(lambda: generated() >= 20, limit_s=LIMIT_S, what="the tokens")
-    # All gateways tell the same of the queue, for the same partitions; each looks when its own second is over.
+    # All gateways export the same values, for the same partitions; each reads them when its own second is over.
     wait_until(
         lambda: partitions("gateway-0") == partitions("gateway-1") != set(),
         limit_s=LIMIT_S,
@@ -226,7 +226,7 @@ def test_logs_name_request_and_trace_and_never_the_prompt_or_the_key(stack: Stac
         assert record["span_id"] != CALLER
 
 
-def test_a_collector_that_is_away_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_collector_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGESTREAM_TELEMETRY__OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("PAGESTREAM_TELEMETRY__EXPORT_INTERVAL_S", "0.2")
     monkeypatch.setenv("PYTHONPATH", str(TESTS))

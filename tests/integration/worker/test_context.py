@@ -1,4 +1,4 @@
-"""An engine process whose memory decides the context: another one would decide otherwise."""
+"""An engine process refuses a context length that results from the memory that happens to be free."""
 
 import subprocess
 import sys
@@ -20,16 +20,16 @@ def worker(*options: str) -> Sequence[str]:
     return [sys.executable, "-m", "pagestream_worker", str(DEMO_MODEL), "--redis", redis, *options]
 
 
-def test_it_refuses_to_serve_and_says_what_to_give() -> None:
+def test_it_refuses_to_serve_and_names_the_option() -> None:
     command = worker("--dtype", "float32", "--num-gpu-blocks-override", "20")
     ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert ended.returncode == EXIT_BAD_OPTIONS, ended.stderr
-    [told] = [line for line in ended.stderr.splitlines() if "max_model_len" in line and "expected" in line]
-    assert "the KV pool holds 320 tokens here and the model's context 1024" in told
-    assert "give all engines of this model the same --max-model-len, at most 320" in told
+    [message] = [line for line in ended.stderr.splitlines() if "max_model_len" in line and "expected" in line]
+    assert "the KV pool holds 320 tokens here and the model's context 1024" in message
+    assert "give all engines of this model the same --max-model-len, at most 320" in message
 
 
 @pytest.mark.parametrize(("asked", "settled"), [(320, 320), (64, 64), (None, 1024)])
-def test_a_context_that_was_given_or_is_the_models_own_is_served(asked: int | None, settled: int) -> None:
+def test_a_given_context_and_the_models_own_are_served(asked: int | None, settled: int) -> None:
     config = EngineConfig.from_options({} if asked is None else {"max_model_len": asked})
     check_context(cast(Engine, SimpleNamespace(config=config, max_model_len=settled, model_context=1024)))

@@ -1,5 +1,5 @@
-"""Redis is full (`maxmemory`, `noeviction`) while streams run: they go on where they were once there is room, nobody is
-robbed of what it runs, and who comes meanwhile hears why.
+"""Redis is full (`maxmemory`, `noeviction`) while streams run: they go on where they were once there is room, no engine
+loses its requests, and a new request is refused with the reason.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ async def broker(redis_url: str) -> AsyncIterator[Broker]:
 
 @pytest.fixture
 async def memory(redis_server: EmbeddedRedis) -> AsyncIterator[Memory]:
-    """Sets how many bytes Redis may use: with one it refuses all that needs memory, with 0 nothing."""
+    """Sets how many bytes Redis may use: with 1 it refuses every command that needs memory, 0 is no limit."""
     async with Redis(port=redis_server.port) as redis:
         yield lambda amount: redis.config_set("maxmemory", amount)
         await redis.config_set("maxmemory", 0)
@@ -55,7 +55,7 @@ async def view(broker: Broker, spec: RequestSpec) -> RequestView:
 
 
 async def is_under_way(broker: Broker, *specs: RequestSpec) -> None:
-    """Waits until each request's log has some tokens."""
+    """Wait until each request's log has some tokens."""
 
     async def have_tokens() -> bool:
         return all([(await view(broker, spec)).next_index > SOME_TOKENS for spec in specs])
@@ -63,19 +63,19 @@ async def is_under_way(broker: Broker, *specs: RequestSpec) -> None:
     await eventually(have_tokens)
 
 
-async def appends_are_put_off(caplog: pytest.LogCaptureFixture, count: int = 3) -> None:
-    """Waits until Redis has refused some more of them for want of memory."""
+async def appends_are_postponed(caplog: pytest.LogCaptureFixture, count: int = 3) -> None:
+    """Wait until Redis has refused `count` more appends for lack of memory."""
 
     def number() -> int:
-        said = [record.getMessage() for record in caplog.records]
-        return sum("append of" in each and "put off" in each and "maxmemory" in each for each in said)
+        messages = [record.getMessage() for record in caplog.records]
+        return sum("append of" in each and "postponed" in each and "maxmemory" in each for each in messages)
 
     before = number()
     await eventually(lambda: number() >= before + count)
 
 
 async def leases_are_renewed(broker: Broker) -> None:
-    """Waits until whoever did not renew its lease would have been robbed."""
+    """Wait until a lease that was not renewed would have been swept."""
     queues = await broker.directory.all_partitions(MODEL)
 
     async def ends() -> list[float]:
@@ -93,17 +93,17 @@ async def leases_are_renewed(broker: Broker) -> None:
 
 
 def check(log: list[LogEntry], prompt: list[int], max_tokens: int) -> None:
-    """The log is that of a run that nobody disturbed: each token once and in order, one end."""
+    """Check that the log is that of an undisturbed run: each token once and in order, one end."""
     assert tokens(log) == expected(prompt, max_tokens)
     assert [entry.HasField("end") for entry in log] == [False] * (max_tokens + 1) + [True]
     assert log[-1].end.reason == FINISH_REASON_LENGTH
     assert log[-1].end.usage.completion_tokens == max_tokens
 
 
-async def test_streams_go_on_where_they_were_and_nobody_is_robbed(
+async def test_streams_go_on_where_they_were_and_no_engine_loses_a_request(
     broker: Broker, memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of two that run one is computed to its end while Redis is full; a third waits for the room that it leaves."""
+    """Of two running requests one is computed to its end while Redis is full; a third waits for its room."""
     wanted = [([1, 2], LONG), ([3, 4], SHORT), ([5, 6], SHORT)]
     async with GatewaySession(broker) as gateway:
         async with running_worker(broker, tmp_path, SlowRunner, max_num_seqs=2, **ROOM_FOR_ALL) as running:
@@ -115,7 +115,7 @@ async def test_streams_go_on_where_they_were_and_nobody_is_robbed(
             await memory(1)
             states = [(await view(broker, spec)).state for spec in specs]
             assert states == [REQUEST_STATE_RUNNING, REQUEST_STATE_RUNNING, REQUEST_STATE_QUEUED]
-            await appends_are_put_off(caplog)
+            await appends_are_postponed(caplog)
             logged = [(await view(broker, spec)).next_index for spec in specs]
             await leases_are_renewed(broker)
             assert [(await view(broker, spec)).next_index for spec in specs] == logged
@@ -129,7 +129,7 @@ async def test_streams_go_on_where_they_were_and_nobody_is_robbed(
     assert await broker.quarantined(MODEL) == []
 
 
-async def test_who_comes_while_it_is_full_hears_so_and_is_accepted_under_its_id_when_there_is_room(
+async def test_a_request_refused_while_it_is_full_is_accepted_under_its_id_when_there_is_room(
     broker: Broker, memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with GatewaySession(broker) as gateway:
@@ -138,7 +138,7 @@ async def test_who_comes_while_it_is_full_hears_so_and_is_accepted_under_its_id_
             reading = asyncio.create_task(read(gateway, first))
             await is_under_way(broker, first)
             await memory(1)
-            await appends_are_put_off(caplog)
+            await appends_are_postponed(caplog)
             late = RequestSpec(
                 request_id=await gateway.place(MODEL, [3, 4], TENANT),
                 model=MODEL,
@@ -165,7 +165,7 @@ async def test_who_comes_while_it_is_full_hears_so_and_is_accepted_under_its_id_
     assert await broker.quarantined(MODEL) == []
 
 
-async def test_what_an_engine_ran_that_ends_meanwhile_goes_on_at_its_neighbour(
+async def test_requests_of_an_engine_that_ends_meanwhile_go_on_at_another(
     broker: Broker, memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with GatewaySession(broker) as gateway, AsyncExitStack() as neighbours:
@@ -175,7 +175,7 @@ async def test_what_an_engine_ran_that_ends_meanwhile_goes_on_at_its_neighbour(
             await is_under_way(broker, spec)
             second = await neighbours.enter_async_context(running_worker(broker, tmp_path / "second", **ROOM_FOR_ALL))
             await memory(1)
-            await appends_are_put_off(caplog)
+            await appends_are_postponed(caplog)
             await first.end()
         assert not reading.done()
         await memory(0)
@@ -185,7 +185,7 @@ async def test_what_an_engine_ran_that_ends_meanwhile_goes_on_at_its_neighbour(
     assert await broker.quarantined(MODEL) == []
 
 
-async def test_what_an_engine_ran_that_ends_meanwhile_waits_for_the_next_one(
+async def test_requests_of_the_only_engine_that_ends_meanwhile_wait_for_the_next_one(
     broker: Broker, memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with GatewaySession(broker) as gateway:
@@ -194,7 +194,7 @@ async def test_what_an_engine_ran_that_ends_meanwhile_waits_for_the_next_one(
             readings = [asyncio.create_task(read(gateway, spec)) for spec in specs]
             await is_under_way(broker, specs[0])
             await memory(1)
-            await appends_are_put_off(caplog)
+            await appends_are_postponed(caplog)
             await first.end()
 
         async def are_queued() -> bool:

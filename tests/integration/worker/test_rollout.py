@@ -1,4 +1,4 @@
-"""A worker that ends while others compute otherwise: it finishes what it has begun, for as long as it may."""
+"""A worker that ends while all others have another fingerprint: it finishes what has tokens, for a limited time."""
 
 import asyncio
 import dataclasses
@@ -26,7 +26,7 @@ SETTINGS = dataclasses.replace(StreamsSettings(), fingerprint_grace_ms=300)
 
 
 async def begun(broker: Broker, gateway: GatewaySession, *, max_tokens: int) -> list[RequestSpec]:
-    """Requests that all have some tokens."""
+    """Accept requests, and wait until each has some tokens."""
     specs = [await accepted(gateway, prompt, max_tokens=max_tokens) for prompt in PROMPTS]
     for spec in specs:
         for _ in range(int(LIMIT_S / 0.01)):
@@ -48,7 +48,7 @@ def check(logs: list[list[LogEntry]], max_tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("other", "wanted"), [("another", 1), ("one", 2), ("", 2)])
-async def test_it_finishes_only_what_nobody_else_computes_alike(
+async def test_it_finishes_only_where_no_other_engine_has_its_fingerprint(
     redis_url: str, tmp_path: Path, other: str, wanted: int
 ) -> None:
     async with await Broker.connect(redis_url, SETTINGS) as broker, GatewaySession(broker) as gateway:
@@ -68,10 +68,10 @@ async def test_it_finishes_only_what_nobody_else_computes_alike(
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.005, 0.05, 0.5])
-async def test_several_of_a_kind_that_end_together_leave_nothing_to_others(
+async def test_engines_of_one_fingerprint_that_end_together_leave_nothing_to_others(
     redis_url: str, tmp_path: Path, pause_s: float
 ) -> None:
-    """Also where the last one has no seats left when the first hands back."""
+    """Also where the last one has no room when the first hands back."""
     patient = dataclasses.replace(SETTINGS, fingerprint_grace_ms=60_000)
     options = {"fingerprint": "one", "finish_timeout_s": LIMIT_S, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     async with await Broker.connect(redis_url, patient) as broker, GatewaySession(broker) as gateway:
@@ -94,8 +94,8 @@ async def test_several_of_a_kind_that_end_together_leave_nothing_to_others(
     check(logs, LONG)
 
 
-async def test_what_has_no_tokens_is_not_bound_to_the_old_numerics(redis_url: str, tmp_path: Path) -> None:
-    """Its first step ends after the engine has given it away."""
+async def test_requests_without_tokens_go_to_the_new_numerics(redis_url: str, tmp_path: Path) -> None:
+    """The first step of such a request ends after the engine has handed it back."""
     patient = dataclasses.replace(SETTINGS, fingerprint_grace_ms=60_000)
     GatedRunner.gate.clear()
     async with await Broker.connect(redis_url, patient) as broker, GatewaySession(broker) as gateway:
@@ -118,7 +118,7 @@ async def test_what_has_no_tokens_is_not_bound_to_the_old_numerics(redis_url: st
     assert tokens(log) == expected(PROMPTS[0])
 
 
-async def test_after_its_time_it_hands_back(redis_url: str, tmp_path: Path) -> None:
+async def test_it_hands_back_after_finish_timeout_s(redis_url: str, tmp_path: Path) -> None:
     async with await Broker.connect(redis_url, SETTINGS) as broker, GatewaySession(broker) as gateway:
         async with running_worker(broker, tmp_path, SlowRunner, fingerprint="one", finish_timeout_s=0.1) as old:
             specs = await begun(broker, gateway, max_tokens=LONG)
@@ -131,7 +131,7 @@ async def test_after_its_time_it_hands_back(redis_url: str, tmp_path: Path) -> N
     check(logs, LONG)
 
 
-async def test_alone_it_hands_back_at_once(redis_url: str, tmp_path: Path) -> None:
+async def test_the_only_engine_hands_back_at_once(redis_url: str, tmp_path: Path) -> None:
     async with await Broker.connect(redis_url, SETTINGS) as broker, GatewaySession(broker) as gateway:
         async with running_worker(broker, tmp_path, SlowRunner, fingerprint="one", finish_timeout_s=LIMIT_S) as old:
             specs = await begun(broker, gateway, max_tokens=LONG)

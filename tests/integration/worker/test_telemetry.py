@@ -23,64 +23,64 @@ async def broker(redis_url: str) -> AsyncIterator[Broker]:
 
 
 @pytest.fixture
-def told() -> Telemetry:
+def process() -> Telemetry:
     return silent_telemetry()
 
 
 @pytest.fixture
-def telemetry(told: Telemetry) -> WorkerTelemetry:
-    return WorkerTelemetry(told, w.MODEL, "worker")
+def telemetry(process: Telemetry) -> WorkerTelemetry:
+    return WorkerTelemetry(process, w.MODEL, "worker")
 
 
-def points(told: Telemetry, name: str) -> tuple[Point, ...]:
-    return next((family.points for family in told.registry.collect() if family.metric.name == name), ())
+def points(process: Telemetry, name: str) -> tuple[Point, ...]:
+    return next((family.points for family in process.registry.collect() if family.metric.name == name), ())
 
 
-def value(told: Telemetry, name: str, **attributes: str) -> float:
+def value(process: Telemetry, name: str, **attributes: str) -> float:
     """A number, or how many a histogram has counted; 0 where there is no such series."""
-    chosen = [point for point in points(told, name) if attributes.items() <= point.attributes.items()]
+    chosen = [point for point in points(process, name) if attributes.items() <= point.attributes.items()]
     return sum(point.value + sum(point.counts) for point in chosen)
 
 
 async def test_a_request_is_counted_through_its_phases(
-    broker: Broker, tmp_path: Path, told: Telemetry, telemetry: WorkerTelemetry
+    broker: Broker, tmp_path: Path, process: Telemetry, telemetry: WorkerTelemetry
 ) -> None:
     async with w.running_worker(broker, tmp_path, telemetry=telemetry), GatewaySession(broker) as gateway:
         for _ in range(2):
             await w.read(gateway, await w.accepted(gateway, [1, 2, 3], n=2))
-    assert value(told, "pagestream.queue.wait") == 2
-    assert value(told, "pagestream.engine.time_per_output_token") == 4, "one for each choice"
-    assert value(told, "pagestream.step.duration") == value(told, "pagestream.batch.size") >= 30
-    assert value(told, "pagestream.resumes") == value(told, "pagestream.cancellations") == 0
-    assert value(told, "pagestream.errors") == 0
-    [startup] = points(told, "pagestream.engine.startup.duration")
+    assert value(process, "pagestream.queue.wait") == 2
+    assert value(process, "pagestream.engine.time_per_output_token") == 4, "one for each choice"
+    assert value(process, "pagestream.step.duration") == value(process, "pagestream.batch.size") >= 30
+    assert value(process, "pagestream.resumes") == value(process, "pagestream.cancellations") == 0
+    assert value(process, "pagestream.errors") == 0
+    [startup] = points(process, "pagestream.engine.startup.duration")
     assert startup.value > 0
 
 
-async def test_what_is_cancelled_refused_or_resumed_is_counted_as_such(
-    broker: Broker, tmp_path: Path, told: Telemetry, telemetry: WorkerTelemetry
+async def test_cancelled_refused_and_resumed_requests_are_counted(
+    broker: Broker, tmp_path: Path, process: Telemetry, telemetry: WorkerTelemetry
 ) -> None:
     async with GatewaySession(broker) as gateway:
         async with w.running_worker(broker, tmp_path / "first", w.SlowRunner, telemetry=telemetry) as first:
             cancelled = await w.accepted(gateway, [1, 2], max_tokens=900)
-            await eventually(lambda: value(told, "pagestream.queue.wait") == 1)
+            await eventually(lambda: value(process, "pagestream.queue.wait") == 1)
             await broker.cancel(cancelled.request_id, w.TENANT)
-            await eventually(lambda: value(told, "pagestream.cancellations") == 1)
+            await eventually(lambda: value(process, "pagestream.cancellations") == 1)
             await w.read(gateway, await w.accepted(gateway, [1], best_of=3))
-            assert value(told, "pagestream.errors", **{"error.type": "unsupported"}) == 1
+            assert value(process, "pagestream.errors", **{"error.type": "unsupported"}) == 1
             resumed = await w.accepted(gateway, [4, 5, 6], max_tokens=400)
-            await eventually(lambda: value(told, "pagestream.queue.wait") == 3)
+            await eventually(lambda: value(process, "pagestream.queue.wait") == 3)
             await first.end()
         async with w.running_worker(broker, tmp_path / "second", telemetry=telemetry):
             entries = await w.read(gateway, resumed)
     assert w.tokens(entries) == w.expected([4, 5, 6], 400)
-    assert value(told, "pagestream.resumes") == 1
-    assert value(told, "pagestream.queue.wait") == 3, "a resumed request's wait is not its acceptance's"
-    assert value(told, "pagestream.cancellations") == 1, "what is handed back is not cancelled"
+    assert value(process, "pagestream.resumes") == 1
+    assert value(process, "pagestream.queue.wait") == 3, "a resumed request's wait is not its acceptance's"
+    assert value(process, "pagestream.cancellations") == 1, "what is handed back is not cancelled"
 
 
-async def test_a_snapshot_tells_what_the_engine_holds(
-    broker: Broker, tmp_path: Path, told: Telemetry, telemetry: WorkerTelemetry
+async def test_gauges_follow_what_the_engine_holds(
+    broker: Broker, tmp_path: Path, process: Telemetry, telemetry: WorkerTelemetry
 ) -> None:
     health = Health(60.0)
     options = {"num_gpu_blocks_override": 32, "block_size": 8}
@@ -88,27 +88,27 @@ async def test_a_snapshot_tells_what_the_engine_holds(
         async with w.running_worker(broker, tmp_path, w.SlowRunner, telemetry=telemetry, **options) as running:
             thread = running.thread
             view = EngineView(thread.stats, lambda: thread.fragmentation, {"kv_pool": 5}, lambda: 7)
-            told.registry.on_collect(EngineGauges(told.registry, w.MODEL, view, health).set)
-            idle = {point.attributes["state"]: point.value for point in points(told, "pagestream.kv.blocks")}
+            process.registry.on_collect(EngineGauges(process.registry, w.MODEL, view, health).set)
+            idle = {point.attributes["state"]: point.value for point in points(process, "pagestream.kv.blocks")}
             assert idle == {"used": 0, "cached": 0, "free": 32}
             spec = await w.accepted(gateway, list(range(1, 20)), max_tokens=200)
-            await eventually(lambda: value(told, "pagestream.requests.running") == 1)
-            await eventually(lambda: value(told, "pagestream.kv.blocks", state="used") >= 3)
-            await eventually(lambda: 0 < value(told, "pagestream.kv.fragmentation") < 1)
-            assert 0 < value(told, "pagestream.kv.utilization") < 1
+            await eventually(lambda: value(process, "pagestream.requests.running") == 1)
+            await eventually(lambda: value(process, "pagestream.kv.blocks", state="used") >= 3)
+            await eventually(lambda: 0 < value(process, "pagestream.kv.fragmentation") < 1)
+            assert 0 < value(process, "pagestream.kv.utilization") < 1
             await w.read(gateway, spec)
-            await eventually(lambda: value(told, "pagestream.requests.running") == 0)
-            await eventually(lambda: value(told, "pagestream.kv.fragmentation") == 0)
-            states = {point.attributes["state"]: point.value for point in points(told, "pagestream.kv.blocks")}
+            await eventually(lambda: value(process, "pagestream.requests.running") == 0)
+            await eventually(lambda: value(process, "pagestream.kv.fragmentation") == 0)
+            states = {point.attributes["state"]: point.value for point in points(process, "pagestream.kv.blocks")}
             assert sum(states.values()) == 32
             assert states["cached"] > 0
-            assert value(told, "pagestream.tokens.generated") == 200
-            assert value(told, "pagestream.tokens.prompt") == 19
-            assert value(told, "pagestream.prefix_cache.queries") == 19
-            assert (value(told, "pagestream.memory.usage"), value(told, "pagestream.reclaims")) == (5, 7)
-    assert value(told, "pagestream.engine.draining") == 0
+            assert value(process, "pagestream.tokens.generated") == 200
+            assert value(process, "pagestream.tokens.prompt") == 19
+            assert value(process, "pagestream.prefix_cache.queries") == 19
+            assert (value(process, "pagestream.memory.usage"), value(process, "pagestream.reclaims")) == (5, 7)
+    assert value(process, "pagestream.engine.draining") == 0
     health.drain()
-    assert value(told, "pagestream.engine.draining") == 1
+    assert value(process, "pagestream.engine.draining") == 1
 
 
 class BrokenRunner(w.ArithmeticRunner):
@@ -120,13 +120,13 @@ class BrokenRunner(w.ArithmeticRunner):
         return super().execute(step)
 
 
-async def test_an_engine_that_breaks_says_so_before_it_ends(
-    broker: Broker, tmp_path: Path, told: Telemetry, telemetry: WorkerTelemetry
+async def test_an_engine_that_fails_is_counted_before_it_ends(
+    broker: Broker, tmp_path: Path, process: Telemetry, telemetry: WorkerTelemetry
 ) -> None:
     async with GatewaySession(broker) as gateway:
         async with w.running_worker(broker, tmp_path, BrokenRunner, telemetry=telemetry) as running:
             await w.accepted(gateway, [1, 2, 3])
             with pytest.raises(EngineFailed):
                 await running.task
-    assert value(told, "pagestream.errors", **{"error.type": "engine_failed"}) == 1
-    assert value(told, "pagestream.cancellations") == 0
+    assert value(process, "pagestream.errors", **{"error.type": "engine_failed"}) == 1
+    assert value(process, "pagestream.cancellations") == 0

@@ -138,7 +138,7 @@ async def test_a_list_of_prompts_larger_than_the_pool_is_served(redis_url: str, 
             await running.end()
 
 
-async def test_a_busy_worker_leaves_to_others_what_it_could_not_compute_in_its_next_step(
+async def test_a_busy_worker_claims_nothing_that_its_next_step_could_not_compute(
     redis_url: str, tmp_path: Path
 ) -> None:
     prompts = [[number, *range(1, 12)] for number in range(1, 11)]
@@ -195,22 +195,22 @@ async def test_a_worker_with_short_steps_claims_the_next_ones_prompts_while_a_st
         assert tokens(log) == expected(prompt)
 
 
-async def test_first_tokens_are_on_their_way_before_the_steps_other_tokens_are_taken(
+async def test_first_tokens_are_appended_before_the_steps_other_tokens_are_taken(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[tuple[str, list[str]]] = []
     add_output, append = RunningRequest.add_output, EngineSession.append
 
-    def told_add_output(request: RunningRequest, choice: int, output: StepOutput) -> None:
+    def recorded_add_output(request: RunningRequest, choice: int, output: StepOutput) -> None:
         done.append(("taken", [request.request_id]))
         add_output(request, choice, output)
 
-    async def told_append(session: EngineSession, appends: Sequence[Append]) -> list[AppendOutcome]:
+    async def recorded_append(session: EngineSession, appends: Sequence[Append]) -> list[AppendOutcome]:
         done.append(("sent", [each.request_id for each in appends]))
         return await append(session, appends)
 
-    monkeypatch.setattr(RunningRequest, "add_output", told_add_output)
-    monkeypatch.setattr(EngineSession, "append", told_append)
+    monkeypatch.setattr(RunningRequest, "add_output", recorded_add_output)
+    monkeypatch.setattr(EngineSession, "append", recorded_append)
     async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
         async with running_worker(broker, tmp_path, SlowRunner) as running:
             long = await accepted(gateway, [1, 2], max_tokens=300)
@@ -278,7 +278,7 @@ async def test_an_engine_that_fails_ends_the_worker_and_loses_nothing(redis_url:
             await healthy.end()
 
 
-async def test_outputs_that_cannot_be_taken_end_the_worker_and_lose_nobody_a_token(
+async def test_outputs_that_cannot_be_taken_end_the_worker_and_lose_no_token(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_output = RunningRequest.add_output

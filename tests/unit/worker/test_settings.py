@@ -24,7 +24,7 @@ def load(*arguments: str, **variables: str) -> ProcessSettings:
     return load_settings(arguments, variables)
 
 
-def test_a_pod_is_told_all_by_its_environment() -> None:
+def test_all_settings_can_come_from_the_environment() -> None:
     process = load("/models/demo", **POD)
     worker = process.worker
     assert (worker.model, worker.redis_url, worker.served_model_name) == (
@@ -39,7 +39,7 @@ def test_a_pod_is_told_all_by_its_environment() -> None:
     assert process.telemetry.otlp_endpoint == "http://collector:4317"
 
 
-def test_flags_win() -> None:
+def test_flags_override_variables() -> None:
     flags = ("--redis", "redis://flag", "--metrics-port", "1", "--max-num-seqs", "4", "--dtype", "auto")
     process = load("/models/demo", *flags, "--log-level", "DEBUG", "--otlp-endpoint", "http://flag:1", **POD)
     assert (process.worker.redis_url, process.worker.metrics_port) == ("redis://flag", 1)
@@ -79,13 +79,13 @@ def test_unknown_and_malformed_variables_are_named(variable: str, value: str) ->
         load("m", "--redis", "redis://x", **{variable: value})
 
 
-def test_what_is_needed_is_named_with_its_variable() -> None:
+def test_a_missing_option_is_named_with_its_variable() -> None:
     with pytest.raises(ValueError, match="PAGESTREAM_WORKER__REDIS"):
         load("m")
     with pytest.raises(ValueError, match="PAGESTREAM_WORKER__MODEL"):
         load("--redis", "redis://x")
 
 
-def test_a_wrong_flag_is_the_engines_own_error() -> None:
+def test_a_flag_out_of_range_is_the_engines_own_error() -> None:
     with pytest.raises(ConfigError, match=r"^max_num_seqs: "):
         load("m", "--redis", "redis://x", "--max-num-seqs", "0", PAGESTREAM_ENGINE__MAX_NUM_SEQS="4")

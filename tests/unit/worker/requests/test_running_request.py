@@ -111,7 +111,7 @@ def test_a_successor_writes_what_was_missing(cut: int) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_siblings_take_turns_whoever_was_first_after_a_resume(first: int) -> None:
+def test_siblings_take_turns_in_any_order_of_generation_after_a_resume(first: int) -> None:
     whole = play(RunningRequest(claim(n=2)), SCRIPT)
     successor = RunningRequest(claim(whole[:2], n=2, nonce="b"))
     rest = sorted(SCRIPT[2:], key=lambda each: each[0] != first)
@@ -194,7 +194,7 @@ def test_each_prompt_of_a_list_has_its_own_choices() -> None:
     assert choices[1].params.seed == choices[3].params.seed != 7
 
 
-def test_prompts_of_a_list_have_seeds_of_their_own_where_nobody_gave_one() -> None:
+def test_prompts_of_a_list_have_seeds_of_their_own_where_the_client_gave_none() -> None:
     """Equal prompts would have equal answers. The record says it: what began by the other rule goes on by it."""
     drawn = claim(n=2, num_prompts=2)
     drawn.spec.seed_for_each_prompt = True
@@ -203,7 +203,7 @@ def test_prompts_of_a_list_have_seeds_of_their_own_where_nobody_gave_one() -> No
     assert len(set(seeds)) == 4
 
 
-def test_a_refused_request_has_no_sequence_to_forget() -> None:
+def test_a_refused_request_has_no_sequence_to_abort() -> None:
     taken = claim(n=2)
     taken.spec.sampling.prompt_logprobs = 3
     request = RunningRequest(taken)
@@ -213,7 +213,7 @@ def test_a_refused_request_has_no_sequence_to_forget() -> None:
     assert request.running_seq_ids() == []
 
 
-def test_log_probabilities_are_in_the_tokens_entry_and_nowhere_else() -> None:
+def test_log_probabilities_are_in_the_tokens_entry_alone() -> None:
     request = RunningRequest(claim())
     list(request.open_choices())
     tokens = (TokenLogprob(11, -1.5, 2, "b"), TokenLogprob(10, -0.5, 1, "a"))
