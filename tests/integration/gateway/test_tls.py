@@ -85,14 +85,14 @@ async def until_taken(port: int, roots: Path) -> None:
     pytest.fail("the new certificate was not taken")
 
 
-def test_files_that_do_not_fit_are_left_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_that_do_not_fit_are_ignored_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     certificate, key = issue_certificate(tmp_path, 1)
     held = Certificate(certificate, key)
     assert not held.refresh()
     good = key.read_bytes()
     key.write_bytes(b"no key")
     assert not held.refresh()
-    assert "is not taken" in caplog.text
+    assert "cannot use the certificate" in caplog.text
     key.write_bytes(good)
     issue_certificate(tmp_path, 2)
     assert held.refresh()

@@ -21,7 +21,9 @@ class GatewaySettings:
     """The process' name, the addresses that it serves, and its Redis."""
 
     id: str | None = None
-    """Name of the channel by which engines wake this process, and the instance id of its metrics. None: random."""
+    """Name of the channel by which engines wake this process, and the instance id of its metrics. None: a random name,
+    and host name and process id.
+    """
     redis: str = "redis://127.0.0.1:6379"
     """Address: redis://, rediss:// (TLS), unix://, redis+sentinel:// or redis+cluster://; see docs/durability.md."""
     answer_limit_s: float = 8.0

@@ -19,7 +19,7 @@ from pagestream_gateway.api.openai.errors import error_response, log_unexpected
 from pagestream_gateway.api.openai.position import START, Position
 from pagestream_gateway.api.openai.writer import AnswerWriter
 from pagestream_gateway.api.runs import Run, split_runs
-from pagestream_gateway.core.calls import DISCONNECTED, Call
+from pagestream_gateway.core.calls import DISCONNECTED, OK, Call
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.errors import GatewayError, GenerationFailed
 
@@ -76,7 +76,7 @@ class LogAnswer(Response):
         raise NotImplementedError
 
     async def keep_alive(self, send: Send) -> None:
-        """Called after `keep_alive_s` without anything sent."""
+        """Keep the connection alive; called after `keep_alive_s` without anything sent."""
 
     def follow(self) -> AsyncGenerator[list[LogEntry], None]:
         """Yield the log from the start position, in batches."""
@@ -132,7 +132,7 @@ class WholeAnswer(LogAnswer):
             with self._gateway.streams.entered():
                 body = await self._collect()
             response: Response = JSONResponse(body, headers={"X-Request-Id": self._request_id})
-            outcome = "ok"
+            outcome = OK
         except (GatewayError, StreamsError) as error:
             log_unexpected(error, self._request_id)
             response = error_response(error, self._request_id)

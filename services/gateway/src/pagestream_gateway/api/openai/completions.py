@@ -43,7 +43,7 @@ class CompletionBody(GenerationBody):
 
 
 class CompletionWriter(AnswerWriter):
-    """Writes answers as completions; also those of requests that came over gRPC and are read over HTTP."""
+    """Writes answers as completions; also for requests that came over gRPC and are read over HTTP."""
 
     chunk_object = whole_object = "text_completion"
     logprobs_form = CompletionLogprobs

@@ -1,4 +1,4 @@
-"""What completions and chat completions share: fields of the body, the draft that comes of them, the call's course."""
+"""What completions and chat completions share: fields of the body, their draft, and the handling of a call."""
 
 import asyncio
 import hashlib

@@ -11,6 +11,7 @@ from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai.answers import LogAnswer, Reading, failure
 from pagestream_gateway.api.openai.errors import error_data
 from pagestream_gateway.api.runs import split_runs
+from pagestream_gateway.core.calls import OK
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.errors import GatewayError
 
@@ -36,7 +37,7 @@ class EventStream(LogAnswer):
             await self._send(send, self._event(error_data(error)), more=False)
             return error_report(error).code
         await self._send(send, self._event("[DONE]"), more=False)
-        return "ok"
+        return OK
 
     async def keep_alive(self, send: Send) -> None:
         """Send a comment, once the headers are out."""
