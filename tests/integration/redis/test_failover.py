@@ -21,7 +21,7 @@ from support.protocol.token_streams import (
     tokens,
     worker,
 )
-from support.redis.topologies import NODE_TIMEOUT_MS, Topology, role, running_cluster, running_sentinels
+from support.redis.topologies import Topology, num_replicas, role, running_cluster, running_sentinels
 
 COUNT = 40
 # A lease that no busy machine lets lapse: nobody dies here but a master.
@@ -105,7 +105,7 @@ async def test_without_a_replica_nothing_is_accepted_that_asks_for_one(topology:
             if role(each) != "master":
                 each.kill()
         async with GatewaySession(broker) as gateway:
-            await asyncio.sleep(NODE_TIMEOUT_MS / 1000)
+            await eventually(lambda: not any(map(num_replicas, topology.masters())))
             request = spec()
             with pytest.raises(Unavailable, match="1 replicas"):
                 await gateway.accept(request)

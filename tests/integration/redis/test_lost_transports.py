@@ -67,7 +67,7 @@ def test_uvloop_has_a_word_of_its_own(redis_url: str, is_closed_once: Callable[[
         async with connected(redis_url) as connection:
             is_closed_once()
             with pytest.raises(RuntimeError, match="handler is closed"):
-                await connection._topology.execute("PING")
+                await connection.topology.execute("PING")
 
     on_uvloop(scenario)
 

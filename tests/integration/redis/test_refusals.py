@@ -19,6 +19,7 @@ from pagestream_streams.connection.embedded import ServerBinary, find_servers
 from pagestream_streams.connection.scripts import ACCEPT, APPEND, CLAIM, Script
 from pagestream_streams.protocol.keys import Partition
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 from support.network.flaky_network import FlakyNetwork
 from support.protocol.token_streams import (
     FAST,
@@ -84,11 +85,19 @@ async def hold_up(broker: Broker, redis_server: EmbeddedRedis) -> None:
         looping = asyncio.create_task(other.execute_command("EVAL", BUSY_LOOP, 0))
         async with GatewaySession(broker) as gateway:
             request = spec()
-            await asyncio.sleep(0.1)
-            with pytest.raises(Unavailable):
-                await gateway.accept(request)
-            async with Redis(port=redis_server.port) as killer:
-                await killer.execute_command("SCRIPT", "KILL")
+            async with Redis(port=redis_server.port) as third:
+
+                async def is_busy() -> bool:
+                    try:
+                        await third.execute_command("PING")
+                    except ResponseError as error:
+                        return str(error).startswith("BUSY")
+                    return False
+
+                await eventually(is_busy)
+                with pytest.raises(Unavailable):
+                    await gateway.accept(request)
+                await third.execute_command("SCRIPT", "KILL")
             await asyncio.gather(looping, return_exceptions=True)
             await gateway.accept(request)
             assert (await broker.view(request.request_id, TENANT)).state == REQUEST_STATE_QUEUED

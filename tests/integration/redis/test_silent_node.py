@@ -40,9 +40,9 @@ async def broker(topology: Topology) -> AsyncIterator[Broker]:
 
 
 def port_of(broker: Broker, key: str) -> int:
-    link = broker.connection._topology
-    assert isinstance(link, ClusterTopology)
-    return int(link._node(key).port)
+    topology = broker.connection.topology
+    assert isinstance(topology, ClusterTopology)
+    return int(topology.node(key).port)
 
 
 @contextmanager

@@ -120,7 +120,7 @@ async def stream_through(
 
 async def test_connections_that_are_closed_under_their_commands(topology: Topology, broker: Broker) -> None:
     """redis-py does that whenever it looks for slots anew: a lost connection like any other."""
-    link = broker.connection._topology
+    link = broker.connection.topology
     assert isinstance(link, ClusterTopology)
     ended = asyncio.Event()
 
@@ -136,7 +136,7 @@ async def test_connections_that_are_closed_under_their_commands(topology: Topolo
     async with asyncio.TaskGroup() as running:
         asking = [running.create_task(ask()) for _ in range(20)]
         for _ in range(100):
-            await link._cluster.aclose()
+            await link.cluster.aclose()
             await asyncio.sleep(0.005)
         ended.set()
     assert sum(task.result() for task in asking) > 0

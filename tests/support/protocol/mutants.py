@@ -1,4 +1,4 @@
-"""Broken variants of the scripts: what a check of the protocol that can fail has to catch."""
+"""Broken variants of the scripts, each of which the model check has to catch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Mutant(NamedTuple):
     broken: str
 
     def texts(self) -> Mapping[str, str]:
-        """ValueError where the script has changed, so that the mutant would change nothing."""
+        """Return the broken text by script name. ValueError where the script no longer has `sound` exactly once."""
         text = SCRIPTS[self.script].text
         if text.count(self.sound) != 1:
             raise ValueError(f"{self.script} has {self.sound!r} {text.count(self.sound)} times, not once")

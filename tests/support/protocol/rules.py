@@ -1,4 +1,4 @@
-"""What must hold of the protocol's state in Redis, and of each step: written from the documents, not from the Lua."""
+"""Invariants of the protocol's state in Redis and of each step, written from the documents and not from the Lua."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def log(state: Content, request: str) -> list[dict[str, str]]:
 
 
 def waiting(state: Content) -> dict[str, list[str]]:
-    """Where each request waits."""
+    """Return the place in which each request waits."""
     places: dict[str, list[str]] = {}
     for key, value in state.items():
         if key.startswith("queue:"):
@@ -52,7 +52,7 @@ def waiting(state: Content) -> dict[str, list[str]]:
 
 
 def structure(state: Content) -> None:
-    """Contiguous, one end, in exactly one place, owned by a lease, counted, read and due as the record says."""
+    """Check the state: contiguous logs with one end, each request in one place, owners with leases, counts, times."""
     places, records = waiting(state), requests(state)
     for request, record in records.items():
         _log(state, request, record)
@@ -143,7 +143,7 @@ def _counts(state: Content, records: dict[str, dict[str, str]]) -> None:
 
 
 def died(record: dict[str, str]) -> bool:
-    """Whether the death of its engine counts: it was in the running step."""
+    """Return whether the death of a request's engine counts: the request was in its running step."""
     begun = int(record["next"]) > int(record.get("from", record["next"]))
     return record.get("step") == "1" or (record.get("step", "") == "" and begun)
 
@@ -166,7 +166,7 @@ def after_death(before: dict[str, str], after: dict[str, str], engine: str, plac
 
 
 def steady(before: Content, after: Content) -> None:
-    """Logs only grow, ends stay, and nobody's work is moved on without its epoch."""
+    """Check a step: logs only grow, ends stay, and epochs rise by at most one."""
     old, new = requests(before), requests(after)
     for request, record in old.items():
         must(request in new, f"{request} is gone")

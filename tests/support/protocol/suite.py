@@ -1,5 +1,6 @@
-"""On which servers the tests of the durable streams run: all of them everywhere in `make topologies`, a cover of that
-in `make test`; and which tests stay away from which servers, and why.
+"""On which servers the tests of the durable streams run: all in `make topologies`, a selection in `make test`.
+
+And which tests are left out on which servers, with the reason.
 """
 
 from collections.abc import Mapping
@@ -7,10 +8,10 @@ from dataclasses import dataclass
 
 OLDEST, NEWEST, CLUSTER, SENTINELS = "oldest", "newest", "cluster", "sentinels"
 PLACES = (OLDEST, NEWEST, CLUSTER, SENTINELS)
-"""The floor, the newest server of this machine, three masters with replicas, a master that Sentinels name."""
+"""The oldest and the newest server of this machine, three masters with replicas, a master that Sentinels name."""
 
 CROWDS = (CLUSTER, SENTINELS)
-"""Servers that know each other."""
+"""Places with several servers."""
 
 COVER: Mapping[str, tuple[str, ...]] = {
     "test_accept": (OLDEST, NEWEST, CLUSTER),
@@ -31,7 +32,7 @@ connections, readers, scripts, since a master that is there is a server like any
 
 @dataclass(frozen=True)
 class Omission:
-    """Tests that stay away from some servers."""
+    """Tests that are left out on some servers."""
 
     places: tuple[str, ...]
     why: str
@@ -49,11 +50,11 @@ OMITTED: Mapping[str, Omission] = {
 
 
 def places(module: str, test: str) -> tuple[str, ...]:
-    """Where a test runs in `make topologies`. `test` is its name, with its class before it where it has one."""
+    """Return where a test runs in `make topologies`. `test`: its name, with its class before it."""
     omitted = {place for name in (module, f"{module}::{test}") if name in OMITTED for place in OMITTED[name].places}
     return tuple(place for place in PLACES if place not in omitted)
 
 
 def is_in_cover(module: str, place: str) -> bool:
-    """Whether `make test` runs the module's tests there."""
+    """Return whether `make test` runs a module's tests in a place."""
     return place in COVER.get(module, (OLDEST,))

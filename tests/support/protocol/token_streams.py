@@ -34,7 +34,7 @@ T = TypeVar("T")
 MODEL = "test/model"
 TENANT = "tenant-a"
 
-# Leases that end in tests' time. Nothing here asserts that something happens *within* a time.
+# Short leases. No test asserts that something happens *within* a time.
 FAST = StreamsSettings(
     lease_ms=600,
     heartbeat_ms=60,
@@ -49,7 +49,7 @@ FAST = StreamsSettings(
     directory_ttl_s=0.2,
     command_timeout_s=3.0,
 )
-# Nothing happens by itself: for tests that drive each step.
+# Timers that never fire: for tests that drive each step.
 STILL = StreamsSettings(lease_ms=600_000, heartbeat_ms=100_000, sweep_ms=100_000, sweep_gap_ms=400_000)
 
 LIMIT_S = 20.0
@@ -105,7 +105,7 @@ def numbers(entries: Sequence[LogEntry]) -> list[int]:
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]] | Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    """Waits until a condition holds; TimeoutError after the limit."""
+    """Wait until a condition holds; TimeoutError after the limit."""
     async with asyncio.timeout(limit_s):
         while True:
             result = condition()
@@ -115,7 +115,7 @@ async def eventually(condition: Callable[[], Awaitable[bool]] | Callable[[], boo
 
 
 async def once_there(step: Callable[[], Awaitable[T]]) -> T:
-    """What the step gives, as soon as Redis is there."""
+    """Repeat a step while it raises Unavailable, and return its result."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             try:
@@ -127,7 +127,7 @@ async def once_there(step: Callable[[], Awaitable[T]]) -> T:
 async def read_all(
     gateway: GatewaySession, request_id: str, from_index: int = 0, digest: str = "", *, limit_s: float = LIMIT_S
 ) -> list[LogEntry]:
-    """Everything up to the end."""
+    """Read a log up to its end."""
     result: list[LogEntry] = []
     async with (
         asyncio.timeout(limit_s),
@@ -146,7 +146,7 @@ class Worker:
     lost: list[str] = field(default_factory=list)
 
     async def claim(self, count: int = 1) -> list[Claim]:
-        """Waits for so many claims."""
+        """Wait for `count` claims."""
         claims: list[Claim] = []
         async with asyncio.timeout(LIMIT_S):
             while len(claims) < count:
@@ -160,7 +160,7 @@ class Worker:
         return outcome
 
     async def generate(self, claim: Claim, count: int, *, finish: bool = False) -> str:
-        """Goes on to `count` tokens in all, one append for each; returns the digest."""
+        """Generate up to `count` tokens in all, one append for each; return the digest."""
         digest = claim.digest
         for index in range(claim.next_index, count):
             [entry] = tokens([100 + index], digest)

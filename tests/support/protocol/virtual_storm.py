@@ -29,7 +29,7 @@ RUN_ID = "abc"
 
 @dataclass
 class Running:
-    """A claim."""
+    """One claimed request."""
 
     epoch: int
     nonce: str
@@ -40,7 +40,7 @@ class Running:
 
 @dataclass
 class Engine:
-    """One life after the other."""
+    """An engine process that is killed and restarted."""
 
     name: str
     life: int = 0
@@ -52,13 +52,13 @@ class Engine:
 
     @property
     def id(self) -> str:
-        """Of this life."""
+        """Id of the current process."""
         return f"{self.name}:{self.life}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a storm left, and how long that took to pass. Times are seconds since the storm's end."""
+    """What a storm left, and how long it lasted. Times are seconds since the storm's end."""
 
     kills: int
     suspects_at_end: int  # in their set or waiting for a verdict
@@ -69,7 +69,7 @@ class Outcome:
 
 
 class Storm:
-    """One history for one seed; without `chains_trials` engines keep a request that has passed, as those of old did."""
+    """One history for each seed. Without `chains_trials` engines keep a suspect that passed, as they once did."""
 
     def __init__(
         self,
@@ -97,11 +97,11 @@ class Storm:
             )
 
     def call(self, script: str, *arguments: object) -> Any:
-        """A script's reply, now."""
+        """Run a script now and return its reply."""
         return self.streams.run(script, arguments, self.now, RUN_ID)
 
     def run(self, storm_ms: int, limit_ms: int) -> Outcome:
-        """The storm, then peace until all is done or the limit is reached."""
+        """Run the storm, then a calm until all requests have ended or the limit is reached."""
         end = self.now + storm_ms
         while self.now < end:
             self._tick()

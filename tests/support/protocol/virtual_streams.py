@@ -96,14 +96,14 @@ Dump = Sequence[bytes]
 
 
 def virtual(text: str) -> str:
-    """The script with the test's clock. ValueError where the prelude's first line has changed."""
+    """Return a script with the test's clock. ValueError where the prelude has no line that can be replaced."""
     if _SHIPPED not in text:
         raise ValueError(f"the prelude no longer has the line {_SHIPPED!r}: change it here as well")
     return text.replace(_SHIPPED, _VIRTUAL)
 
 
 class VirtualStreams:
-    """One partition. `broken` maps a script's name to a text that takes its place."""
+    """One partition. `broken`: texts that replace scripts, by name."""
 
     def __init__(self, client: Redis, broken: Mapping[str, str] | None = None) -> None:
         self._client = client
@@ -115,34 +115,34 @@ class VirtualStreams:
         client.flushall()
 
     def run(self, name: str, arguments: Sequence[Any], now: int, run_id: str) -> Any:
-        """Raises redis' ResponseError where the script fails."""
+        """Run a script; raise redis' ResponseError where it fails."""
         key = REGISTRY_KEY if name == "registry" else PREFIX
         return text_of(self._client.evalsha(self._sha[name], 3, key, str(now), run_id, *arguments))
 
     def unlist(self, engine: str) -> None:
-        """Takes an engine out of the registry."""
+        """Remove an engine from the registry."""
         self._client.zrem(REGISTRY_KEY, engine)
 
     def expire(self, now: int) -> None:
-        """What Redis itself forgets when its time has come."""
+        """Delete the keys whose expiry has come."""
         for key in cast(list[bytes], self._client.zrangebyscore("expiries", "-inf", now)):
             self._client.delete(key)
             self._client.zrem("expiries", key)
 
     def content(self) -> Content:
-        """All keys without their common prefix, in a form that doesn't depend on the order of writes."""
+        """Return all keys without their prefix, in a form that is independent of the order of writes."""
         result: Content = {}
         for key, kind, value in text_of(self._client.evalsha(self._content, 0)):
             result[key.removeprefix(PREFIX)] = _canonical(kind, value)
         return result
 
     def dump(self) -> Dump:
-        """All keys, for `restore`."""
+        """Dump all keys, for `restore`."""
         found: Dump = self._client.evalsha(self._dump, 0)
         return found
 
     def restore(self, dump: Dump) -> None:
-        """As if nothing had been written since `dump`."""
+        """Restore the state of a `dump`."""
         self._client.evalsha(self._restore, 0, *dump)
 
 

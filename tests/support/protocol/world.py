@@ -1,4 +1,4 @@
-"""Engines, gateways and time around the protocol's scripts: what may happen to them, and what must follow."""
+"""A model of engines, gateways and time around the protocol's scripts: operations and their expected results."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ OK, FENCED, CONFLICT, GAP, ENDED, MISSING = range(6)
 
 @dataclass(frozen=True)
 class Given:
-    """A request as its client gives it."""
+    """A request as its client sends it."""
 
     tenant: str
     priority: int
     choices: int
     deadline_ms: int
-    goes_on: int  # 1: whether or not somebody reads
+    goes_on: int  # 1: also without readers
 
 
 GIVEN = {"p": Given("t", 0, 1, 0, 0), "q": Given("u", 0, 2, 9000, 0), "r": Given("t", 1, 1, 0, 1)}
@@ -69,7 +69,7 @@ class Held:
 
 @dataclass
 class World:
-    """All that is not in Redis. Copied for each branch."""
+    """The state outside of Redis, copied for each branch."""
 
     now: int = 1_000_000
     process: int = 1
@@ -78,7 +78,7 @@ class World:
     held: dict[str, dict[str, Held]] = field(default_factory=lambda: {name: {} for name in ENGINES})
     stale: list[tuple[str, Held]] = field(default_factory=list)
     unheard: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in ENGINES})
-    retired: tuple[str, ...] = ()  # those that were told to end, and finish what began as they compute
+    retired: tuple[str, ...] = ()  # engines that finish requests begun with their fingerprint, and claim nothing else
     streams: dict[tuple[str, str], list[dict[str, str]]] = field(default_factory=dict)
     late: list[tuple[str, list[Any]]] = field(default_factory=list)
 
@@ -87,7 +87,7 @@ class World:
 
 
 class Protocol:
-    """A world and its Redis."""
+    """A world and its Redis: one method `_<operation>` for each operation."""
 
     def __init__(self, client: Redis, broken: Mapping[str, str] | None = None) -> None:
         self.redis = VirtualStreams(client, broken)
@@ -98,7 +98,7 @@ class Protocol:
         self.keeps = True  # dumps for machine losses
 
     def do(self, op: Op) -> None:
-        """ViolationError where the step or what it leaves breaks a rule. What isn't possible does nothing."""
+        """Do one operation; ViolationError where it breaks a rule. An operation that isn't possible does nothing."""
         if self.keeps:
             self.saved = [*self.saved[-5:], self.redis.dump()]
         getattr(self, f"_{op[0]}")(*op[1:])
@@ -107,7 +107,7 @@ class Protocol:
     # -- how scripts run
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Runs it; where `twice`, its reply was lost, and its second run must have changed nothing."""
+        """Run a script. With `twice`, run it again as after a lost reply, and check that this changes nothing."""
         before, process, now = self.state, f"{self.world.process:x}", self.world.now
         first = reply = self.redis.run(name, arguments, now, process)
         self.state = self.redis.content()
@@ -117,7 +117,7 @@ class Protocol:
             again = self.redis.run(name, arguments, now, process)
             state = self.redis.content()
             must(state == self.state, f"{name} ran twice and changed {difference(self.state, state)}")
-            if name == "append":  # an end's readers are told once; they poll
+            if name == "append":  # an end's readers are returned once; they poll
                 reply, again = [each[:2] for each in reply], [each[:2] for each in again]
             if name in ("append", "register", "gateway_heartbeat", "poll", "view", "registry"):
                 must(again == reply, f"{name} ran twice and said {reply}, {again}")
@@ -164,7 +164,7 @@ class Protocol:
         return [request, f"spec-{request}", given.tenant, given.priority, 3, given.choices, *numbers]
 
     def _steal(self, gateway: str, request: str) -> None:
-        """Another tenant gives, cancels, looks at, and reads an id that isn't his."""
+        """Accept, cancel, view and read another tenant's request id, in vain."""
         if request not in requests(self.state):
             return
         before, arguments = self.state, self._accept_arguments(gateway, request, 1)
@@ -201,7 +201,7 @@ class Protocol:
                 must(self.state.get("graces", {}) == graces, "a grace moved")
 
     def _full_grace(self, request: str) -> int:
-        """When one that starts now is over: not before a dead gateway's clients can have noticed."""
+        """Return when a grace that starts now ends: a dead gateway's clients need time to notice."""
         now, silent = self.world.now, int(requests(self.state)[request].get("silent", 0))
         return GRACE + (max(now, silent) if silent <= now + 600_000 else now)
 
@@ -216,7 +216,7 @@ class Protocol:
             del self.world.streams[stream]
 
     def _read(self, gateway: str, request: str) -> None:
-        """Never spliced: what was seen is a beginning of what is read, or the stream ends."""
+        """Read on: what was seen is the beginning of the log, or the stream ends."""
         seen = self.world.streams.get((gateway, request))
         if seen is None:
             return
@@ -406,13 +406,13 @@ class Protocol:
             must(place.startswith("suspects" if suspect else print_), f"handed back to {place}")
 
     def _give_unknown(self, name: str, request: str) -> None:
-        """What a heartbeat showed as owned and not held; by now it may be another's."""
+        """Hand back what a heartbeat showed as owned and not held; by now it may be another engine's."""
         held = self.world.held[name].get(request)
         if held is None:
             self._handed_back([self.world.engine(name), BELL, 0, "stop", CONTROL, request, "", ""])
 
     def _fail(self, name: str, request: str) -> None:
-        """It breaks in its running step and says so."""
+        """Fail in the running step, and hand everything back."""
         held = self.world.held[name].get(request)
         if held is not None:
             self._drop(self.world.held[name], request)
@@ -502,7 +502,7 @@ class Protocol:
         self.world.retired = tuple(each for each in self.world.retired if each != name)
 
     def _retire(self, name: str) -> None:
-        """It is told to end. Where others live (they all compute otherwise) it finishes what has tokens."""
+        """Retire an engine. Where others live (with another fingerprint) it finishes begun requests."""
         world, engine = self.world, self.world.engine(name)
         self.redis.unlist(engine)
         self.state = self.redis.content()
@@ -528,7 +528,7 @@ class Protocol:
         must(requests(self.state)[request]["state"] == "finished", "cancelled and not finished")
 
     def _end_due(self, condition: str, request: str) -> None:
-        """Late as well: only what is due at this moment ends."""
+        """End what a sweep named, perhaps late: only what is due now ends."""
         record, due = requests(self.state).get(request), self.state.get(condition, {}).get(request)
         reply = self.call("end", request, "", "error", RETENTION, condition, "quarantined\0it kills", 10)
         if record is None or record["state"] == "finished":
@@ -607,7 +607,7 @@ class Protocol:
         self.world.now -= 3000
 
     def _lose(self, writes: int) -> None:
-        """Redis starts again without its last writes; everybody else keeps what he knows."""
+        """Restart Redis without its last writes; engines and gateways keep their state."""
         if self.saved:
             self.redis.restore(self.saved[-min(writes, len(self.saved))])
             self.saved = []
@@ -615,7 +615,7 @@ class Protocol:
             self.state = self.redis.content()
 
     def _deliver(self, place: int) -> None:
-        """A script that its caller gave up long ago."""
+        """Run a script whose caller has given up."""
         if not self.world.late:
             return
         name, arguments = self.world.late.pop(place % len(self.world.late))
@@ -664,7 +664,7 @@ def _extend(held: Held, choices: int, what: str) -> None:
 
 
 def _others(held: Held) -> list[tuple[str, ...]]:
-    """Another token in the place of the last one that was acknowledged."""
+    """Return entries with another token in place of the last acknowledged one."""
     place = held.acknowledged - 1
     kind, choice, _, text, _, extra = held.entries[place]
     digest = chain(held.entries[place - 1][4] if place else "", f"c:{choice}:t:9")
@@ -774,7 +774,7 @@ def anything(chance: random.Random) -> Op:
 
 
 def poison(chance: random.Random) -> Iterator[Op]:
-    """One request kills its engine again and again, until its verdict is due."""
+    """One request kills its engines until its verdict is due."""
     request = chance.choice(list(GIVEN))
     yield ("accept", "g", request, 1)
     begun = chance.random() < 0.5
@@ -804,7 +804,7 @@ def poison(chance: random.Random) -> Iterator[Op]:
 
 
 def paused(chance: random.Random) -> Iterator[Op]:
-    """An engine that is stopped past its lease, and wakes up; gateways that die and come back."""
+    """An engine that is stopped past its lease and resumes; gateways that die and return."""
     request = chance.choice(list(GIVEN))
     yield from [("accept", "g", request, 1), ("beat", "a", 0), ("sweep",), ("claim", "a", 4, False)]
     yield from [("mark", "a", request, "1", ""), ("append", "a", request, "1", ""), ("beat", "b", 0)]
@@ -832,7 +832,7 @@ def generated(chance: random.Random) -> Iterator[Op]:
 
 
 def mislaid(chance: random.Random) -> Iterator[Op]:
-    """Redis loses a request; a hand-back comes after its engine has claimed the same request again."""
+    """Redis loses a request; a hand-back arrives after its engine has claimed the same request again."""
     yield from [
         ("accept", "g", "p", 1),
         ("lose", 2),
@@ -848,7 +848,7 @@ def mislaid(chance: random.Random) -> Iterator[Op]:
 
 
 def stopped(chance: random.Random) -> Iterator[Op]:
-    """Two engines are stopped with the same request one after the other; it is suspected until the first wakes up."""
+    """Two engines are stopped with the same request in turn; it is a suspect until the first resumes."""
     yield from [("accept", "g", "r", 1), ("sweep",), ("claim", "a", 1, False), ("mark", "a", "r", "1", "")]
     yield from [("tick", 1200), ("sweep",), ("claim", "b", 1, False), ("mark", "b", "r", "1", ""), ("tick", 1200)]
     yield from [("sweep",), ("tick", 600), ("beat", "b", 0), ("tick", 600)]
@@ -856,7 +856,7 @@ def stopped(chance: random.Random) -> Iterator[Op]:
 
 
 def sought(chance: random.Random) -> Iterator[Op]:
-    """A suspect waits while two engines are busy: one of them is chosen to vacate."""
+    """A suspect waits while two engines are busy: one of them is chosen to hand back all it holds."""
     yield ("accept", "g", "r", 1)
     for _ in range(2):
         yield from [("claim", "a", 1, False), ("mark", "a", "r", "1", ""), ("crash", "a", True)]
@@ -873,7 +873,7 @@ def reissued(chance: random.Random) -> Iterator[Op]:
 
 
 def replaced(chance: random.Random) -> Iterator[Op]:
-    """An engine is told to end while the other computes otherwise: it finishes what its kind began, nothing else."""
+    """An engine retires while the other has another fingerprint: it finishes only requests begun with its own."""
     yield from [("accept", "g", "p", 1), ("beat", "a", 0), ("beat", "b", 0), ("claim", "a", 4, False)]
     yield from [("append", "a", "p", "1", ""), chance.choice([("hand_back", "a", "p", ""), ("crash", "a", True)])]
     yield from [("accept", "g", "q", 1), ("accept", "h", "r", 1), ("claim", "b", 1, False), ("retire", "a")]
@@ -887,7 +887,7 @@ STORIES = (poison, paused, generated, mislaid, stopped, sought, reissued, replac
 
 
 def walk(seed: int) -> list[Op]:
-    """The same for the same seed: a story that something disturbs at each step, or nothing but disturbance."""
+    """Return the operations of a seed: a scenario with a disturbance at each step, or disturbances alone."""
     chance = random.Random(seed)
     story = STORIES[seed % len(STORIES)]
     if story is None:
@@ -902,7 +902,7 @@ def walk(seed: int) -> list[Op]:
 
 
 def run(client: Redis, ops: Sequence[Op], broken: Mapping[str, str] | None = None, *, twice: bool) -> None:
-    """ViolationError, or ResponseError of a script, with the operation that showed it as its last note."""
+    """Run operations. ViolationError, or a script's ResponseError, has the failing operation as its last note."""
     protocol = Protocol(client, broken)
     protocol.twice = twice
     for place, op in enumerate(ops):
@@ -914,7 +914,7 @@ def run(client: Redis, ops: Sequence[Op], broken: Mapping[str, str] | None = Non
 
 
 def shortest(client: Redis, ops: Sequence[Op], broken: Mapping[str, str] | None = None, *, twice: bool) -> list[Op]:
-    """What is left of operations that break a rule when all that need not be there is taken out."""
+    """Return the shortest part of failing operations that still fails."""
     kept, place = list(ops), 0
     while place < len(kept):
         fewer = kept[:place] + kept[place + 1 :]
@@ -927,7 +927,7 @@ def shortest(client: Redis, ops: Sequence[Op], broken: Mapping[str, str] | None 
 
 
 def explore(client: Redis, before: Sequence[Op], menu: Sequence[Op], depth: int) -> tuple[int, int]:
-    """Every order of so many of the menu's operations, each state once; returns how many states and steps there were.
+    """Try every order of so many of the menu's operations, each state once; return the numbers of states and steps.
 
     ViolationError with the operations that lead to it.
     """

@@ -1,4 +1,4 @@
-"""A machine that dies: Redis comes back on an append-only file that is behind what it had answered, and that may end in
+"""Simulate a machine's death: Redis restarts on an append-only file that lacks acknowledged writes, and may end in
 the middle of what one script wrote.
 """
 
@@ -18,14 +18,14 @@ _LIMIT_S = 20.0
 
 @dataclass(frozen=True)
 class DiskState:
-    """The append-only file that grows, and how much of it the disk has."""
+    """The growing append-only file, and how many of its bytes the disk has."""
 
     file: Path
     size: int
 
 
 async def disk_state(server: EmbeddedRedis, broker: Broker) -> DiskState:
-    """What the disk has once everything that was answered until now is written."""
+    """Wait until all acknowledged writes are in the file, and return its state."""
     async with asyncio.timeout(_LIMIT_S):
         while True:
             with suppress(Unavailable):  # a connection was closed
@@ -39,13 +39,13 @@ async def disk_state(server: EmbeddedRedis, broker: Broker) -> DiskState:
 
 
 def growing_file(data_dir: Path) -> Path:
-    """Redis 7 and its successors keep a folder of files, the last increment grows; Redis 6 has one file."""
+    """Return the growing file: the last increment in Redis 7's folder, the only file of Redis 6."""
     increments = sorted(data_dir.glob("appendonlydir/*.incr.aof"), key=lambda path: int(path.name.split(".")[-3]))
     return increments[-1] if increments else data_dir / "appendonly.aof"
 
 
 class Cut(StrEnum):
-    """Where the file ends, seen from the last script: its writes stand between MULTI and EXEC."""
+    """Where the file ends in the last script's writes, which are between MULTI and EXEC."""
 
     BEFORE_MULTI = "before-multi"
     BEHIND_MULTI = "behind-multi"
@@ -79,7 +79,7 @@ class Command(NamedTuple):
 
 
 def commands(data: bytes) -> Iterator[Command]:
-    """All of them; ValueError where the file holds anything else."""
+    """Parse all commands; ValueError where the file has anything else."""
     place = 0
     while place < len(data):
         begin, arguments = place, []
@@ -92,7 +92,7 @@ def commands(data: bytes) -> Iterator[Command]:
 
 
 def _number(data: bytes, place: int, kind: bytes) -> tuple[int, int]:
-    """What a line of this kind says, and where the next one begins."""
+    """Parse a line of this type; return its number and where the next line begins."""
     end = data.index(b"\r\n", place)
     if data[place : place + 1] != kind:
         raise ValueError(f"expected {kind!r} at byte {place}, got {data[place:end]!r}")
@@ -100,7 +100,7 @@ def _number(data: bytes, place: int, kind: bytes) -> tuple[int, int]:
 
 
 def _last_transaction(data: bytes, key: bytes) -> Sequence[Command]:
-    """From MULTI to EXEC."""
+    """Return the commands from MULTI to EXEC."""
     found: Sequence[Command] = ()
     running: list[Command] = []
     for command in commands(data):
@@ -131,13 +131,13 @@ def _place(data: bytes, transaction: Sequence[Command], cut: Cut) -> int:
 
 
 def _middle(data: bytes, command: Command) -> int:
-    """Of its longest argument."""
+    """Return the length of its longest argument."""
     longest = max(command.arguments, key=len)
     return data.index(longest, command.begin) + len(longest) // 2
 
 
 async def die_behind(server: EmbeddedRedis, state: DiskState) -> None:
-    """Lose everything after `state`, as a machine does whose disk was behind, and start again."""
+    """Lose everything after `state`, as on a machine whose disk was behind, and restart."""
     server.kill()
     with state.file.open("rb+") as file:
         file.truncate(state.size)
@@ -145,7 +145,7 @@ async def die_behind(server: EmbeddedRedis, state: DiskState) -> None:
 
 
 async def start_again(server: EmbeddedRedis, broker: Broker) -> None:
-    """Kill it once its file has everything, and start it on that."""
+    """Kill the server once its file is complete, and restart it."""
     await disk_state(server, broker)
     server.kill()
     await server.start()

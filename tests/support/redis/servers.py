@@ -1,4 +1,4 @@
-"""Real Redis servers for tests, each on a folder of its own."""
+"""Real Redis servers for tests, each with its own folder."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from redis import Redis
 
 
 def skip_for_want_of(thing: str, why: str) -> None:
-    """Skips the test; fails it where PAGESTREAM_REQUIRE names the thing."""
+    """Skip the test; fail it where PAGESTREAM_REQUIRE names the thing."""
     if thing in os.environ.get("PAGESTREAM_REQUIRE", "").split(","):
         pytest.fail(f"{thing} is required here: {why}")
     pytest.skip(why)
@@ -23,7 +23,7 @@ def oldest_server() -> ServerBinary:
 
 
 def newest_server() -> ServerBinary:
-    """Skips where the machine has only one version."""
+    """Return the newest server; skip the test where the machine has only one version."""
     newest = max(find_servers(), key=lambda server: server.version)
     if newest.version == oldest_server().version:
         skip_for_want_of("redis7", f"this machine has no second server version beside {newest.version}")
@@ -41,7 +41,7 @@ def running_server(folder: Path, binary: ServerBinary | None = None) -> Iterator
 
 
 def emptied(server: EmbeddedRedis) -> str:
-    """The server's URL; it runs and has no keys, whatever the test before left."""
+    """Start the server if needed, delete all keys, and return its URL."""
     if server.pid is None:
         asyncio.run(server.start())
     with Redis(port=server.port) as client:

@@ -1,4 +1,4 @@
-"""Moving a slot of a real cluster from one master to another, step by step, as redis-cli --cluster reshard does."""
+"""Move a slot of a real cluster between masters, step by step, as redis-cli --cluster reshard does."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ MIGRATE_LIMIT_MS = 5000
 
 @dataclass
 class SlotMove:
-    """One slot on its way."""
+    """One slot and its source and target."""
 
     topology: Topology
     slot: int
@@ -22,19 +22,19 @@ class SlotMove:
 
     @classmethod
     def of(cls, topology: Topology, where: Partition) -> "SlotMove":
-        """From the master that has a partition to another one."""
+        """Plan a move from the master that has a partition to another one."""
         slot = key_slot(where.prefix.encode())
         masters = topology.masters()
         source = next(each for each in masters if slot in slots_of(each))
         return cls(topology, slot, source, next(each for each in masters if each is not source))
 
     def begin(self) -> None:
-        """From now on the source asks for keys that it doesn't have elsewhere: ASK."""
+        """Begin: from now on the source redirects with ASK for keys that it doesn't have."""
         self.target.ask("CLUSTER", "SETSLOT", self.slot, "IMPORTING", identity(self.source))
         self.source.ask("CLUSTER", "SETSLOT", self.slot, "MIGRATING", identity(self.target))
 
     def move_some(self, count: int) -> int:
-        """Moves keys; returns how many."""
+        """Move up to `count` keys; return how many."""
         keys = self.source.ask("CLUSTER", "GETKEYSINSLOT", self.slot, count)
         if not isinstance(keys, list) or not keys:
             return 0
@@ -42,17 +42,17 @@ class SlotMove:
         return len(keys)
 
     def end(self) -> None:
-        """From now on the source says MOVED."""
+        """End the move: from now on the source redirects with MOVED."""
         for each in (self.target, self.source, *self.topology.masters()):
             each.ask("CLUSTER", "SETSLOT", self.slot, "NODE", identity(self.target))
 
     def call_off(self) -> None:
-        """The source keeps the slot."""
+        """Cancel the move; the source keeps the slot."""
         for each in (self.source, self.target):
             each.ask("CLUSTER", "SETSLOT", self.slot, "STABLE")
 
     def all_at_once(self) -> None:
-        """Begin, every key, end."""
+        """Move the slot with all keys."""
         self.begin()
         while self.move_some(100):
             pass
@@ -60,13 +60,13 @@ class SlotMove:
 
 
 def identity(each: Server) -> str:
-    """A node's name."""
+    """Return a node's id."""
     answer = each.ask("CLUSTER", "MYID")
     return answer.decode() if isinstance(answer, bytes) else str(answer)
 
 
 def slots_of(master: Server) -> set[int]:
-    """The slots that a master serves, as it says itself."""
+    """Return the slots that a master serves by its own table."""
     answer = master.ask("CLUSTER", "NODES")
     text = answer.decode() if isinstance(answer, bytes) else str(answer)
     [own] = [line.split() for line in text.splitlines() if "myself" in line]
@@ -80,7 +80,7 @@ def slots_of(master: Server) -> set[int]:
 
 @contextmanager
 def without_owner(topology: Topology, where: Partition) -> Iterator[int]:
-    """Nobody serves a partition's slot inside the block: CLUSTERDOWN."""
+    """Leave a partition's slot without an owner inside the block: CLUSTERDOWN."""
     slot = key_slot(where.prefix.encode())
     masters = topology.masters()
     owner = next(each for each in masters if slot in slots_of(each))

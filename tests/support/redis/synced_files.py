@@ -1,4 +1,4 @@
-"""A Redis server on a disk that is watched: it is known which bytes have been synced, so its machine can die.
+"""A Redis server whose syncs are recorded, so that the death of its machine can be simulated.
 
 `synced_files.c` is preloaded into the server. What this doesn't model: the machine keeps the names of files as the
 server gave them, and what the disk has of a file is its beginning.
@@ -19,7 +19,7 @@ _BUILD_LIMIT_S = 60.0
 
 
 def built_watch(folder: Path) -> Path:
-    """The library that is preloaded; skips where there is no C compiler."""
+    """Compile the library to preload; skip the test where there is no C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         skip_for_want_of("cc", "no C compiler (cc) is on the PATH: what a server syncs can't be watched")
@@ -33,11 +33,11 @@ def built_watch(folder: Path) -> Path:
 
 @dataclass
 class WatchedServer(Server):
-    """A server whose process can die, or its machine: then its files end where they were synced last."""
+    """A server whose process or machine can die; with the machine, its files end where they were last synced."""
 
     @classmethod
     def of(cls, binary: ServerBinary, library: Path, folder: Path, appendfsync: str) -> "WatchedServer":
-        """Starts nothing yet."""
+        """Create it stopped."""
         # Paths in the record are without symbolic links.
         folder = folder.resolve()
         plain = server(binary, folder, "--appendfsync", appendfsync)
@@ -45,35 +45,35 @@ class WatchedServer(Server):
 
     @property
     def url(self) -> str:
-        """For Broker.connect."""
+        """Address for Broker.connect."""
         return f"redis://{HOST}:{self.port}/0"
 
     def start_and_wait(self) -> None:
-        """Until it has loaded its files."""
+        """Start it and wait until it has loaded its files."""
         self.start()
         until(self.answers, "the watched server", [self])
 
     # -- the disk
 
     def be_late(self) -> None:
-        """From now on a sync says that it is done, and is not: the time between two syncs is as long as one likes."""
+        """From now on syncs return at once without syncing: as if the next sync were still to come."""
         (self.folder / "late").touch()
 
     def get_stuck(self) -> None:
-        """From now on no sync ends."""
+        """From now on syncs block."""
         (self.folder / "stuck").touch()
 
     def recover(self) -> None:
-        """The disk is as disks are."""
+        """From now on syncs work."""
         for word in ("late", "stuck"):
             (self.folder / word).unlink(missing_ok=True)
 
     def met(self, word: str) -> int:
-        """How many syncs met the disk in this state so far: "sync", "late" or "stuck"."""
+        """Return the number of syncs in a state of the disk so far: "sync", "late" or "stuck"."""
         return sum(kind == word for kind, _, _ in self._record())
 
     def synced(self) -> dict[Path, int]:
-        """What the disk has: the size at its last sync, of each file that was ever synced."""
+        """Return the size at its last sync of each file that was ever synced."""
         sizes: dict[Path, int] = {}
         for kind, first, second in self._record():
             if kind == "sync":
@@ -83,28 +83,28 @@ class WatchedServer(Server):
         return sizes
 
     def num_written(self) -> int:
-        """Bytes of the append-only file that grows."""
+        """Return the size of the growing append-only file in bytes."""
         return growing_file(self.folder).stat().st_size
 
     def num_synced(self) -> int:
-        """Bytes of it that the disk has."""
+        """Return how many of those bytes were synced."""
         return self.synced().get(growing_file(self.folder), 0)
 
     def has_written(self) -> bool:
-        """Whether everything that was answered is in the file, on the disk or not."""
+        """Return whether all acknowledged writes are in the file, synced or not."""
         info = self._persistence()
         return not int(info["aof_buffer_length"]) and not int(info["aof_pending_bio_fsync"])
 
     # -- deaths
 
     def lose_process(self) -> None:
-        """SIGKILL; whatever the process has written is there when it starts again."""
+        """Kill the process; all that it has written is there at the next start."""
         self.kill()
         self.recover()
         self.start_and_wait()
 
     def lose_machine(self) -> None:
-        """The same, and the files end where they were synced last; one that never was is empty."""
+        """Kill the machine: the files end where they were last synced; one that never was is empty."""
         self.kill()
         self.recover()
         sizes = self.synced()
@@ -127,7 +127,7 @@ class WatchedServer(Server):
 
 
 def is_watched(binary: ServerBinary, library: Path, folder: Path) -> bool:
-    """Whether its syncs are seen: a binary that is linked statically calls none of the library's."""
+    """Return whether its syncs are recorded: a statically linked binary does not call the library's."""
     one = WatchedServer.of(binary, library, folder, "always")
     try:
         one.start_and_wait()

@@ -1,4 +1,4 @@
-"""Real Redis servers: a cluster, a master with replicas that Sentinels watch, one that speaks TLS alone."""
+"""Topologies of real Redis servers: a cluster, a master with replicas and Sentinels, a server that only speaks TLS."""
 
 import ipaddress
 import os
@@ -19,11 +19,11 @@ from support.redis.servers import emptied
 HOST = "127.0.0.1"
 LIMIT_S = 20.0
 NODE_TIMEOUT_MS = 1000
-"""After which a cluster's nodes, and Sentinels, take a server for dead."""
+"""Milliseconds of silence after which a cluster's nodes, and Sentinels, count a server as dead."""
 
 
 class TopologyError(RuntimeError):
-    """The servers did not come to what was waited for."""
+    """The servers did not reach the state that was waited for."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Server:
             return answer
 
     def check(self) -> None:
-        """TopologyError with its last words where the process has ended by itself."""
+        """Raise TopologyError, with the end of its log, where the process has ended."""
         code = None if self.process is None else self.process.poll()
         if code is not None:
             words = (self.folder / "log").read_text(errors="replace").splitlines()[-5:]
@@ -68,7 +68,7 @@ class Server:
 
 
 def until(condition: Callable[[], bool], what: str, servers: Sequence[Server] = ()) -> None:
-    """Wait with a limit; TopologyError names what was waited for, or which of the servers has ended meanwhile."""
+    """Wait for a condition with a limit; TopologyError names what was waited for, or a server that has ended."""
     end = time.monotonic() + LIMIT_S
     while not condition():
         for each in servers:
@@ -79,7 +79,7 @@ def until(condition: Callable[[], bool], what: str, servers: Sequence[Server] = 
 
 
 def server(binary: ServerBinary, folder: Path, *options: str, port: int | None = None) -> Server:
-    """A server that keeps append-only files, as the embedded one does."""
+    """Return a server with append-only files, as the embedded one has."""
     port = port or quiet_port()
     command = [str(binary.path), "--port", str(port), "--bind", HOST, "--dir", str(folder), "--save", ""]
     return Server(folder, [*command, "--appendonly", "yes", "--appendfsync", "everysec", *options], port)
@@ -87,14 +87,14 @@ def server(binary: ServerBinary, folder: Path, *options: str, port: int | None =
 
 @dataclass
 class Topology:
-    """Servers with the address under which they are reached."""
+    """Servers and their address."""
 
     url: str
     servers: list[Server]
     sentinels: list[Server] = field(default_factory=list)
 
     def empty(self) -> str:
-        """No keys, no scripts, on whatever servers can write; returns the address."""
+        """Delete keys and scripts on all masters; return the address."""
         for each in self.servers:
             try:
                 each.ask("CONFIG", "SET", "maxmemory", 0)
@@ -105,21 +105,21 @@ class Topology:
         return self.url
 
     def masters(self) -> list[Server]:
-        """The servers that write."""
+        """Return the running masters."""
         return [each for each in self.servers if each.process is not None and role(each) == "master"]
 
 
 Place = EmbeddedRedis | Topology
-"""One server or many, as tests get them."""
+"""A single server or a topology."""
 
 
 def fresh(place: Place) -> str:
-    """The address of one server or many, without keys and scripts."""
+    """Delete keys and scripts of a place, and return its address."""
     return place.empty() if isinstance(place, Topology) else emptied(place)
 
 
 def ask_all(place: Place, *command: str | int) -> list[Any]:
-    """Each master's answer: commands without a key, which no link spreads."""
+    """Send a command without a key to each master, and return their replies."""
     if isinstance(place, Topology):
         return [each.ask(*command) for each in place.masters()]
     with Redis(port=place.port) as client:
@@ -127,21 +127,30 @@ def ask_all(place: Place, *command: str | int) -> list[Any]:
 
 
 def find_keys(place: Place, pattern: str) -> list[bytes]:
-    """Of all servers."""
+    """Return the matching keys of all servers."""
     return [key for found in ask_all(place, "KEYS", pattern) for key in found]
 
 
 def role(each: Server) -> str:
-    """ "master" or "slave"."""
+    """Return "master" or "slave"."""
+    return str(_role(each)[0].decode())
+
+
+def num_replicas(master: Server) -> int:
+    """Return the number of replicas that are connected to a master."""
+    return len(_role(master)[2])
+
+
+def _role(each: Server) -> list[Any]:
     answer = each.ask("ROLE")
     if not isinstance(answer, list):
         raise TopologyError(f"ROLE answered {answer!r}")
-    return str(answer[0].decode())
+    return answer
 
 
 @contextmanager
 def running(topology: Topology) -> Iterator[Topology]:
-    """Ends all servers at the end of the block."""
+    """Kill all servers at the end of the block."""
     try:
         yield topology
     finally:
@@ -151,7 +160,7 @@ def running(topology: Topology) -> Iterator[Topology]:
 
 @contextmanager
 def running_cluster(folder: Path, binary: ServerBinary, *, masters: int = 3, replicas: int = 1) -> Iterator[Topology]:
-    """Masters with their replicas, each with its share of the slots."""
+    """Run a cluster of masters with replicas, each master with its share of the slots."""
     count = masters * (1 + replicas)
     options: tuple[str, ...] = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(NODE_TIMEOUT_MS))
     options += ("--cluster-require-full-coverage", "no", "--repl-diskless-sync-delay", "0")
@@ -168,9 +177,10 @@ def running_cluster(folder: Path, binary: ServerBinary, *, masters: int = 3, rep
 
 
 def quiet_port() -> int:
-    """A port that was free a moment ago, below those from which the kernel takes one for each outgoing connection: a
-    server that is started later, or again, finds it free still. So is the one that is 10,000 higher, where a cluster's
-    nodes talk to each other. No port is given twice, and none that another worker of the same test run may give.
+    """Return a port that is free, and stays so until a server is started on it, or restarted.
+
+    It is below those that the kernel takes for outgoing connections, and differs from all that were returned before, in
+    this or another worker of the test run. The port 10,000 higher is free, too: a cluster's nodes use it for their bus.
     """
     for port in random.sample(_QUIET_PORTS, len(_QUIET_PORTS)):
         if port not in _given and _is_free(port) and _is_free(port + 10_000):
@@ -190,7 +200,7 @@ def _is_free(port: int) -> bool:
 
 
 def _own_ports(all_ports: range) -> range:
-    """This process' share: with pytest-xdist each worker has one, by its number ("gw0" and so on)."""
+    """Return this process' share of the ports: each worker of pytest-xdist has one, by its number ("gw0" and so on)."""
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     # A worker that takes the place of one that died has a number past the count.
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % count
@@ -237,7 +247,7 @@ def _is_whole(each: Server, replicas: int) -> bool:
 
 @contextmanager
 def running_sentinels(folder: Path, binary: ServerBinary, *, replicas: int = 1) -> Iterator[Topology]:
-    """A master with replicas, and three Sentinels that agree by two on its death."""
+    """Run a master with replicas, and three Sentinels of which two have to agree on its death."""
     master = server(binary, folder / "0", "--repl-diskless-sync-delay", "0")
     followers = [
         server(binary, folder / str(number), "--replicaof", f"{HOST} {master.port}", "--repl-diskless-sync-delay", "0")
@@ -289,7 +299,7 @@ def _sees(sentinel: Server, replicas: int) -> bool:
 
 @dataclass(frozen=True)
 class Certificates:
-    """A made authority, and what it signed for this machine's loopback address."""
+    """A certificate authority made for tests, and its certificate for this machine's loopback address."""
 
     authority: Path
     certificate: Path
@@ -297,7 +307,7 @@ class Certificates:
 
 
 def make_certificates(folder: Path) -> Certificates:
-    """By the openssl program: an authority, and a certificate for 127.0.0.1 that clients may show as well."""
+    """Make, with the openssl program, an authority and a certificate for 127.0.0.1 that serves clients too."""
     folder.mkdir(parents=True, exist_ok=True)
     made = Certificates(folder / "ca.crt", folder / "server.crt", folder / "server.key")
     ca_key, request, extensions = folder / "ca.key", folder / "server.csr", folder / "extensions"
@@ -328,7 +338,7 @@ def make_certificates(folder: Path) -> Certificates:
 
 @contextmanager
 def running_tls_server(folder: Path, binary: ServerBinary) -> Iterator[tuple[Topology, Certificates]]:
-    """A server that speaks TLS alone, asks clients for a certificate, and knows one user who may do what is needed."""
+    """Run a server that only speaks TLS, requires client certificates, and has one user with the needed permissions."""
     made = make_certificates(folder / "certificates")
     port = quiet_port()
     data = folder / "data"
@@ -369,4 +379,4 @@ ACL_RULES = (
     "~ps:* &ps:* -@all +@read +@write +@stream +@hash +@set +@sortedset +@string +@scripting +@pubsub +@connection "
     "-@dangerous +time +info +wait"
 )
-"""What Pagestream's user of Redis must be allowed; docs/durability.md shows the same line."""
+"""Permissions that Pagestream's Redis user needs; docs/durability.md shows the same line."""

@@ -13,6 +13,7 @@ from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.connection import Connection
 from pagestream_streams.connection.wakeups import WakeUpSender
 from pagestream_streams.protocol import ids
+from pagestream_streams.protocol.keys import Partition
 from support.protocol.token_streams import eventually
 
 SETTINGS = StreamsSettings(directory_ttl_s=0.0)
@@ -47,19 +48,26 @@ async def test_a_model_is_missing_only_where_redis_says_so() -> None:
 
 
 async def test_what_can_not_be_ended_keeps_nothing_else_from_its_end() -> None:
-    broker = SimpleNamespace(settings=SETTINGS, connection=None)
-    sweeper = Sweeper(cast(Broker, broker), cast(Any, None))
+    late = [str(number).encode() for number in range(100)]
     ended = []
 
-    async def end(name: str) -> None:
+    async def end(_: Partition, name: str, *__: object, **___: object) -> None:
         if name == "0":
-            raise ValueError("a record that nobody can read")
+            raise ValueError("a record that can't be read")
         ended.append(name)
 
-    sweeper._due = {str(number): lambda number=number: end(str(number)) for number in range(100)}  # type: ignore[misc]
-    await sweeper._end_due()
-    assert len(ended) == 99
-    assert not sweeper._ending
+    async def run_each(*_: object) -> list[object]:
+        return [[[], late, [], 0, []]]
+
+    async def partitions() -> list[Partition]:
+        return [Partition("a", 0)]
+
+    broker = SimpleNamespace(settings=SETTINGS, connection=SimpleNamespace(run_each=run_each), end=end)
+    sweeper = Sweeper(cast(Broker, broker), partitions)
+    for turn in (1, 2):
+        await sweeper.sweep()
+        await sweeper.end_due()
+        assert len(ended) == turn * 99, "nothing counts as being ended any more"
 
 
 async def test_a_gateway_that_hears_slowly_has_one_message_on_its_way() -> None:

@@ -36,7 +36,7 @@ class Sweeper:
         interval_s = broker.settings.sweep_ms / 1000
         self._timer = Periodic("sweeper", interval_s, self.sweep)
         # On a second timer: a sweep that waits for it would leave a hole, after which all leases and graces start anew.
-        self._ends = Periodic("end due requests", interval_s, self._end_due)
+        self._ends = Periodic("end due requests", interval_s, self.end_due)
         self._due: dict[str, Callable[[], Awaitable[object]]] = {}
         self._ending: Collection[str] = ()  # sweeps find them due until they have ended
 
@@ -86,7 +86,8 @@ class Sweeper:
             due[name] = partial(self._quarantine, where, name, int(index), deaths)
         self._due.update({name: call for name, call in due.items() if name not in self._ending})
 
-    async def _end_due(self) -> None:
+    async def end_due(self) -> None:
+        """End the requests that sweeps have found due. Unavailable once all are tried."""
         due, self._due = self._due, {}
         self._ending = due.keys()
         calls = iter(due.values())

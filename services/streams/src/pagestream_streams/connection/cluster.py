@@ -36,7 +36,7 @@ class ClusterTopology:
 
     def __init__(self, cluster: RedisCluster, max_commands: int) -> None:
         """More commands or pipelines at once than `max_commands` wait. A node has a connection for each."""
-        self._cluster = cluster
+        self.cluster = cluster
         self._turns = asyncio.Semaphore(max_commands)
         self._looked_at = float("-inf")
         self._looking: asyncio.Task[None] | None = None
@@ -59,12 +59,12 @@ class ClusterTopology:
         except TimeoutError as error:
             return [error] * len(commands)
         try:
-            await self._cluster.initialize()
+            await self.cluster.initialize()
             replies: list[Any] = [None] * len(commands)
             places: defaultdict[ClusterNode, list[int]] = defaultdict(list)
             for place, command in enumerate(commands):
                 try:
-                    places[self._node(_key(command))].append(place)
+                    places[self.node(_key(command))].append(place)
                 except exceptions.RedisClusterException as error:
                     replies[place] = error
             batches = (self._batch(node, [commands[place] for place in mine], limit_s) for node, mine in places.items())
@@ -79,28 +79,29 @@ class ClusterTopology:
     async def pipeline_to(self, key: str, commands: Sequence[Command]) -> list[Any]:
         """Run commands on one connection to the node that has `key`; see Topology."""
         async with self._turns:
-            await self._cluster.initialize()
-            replies = await self._batch(self._node(key), commands)
+            await self.cluster.initialize()
+            replies = await self._batch(self.node(key), commands)
             await self._learn(replies)
             return replies
 
     def pubsub(self) -> PubSub:
         """Return a subscriber on a connection of its own."""
-        pubsub: PubSub = self._cluster.pubsub()
+        pubsub: PubSub = self.cluster.pubsub()
         return pubsub
 
     async def drop_idle(self) -> None:
         """Close the connections on which no command waits; the next command opens them again."""
-        await asyncio.gather(*(close_idle(node._free) for node in self._cluster.get_nodes()))
+        await asyncio.gather(*(close_idle(node._free) for node in self.cluster.get_nodes()))
 
     async def close(self) -> None:
         """Close every connection."""
         if self._looking is not None:
             await cancel(self._looking)
-        await self._cluster.aclose()
+        await self.cluster.aclose()
 
-    def _node(self, key: Argument) -> ClusterNode:
-        node = self._cluster.get_node_from_key(str(key))
+    def node(self, key: Argument) -> ClusterNode:
+        """Return the node that has a key. redis-py's SlotNotCoveredError where no node has its slot."""
+        node = self.cluster.get_node_from_key(str(key))
         if node is None:
             raise exceptions.SlotNotCoveredError(f"no node has the slot of {key!r}")
         return node
@@ -121,10 +122,10 @@ class ClusterTopology:
         """Follow MOVED and ASK, and return the reply at their end."""
         for _ in range(_MOST_REDIRECTIONS):
             if isinstance(reply, exceptions.MovedError):
-                await self._cluster.nodes_manager.move_slot(reply)
-                [reply] = await self._batch(self._node(_key(command)), [command])
+                await self.cluster.nodes_manager.move_slot(reply)
+                [reply] = await self._batch(self.node(_key(command)), [command])
             elif isinstance(reply, exceptions.AskError):
-                node = self._cluster.get_node(host=reply.host, port=reply.port)
+                node = self.cluster.get_node(host=reply.host, port=reply.port)
                 if node is None:
                     return reply
                 _, reply = await self._batch(node, [("ASKING",), command])
@@ -136,7 +137,7 @@ class ClusterTopology:
         """Update the slot table from MOVED replies; read it anew where a node was lost or a slot has no owner."""
         for reply in replies:
             if isinstance(reply, exceptions.MovedError):
-                await self._cluster.nodes_manager.move_slot(reply)
+                await self.cluster.nodes_manager.move_slot(reply)
             elif isinstance(reply, (exceptions.ClusterDownError, exceptions.SlotNotCoveredError, *_LOST)):
                 self._look_again()
                 return
@@ -155,7 +156,7 @@ class ClusterTopology:
     async def _look(self) -> None:
         """Read the slot table, without closing connections on which commands wait."""
         with suppress(exceptions.RedisError, exceptions.RedisClusterException, OSError):
-            await self._cluster.nodes_manager.initialize()
+            await self.cluster.nodes_manager.initialize()
 
 
 def _key(command: Command) -> Argument:

@@ -45,12 +45,12 @@ class Connection:
         self.url = url
         self._connect_timeout = settings.connect_timeout_s
         self._durability = Durability.of(settings)
-        self._topology = topology or open_topology(url, settings)
+        self.topology = topology or open_topology(url, settings)
 
     @property
     def is_cluster(self) -> bool:
         """Whether some keys can be unreachable while others are served."""
-        return self._topology.is_cluster
+        return self.topology.is_cluster
 
     @property
     def waits_for_durability(self) -> bool:
@@ -79,12 +79,12 @@ class Connection:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._topology.close()
+        await self.topology.close()
 
     async def execute(self, *command: Argument) -> Any:
         """Run one command."""
         async with translated_errors():
-            return await self._topology.execute(*command)
+            return await self.topology.execute(*command)
 
     async def pipeline(self, commands: Sequence[Sequence[Argument]], limit_s: float | None = None) -> list[Any]:
         """Run commands in one round trip; raise the first reply that is an error.
@@ -94,7 +94,7 @@ class Connection:
         if not commands:
             return []
         async with translated_errors():
-            replies = await self._topology.pipeline(commands, limit_s)
+            replies = await self.topology.pipeline(commands, limit_s)
             for reply in replies:
                 if isinstance(reply, Exception):
                     raise reply
@@ -126,7 +126,7 @@ class Connection:
         if not calls:
             return []
         async with translated_errors():
-            replies = await self._topology.pipeline(
+            replies = await self.topology.pipeline(
                 [("EVALSHA", call.script.sha, *_keys(call.key), *call.arguments) for call in calls], limit_s
             )
         for place, (call, reply) in enumerate(zip(calls, replies, strict=True)):
@@ -186,7 +186,7 @@ class Connection:
 
     async def _together(self, key: str, command: Sequence[Argument]) -> Any:
         async with translated_errors():
-            reply, touched, reached = await self._topology.pipeline_to(key, [command, *self._durability.commands(key)])
+            reply, touched, reached = await self.topology.pipeline_to(key, [command, *self._durability.commands(key)])
             for each in (reply, touched):
                 if isinstance(each, Exception):
                     raise each
@@ -196,14 +196,14 @@ class Connection:
     async def _evaluate(self, script: Script, key: str, arguments: Sequence[Argument]) -> Any:
         async with translated_errors():
             try:
-                return await self._topology.execute("EVALSHA", script.sha, *_keys(key), *arguments)
+                return await self.topology.execute("EVALSHA", script.sha, *_keys(key), *arguments)
             except exceptions.NoScriptError:
                 # EVAL caches the text as well. A restarted server has forgotten it.
-                return await self._topology.execute("EVAL", script.text, *_keys(key), *arguments)
+                return await self.topology.execute("EVAL", script.text, *_keys(key), *arguments)
 
     async def drop_idle(self) -> None:
         """Close the connections on which no command waits; the next command opens them again."""
-        await self._topology.drop_idle()
+        await self.topology.drop_idle()
 
     @asynccontextmanager
     async def dropping_idle_on_timeout(self) -> AsyncIterator[None]:
@@ -221,7 +221,7 @@ class Connection:
 
     def pubsub(self) -> PubSub:
         """Return a subscriber on a connection of its own."""
-        return self._topology.pubsub()
+        return self.topology.pubsub()
 
 
 def _keys(key: str) -> tuple[Argument, ...]:
