@@ -8,10 +8,9 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from pagestream_streams.fault_points import FaultPoint
+from support.network.connection_server import ConnectionServer
 
 _POLL_S = 0.005
 
@@ -24,30 +23,19 @@ class Pause:
     point: FaultPoint
 
 
-class FaultPointController:
-    """Listens on a Unix socket to which processes connect: a context manager."""
+class FaultPointController(ConnectionServer):
+    """Listens on a Unix socket to which processes connect."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
         self._pauses: asyncio.Queue[Pause] = asyncio.Queue()
-        self._server: asyncio.Server | None = None
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._orders: dict[FaultPoint, int] = {}
         self._armed: frozenset[int] | None = None  # only these processes; None: all
 
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_unix_server(self._serve, str(self.path))
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._server is not None:
-            self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def _listen(self) -> asyncio.Server:
+        return await asyncio.start_unix_server(self._accept, str(self.path))
 
     def arm(self, orders: Mapping[FaultPoint, int], pids: Collection[int] | None = None) -> None:
         """Pause processes at their n-th passage of a point from now on; processes that start later as well."""
@@ -98,9 +86,7 @@ class FaultPointController:
             writer.write(text.encode())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        pid, task = 0, asyncio.current_task()
-        if task is not None:
-            self._tasks.add(task)
+        pid = 0
         try:
             while line := (await reader.readline()).decode().split():
                 if line[0] == "hello":
@@ -111,10 +97,5 @@ class FaultPointController:
                     self.resume(pid)
                 else:
                     self._pauses.put_nowait(Pause(pid, FaultPoint(line[1])))
-        except (ConnectionError, asyncio.CancelledError):
-            pass  # the process was killed, or the harness is closing
         finally:
             self._writers.pop(pid, None)
-            writer.close()
-            if task is not None:
-                self._tasks.discard(task)

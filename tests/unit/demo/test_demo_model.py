@@ -1,4 +1,4 @@
-"""The committed demo model: its size, its tokenizer, and that it answers as its world has it."""
+"""The committed demo model: its size, its tokenizer, and its answers about its world."""
 
 import json
 from pathlib import Path

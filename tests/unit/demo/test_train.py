@@ -1,4 +1,4 @@
-"""The training script makes a whole model folder, and the same one twice."""
+"""The training script makes a complete model folder, and the same one for the same seed."""
 
 import subprocess
 import sys

@@ -49,7 +49,7 @@ def test_the_fleets_cpp_has_no_constant_of_a_rule() -> None:
 
 
 def test_an_entry_may_be_claimed_by_another_engine_after_the_queues_own_delay() -> None:
-    """The C++ gets the delay as an argument: the moment of the claim shows that it is the queue's."""
+    """The C++ gets the delay as an argument; the time of the claim shows its value."""
     load = Load(np.zeros(2), np.full(2, 100, dtype=np.int32), np.ones(2, dtype=np.int32), np.zeros(2, dtype=np.int32))
     cost = StepCost(fixed_s=10.0, prefill_token_s=0.0, prefill_pair_s=0.0, decode_s=0.0, decode_context_s=0.0)
     with Fleet(load, EngineProfile(cost, max_num_seqs=1), partitions=1) as simulated:

@@ -1,4 +1,4 @@
-"""A small trace through all of it."""
+"""Laws, the optimum and the search on the packaged trace."""
 
 import numpy as np
 import pytest
@@ -43,9 +43,7 @@ def test_the_fixed_fleet_at_its_peak_attains_the_objective_and_one_engine_less_d
     assert simulate(load, profile, FixedLaw(3), TERMS, startup_s=5.0).attainment < 0.99
 
 
-def test_no_law_that_attains_costs_less_than_the_optimum_which_costs_more_than_its_bound(
-    load: Load, profile: EngineProfile
-) -> None:
+def test_the_optimum_is_the_cheapest_that_attains_and_above_its_bound(load: Load, profile: EngineProfile) -> None:
     best = Planner(load, profile, TERMS, 5.0, 0).optimum(40).outcome
     assert best.attainment >= 0.99
     assert lower_bound(load, profile, 0.99) < best.pod_hours
@@ -54,9 +52,7 @@ def test_no_law_that_attains_costs_less_than_the_optimum_which_costs_more_than_i
         assert outcome.attainment < 0.99 or outcome.pod_hours > best.pod_hours
 
 
-def test_every_request_ends_under_every_law_and_the_same_again_by_the_same_seed(
-    load: Load, profile: EngineProfile
-) -> None:
+def test_every_request_ends_under_every_law_and_runs_repeat_by_seed(load: Load, profile: EngineProfile) -> None:
     first = run_all(load, profile)
     assert all(outcome.unfinished == 0 and outcome.requests == len(load) for outcome in first.values())
     assert first == run_all(load, profile)
@@ -68,11 +64,11 @@ def test_pods_cost_from_their_order_to_their_end(load: Load, profile: EngineProf
     plan = planned(np.array([1, 1, 1, 3, 3, 1, *[1] * 40]), 5.0)
     assert [plan.planned(at) for at in (0.0, 9.9, 10.0, 15.0, 24.9, 25.0)] == [1, 1, 3, 3, 3, 1]
     costs = simulate(load, profile, plan, TERMS, startup_s=5.0).pod_hours * 3600
-    drained = costs - load.duration_s - 2 * 15.0  # two pods ordered at 10 s, told to end at 25 s
+    drained = costs - load.duration_s - 2 * 15.0  # two pods ordered at 10 s, drained from 25 s on
     assert 0 <= drained < 2 * 3.0  # at a whole second, and after their running step
 
 
-def test_a_watched_run_comes_to_the_same(load: Load, profile: EngineProfile) -> None:
+def test_recording_the_course_changes_no_outcome(load: Load, profile: EngineProfile) -> None:
     space = spaces(TERMS)["pagestream"]
     courses: list[Course] = []
     seen = simulate(load, profile, space.make(space.default), TERMS, startup_s=5.0, on_course=courses.append)
@@ -83,7 +79,7 @@ def test_a_watched_run_comes_to_the_same(load: Load, profile: EngineProfile) -> 
     assert np.mean(course.ttft_s <= 2.0) == seen.attainment
 
 
-def test_a_scaled_trace_has_so_many_requests_near_their_first_times() -> None:
+def test_a_scaled_trace_has_copies_near_the_first_arrivals() -> None:
     rows = read_trace(SAMPLE)
     load = scale_arrivals(rows, 3.5, jitter_s=2.0, context_tokens=1024, partitions=8, seed=1)
     assert len(load) == pytest.approx(3.5 * len(rows), rel=0.05)
@@ -98,7 +94,7 @@ def test_a_scaled_trace_has_so_many_requests_near_their_first_times() -> None:
     assert list(once.prompt_tokens) == [row.input_tokens for row in rows]
 
 
-def test_the_search_is_the_same_by_the_same_seed_and_ends_with_the_best_first() -> None:
+def test_a_search_repeats_by_seed_and_returns_the_best_first() -> None:
     space = spaces(TERMS)["hpa"]
 
     def attempt(setting: Setting) -> list[Outcome]:

@@ -33,6 +33,8 @@ def test_the_command_prints_a_table_and_writes_numbers_and_a_picture(
         (["--terms", "missing.toml"], "missing.toml"),
     ],
 )
-def test_what_is_wrong_is_named(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_option_or_file_is_named(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["simulate", SAMPLE, *arguments]) == 2
     assert named in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_tokens_are_conserved_under_preemptions_and_drains_and_lost_work_is_comp
     assert np.isfinite(fleet.end_s).all()
 
 
-def test_a_drained_engine_hands_back_what_goes_on_elsewhere_where_it_stopped() -> None:
+def test_a_drained_engine_hands_back_requests_that_another_continues() -> None:
     load = make_load([0.0], [100], [500])
     with Fleet(load, EngineProfile(COST), partitions=4) as fleet:
         first = fleet.add_engine(0.0)
@@ -112,7 +112,7 @@ def test_blocks_are_taken_as_a_sequence_grows() -> None:
     assert grown == [1, 2, 3, 4, 5, 6, 7, 8]  # 115 computed tokens at last, 16 in a block
 
 
-def test_what_an_owner_leaves_is_anybodys_after_a_while() -> None:
+def test_any_engine_may_claim_what_an_owner_leaves() -> None:
     arrivals, prompts = [0.0] * 8, [100] * 8
     load = make_load(arrivals, prompts, [1] * 8, partitions=1)
     with Fleet(
@@ -123,7 +123,7 @@ def test_what_an_owner_leaves_is_anybodys_after_a_while() -> None:
         assert all(f.engine(engine).generated_tokens > 0 for engine in engines)
 
 
-def test_queue_tells_depth_tokens_and_age() -> None:
+def test_queue_state_has_depth_tokens_and_age() -> None:
     load = make_load([1.0, 2.0], [10, 20], [1, 1])
     with Fleet(load, EngineProfile(COST), partitions=4) as fleet:
         fleet.advance(3.0)

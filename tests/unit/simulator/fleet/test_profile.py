@@ -7,7 +7,7 @@ from pagestream_simulator.fleet.profile import EngineProfile, StepCost, packaged
 COST = StepCost(0.01, 0.0005, 1e-7, 0.0002, 1e-6)
 
 
-def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_profile_round_trips_through_json(tmp_path: Path) -> None:
     profile = EngineProfile(COST, kv_blocks=7, source={"model": "m"})
     write_profile(profile, tmp_path / "p.json")
     assert read_profile(tmp_path / "p.json") == profile
@@ -15,7 +15,7 @@ def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"cost": {}}', '{"cost": {"fixed_s": 1}}'])
-def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_malformed_profile_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(WorkloadInvalidError, match=r"p\.json"):
         read_profile(tmp_path / "p.json")

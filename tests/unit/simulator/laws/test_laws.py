@@ -10,7 +10,7 @@ pytestmark = pytest.mark.builds
 def observed(
     now_s: float, used: Sequence[float | None], *, starting: int = 0, depth: float = 0.0, running: float = 0.0
 ) -> PoolObservation:
-    """Ready pods with this KV utilization (None: no sample), and starting ones."""
+    """Return an observation of ready pods with these KV utilizations (None: no sample), and of starting ones."""
     pods = [
         PodObservation(
             f"ready-{number}",
@@ -33,9 +33,9 @@ def observed(
         ((0.87, 0.87), 0, 2),  # within the tolerance of 0.1
         ((0.9, 0.9), 0, 3),  # 1.125 * 2, rounded up
         ((0.4, 0.4, 0.4, 0.4), 0, 2),
-        ((1.0, 1.0), 1, 3),  # with the starting one at 0: 2.0 / 3 / 0.8 is below 1, so nothing changes
+        ((1.0, 1.0), 1, 3),  # the starting one counts as 0: 2.0 / 3 / 0.8 is below 1, so nothing changes
         ((1.0, 1.0, 1.0, 1.0), 1, 5),  # 4.0 / 5 / 0.8 is 1.0: the one that starts is enough
-        ((0.4, None), 0, 2),  # the silent one counts as on target: 0.6 / 0.8 of 2, rounded up
+        ((0.4, None), 0, 2),  # the one without a sample counts as on target: 0.6 / 0.8 of 2, rounded up
         ((None, None), 0, 2),
     ],
 )
@@ -43,7 +43,7 @@ def test_hpa_recommends_as_kubernetes_does(used: Sequence[float | None], startin
     assert HpaLaw(HpaSettings()).recommended(observed(0.0, used, starting=starting)) == wanted
 
 
-def test_hpa_gives_nothing_back_before_its_window_has_passed() -> None:
+def test_hpa_keeps_pods_during_its_stabilization_window() -> None:
     law = HpaLaw(HpaSettings())
     assert law.desired(observed(0.0, [0.8] * 4)) == 4
     for now_s in range(15, 301, 15):
@@ -61,7 +61,7 @@ def test_hpa_doubles_or_adds_four_in_fifteen_seconds() -> None:
     assert law.limited(100, 6, 20.0) == 12
 
 
-def test_hpa_takes_away_a_part_in_a_period() -> None:
+def test_hpa_removes_a_percentage_per_period() -> None:
     law = HpaLaw(HpaSettings(down=HpaBehavior(0.0, 10.0, 0, 60.0)))
     assert law.limited(1, 20, 0.0) == 18
     assert law.limited(1, 18, 30.0) == 18
@@ -76,7 +76,7 @@ def test_keda_scales_by_the_queue_and_wakes_from_zero_when_it_polls() -> None:
         == 3
     )
     zero = KedaLaw(KedaSettings(hpa=HpaSettings(min_replicas=0), polling_s=30.0))
-    assert zero.desired(observed(0.0, [])) in {0, 1}  # KEDA asks once when it begins
+    assert zero.desired(observed(0.0, [])) in {0, 1}  # KEDA polls once at the start
     assert zero.desired(observed(15.0, [], depth=3)) == 0
     assert zero.desired(observed(30.0, [], depth=3)) == 1
 

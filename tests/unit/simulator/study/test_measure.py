@@ -7,7 +7,7 @@ pytestmark = pytest.mark.builds
 COST = StepCost(0.01, 0.0005, 1e-7, 0.0002, 1e-6)
 
 
-def test_costs_that_made_the_steps_are_found_again() -> None:
+def test_fit_recovers_the_costs_of_exact_steps() -> None:
     contents = [(p, p * p // 2, d, d * 100) for p in (0, 50, 400) for d in (0, 1, 20, 64) if p or d]
     steps = [MeasuredStep(*content, 0.0) for content in contents]
     exact = [MeasuredStep(*content, step_seconds(COST, step)) for content, step in zip(contents, steps, strict=True)]
@@ -16,7 +16,7 @@ def test_costs_that_made_the_steps_are_found_again() -> None:
     assert residuals(found, exact)["relative_error_p90"] < 1e-9
 
 
-def test_no_cost_is_below_zero() -> None:
+def test_fit_gives_no_negative_cost() -> None:
     steps = [MeasuredStep(0, 0, d, d * 50, 0.02 - 0.0001 * d) for d in range(1, 40)]
     found = fit(steps)
     assert found.decode_s == found.decode_context_s == 0

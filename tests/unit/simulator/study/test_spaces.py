@@ -7,7 +7,7 @@ from pagestream_simulator.study.spaces import read_policy, spaces
 from pagestream_simulator.terms import Terms
 
 
-def test_a_policy_file_changes_what_it_names(tmp_path: Path) -> None:
+def test_a_policy_file_changes_only_what_it_names(tmp_path: Path) -> None:
     path = tmp_path / "policy.json"
     path.write_text('{"max_replicas": 3, "backlog": {"busy": 0.5}}')
     policy = read_policy(path)
@@ -21,7 +21,7 @@ def test_a_policy_file_changes_what_it_names(tmp_path: Path) -> None:
         read_policy(path)
 
 
-def test_every_value_of_a_space_makes_a_law_or_is_refused_for_what_it_contradicts() -> None:
+def test_every_value_of_a_space_makes_a_law_or_is_refused() -> None:
     for space in spaces(Terms()).values():
         assert set(space.default) == set(space.values)
         refused = set()

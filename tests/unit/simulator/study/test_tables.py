@@ -3,7 +3,7 @@ from pagestream_simulator.study.tables import tables
 OUTCOME = {"attainment": 0.99, "ttft_p50_s": 0.2, "ttft_p99_s": 2.0, "pod_hours": 4.0, "pods_up": 3}
 
 
-def test_every_label_has_a_row_with_the_mean_of_its_seeds_and_says_which_where_some_lack() -> None:
+def test_each_label_has_a_row_with_the_mean_and_names_missing_seeds() -> None:
     other = OUTCOME | {"attainment": 0.97, "pod_hours": 8.0}
     kept = {
         f"reference t.csv seed {seed} startup 8": {

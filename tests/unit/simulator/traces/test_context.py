@@ -17,13 +17,13 @@ def test_one_factor_for_all_lengths() -> None:
     assert (scaled[198].input_tokens, scaled[198].output_tokens) == (12, 4)
 
 
-def test_the_few_that_are_still_too_long_are_shrunk_alone() -> None:
+def test_outliers_are_shrunk_further_to_the_context() -> None:
     scaled = scale_to_context(rows_of(*[(60, 40)] * 999, (9000, 1000)), context=100)
     assert (scaled[0].input_tokens, scaled[0].output_tokens) == (60, 40)
     assert (scaled[999].input_tokens, scaled[999].output_tokens) == (90, 10)
 
 
-def test_what_fits_is_left_alone() -> None:
+def test_a_trace_that_fits_is_unchanged() -> None:
     rows = rows_of((10, 20), (30, 5))
     assert scale_to_context(rows, context=4096) == rows
 

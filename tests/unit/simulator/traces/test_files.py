@@ -16,7 +16,7 @@ MOONCAKE = """{"timestamp": 500, "input_length": 1000, "output_length": 5, "hash
 """
 
 
-def test_the_azure_form(tmp_path: Path) -> None:
+def test_reads_azures_format(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(AZURE)
     rows = read_trace(str(path))
@@ -25,7 +25,7 @@ def test_the_azure_form(tmp_path: Path) -> None:
     assert rows[0].blocks == ()
 
 
-def test_the_mooncake_form(tmp_path: Path) -> None:
+def test_reads_mooncakes_format(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(MOONCAKE)
     assert read_trace(str(path)) == [TraceRow(0.0, 1000, 5, (0, 1)), TraceRow(2.0, 600, 7, (0, 2))]
@@ -52,7 +52,7 @@ def test_the_first_requests_only(tmp_path: Path) -> None:
         ("a.jsonl", "[1]\n", "line 1 of the trace"),
     ],
 )
-def test_another_form_is_refused_with_its_line(tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_a_malformed_trace_is_refused_with_its_line(tmp_path: Path, name: str, text: str, said: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(WorkloadInvalidError, match=said):
@@ -67,7 +67,7 @@ def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
         read_trace(str(tmp_path / "b.csv"))
 
 
-def test_the_sample_that_comes_with_the_package_is_what_its_generator_makes(tmp_path: Path) -> None:
+def test_the_packaged_sample_is_what_its_generator_makes(tmp_path: Path) -> None:
     write_csv(sample_rows(), tmp_path / "again.csv")
     assert (tmp_path / "again.csv").read_bytes() == sample_path().read_bytes()
     rows = read_trace("sample")

@@ -4,7 +4,7 @@ import pytest
 from support.faults.campaign_results import KEPT_FAILURES, CampaignResults, percentile
 
 
-def test_goes_on_from_its_file(tmp_path: Path) -> None:
+def test_resumes_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "5.json"
     results = CampaignResults.load(path, 5)
     results.kills = 3
@@ -18,7 +18,7 @@ def test_goes_on_from_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lost", "repeated", "different"])
-def test_one_wrong_request_is_enough(kind: str) -> None:
+def test_one_failed_request_makes_results_unclean(kind: str) -> None:
     results = CampaignResults(1)
     assert results.is_clean
     for _ in range(KEPT_FAILURES + 1):

@@ -1,4 +1,4 @@
-"""The harness' clients must notice whatever a stream can do wrong."""
+"""The harness' clients detect everything that a stream can do wrong."""
 
 import copy
 import json
@@ -10,7 +10,7 @@ from support.faults.feature_clients import ChoiceTranscript, GrpcClient, SseClie
 from support.faults.feature_rows import FEATURE_ROWS
 
 
-def seen() -> Transcript:
+def sample() -> Transcript:
     result = Transcript(usage=(3, 2), next_index=4, digest="d")
     result.choices[0] = ChoiceTranscript([5, 6], "ab", [[(5, -0.5, 1, "a")], [(6, -0.25, 1, "b")]], "length")
     return result
@@ -26,23 +26,23 @@ def seen() -> Transcript:
     ],
 )
 def test_any_difference_in_a_choice_is_named(name: str, value: object) -> None:
-    other = copy.deepcopy(seen())
-    assert seen().differences(other) == []
+    other = copy.deepcopy(sample())
+    assert sample().differences(other) == []
     setattr(other.choices[0], name, value)
-    [difference] = seen().differences(other)
+    [difference] = sample().differences(other)
     assert difference.startswith(f"{name} of choice 0")
 
 
 @pytest.mark.parametrize(("name", "value"), [("usage", (3, 3)), ("next_index", 5), ("digest", "e")])
 def test_any_difference_of_the_log_is_named(name: str, value: object) -> None:
-    other = seen()
+    other = sample()
     setattr(other, name, value)
-    [difference] = seen().differences(other)
+    [difference] = sample().differences(other)
     assert difference.startswith(f"{name}:")
 
 
 def test_a_choice_that_is_missing_is_a_difference() -> None:
-    assert seen().differences(Transcript(usage=(3, 2), next_index=4, digest="d"))
+    assert sample().differences(Transcript(usage=(3, 2), next_index=4, digest="d"))
 
 
 def chunk(next_index: int, *, request_id: str = "r", error: str = "") -> pb.TokenChunk:
@@ -63,14 +63,14 @@ def grpc_client() -> GrpcClient:
     [chunk(1), chunk(3), chunk(2, request_id="other"), chunk(2, error="quarantined")],
     ids=["repeated", "skipped", "another request", "an error"],
 )
-def test_grpc_notices_what_a_stream_must_not_do(wrong: pb.TokenChunk) -> None:
+def test_grpc_detects_an_invalid_stream(wrong: pb.TokenChunk) -> None:
     client = grpc_client()
     with pytest.raises(StreamBrokenError):
         client._take(wrong)
     assert client.transcript.next_index == 1
 
 
-def test_sse_notices_what_a_stream_must_not_do() -> None:
+def test_sse_detects_an_invalid_stream() -> None:
     client = SseClient(FEATURE_ROWS[0], [""], model="demo", key="k")
     client.request_id = "r"
     data = json.dumps({"choices": [{"index": 0, "text": "x", "finish_reason": None}]})

@@ -25,7 +25,7 @@ def test_every_moment_has_a_fault_point_and_the_campaign_has_all() -> None:
     assert set(CAMPAIGN_PASSAGES) == set(FaultPoint)
 
 
-def test_a_hit_follows_from_the_seed_and_its_number_alone() -> None:
+def test_an_injection_follows_from_seed_and_number_alone() -> None:
     hits = [Injection.draw(7, number) for number in range(500)]
     assert hits == [Injection.draw(7, number) for number in range(500)]
     assert hits != [Injection.draw(8, number) for number in range(500)]
@@ -34,7 +34,7 @@ def test_a_hit_follows_from_the_seed_and_its_number_alone() -> None:
 
 
 def test_every_sampling_parameter_has_a_row() -> None:
-    refused = {"best_of", "prompt_logprobs"}  # by the gateway: a stream shows each choice as it comes
+    refused = {"best_of", "prompt_logprobs"}  # refused by the gateway for streams
     fields = {field.name for field in SamplingParams.DESCRIPTOR.fields} - refused
     assert {name for row in FEATURE_ROWS for name in sampling_of(row)} == fields
 

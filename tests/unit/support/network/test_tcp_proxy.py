@@ -11,7 +11,7 @@ SILENCE_S = 0.1
 
 @pytest.fixture
 async def upstream() -> AsyncIterator[int]:
-    """A server that sends back what it gets, line by line, and ends on "bye"."""
+    """Run an echo server, which ends a connection on "bye"; yield its port."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while (line := await reader.readline()) not in (b"", b"bye\n"):

@@ -1,4 +1,4 @@
-"""The table of servers speaks of tests that exist, and leaves each of them somewhere."""
+"""The table of servers names tests that exist, and runs each of them on some server."""
 
 import ast
 from pathlib import Path
@@ -10,7 +10,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "integration" / "streams"
 
 
 def names_in(module: str) -> set[str]:
-    """Names as the table has them."""
+    """Return the names of a module's tests as the table has them."""
     found: set[str] = set()
     for node in ast.parse((FOLDER / f"{module}.py").read_text()).body:
         if isinstance(node, ast.ClassDef):

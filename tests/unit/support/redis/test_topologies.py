@@ -1,4 +1,4 @@
-"""Servers of a topology: a port that is taken is told at once."""
+"""Servers of a topology: a port in use is reported at once."""
 
 import socket
 from pathlib import Path
