@@ -50,7 +50,10 @@ class AsyncHttpStream(AsyncStream):
         if not self._events:
             try:
                 async with asyncio.timeout(None) as self._reading:
-                    is_open = await self._receive()
+                    if self._pieces is None:
+                        self._pieces = await self._open()
+                        return True, None  # the headers have the request id
+                    is_open = await self._receive(self._pieces)
             except TimeoutError as error:  # `_interrupt` has set it; the library's timeouts are of other types
                 raise CallRefused(Failure(Code.CANCELLED, "the stream was closed")) from error
             finally:
@@ -59,12 +62,10 @@ class AsyncHttpStream(AsyncStream):
                 return False, None
         return True, self._state.take(self._events.popleft(), self._target)
 
-    async def _receive(self) -> bool:
+    async def _receive(self, pieces: AsyncIterator[bytes]) -> bool:
         """Wait for an event. Returns False at the end of the body."""
-        if self._pieces is None:
-            self._pieces = await self._open()
         while not self._events:
-            data = await anext(self._pieces, None)
+            data = await anext(pieces, None)
             if data is None:
                 return False
             self._state.note_sign()

@@ -41,6 +41,7 @@ class HttpStream(Stream):
         with self._reading:
             if self._response is None:
                 self._open()
+                return True, None  # the headers have the request id
             if self._closing.is_set():  # by another thread, which did not see this response
                 raise CallRefused(Failure(Code.CANCELLED, "the stream was closed"))
             while not self._events:
