@@ -1,4 +1,4 @@
-"""Clients that nobody here wrote (openai, curl, grpcurl) get the demo model's answers from the whole stack."""
+"""Clients of other projects (openai, curl, grpcurl) get the demo model's answers from the whole stack."""
 
 import json
 import shutil
@@ -135,8 +135,8 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
 
 
 def test_an_unknown_model_is_a_not_found_error(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="nobody"):
-        client.completions.create(model="nobody", prompt="x")
+    with pytest.raises(openai.NotFoundError, match="unpublished"):
+        client.completions.create(model="unpublished", prompt="x")
 
 
 def run(command: list[str]) -> str:

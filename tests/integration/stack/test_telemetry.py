@@ -1,4 +1,4 @@
-"""What a whole deployment tells a real collector: metrics, one trace of a request whose engine was killed, logs."""
+"""What a deployment exports to a real collector: metrics, one trace of a request whose engine was killed. And logs."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ NO_MODEL = {"pagestream.memory.usage"}
 
 @pytest.fixture(scope="module")
 def collector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
-    """Gets what all processes that are started after it tell; engines take 30 ms a step, without a model."""
+    """The collector of all processes that are started after it; engines take 30 ms a step, without a model."""
     with running_collector(tmp_path_factory.mktemp("collector")) as running, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGESTREAM_TELEMETRY__OTLP_ENDPOINT", running.endpoint)
         patch.setenv("PAGESTREAM_TELEMETRY__EXPORT_INTERVAL_S", "0.5")
@@ -39,8 +39,8 @@ def collector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def stack(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One engine and two gateways. Other stacks export to the same collector under the same names, so samples are told
-    apart by time.
+    """One engine and two gateways. Other stacks export to the same collector under the same names, so samples are
+    separated by time.
     """
     with running_stack(tmp_path_factory.mktemp("stack"), gateways=2, engine_module=PACED) as running:
         yield running

@@ -72,9 +72,9 @@ async def test_engines_of_one_fingerprint_that_end_together_leave_nothing_to_oth
     redis_url: str, tmp_path: Path, pause_s: float
 ) -> None:
     """Also where the last one has no room when the first hands back."""
-    patient = dataclasses.replace(SETTINGS, fingerprint_grace_ms=60_000)
+    long_grace = dataclasses.replace(SETTINGS, fingerprint_grace_ms=60_000)
     options = {"fingerprint": "one", "finish_timeout_s": LIMIT_S, "max_num_seqs": 2, "max_num_batched_tokens": 64}
-    async with await Broker.connect(redis_url, patient) as broker, GatewaySession(broker) as gateway:
+    async with await Broker.connect(redis_url, long_grace) as broker, GatewaySession(broker) as gateway:
         async with (
             running_worker(broker, tmp_path, SlowRunner, **options) as first,  # type: ignore[arg-type]
             running_worker(broker, tmp_path, SlowRunner, **options) as last,  # type: ignore[arg-type]
@@ -96,9 +96,9 @@ async def test_engines_of_one_fingerprint_that_end_together_leave_nothing_to_oth
 
 async def test_requests_without_tokens_go_to_the_new_numerics(redis_url: str, tmp_path: Path) -> None:
     """The first step of such a request ends after the engine has handed it back."""
-    patient = dataclasses.replace(SETTINGS, fingerprint_grace_ms=60_000)
+    long_grace = dataclasses.replace(SETTINGS, fingerprint_grace_ms=60_000)
     GatedRunner.gate.clear()
-    async with await Broker.connect(redis_url, patient) as broker, GatewaySession(broker) as gateway:
+    async with await Broker.connect(redis_url, long_grace) as broker, GatewaySession(broker) as gateway:
         async with running_worker(broker, tmp_path, GatedRunner, fingerprint="one", finish_timeout_s=LIMIT_S) as old:
             try:
                 spec = await accepted(gateway, PROMPTS[0])

@@ -1,4 +1,4 @@
-"""What a worker counts of the requests that it ran, and what a snapshot of it tells."""
+"""The counters of a worker's requests, and the gauges of its engine."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

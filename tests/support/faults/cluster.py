@@ -21,7 +21,7 @@ from support.faults.fault_points import FaultPointController
 from support.faults.feature_clients import FeatureClient, GrpcClient, Transcript, clients_of
 from support.faults.feature_rows import FEATURE_ROWS, FeatureRow
 from support.network.tcp_proxy import TcpProxy
-from support.processes.nursery import Nursery, Sapling
+from support.processes.fork_server import ForkedPart, ForkServer
 from support.processes.stack import DEMO_MODEL, Part, StackError, free_port
 
 MODEL = "demo"
@@ -59,7 +59,7 @@ class Member:
     @property
     def pid(self) -> int:
         """Id of the process that runs now; 0 without one."""
-        if isinstance(self.part, Sapling):
+        if isinstance(self.part, ForkedPart):
             return self.part.pid
         return self.part.process.pid if self.part.process else 0
 
@@ -68,7 +68,7 @@ class FaultCluster:
     """Two engines, two gateways, one Redis. Made by `running_cluster`."""
 
     def __init__(
-        self, folder: Path, nursery: Nursery, fault_points: FaultPointController, redis: Part, redis_port: int
+        self, folder: Path, fork_server: ForkServer, fault_points: FaultPointController, redis: Part, redis_port: int
     ) -> None:
         self.folder = folder
         self.fault_points = fault_points
@@ -77,7 +77,7 @@ class FaultCluster:
         self.gateways: list[Member] = []
         self.redis_port = redis_port
         self.undisturbed: dict[str, Transcript] = {}
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._broker: Broker | None = None
         self._number = 0
 
@@ -92,7 +92,7 @@ class FaultCluster:
         name = f"engine-{len(self.engines)}"
         arguments = [str(DEMO_MODEL), "--redis", f"redis://127.0.0.1:{proxy.port}/0", "--served-model-name", MODEL]
         command = [MODULES[0], *arguments, "--engine-id", name, *ENGINE_OPTIONS]
-        part = Sapling(name, command, self.folder / f"{name}.log", nursery=self._nursery)
+        part = ForkedPart(name, command, self.folder / f"{name}.log", server=self._fork_server)
         self.engines.append(Member(part, (proxy,), {}))
         part.start()
 
@@ -103,7 +103,7 @@ class FaultCluster:
         proxies = [await stack.enter_async_context(TcpProxy(port)) for port in (self.redis_port, http_port, grpc_port)]
         arguments = ["--redis", f"redis://127.0.0.1:{proxies[0].port}/0", "--gateway-id", name]
         ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
-        part = Sapling(name, [MODULES[1], *arguments, *ports], self.folder / f"{name}.log", nursery=self._nursery)
+        part = ForkedPart(name, [MODULES[1], *arguments, *ports], self.folder / f"{name}.log", server=self._fork_server)
         addresses = {"sse": f"http://127.0.0.1:{proxies[1].port}", "grpc": f"127.0.0.1:{proxies[2].port}"}
         self.gateways.append(Member(part, proxies, addresses))
         part.start()
@@ -262,12 +262,12 @@ async def running_cluster(folder: Path, *, engines: int = 2, gateways: int = 2) 
     async with AsyncExitStack() as stack:
         controller = await stack.enter_async_context(FaultPointController(folder / "faults"))
         environment = {VARIABLE: str(controller.path), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        nursery = Nursery(MODULES, environment)
-        stack.callback(nursery.close)
+        fork_server = ForkServer(MODULES, environment)
+        stack.callback(fork_server.close)
         redis_port, data = free_port(), folder / "redis"
         data.mkdir(parents=True)
         redis = Part("redis", server_command(find_server(), data, redis_port), folder / "redis.log")
-        cluster = FaultCluster(folder, nursery, controller, redis, redis_port)
+        cluster = FaultCluster(folder, fork_server, controller, redis, redis_port)
         redis.start()
         stack.push_async_callback(cluster.close)
         try:

@@ -1,6 +1,6 @@
 """A whole Pagestream on this machine for tests: a real Redis, engines and gateways, each its own process.
 
-Tests kill, stop and restart the parts themselves; there is no supervisor here that would hide what happens.
+Tests kill, stop and restart the parts themselves; there is no supervisor.
 """
 
 import os
@@ -24,17 +24,17 @@ STOP_LIMIT_S = 15.0
 
 
 class StackError(RuntimeError):
-    """A part did not come up, or ended by itself; the message has the end of its log."""
+    """A part did not start, or ended unexpectedly; the message has the end of its log."""
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that nobody listens on, and that no connection takes meanwhile."""
+    """Return a TCP port of the loopback interface without a listener, outside the range of outgoing connections."""
     return quiet_port()
 
 
 @dataclass
 class Part:
-    """One process with its command and log; it can be started again after it was killed."""
+    """One process with its command and log; it can be started again after a kill."""
 
     name: str
     command: Sequence[str]
@@ -60,18 +60,18 @@ class Part:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """End the process as `kill -9` does."""
+        """Kill the process (SIGKILL) and wait for its end."""
         self.signal(signal.SIGKILL)
         self.wait()
 
     def wait(self) -> int:
-        """Wait for the process's end; returns its exit status."""
+        """Wait for the end; returns the exit status."""
         if self.process is None:
             raise StackError(f"{self.name} is not running")
         return self.process.wait(STOP_LIMIT_S)
 
     def stop(self) -> None:
-        """End the process the polite way, the hard way after a limit."""
+        """Terminate the process; kill it after a limit."""
         if self.process is None or self.process.poll() is not None:
             return
         self.process.send_signal(signal.SIGCONT)
@@ -87,13 +87,13 @@ class Part:
         return self.process is not None and self.process.poll() is None
 
     def has_said_ready(self) -> bool:
-        """Whether the log says that the part is ready. Raises StackError if it ended instead."""
+        """Whether the log has "ready". StackError if the process has ended."""
         if not self.is_alive():
             raise StackError(f"{self.name} has ended")
         return '"ready"' in self.log_tail()
 
     def log_tail(self) -> str:
-        """Return the end of the log, for messages."""
+        """Return the end of the log."""
         return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
 
 
@@ -106,23 +106,23 @@ class Gateway(Part):
 
     @property
     def url(self) -> str:
-        """Base of its HTTP addresses."""
+        """Base URL of the HTTP API."""
         return f"http://127.0.0.1:{self.http_port}"
 
     @property
     def grpc_target(self) -> str:
-        """Its gRPC address."""
+        """Address of the gRPC API."""
         return f"127.0.0.1:{self.grpc_port}"
 
     def is_ready(self) -> bool:
-        """Whether /readyz says so."""
+        """Whether /readyz succeeds."""
         try:
             return httpx.get(f"{self.url}/readyz", timeout=2.0).status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
 
     def has_become_ready(self) -> bool:
-        """Whether it is ready. Raises StackError if it ended instead."""
+        """Whether /readyz succeeds. StackError if the process has ended."""
         if not self.is_alive():
             raise StackError(f"{self.name} has ended")
         return self.is_ready()
@@ -182,9 +182,9 @@ class Stack:
         return [*self.gateways, *self.engines, self.redis]
 
     def engine_with_most_of(self, request_ids: Collection[str]) -> Part:
-        """Return the engine that has claimed most of the requests. Raises StackError where none has claimed any.
+        """Return the engine that has claimed most of the requests. StackError where none has claimed any.
 
-        Ask while they run: which engine owns their partitions is decided by chance, and anew when engines come.
+        To be asked while they run: partitions are assigned to engines by hash, anew when engines start or end.
         """
         claims = [engine.log.read_text(errors="replace").splitlines() for engine in self.engines]
         counts = [
@@ -192,18 +192,18 @@ class Stack:
             for lines in claims
         ]
         if not any(counts):
-            raise StackError(f"no engine says that it has claimed any of {len(request_ids)} requests")
+            raise StackError(f"no engine has claimed any of {len(request_ids)} requests")
         return self.engines[counts.index(max(counts))]
 
     def wait_ready(self) -> None:
-        """Wait until every gateway is ready and every engine has said so."""
+        """Wait until every gateway and every engine is ready."""
         for gateway in self.gateways:
             wait_until(gateway.has_become_ready, limit_s=START_LIMIT_S, what=gateway.name)
         for engine in self.engines:
             wait_until(engine.has_said_ready, limit_s=START_LIMIT_S, what=engine.name)
 
     def stop(self) -> None:
-        """End everything."""
+        """Stop all parts."""
         for part in self.parts:
             part.stop()
 
@@ -219,7 +219,7 @@ def running_stack(
     engine_threads: int = 1,
     engine_module: str = "pagestream_worker",
 ) -> Iterator[Stack]:
-    """Run a stack for the length of a block; on an error the ends of all logs are added to it."""
+    """Run a stack for the length of a block; on an error its notes have the ends of all logs."""
     stack = Stack(
         folder, model=model, engine_options=engine_options, engine_threads=engine_threads, engine_module=engine_module
     )

@@ -37,7 +37,7 @@ class AppendLoop:
         outputs: its deferred outputs are taken once first tokens are on their way.
         settings: for the size of an append and the retry delay.
         telemetry: counts appends that Redis did not answer.
-        pending: set by whoever adds an entry.
+        pending: set when a request has got new entries.
     """
 
     def __init__(

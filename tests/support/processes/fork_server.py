@@ -1,4 +1,4 @@
-"""Processes that start in the time of a fork: a nursery has imported everything that they need."""
+"""Processes that start in the time of a fork, from a server that has imported everything they need."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pathlib import Path
 
 from support.processes.stack import Part, StackError
 
-SERVER = Path(__file__).with_name("nursery_server.py")
+SERVER = Path(__file__).with_name("fork_server_main.py")
 END_LIMIT_S = 15.0
 
 
-class Nursery:
-    """Owns the process that forks."""
+class ForkServer:
+    """Owns the process that forks (`fork_server_main.py`)."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Starts to import; the first `fork` waits for it."""
+        """Start the imports; the first `fork` waits for them."""
         self._process = subprocess.Popen(
             [sys.executable, str(SERVER), *modules],
             stdin=subprocess.PIPE,
@@ -34,66 +34,66 @@ class Nursery:
         self._is_ready = False
 
     def fork(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
-        """Run a module's `main` in a process of its own; its pid. StackError."""
+        """Run a module's `main` in a process of its own; returns its pid. StackError where the server has ended."""
         if not self._is_ready:
-            self._hear()
+            self._read_line()
             self._is_ready = True
         if self._process.stdin is None:
-            raise StackError("the nursery has no input")
+            raise StackError("the fork server has no input")
         order = {"module": module, "arguments": list(arguments), "environment": dict(environment), "log": str(log)}
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
-        return int(self._hear())
+        return int(self._read_line())
 
     def close(self) -> None:
-        """End it, and with it whatever it forked."""
+        """Kill the server, and with it all processes that it forked."""
         with self._process:
             self._process.kill()
 
-    def _hear(self) -> str:
+    def _read_line(self) -> str:
         line = self._process.stdout.readline() if self._process.stdout else ""
         if not line:
-            raise StackError("the nursery has ended")
+            raise StackError("the fork server has ended")
         return line
 
 
 @dataclass
-class Sapling(Part):
-    """A part that a nursery forks. `command` holds a module and its arguments."""
+class ForkedPart(Part):
+    """A part that a fork server starts; `command` is a module and its arguments."""
 
-    nursery: Nursery | None = None
+    server: ForkServer | None = None
     pid: int = 0
     restarts: int = -1
     _handle: int = field(default=-1, repr=False)
     _log_start: int = field(default=0, repr=False)
 
     def start(self) -> None:
-        """Fork it; its output is added to the log."""
-        if self.nursery is None:
-            raise StackError(f"{self.name} has no nursery")
+        """Fork the process; its output is added to the log."""
+        if self.server is None:
+            raise StackError(f"{self.name} has no fork server")
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         module, *arguments = self.command
-        self.pid = self.nursery.fork(module, arguments, self.environment, self.log)
+        self.pid = self.server.fork(module, arguments, self.environment, self.log)
         self._close_handle()
-        with suppress(ProcessLookupError):  # it has ended already
+        with suppress(ProcessLookupError):  # it has ended
             self._handle = os.pidfd_open(self.pid)
         self.restarts += 1
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal; one that has ended gets none."""
+        """Send a signal, unless the process has ended."""
         if self._handle >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, number)
 
     def wait(self) -> int:
-        """Wait for its end; the kernel has its exit status. StackError after a limit."""
+        """Wait for the end; StackError after a limit. Returns 0: the fork server's kernel discards the exit status."""
         if not self._has_ended(END_LIMIT_S):
             raise StackError(f"{self.name} did not end within {END_LIMIT_S:.0f} s")
         self._close_handle()
         return 0
 
     def stop(self) -> None:
-        """End it the hard way: whatever it does at its end is tested elsewhere."""
+        """Kill the process."""
         self.signal(signal.SIGKILL)
         self._has_ended(END_LIMIT_S)
         self._close_handle()
@@ -103,7 +103,7 @@ class Sapling(Part):
         return self._handle >= 0 and not self._has_ended(0.0)
 
     def has_said_ready(self) -> bool:
-        """Whether it has said so since its last start."""
+        """Whether the log has "ready" since the last start. StackError if the process has ended."""
         if not self.is_alive():
             raise StackError(f"{self.name} has ended\n{self.log_tail()}")
         with self.log.open("rb") as log:

@@ -1,7 +1,7 @@
-"""A program that has imported everything and forks what it is asked for: `python nursery_server.py MODULE ...`.
+"""The fork server's program: `python fork_server_main.py MODULE ...` imports the modules and forks on request.
 
-Each line on its standard input is {"module", "arguments", "environment", "log"}; it answers with the child's pid. The
-children die with it.
+Each line on standard input is {"module", "arguments", "environment", "log"}; the answer is the child's pid. The
+children die with the server.
 """
 
 import gc
@@ -48,7 +48,7 @@ def _become(order: dict[str, Any]) -> None:
         status = end.code if isinstance(end.code, int) else 1
         if isinstance(end.code, str):
             sys.stderr.write(f"{end.code}\n")
-    except BaseException:  # noqa: BLE001 - it must not return into the nursery's loop
+    except BaseException:  # noqa: BLE001 - it must not return into the server's loop
         traceback.print_exc()
     finally:
         sys.stdout.flush()
