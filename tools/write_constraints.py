@@ -8,7 +8,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = "pagestream"
+PROJECT = "pagestream"
 VENDOR_PREFIXES = ("nvidia-", "cuda-")
 HEADER = "# Exact versions of the whole environment; written by `make constraints`.\n"
 
@@ -18,7 +18,7 @@ def pinned_versions() -> list[str]:
     pins: dict[str, str] = {}
     for distribution in distributions():
         name = distribution.metadata["Name"].lower().replace("_", "-")
-        if name == OURS or name.startswith((OURS + "-", *VENDOR_PREFIXES)):
+        if name == PROJECT or name.startswith((PROJECT + "-", *VENDOR_PREFIXES)):
             continue
         pins[name] = distribution.version.split("+", 1)[0]
     return [f"{name}=={version}" for name, version in sorted(pins.items())]

@@ -36,7 +36,7 @@ def closure(wanted: str) -> tuple[set[str], set[str]]:
     for package in PACKAGES:
         project = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]
         projects[canonicalize_name(project["name"])] = project
-    ours: set[str] = set()
+    own: set[str] = set()
     others: set[str] = set()
     waiting = [Requirement(wanted)]
     while waiting:
@@ -45,14 +45,14 @@ def closure(wanted: str) -> tuple[set[str], set[str]]:
         if name not in projects:
             others.add(name)
             continue
-        ours.add(name)
+        own.add(name)
         project = projects[name]
         named = list(project["dependencies"])
         for extra in requirement.extras:
             named += project["optional-dependencies"][extra]
         found = (Requirement(each) for each in named)
         waiting += [each for each in found if each.marker is None or each.marker.evaluate()]
-    return ours, others
+    return own, others
 
 
 def text_of(image: str) -> str:

@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Full path against the engine alone.")
     parser.add_argument("--short", action="store_true", help="a quarter of the requests and tokens")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--step-ms", type=float, metavar="MS", help="a model that takes so long, and no processor")
+    parser.add_argument("--step-ms", type=float, metavar="MS", help="step time of a model without processor time")
     parser.add_argument("--rate", type=float, metavar="R", help="requests a second, at random (default: all at once)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

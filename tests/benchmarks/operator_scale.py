@@ -143,10 +143,10 @@ def exporting(world: PoolWorld, operator: OperatorProcess, pools: list[str]) -> 
     def run() -> None:
         while not stop.is_set():
             now, own = time.time(), {"namespace": world.namespace}
-            told = [_engine(now, pod, pool, own) for pool in pools for pod in pods[pool]]
-            told += [_gateway(now, pools, own)]
+            metrics = [_engine(now, pod, pool, own) for pool in pools for pod in pods[pool]]
+            metrics += [_gateway(now, pools, own)]
             try:
-                operator.tell(export(*told))
+                operator.tell(export(*metrics))
             except grpc.RpcError as error:
                 print(f"an export was lost: {error}", file=sys.stderr)
             stop.wait(max(0.0, EXPORT_S - (time.time() - now)))
@@ -162,12 +162,12 @@ def exporting(world: PoolWorld, operator: OperatorProcess, pools: list[str]) -> 
 
 def _gateway(now: float, pools: list[str], own: dict[str, str]) -> ResourceMetrics:
     queue = {"depth": 0, "tokens": 0, "age": 0, "running": 60, "drain_rate": 2000}
-    told = [
+    metrics = [
         gauge(f"pagestream.queue.{name}", now, value, {"gen_ai.request.model": pool})
         for pool in pools
         for name, value in queue.items()
     ]
-    return resource(told, **own, instance="gateway-0")
+    return resource(metrics, **own, instance="gateway-0")
 
 
 def _engine(now: float, pod: str, pool: str, own: dict[str, str]) -> ResourceMetrics:

@@ -76,7 +76,7 @@ def run_round(stack: Stack, prompts: Sequence[Sequence[int]], output_tokens: int
     return Round(round(wall_s, 3), round(cpu_s(engine) - before[0], 2), round(cpu_s(gateway) - before[1], 2))
 
 
-class _TakesEverything(grpc.GenericRpcHandler):
+class _AcceptAll(grpc.GenericRpcHandler):
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
         # The answers of both services are empty messages.
         empty = ExportMetricsServiceResponse().SerializeToString()
@@ -90,7 +90,7 @@ def endpoint(folder: Path) -> Iterator[str]:
         with running_collector(folder) as collector:
             yield collector.endpoint
         return
-    server, port = grpc.server(ThreadPoolExecutor(2), handlers=[_TakesEverything()]), free_port()
+    server, port = grpc.server(ThreadPoolExecutor(2), handlers=[_AcceptAll()]), free_port()
     server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:
@@ -170,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Telemetry on against off.")
     parser.add_argument("--short", action="store_true", help="a quarter of the requests and tokens")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--step-ms", type=float, metavar="MS", help="a model that takes so long, and no processor")
+    parser.add_argument("--step-ms", type=float, metavar="MS", help="step time of a model without processor time")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

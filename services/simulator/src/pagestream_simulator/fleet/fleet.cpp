@@ -19,7 +19,7 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 struct Profile {
     double fixed_s, prefill_token_s, prefill_pair_s, decode_s, decode_context_s;
     int64_t kv_blocks, block_size, max_num_seqs, max_num_batched_tokens, claim_tokens;
-    int64_t reserve_share;  // when a sequence is admitted, one block stays free for each so many running ones
+    int64_t reserve_share;  // a sequence is admitted if a block per this many running ones stays free
 };
 
 struct Request {
@@ -192,7 +192,7 @@ class Fleet {
         }
     }
 
-    // The request at the head of a partition's queues if it has waited at least so long; else -1.
+    // The request at the head of a partition's queues if it has waited at least least_age; else -1.
     int head(int partition, double least_age) const {
         for (const auto* queues : {&resumed_, &fresh_}) {
             const auto& waiting = (*queues)[partition];
