@@ -10,10 +10,11 @@ from structure import Arrows, floors
 
 _CHARACTER = 7.5
 _BOX_HEIGHT = 28
-_GAP = 16
+_GAP = 36
 _FLOOR_HEIGHT = 84
 _TITLE_HEIGHT = 34
-_MARGIN = 20
+_MARGIN = 70
+_BOW = 45
 _STYLE = (
     "text{font:13px sans-serif;fill:#1c2733}.title{font-weight:bold;font-size:15px}"
     ".room{fill:#eaf1f8;stroke:#4a6a8a}.arrow{fill:none;stroke:#4a6a8a;stroke-opacity:.55}"
@@ -38,7 +39,7 @@ class _Box:
 def draw(packages: Mapping[str, Arrows]) -> str:
     """Return an SVG with the rooms of each package, one package below the other."""
     parts: list[str] = []
-    top, width = float(_MARGIN), 0.0
+    top, width = 10.0, 0.0
     for name, rooms in packages.items():
         boxes, right, bottom = _place(rooms, top + _TITLE_HEIGHT)
         parts.append(f'<text class="title" x="{_MARGIN}" y="{top + 16:.0f}">{escape(name)}</text>')
@@ -87,7 +88,8 @@ def _arrow(begin: _Box, end: _Box) -> str:
         return f'<path class="arrow" marker-end="url(#head)" d="{curve} {end.middle:.1f} {y:.1f}"/>'
     y, bend = begin.top + _BOX_HEIGHT, (end.top - begin.top - _BOX_HEIGHT) / 2
     # An arrow past other floors bows outwards, so that it is seen beside their boxes.
-    bow = 0.4 * (end.top - begin.top - _FLOOR_HEIGHT) * (1 if end.middle >= begin.middle else -1)
+    passed = (end.top - begin.top) / _FLOOR_HEIGHT - 1
+    bow = min(2.0, passed) * _BOW * (1 if end.middle >= begin.middle else -1)
     first, second = f"{begin.middle + bow:.1f} {y + bend:.1f}", f"{end.middle + bow:.1f} {end.top - bend:.1f}"
     curve = f"M{begin.middle:.1f} {y:.1f}C{first} {second}"
     return f'<path class="arrow" marker-end="url(#head)" d="{curve} {end.middle:.1f} {end.top:.1f}"/>'
