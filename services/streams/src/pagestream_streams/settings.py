@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pagestream_telemetry.environment import fields_of, read_environment, variable_of
-from pagestream_telemetry.errors import VariableError
+from pagestream_telemetry.environment import fields_of, out_of_range, read_environment, variable_of
 
 GROUP = "BROKER"
 
@@ -154,7 +153,7 @@ def settings_from_environment(environ: Mapping[str, str]) -> StreamsSettings:
     given = read_environment(environ, {GROUP: fields_of(StreamsSettings)})[GROUP]
     for name, value in given.items():
         if isinstance(value, int | float) and value < 0:
-            raise VariableError(variable_of(GROUP, name), f"{value} was given, a number of at least 0 is expected")
+            raise out_of_range(GROUP, name, value, "a number of at least 0")
     try:
         return StreamsSettings(**given)
     except ValueError as error:

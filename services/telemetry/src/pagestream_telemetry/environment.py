@@ -78,6 +78,11 @@ def variable_of(group: str, field: str) -> str:
     return f"{PREFIX}{group}{SEPARATOR}{field.upper()}"
 
 
+def out_of_range(group: str, field: str, given: object, expected: str) -> VariableError:
+    """Return the error for a field whose value has the right type and is not allowed."""
+    return VariableError(variable_of(group, field), f"{given!r} was given, {expected} is expected")
+
+
 def parse_value(variable: str, text: str, kind: Any) -> Any:
     """Convert a variable's text to its field's type.
 

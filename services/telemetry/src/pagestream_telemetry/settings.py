@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pagestream_telemetry.environment import fields_of, read_environment, variable_of
-from pagestream_telemetry.errors import VariableError
+from pagestream_telemetry.environment import fields_of, out_of_range, read_environment
 
 GROUP = "TELEMETRY"
 LOG_FORMATS = ("json", "text")
@@ -37,15 +36,15 @@ class TelemetrySettings:
     def __post_init__(self) -> None:
         """Check the values."""
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
-            _refuse("otlp_endpoint", self.otlp_endpoint, "an address such as http://collector:4317")
+            raise out_of_range(GROUP, "otlp_endpoint", self.otlp_endpoint, "an address such as http://collector:4317")
         if not 0.1 <= self.export_interval_s <= 3600:
-            _refuse("export_interval_s", self.export_interval_s, "0.1 to 3600 seconds")
+            raise out_of_range(GROUP, "export_interval_s", self.export_interval_s, "0.1 to 3600 seconds")
         if not 0 <= self.trace_sample_ratio <= 1:
-            _refuse("trace_sample_ratio", self.trace_sample_ratio, "a number from 0 to 1")
+            raise out_of_range(GROUP, "trace_sample_ratio", self.trace_sample_ratio, "a number from 0 to 1")
         if self.log_format not in LOG_FORMATS:
-            _refuse("log_format", self.log_format, " or ".join(LOG_FORMATS))
+            raise out_of_range(GROUP, "log_format", self.log_format, " or ".join(LOG_FORMATS))
         if self.log_level not in LOG_LEVELS:
-            _refuse("log_level", self.log_level, ", ".join(LOG_LEVELS))
+            raise out_of_range(GROUP, "log_level", self.log_level, ", ".join(LOG_LEVELS))
 
     @property
     def exports(self) -> bool:
@@ -69,7 +68,3 @@ def telemetry_settings(environ: Mapping[str, str], flags: Mapping[str, Any] | No
     if environ.get(STANDARD_SWITCH, "").lower() == "true":
         return dataclasses.replace(settings, otlp_endpoint="")
     return settings
-
-
-def _refuse(field: str, given: object, expected: str) -> None:
-    raise VariableError(variable_of(GROUP, field), f"{given!r} was given, {expected} is expected")

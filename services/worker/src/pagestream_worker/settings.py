@@ -13,7 +13,7 @@ from typing import Any
 from pagestream_engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, EngineConfig, EngineOptions
 from pagestream_engine.errors import ConfigError
 from pagestream_streams import StreamsSettings, settings_from_environment
-from pagestream_telemetry.environment import fields_of, read_environment, variable_of
+from pagestream_telemetry.environment import fields_of, out_of_range, read_environment, variable_of
 from pagestream_telemetry.errors import VariableError
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 
@@ -187,7 +187,7 @@ def _check(given: Mapping[str, Any]) -> None:
         if isinstance(value, int | float):
             fits, wanted = (value >= 0, "0 or more") if name in _MAY_BE_ZERO else (value > 0, "above 0")
             if not fits or value == math.inf:
-                raise VariableError(variable_of(WORKER, name), f"{value} was given, a number {wanted} is expected")
+                raise out_of_range(WORKER, name, value, f"a number {wanted}")
         if name in _CHECKED_TEXTS and value:
             try:
                 _CHECKED_TEXTS[name](value)
