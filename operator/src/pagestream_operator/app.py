@@ -1,4 +1,4 @@
-"""The parts of the operator, put together."""
+"""One replica of the operator, assembled from its parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagestream_telemetry.settings import TelemetrySettings
 
 from pagestream_operator.errors import ApiFailure
 from pagestream_operator.handlers import REGISTRY
-from pagestream_operator.instruments import pass_observer, tell_of
+from pagestream_operator.instruments import export_state, pass_observer
 from pagestream_operator.kube.apply import Applier
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.events import Recorder
@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 SERVICE = "pagestream-operator"
 _BEAT_S = 1.0
 _HUNG_S = 30.0
-"""A loop that does not turn for so long is not busy but stuck."""
+"""Seconds without a turn of the event loop after which the process counts as hung."""
 _STUCK_PASS_S = 120.0
-"""Every call has a limit: a pass that takes so long hangs in this process."""
+"""Seconds of one pass after which the process counts as hung: every call in a pass has a time limit."""
 
 
 class App:
-    """One replica of the operator. Run it once."""
+    """One replica of the operator. `run` may be called once."""
 
     def __init__(self, settings: Settings, telemetry: TelemetrySettings, environ: Mapping[str, str]) -> None:
         self._settings, self._telemetry, self._environ = settings, telemetry, environ
@@ -53,20 +53,20 @@ class App:
         self._trouble = "starting"
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set, then end in order: the pools, the lease, the watches."""
+        """Run until `stop` is set, then stop in order: the pools, the lease, the watches."""
         variables = self._settings.variables
         metrics = MetricsStore()
         sink = MetricsSink(metrics, SinkSettings(host=variables.otlp_host, port=variables.otlp_port))
         with ExitStack() as stack:
-            told = stack.enter_context(
+            running = stack.enter_context(
                 running_telemetry(
                     self._telemetry, service=SERVICE, instance_id=self._settings.identity, environ=self._environ
                 )
             )
             async with KubeClient(variables.request_timeout_s) as client, sink:
-                context, leadership, watcher, manager = self._assemble(client, metrics, pass_observer(told.registry))
-                tell_of(told.registry, manager, leadership, client, metrics)
-                probes = Probes(lambda: self._health(manager), lambda: self._trouble, told.render)
+                context, leadership, watcher, manager = self._assemble(client, metrics, pass_observer(running.registry))
+                export_state(running.registry, manager, leadership, client, metrics)
+                probes = Probes(lambda: self._health(manager), lambda: self._trouble, running.render)
                 endpoint = Endpoint(probes, variables.metrics_host, variables.metrics_port)
                 with endpoint:
                     logger.info("started", extra={"metrics_port": endpoint.port, "otlp_port": sink.port})
@@ -76,7 +76,7 @@ class App:
         self, client: KubeClient, metrics: MetricsStore, on_pass: Observer
     ) -> tuple[Context, Leadership, Watcher, Manager]:
         variables = self._settings.variables
-        store = ObjectStore(lambda key: manager.wake(key))  # noqa: PLW0108 - there is no manager yet
+        store = ObjectStore(lambda key: manager.wake(key))  # noqa: PLW0108 - the manager is made below
         lease = LeaseSettings(
             variables.pod_namespace,
             variables.lease_name,
@@ -107,14 +107,14 @@ class App:
         stop_leading, stop_watching = asyncio.Event(), asyncio.Event()
         async with asyncio.TaskGroup() as group:
             if self._settings.variables.prometheus_url:
-                asking = PrometheusSource(context.metrics, self._prometheus())
-                group.create_task(asking.run(stop_watching), name="prometheus")
+                source = PrometheusSource(context.metrics, self._prometheus())
+                group.create_task(source.run(stop_watching), name="prometheus")
             beating = group.create_task(self._keep_beating(watcher), name="heartbeat")
             group.create_task(watcher.run(stop_watching), name="watcher")
             leading = group.create_task(leadership.run(stop_leading), name="leadership")
             working = group.create_task(self._work_when_synced(stop, watcher, manager), name="manager")
             await working
-            self._trouble = "ending"
+            self._trouble = "stopping"
             try:
                 async with asyncio.timeout(self._settings.variables.shutdown_s / 2):
                     await release_finalizers(context.client, context.store)
@@ -135,7 +135,7 @@ class App:
         )
 
     async def _work_when_synced(self, stop: asyncio.Event, watcher: Watcher, manager: Manager) -> None:
-        """Nothing is done on half a picture: what isn't listed yet would look as if it weren't there."""
+        """Run the manager once all kinds were listed: before that, existing objects look as if they were missing."""
         synced, stopped = asyncio.create_task(watcher.synced.wait()), asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({synced, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -155,7 +155,7 @@ class App:
     def _health(self, manager: Manager) -> str:
         silent = time.monotonic() - self._beat
         if silent > _HUNG_S:
-            return f"the event loop has not turned for {silent:.0f} s"
+            return f"the event loop has not run for {silent:.0f} s"
         if manager.slowest_s > _STUCK_PASS_S:
             return f"a pass over a pool has taken {manager.slowest_s:.0f} s"
         return ""

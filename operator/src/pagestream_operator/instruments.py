@@ -1,4 +1,4 @@
-"""What the operator says of itself."""
+"""The operator's own metrics."""
 
 from __future__ import annotations
 
@@ -18,18 +18,24 @@ _POOL = ("k8s.namespace.name", "pagestream.pool")
 RECONCILES = Metric(
     "pagestream.operator.reconciles", Kind.COUNTER, "{pass}", "passes over a pool, by result", ("result",)
 )
-DURATION = Metric("pagestream.operator.reconcile.duration", Kind.HISTOGRAM, "s", "of a pass over a pool", (), _PASSES)
+DURATION = Metric(
+    "pagestream.operator.reconcile.duration", Kind.HISTOGRAM, "s", "duration of a pass over a pool", (), _PASSES
+)
 DESIRED = Metric("pagestream.operator.desired_replicas", Kind.GAUGE, "{pod}", "engines that a pool should have", _POOL)
 READY = Metric("pagestream.operator.ready_replicas", Kind.GAUGE, "{pod}", "engines of a pool that are ready", _POOL)
 LEADER = Metric("pagestream.operator.leader", Kind.GAUGE, "1", "1 where this replica leads")
 SAMPLES = Metric("pagestream.operator.samples", Kind.COUNTER, "{point}", "metric points, by outcome", ("outcome",))
 CALLS = Metric(
-    "pagestream.operator.api.calls", Kind.COUNTER, "{call}", "of the API server, watches not counted", ("verb", "code")
+    "pagestream.operator.api.calls",
+    Kind.COUNTER,
+    "{call}",
+    "calls of the API server, watches not counted",
+    ("verb", "code"),
 )
 
 
 def pass_observer(registry: Registry) -> Callable[[str, float], None]:
-    """What the manager tells of each pass."""
+    """Return a function that records the result and the seconds of a pass."""
     reconciles, duration = registry.number(RECONCILES), registry.distribution(DURATION).series()
 
     def observe(result: str, seconds: float) -> None:
@@ -39,10 +45,10 @@ def pass_observer(registry: Registry) -> Callable[[str, float], None]:
     return observe
 
 
-def tell_of(
+def export_state(
     registry: Registry, manager: Manager, leadership: Leadership, client: KubeClient, metrics: MetricsStore
 ) -> None:
-    """Have each collection read what is counted elsewhere."""
+    """Export what manager, leadership, client and store count, at each collection."""
     desired, ready, leader = registry.number(DESIRED), registry.number(READY), registry.number(LEADER)
     samples, calls = registry.number(SAMPLES), registry.number(CALLS)
 
@@ -52,7 +58,7 @@ def tell_of(
         pools = dict(manager.pools)
         for key, reconciler in pools.items():
             ready.series(*key).set(reconciler.ready)
-            # Of two replicas that decide alike, one acts: only what it wants is told.
+            # All replicas decide; only the leader's decision is carried out.
             desired.series(*key).set(reconciler.desired if leads else None)
         for instrument in (desired, ready):
             instrument.forget_others({tuple(key) for key in pools})

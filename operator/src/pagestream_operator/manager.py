@@ -1,4 +1,4 @@
-"""All pools of this operator: one task each, woken by changes and once a second."""
+"""The pools of this operator: one task each, which makes a pass at each change and once a second."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 _COALESCE_S = 0.05
-"""Changes come in bunches: those of so long make one pass."""
-_PATIENCE_S = 1.0
-"""A refusal is for a person to end: what they change is looked at after this, however long the pause would be."""
+"""Seconds for which changes are collected into one pass."""
+_REFUSED_PAUSE_S = 1.0
+"""Least pause after a refusal. A change of the pool, which may be its correction, cuts the longer pause short."""
 _STOP_S = 5.0
+"""Seconds that a pass may take to end when its pool is gone or the operator stops."""
 
 Observer = Callable[[str, float], None]
-"""Told what became of a pass, and the seconds that it took."""
+"""Called after each pass with its result and its seconds."""
 
 
 class Manager:
-    """Runs the pools that the store shows. `wake` is the store's `on_change`."""
+    """Runs a task for each pool in the store. `wake` is the store's `on_change`."""
 
     def __init__(self, context: Context, *, decide_s: float, on_pass: Observer = lambda *_: None) -> None:
         self._context, self._decide_s, self._on_pass = context, decide_s, on_pass
@@ -37,16 +38,16 @@ class Manager:
 
     @property
     def pools(self) -> dict[PoolKey, Reconciler]:
-        """All that run."""
+        """The reconcilers of all pools."""
         return {key: runner.reconciler for key, runner in self._runners.items()}
 
     @property
     def slowest_s(self) -> float:
-        """For how long the slowest pass that is under way has been."""
+        """Seconds that the longest current pass has run; 0 if none runs."""
         return max((runner.busy_s for runner in self._runners.values()), default=0.0)
 
     def wake(self, key: PoolKey) -> None:
-        """Something about a pool has changed."""
+        """Make a pass over a pool soon."""
         runner = self._runners.get(key)
         if runner is not None:
             runner.wake()
@@ -54,7 +55,7 @@ class Manager:
             self._changed.set()
 
     def wake_all(self) -> None:
-        """Everything may be different: leadership has changed."""
+        """Make a pass over all pools soon, since leadership has changed."""
         for runner in self._runners.values():
             runner.wake()
 
@@ -99,26 +100,26 @@ class _Runner:
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._backoff_s = 0.0
-        self._may_hurry = False
+        self._ends_at_change = False
         self._began: float | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def busy_s(self) -> float:
-        """Since when a pass is under way."""
+        """Seconds that the current pass has run; 0 when idle."""
         return 0.0 if self._began is None else time.monotonic() - self._began
 
     def start(self) -> None:
-        """Begin."""
+        """Start the task."""
         self._wake.set()
         self._task = asyncio.create_task(self._run(), name=f"pool {self.reconciler.key}")
 
     def wake(self) -> None:
-        """Look now."""
+        """Make a pass soon."""
         self._wake.set()
 
     async def stop(self) -> None:
-        """End; a pass that is under way is given up when it takes too long."""
+        """Stop the task. A pass that doesn't end within `_STOP_S` is cancelled."""
         self._stop.set()
         self._wake.set()
         if self._task is not None:
@@ -128,7 +129,7 @@ class _Runner:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        # Pools don't all decide at the same moment.
+        # Spread the passes of all pools over time.
         await asyncio.sleep(random.random() * self._decide_s / 10)
         unfinished = False
         while not self._stop.is_set():
@@ -138,9 +139,9 @@ class _Runner:
             await self._pause()
 
     async def _pass(self, is_dirty: bool) -> bool:
-        """Whether it went through."""
+        """Make one pass; returns whether it succeeded."""
         self._began = time.monotonic()
-        self._may_hurry = False
+        self._ends_at_change = False
         result = "error"
         try:
             await self.reconciler.pass_once(is_dirty=is_dirty)
@@ -158,7 +159,7 @@ class _Runner:
         except (Rejected, Blocked) as error:
             result = "refused"
             self._fail(error)
-            self._may_hurry = True
+            self._ends_at_change = True
         except ApiFailure as error:
             self._fail(error, at_least=error.retry_after_s)
         except Exception:
@@ -177,18 +178,18 @@ class _Runner:
         if error is not None:
             logger.log(
                 logging.INFO if soon else logging.WARNING,
-                "a pass will be tried again: %s",
+                "the pass is retried: %s",
                 error,
                 extra={"pool": "/".join(self.reconciler.key), "seconds": self._backoff_s},
             )
 
     async def _pause(self) -> None:
         pause = self._backoff_s * (0.8 + 0.4 * random.random())
-        if self._backoff_s and not self._may_hurry:
-            # Changes don't cut it short: they are what a busy API server has too many of.
+        if self._backoff_s and not self._ends_at_change:
+            # Changes don't cut this pause short: a busy API server has too many of them.
             await self._sleep(pause)
             return
-        await self._sleep(_PATIENCE_S if self._backoff_s else _COALESCE_S)
+        await self._sleep(_REFUSED_PAUSE_S if self._backoff_s else _COALESCE_S)
         try:
             async with asyncio.timeout(max(pause, self._decide_s - _COALESCE_S)):
                 await self._wake.wait()
@@ -196,7 +197,7 @@ class _Runner:
             return
 
     async def _sleep(self, seconds: float) -> None:
-        """Also when it is to stop, `stop` waits no longer than it must."""
+        """Sleep, or until `stop`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._stop.wait()

@@ -21,63 +21,63 @@ _SHARED_GROUPS = ("PAGESTREAM_BROKER__", "PAGESTREAM_TELEMETRY__")
 
 @dataclass(frozen=True)
 class OperatorVariables:
-    """The variables. SettingsError names a wrong one."""
+    """The operator's environment variables. A wrong value raises SettingsError, which names the variable."""
 
     namespaces: str = ""
-    """Namespaces whose pools are served, with commas between; * for all; empty: the operator's own."""
+    """Namespaces whose pools are served, separated by commas; *: all; empty: the operator's own."""
     pod_name: str = ""
-    """This replica's name, in the lease and in events. Empty: the machine's name."""
+    """This replica's name in the lease and in events. Empty: the host name."""
     pod_namespace: str = "default"
     """Namespace of the lease."""
     lease_name: str = "pagestream-operator"
-    """Of the Lease that the replicas lead by."""
+    """Name of the Lease by which the replicas elect a leader."""
     engine_image: str = "pagestream-engine:latest"
     """Image of engines whose pool names none."""
     engine_image_pull_policy: str = "IfNotPresent"
-    """Always, IfNotPresent or Never, for pools that say nothing."""
+    """Always, IfNotPresent or Never, for pools that set none."""
     engine_image_pull_secrets: str = ""
-    """Names of Secrets to pull with, with commas between, for pools that say nothing."""
+    """Names of image pull Secrets, separated by commas, for pools that set none."""
     engine_config_map: str = ""
     """ConfigMap with variables that engines share with gateways. It may be missing in a pool's namespace."""
     redis_secret: str = "pagestream-redis"  # noqa: S105 - a Secret's name
     """Secret with the Redis address under the key `url`, in each pool's namespace."""
     otlp_endpoint: str = ""
-    """Where engines export telemetry, such as http://collector:4317. Empty: what the shared ConfigMap says."""
+    """Where engines export telemetry, such as http://collector:4317. Empty: that of the shared ConfigMap."""
     otlp_host: str = "[::]"
     """Address of the operator's own OTLP port."""
     otlp_port: int = 4317
     """TCP port on which the operator takes metrics by OTLP/gRPC. 0 takes a free one."""
     prometheus_url: str = ""
-    """A Prometheus server to ask for metrics as well, such as http://prometheus:9090. Empty: they are pushed alone."""
+    """A Prometheus server as a second source of metrics, such as http://prometheus:9090. Empty: OTLP alone."""
     prometheus_token_file: str = ""
-    """File with the bearer token for it, read anew for each question. Empty: none is sent."""
+    """File with its bearer token, read again for each query. Empty: none is sent."""
     prometheus_matchers: str = ""
-    """Further label matchers for the question, in Prometheus' words: k8s_namespace_name="models"."""
+    """Further label matchers of the query, in PromQL: k8s_namespace_name="models"."""
     metrics_host: str = "0.0.0.0"  # noqa: S104 - probes and scrapers come from other machines
     """Address of /healthz, /readyz and /metrics."""
     metrics_port: int = 9402
-    """TCP port of them. 0 takes a free one."""
+    """TCP port of these pages. 0 takes a free one."""
     lease_duration_s: float = 10.0
-    """A lease that was not renewed for so long may be taken: what the death of a leader costs, and one look more."""
+    """Seconds without renewal after which another replica may take the lease: what a leader's death costs, at most."""
     lease_renew_s: float = 3.0
     """Seconds between renewals: two may fail before the leader stops acting."""
     lease_margin_s: float = 3.0
-    """A leader stops acting so long before its lease ends. It covers a write that is under way."""
+    """Seconds before the end of its lease at which a leader stops writing, for writes that are in flight."""
     lease_look_s: float = 2.0
-    """Seconds between looks of the others at the lease."""
+    """Seconds between the other replicas' reads of the lease."""
     decide_s: float = 1.0
-    """Seconds between two scaling decisions of a pool. They cost no API call unless something changes."""
+    """Seconds between two scaling decisions of a pool. A decision that changes nothing makes no API call."""
     status_s: float = 10.0
-    """The numbers behind an unchanged decision are written to the status at most so often."""
+    """Least seconds between writes of a status in which only the numbers behind the decision have changed."""
     resync_s: float = 300.0
-    """Seconds after which all objects are listed once more, for what a watch may have lost. 0: never."""
+    """Seconds between lists of all objects, for deletions that no watch reported. 0: never."""
     request_timeout_s: float = 5.0
-    """For one call of the API server."""
+    """Time limit in seconds of one call of the API server."""
     shutdown_s: float = 10.0
-    """Seconds that ending may take after SIGTERM."""
+    """Seconds after SIGTERM at which the process exits even if it hangs."""
 
     def __post_init__(self) -> None:
-        """Checks."""
+        """Check the values."""
         for name, value in vars(self).items():
             if isinstance(value, float) and not (0 <= value < math.inf if name == "resync_s" else 0 < value < math.inf):
                 _refuse(name, value, "seconds above 0")
@@ -101,7 +101,7 @@ class OperatorVariables:
 
 @dataclass(frozen=True)
 class EngineDefaults:
-    """What pods get where their pool says nothing. Nothing in it may depend on the operator's own version."""
+    """Defaults for pods. None may depend on the operator's version: a change replaces all pods."""
 
     image: str
     image_pull_policy: str
@@ -110,7 +110,7 @@ class EngineDefaults:
     redis_secret: str
     otlp_endpoint: str
     shared: Mapping[str, str] = field(default_factory=dict)
-    """The variables that the shared ConfigMap gives to this process as well: engines start anew when they change."""
+    """Variables of the shared ConfigMap, which this process has as well: engines are replaced when they change."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Settings:
 
     @property
     def namespaces(self) -> tuple[str, ...] | None:
-        """Namespaces to serve; None for all."""
+        """Namespaces to serve; None: all."""
         names = _split(self.variables.namespaces)
         if ALL_NAMESPACES in names:
             return None

@@ -1,4 +1,4 @@
-"""The objects of a pool, as a pure function of the pool and the operator's defaults."""
+"""The objects of a pool: a pure function of the pool and the operator's settings."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ from pagestream_operator.settings import EngineDefaults
 METRICS_PORT = 9400
 """/healthz, /readyz and /metrics of an engine."""
 _CACHES = {"HOME": "/tmp", "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor", "TRITON_CACHE_DIR": "/tmp/triton"}  # noqa: S108
-"""The root is read-only: what libraries write goes to the pod's own emptyDir."""
+"""Caches in the pod's emptyDir: the root file system is read-only."""
 
 _HAND_BACK_S = 10
-"""What a pod needs to hand everything back and to exit."""
+"""Seconds that a pod needs to hand its requests back and to exit."""
 
 
 def engine_container(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
@@ -31,10 +31,10 @@ def engine_container(pool: EnginePool, defaults: EngineDefaults) -> dict[str, An
         "envFrom": _env_from(pool, defaults),
         "env": _env(pool, defaults),
         "ports": [{"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"}],
-        # It answers while the model loads: a start is slow, not dead.
+        # The engine answers /healthz while it loads the model, however long that takes.
         "startupProbe": _probe("/healthz", period_s=1, timeout_s=2, failures=60),
         "livenessProbe": _probe("/healthz", period_s=10, timeout_s=5, failures=3),
-        # Each second, since a pod that is ready late is capacity that was ordered and isn't there.
+        # Each second: until its readiness is seen, a pod that was ordered serves nothing.
         "readinessProbe": _probe("/readyz", period_s=1, timeout_s=2, failures=3),
         "resources": _resources(pool),
         "securityContext": {
@@ -63,7 +63,7 @@ def _env_from(pool: EnginePool, defaults: EngineDefaults) -> list[dict[str, Any]
 
 
 def _env(pool: EnginePool, defaults: EngineDefaults) -> list[dict[str, Any]]:
-    """The variables, each name once: a pool's own win over ours, except those that its definition refuses."""
+    """The variables, each name once. A pool's own override these; the definition refuses those that must not."""
     variables: list[dict[str, Any]] = [
         _field("POD_NAME", "metadata.name"),
         _field("POD_NAMESPACE", "metadata.namespace"),
@@ -77,7 +77,7 @@ def _env(pool: EnginePool, defaults: EngineDefaults) -> list[dict[str, Any]]:
         {"name": "PAGESTREAM_WORKER__SERVED_MODEL_NAME", "value": pool.spec.model.served_name},
         {"name": "PAGESTREAM_WORKER__ENGINE_ID", "value": "$(POD_NAME)"},
         {"name": "PAGESTREAM_WORKER__METRICS_PORT", "value": str(METRICS_PORT)},
-        *_finish(pool),
+        *_finish_timeout(pool),
         *_telemetry(defaults),
         *model_variables(pool.spec.model),
         *(variable.to_object() for variable in pool.spec.template.env or []),
@@ -85,8 +85,8 @@ def _env(pool: EnginePool, defaults: EngineDefaults) -> list[dict[str, Any]]:
     return list({variable["name"]: variable for variable in variables}.values())
 
 
-def _finish(pool: EnginePool) -> list[dict[str, Any]]:
-    """What a pod has for finishing requests that nobody else computes alike, before it hands the rest back."""
+def _finish_timeout(pool: EnginePool) -> list[dict[str, Any]]:
+    """The time for finishing requests that no pod of other numerics can continue, before the rest is handed back."""
     seconds = pool.spec.drain.grace_seconds - _HAND_BACK_S
     return [{"name": "PAGESTREAM_WORKER__FINISH_TIMEOUT_S", "value": str(seconds)}] if seconds > 0 else []
 

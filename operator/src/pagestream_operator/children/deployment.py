@@ -20,8 +20,10 @@ MODEL_REVISION = f"{GROUP}/model-revision"
 
 
 def deployment(pool: EnginePool, defaults: EngineDefaults, options: Manifest) -> Manifest:
-    """Without replicas. `options` is the ConfigMap, whose content is part of the template as a hash: pods take it when
-    they start, and start anew when it changes.
+    """The Deployment, without replicas.
+
+    The content of the ConfigMap `options` is part of the pod template as a hash: pods read it when they start, and are
+    replaced when it changes.
     """
     rollout = pool.spec.rollout
     return manifest(
@@ -45,7 +47,7 @@ def deployment(pool: EnginePool, defaults: EngineDefaults, options: Manifest) ->
 
 
 def pod_template(pool: EnginePool, defaults: EngineDefaults, options: Manifest) -> dict[str, Any]:
-    """What a pod is. A change of anything in it replaces all pods: an operator's version must not change it."""
+    """The pod template. Any change in it replaces all pods, so it must not depend on the operator's version."""
     given = pool.spec.template
     own: dict[str, str] = {CONFIG_HASH: digest(options["data"])}
     if defaults.shared:
@@ -98,7 +100,7 @@ def _node_selector(pool: EnginePool) -> dict[str, str]:
 
 
 def _spread(pool: EnginePool) -> list[dict[str, Any]]:
-    """Over nodes, as far as possible: one that is lost takes few streams along."""
+    """Spread over nodes as far as possible, so that the loss of one interrupts few streams."""
     return [
         {
             "maxSkew": 1,

@@ -1,4 +1,4 @@
-"""What all objects of a pool have in common: names, labels, owner, and a hash of what was asked for."""
+"""What all objects of a pool have in common: names, labels, owner reference, and a hash of the manifest."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _HASH_DIGITS = 16
 
 
 def engine_name(pool_name: str) -> str:
-    """Of a pool's Deployment, PodDisruptionBudget, ConfigMap and ServiceAccount."""
+    """Name of a pool's Deployment, PodDisruptionBudget, ConfigMap and ServiceAccount."""
     return f"{pool_name}-engine"
 
 
 def service_name(pool_name: str) -> str:
-    """Of a pool's headless Service."""
+    """Name of a pool's headless Service."""
     return f"{pool_name}-engines"
 
 
 def selector(pool_name: str) -> dict[str, str]:
-    """Labels by which a pool's pods are found. A Deployment's selector can't be changed: neither can this."""
+    """Labels that select a pool's pods. They can't be changed, since a Deployment's selector can't."""
     return {"app.kubernetes.io/name": "pagestream-engine", POOL_LABEL: pool_name}
 
 
@@ -39,14 +39,16 @@ def labels(pool_name: str) -> dict[str, str]:
 
 
 def digest(value: object) -> str:
-    """16 hexadecimal digits of a value's JSON: the same for the same content, whatever its order."""
+    """Hash a value's JSON, independently of the order of its keys; returns 16 hexadecimal digits."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:_HASH_DIGITS]
 
 
 def manifest(pool: EnginePool, api_version: str, kind: str, name: str, content: Mapping[str, Any]) -> Manifest:
-    """An object of a pool, owned by it. Its hash tells a later operator whether what it asks for is another thing, so
-    that fields which are no longer asked for are taken back as well.
+    """Build an object of a pool, owned by it.
+
+    Its annotation has the manifest's hash: it differs where an operator of another version asks for other fields, so
+    that the object is applied again, and fields that are no longer asked for are removed.
     """
     made: Manifest = {
         "apiVersion": api_version,

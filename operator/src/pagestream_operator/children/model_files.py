@@ -1,4 +1,4 @@
-"""Where a pod finds its model."""
+"""The model of a pod: the engine's argument, volumes and variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _VOLUME = "model"
 
 
 def model_argument(model: Model) -> str:
-    """What `pagestream-engine` takes as MODEL."""
+    """The argument MODEL of `pagestream-engine`."""
     source = model.source
     if source.hub is not None:
         return source.hub.name if model.revision is None else f"{source.hub.name}@{model.revision}"
@@ -21,7 +21,7 @@ def model_argument(model: Model) -> str:
 
 
 def model_volumes(model: Model) -> list[dict[str, Any]]:
-    """The claim, where there is one."""
+    """The volume of the claim, if the model is on one."""
     volume = model.source.volume
     if volume is None:
         return []
@@ -29,14 +29,14 @@ def model_volumes(model: Model) -> list[dict[str, Any]]:
 
 
 def model_mounts(model: Model) -> list[dict[str, Any]]:
-    """Where the claim is mounted."""
+    """The mount of the claim, if the model is on one."""
     if model.source.volume is None:
         return []
     return [{"name": _VOLUME, "mountPath": VOLUME_FOLDER, "readOnly": True}]
 
 
 def model_variables(model: Model) -> list[dict[str, Any]]:
-    """The hub's cache and access token."""
+    """The hub's cache and access token, if the model is from the hub."""
     hub = model.source.hub
     if hub is None:
         return []

@@ -1,1 +1,1 @@
-"""Everything that talks to the API server: calls, watches, leadership, and what was last seen."""
+"""The API server: calls, watches, leadership, and a store of the objects as they were last seen."""

@@ -1,4 +1,4 @@
-"""Objects of a pool as they should be: applied where they differ, and left alone where they don't."""
+"""Server-side apply of a pool's objects, where they differ from what is wanted."""
 
 from __future__ import annotations
 
@@ -18,32 +18,39 @@ from pagestream_operator.kube.ownership import SCALER, owns_replicas, taken_over
 from pagestream_operator.kube.store import ObjectKey, ObjectStore
 
 TERM_LABEL = f"{GROUP}/leader-term"
-"""A label: a changed annotation of a Deployment counts as a new generation of it, and nothing about it is new."""
+"""A label, since a changed annotation of a Deployment would count as a new generation of it."""
 Live = Mapping[str, Any]
 
 
 class Outcome(StrEnum):
-    """What became of an object."""
+    """What `Applier.apply` did with an object."""
 
     UNCHANGED = "unchanged"
     CREATED = "created"
     CHANGED = "changed"
     STAMPED = "stamped"
-    """Only the leader's term is new."""
+    """Only the leader's term was written."""
 
 
 class Applier:
-    """Applies manifests, and replicas through the scale. Every write is fenced by leadership and by the version of
-    what it was derived from: Conflict where the object has moved on, NotLeading where this replica doesn't lead.
+    """Applies manifests, and replicas through the scale.
+
+    Every write is fenced by leadership and by the version of the object that it was derived from: it raises Conflict if
+    the object has changed since, and NotLeading if this replica doesn't lead.
     """
 
     def __init__(self, client: KubeClient, store: ObjectStore, leadership: Leadership) -> None:
         self._client, self._store, self._leadership = client, store, leadership
         self._settled: dict[ObjectKey, str] = {}
-        """What the API server made of a manifest that it doesn't take word for word."""
+        """Fingerprints of what the API server stored for a manifest: it rewrites values and drops unknown fields."""
 
     async def apply(self, pool: EnginePool, manifest: Manifest, *, replicas: int) -> Outcome:
-        """Make an object what the manifest says. `replicas` are those that a new Deployment begins with.
+        """Create or change an object so that it has what the manifest asks for.
+
+        Args:
+            pool: the owner.
+            manifest: what the object should have.
+            replicas: those of a new Deployment; an existing one keeps its own.
 
         Raises:
             Blocked: an object of another owner has its name.
@@ -72,7 +79,7 @@ class Applier:
         return Outcome.STAMPED if is_same else Outcome.CHANGED
 
     async def scale(self, deployment: Live, replicas: int) -> Live:
-        """Give a Deployment so many replicas; returns it as it is then."""
+        """Set a Deployment's replicas through its scale; returns the changed Deployment."""
         metadata = deployment["metadata"]
         async with self._leadership.act():
             version = await self._client.apply_scale(
@@ -90,12 +97,12 @@ class Applier:
         return scaled
 
     def forget(self, namespace: str, names: set[str]) -> None:
-        """Drop what is remembered of objects of these names."""
+        """Forget the fingerprints of objects of these names."""
         for key in [key for key in self._settled if key.namespace == namespace and key.name in names]:
             del self._settled[key]
 
     async def _find(self, kind: Kind, namespace: str, name: str) -> Live | None:
-        """An object that the watch doesn't show may be there all the same, if it has lost its labels."""
+        """Read an object past the store: one that has lost its labels isn't watched."""
         try:
             return await self._client.get(kind, namespace, name)
         except Gone:
@@ -108,11 +115,12 @@ class Applier:
         try:
             return await self._hand_over_replicas(made)
         except Conflict:
-            return made  # its controller was faster; they are handed over before they matter, at the next change
+            return made  # its controller was faster; the next change hands them over
 
     async def _hand_over_replicas(self, deployment: Live) -> Live:
-        """Make them the scaler's as well, as they are: then applying without them leaves them alone. Not through the
-        scale, which takes the same number for no change, and notes no owner.
+        """Make the scaler an owner of the replicas, unchanged, so that applying a manifest without them keeps them.
+
+        Not through the scale: there the same number is no change, and changes no owner.
         """
         metadata = deployment["metadata"]
         body = {

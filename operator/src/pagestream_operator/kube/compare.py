@@ -1,4 +1,4 @@
-"""Whether an object still is what was asked for."""
+"""Compare an object with what was asked for."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from pagestream_operator.children.manifest import digest
 
 
 def differs(wanted: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    """Whether a field that is asked for is another one in the object. Fields that nobody asked for don't count: the API
-    server fills in defaults, and other managers own fields of their own.
+    """Whether any wanted field has another value in the object.
+
+    Fields that aren't wanted don't count: the API server fills in defaults, and other managers own fields of their own.
     """
     return _differs(wanted, live)
 
 
 def projection(wanted: Any, live: Any) -> Any:
-    """The part of an object that was asked for, as the object has it. The API server may write a thing in another way
-    ("1000m" of CPU becomes "1") or leave out what it doesn't know: what it made of a manifest is remembered by this.
+    """Return the wanted fields with the values that the object has.
+
+    The API server may rewrite a value ("1000m" of CPU becomes "1") or drop an unknown field.
     """
     if isinstance(wanted, Mapping):
         known = live if isinstance(live, Mapping) else {}
@@ -31,7 +33,7 @@ def projection(wanted: Any, live: Any) -> Any:
 
 
 def fingerprint(wanted: Mapping[str, Any], live: Mapping[str, Any]) -> str:
-    """Of a manifest and what was made of it."""
+    """Digest of a manifest and of what the API server stored for it."""
     return digest([wanted, projection(wanted, live)])
 
 

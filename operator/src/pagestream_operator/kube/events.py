@@ -1,4 +1,4 @@
-"""Events: what a person would want to know, told once, when it happens."""
+"""Kubernetes Events about pools."""
 
 from __future__ import annotations
 
@@ -19,13 +19,23 @@ _NOTE_CHARACTERS = 1024  # the API server's own limit
 
 
 class Recorder:
-    """Writes events about pools. One that can't be written is logged and lost: nothing depends on events."""
+    """Publishes events about pools. One that can't be written is logged and lost: nothing depends on events."""
 
     def __init__(self, client: KubeClient, leadership: Leadership) -> None:
         self._client, self._leadership = client, leadership
 
-    async def tell(self, pool: dict[str, Any], reason: str, note: str, *, action: str, warning: bool = False) -> None:
-        """`pool` is the object's metadata. `reason` is one word for programs, `action` what was done."""
+    async def publish(
+        self, pool: dict[str, Any], reason: str, note: str, *, action: str, warning: bool = False
+    ) -> None:
+        """Publish an event, and log its note.
+
+        Args:
+            pool: metadata of the pool.
+            reason: one word for programs.
+            note: a sentence for people.
+            action: what the operator did.
+            warning: whether its type is Warning instead of Normal.
+        """
         namespace, name = pool["namespace"], pool["name"]
         logger.info(note, extra={"pool": f"{namespace}/{name}", "reason": reason})
         body = {
@@ -52,4 +62,4 @@ class Recorder:
             async with self._leadership.act():
                 await self._client.create(EVENT, body)
         except (ApiFailure, NotLeading) as error:
-            logger.warning("an event is lost: %s", error, extra={"reason": reason})
+            logger.warning("an event can't be written: %s", error, extra={"reason": reason})

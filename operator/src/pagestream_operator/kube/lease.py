@@ -1,12 +1,12 @@
-"""Leadership by a Lease, and the fence in front of every write.
+"""Leadership by a Lease, and the fence of every write.
 
 The leader renews the lease and counts itself as leading until `lease_margin_s` before it ends, by its own clock, from
-the moment *before* the request that renewed it was sent. The others take the lease when they have seen it unchanged for
+the moment *before* it sent the request that renewed it. The others take the lease when they have seen it unchanged for
 its whole duration, by their own clock. So clocks need only run at the same speed, not show the same time.
 
-Time alone can't stop a process that is frozen between looking at its clock and sending a request: it wakes up, and
-sends. Hence every write carries the version of the object that it was derived from, and a new leader's first act is to
-write its term into each pool's status and Deployment: what an old leader still sends is refused by the API server.
+Time alone can't stop a process that freezes between reading its clock and sending a request: it wakes up, and sends.
+Hence every write carries the version of the object that it was derived from, and a new leader first writes its term
+into each pool's status and Deployment: the API server refuses what an old leader still sends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LeaseSettings:
 
 @dataclass(frozen=True)
 class _Sight:
-    """A lease as it was seen, and when this process first saw it so."""
+    """A lease as it was read, and when this process first read that version."""
 
     version: str
     holder: str
@@ -52,7 +52,7 @@ class _Sight:
 
 
 class Leadership:
-    """Run it as a task; ask `is_leading`, and write inside `act()`."""
+    """Leader election. Run it as a task; check `is_leading`, and write inside `act()`."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class Leadership:
         on_change: Callable[[bool], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name` is this replica's; a nonce is added, since a pod that restarts keeps its name."""
+        """`name` is this replica's; a nonce is added to it, since a restarted pod has the same name."""
         self.identity = f"{name}_{secrets.token_hex(4)}"
         self.term = 0
-        """How often the lease had changed hands when this process got it: the fence's number."""
+        """The lease's number of changes when this process took it: the fencing number."""
         self._client, self._settings, self._clock = client, settings, clock
         self._on_change = on_change
         self._valid_until = float("-inf")
@@ -76,39 +76,40 @@ class Leadership:
 
     @property
     def is_leading(self) -> bool:
-        """Whether this process may act now."""
+        """Whether this process may write now."""
         return self.remaining_s > 0
 
     @property
     def remaining_s(self) -> float:
-        """For how long it may."""
+        """Seconds for which it may write; below 0 if it may not."""
         return self._valid_until - self._clock()
 
     @asynccontextmanager
-    async def act(self) -> AsyncIterator[int]:
-        """Around a write: refuses it while not leading, and gives it up when leadership ends before its answer.
+    async def act(self) -> AsyncIterator[None]:
+        """Guard a write: `async with leadership.act()`.
 
-        Yields the term. Raises NotLeading.
+        Raises:
+            NotLeading: this process doesn't lead, or leadership ended before the API server answered.
         """
         remaining = self.remaining_s
         if remaining <= 0:
             raise NotLeading("this replica does not lead")
         try:
             async with asyncio.timeout(remaining):
-                yield self.term
+                yield
         except TimeoutError as error:
             raise NotLeading("leadership ended before the API server had answered") from error
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Lead whenever it can, until `stop` is set; then let the next one lead at once."""
+        """Take and renew the lease whenever possible, until `stop` is set; then release it for the next leader."""
         try:
             while not stop.is_set():
                 await self._step()
-                self._tell()
+                self._notify()
                 await self._pause(stop)
         finally:
             await self._release()
-            self._tell()
+            self._notify()
 
     async def _step(self) -> None:
         try:
@@ -123,7 +124,7 @@ class Leadership:
             logger.warning("can't reach the lease: %s", error)
 
     async def _look_again(self) -> None:
-        """Somebody else has written: find out whether the lease is still ours."""
+        """Read the lease again after a conflict: another replica may have taken it."""
         try:
             seen = await self._look()
         except ApiFailure as error:
@@ -137,7 +138,7 @@ class Leadership:
         if seen is None:
             await self._create()
         elif seen.holder == self.identity:
-            # Late, but nobody has taken it. It counts as a new term all the same: somebody may have read it as lost.
+            # Late, but not taken. It is a new term all the same: another replica may have read the lease as lapsed.
             await self._write(seen.transitions + 1)
         elif not seen.holder or self._clock() - seen.since >= seen.duration_s:
             await self._write(seen.transitions + 1)
@@ -193,7 +194,7 @@ class Leadership:
         }
 
     def _next(self, term: int) -> dict[str, Any]:
-        """What comes after the lease that was seen last; its labels and annotations are those of who made it."""
+        """The lease that follows the one read last, with its labels, annotations and owner."""
         lease, seen = self._lease(term), self._body["metadata"]
         kept = ("resourceVersion", "labels", "annotations", "ownerReferences")
         lease["metadata"] |= {key: seen[key] for key in kept if key in seen}
@@ -209,7 +210,7 @@ class Leadership:
         try:
             await self._client.replace(LEASE, lease)
         except ApiFailure as error:
-            logger.warning("can't release the lease, it ends by itself: %s", error)
+            logger.warning("can't release the lease, it will lapse: %s", error)
 
     async def _pause(self, stop: asyncio.Event) -> None:
         pause = self._settings.look_s
@@ -223,7 +224,7 @@ class Leadership:
         except TimeoutError:
             return
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self.is_leading != self._led:
             self._led = self.is_leading
             logger.info("leads" if self._led else "does not lead", extra={"identity": self.identity, "term": self.term})

@@ -1,4 +1,4 @@
-"""Who owns which fields of an object, read from `metadata.managedFields`."""
+"""Field owners of an object, read from `metadata.managedFields`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from pagestream_operator.children.manifest import MANAGER
 
 SCALER = "pagestream-operator-scaling"
-"""The field manager of replicas: another one than that of everything else, so that applying the rest never touches
-them."""
+"""The field manager of replicas. It differs from that of all other fields, so that applying those never changes
+replicas."""
 
 _CONTENT = ("f:spec", "f:data")
 _REPLICAS = ("f:spec", "f:replicas")
 _RESTARTED = ("f:spec", "f:template", "f:metadata", "f:annotations", "f:kubectl.kubernetes.io/restartedAt")
-"""`kubectl rollout restart` is somebody's wish, not a drift."""
+"""Written by `kubectl rollout restart`, which is no drift."""
 
 Fields = dict[str, Any]
 
@@ -26,10 +26,10 @@ def owns_replicas(live: Mapping[str, Any], manager: str) -> bool:
 
 
 def taken_over(live: Mapping[str, Any]) -> list[Fields] | None:
-    """managedFields in which what others have put into the object's content is ours, so that applying takes out what
-    is not asked for. None where nobody has put anything in.
+    """Return managedFields in which the operator owns what other managers have put into the object's content.
 
-    Server-side apply alone adds and changes; it leaves a list entry or a variable of another manager where it is.
+    With them, server-side apply removes what isn't asked for; without, it keeps list entries and variables of other
+    managers. None if other managers have put nothing in.
     """
     entries: list[Fields] = []
     foreign: Fields = {}
@@ -61,7 +61,7 @@ def _is_ours(entry: Mapping[str, Any]) -> bool:
 
 
 def _take_content(fields: Fields) -> Fields:
-    """Takes the content out of `fields`, but for what others may well own."""
+    """Move the content out of `fields`, without the parts that other managers may own."""
     taken: Fields = {}
     for part in _CONTENT:
         if part not in fields:
@@ -86,7 +86,7 @@ def _has(fields: Mapping[str, Any], path: tuple[str, ...]) -> bool:
 
 
 def _remove(fields: Fields, path: tuple[str, ...]) -> None:
-    """Removes a leaf, and what is left empty (or with a mere "." for itself) above it."""
+    """Remove a leaf, and the parents that are left with nothing but their own "."."""
     if len(path) > 1:
         _remove(fields[path[0]], path[1:])
         if not set(fields[path[0]]) - {"."}:

@@ -1,4 +1,4 @@
-"""A pod, reduced to what matters here: a thousand of them are held in memory."""
+"""A pod, reduced to the fields that are used: a thousand of them are held in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _ENDED = ("Succeeded", "Failed")
 _HOPELESS = frozenset({"CrashLoopBackOff", "ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName",
                        "CreateContainerConfigError", "CreateContainerError", "RunContainerError"})  # fmt: skip
-"""Reasons of a container that waits for a person rather than for time."""
+"""Reasons of a waiting container that don't end without an administrator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +24,16 @@ class Pod:
     uid: str
     created_s: float
     ready_s: float | None
-    """Since when it is ready; None if it isn't."""
+    """When it became ready; None if it isn't."""
     is_ending: bool
     has_ended: bool
     deletion_cost: str | None
     trouble: str | None
-    """Why it can't start without a person, if so."""
+    """Why it can't start without an administrator, if so."""
 
     @classmethod
     def from_object(cls, body: Mapping[str, Any]) -> Pod:
-        """Read a pod."""
+        """Read a pod of the API."""
         metadata, status = body["metadata"], body.get("status") or {}
         conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
         ready = conditions.get("Ready", {})
@@ -50,18 +50,18 @@ class Pod:
 
     @property
     def state(self) -> PodState:
-        """As the scaling law sees it."""
+        """Its state for the scaling law."""
         if self.is_ending:
             return PodState.DRAINING
         return PodState.STARTING if self.ready_s is None else PodState.READY
 
     def observed(self, sample: PodSample | None) -> PodObservation:
-        """For the scaling law."""
+        """Convert it to the scaling law's observation."""
         return PodObservation(self.name, self.state, self.created_s, self.ready_s, sample)
 
 
 def unix_seconds(text: str) -> float:
-    """Of a time of the API."""
+    """Convert a time of the API."""
     return datetime.fromisoformat(text).timestamp()
 
 

@@ -1,4 +1,4 @@
-"""What was last seen of each object. Watches fill it; nothing is asked of the API server to read it."""
+"""The objects as they were last seen. Watches fill it, so that reading it makes no call."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pagestream_operator.kube.pods import Pod
 
 
 class PoolKey(NamedTuple):
-    """A pool by its place."""
+    """Namespace and name of a pool."""
 
     namespace: str
     name: str
 
 
 class ObjectKey(NamedTuple):
-    """An object by its place."""
+    """Kind, namespace and name of an object."""
 
     kind: str
     namespace: str
@@ -28,7 +28,7 @@ class ObjectKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """An object. Its version only rises: what comes late is ignored."""
+    """An object as it was last seen."""
 
     uid: str
     version: int
@@ -36,7 +36,7 @@ class Seen:
 
 
 class ObjectStore:
-    """For one event loop. `on_change` is told the pool that a change belongs to."""
+    """A store for one event loop. It calls `on_change` with the pool that a changed object belongs to."""
 
     def __init__(self, on_change: Callable[[PoolKey], None] = lambda _: None) -> None:
         self._on_change = on_change
@@ -44,7 +44,7 @@ class ObjectStore:
         self._pods: dict[PoolKey, dict[str, tuple[int, Pod]]] = {}
 
     def put(self, kind: Kind, body: Mapping[str, Any]) -> bool:
-        """Remember an object; False where a newer one is known."""
+        """Store an object; returns False if a newer version is stored."""
         metadata = body["metadata"]
         version = int(metadata["resourceVersion"])
         pool = _pool_of(kind, metadata)
@@ -55,11 +55,11 @@ class ObjectStore:
         if known is not None and known.version > version:
             return False
         self._objects[key] = Seen(metadata["uid"], version, body)
-        self._tell(pool)
+        self._notify(pool)
         return True
 
     def drop(self, kind: Kind, body: Mapping[str, Any]) -> None:
-        """Forget an object, unless another of its name has taken its place."""
+        """Drop an object, unless another one has its name by now."""
         metadata = body["metadata"]
         pool = _pool_of(kind, metadata)
         if kind is POD:
@@ -72,10 +72,10 @@ class ObjectStore:
             known = self._objects.get(key)
             if known is not None and known.uid == metadata["uid"]:
                 del self._objects[key]
-        self._tell(pool)
+        self._notify(pool)
 
     def get(self, kind: Kind, namespace: str, name: str) -> Mapping[str, Any] | None:
-        """The object as it was last seen."""
+        """The object as it was last seen; None if there is none."""
         seen = self._objects.get(ObjectKey(kind.name, namespace, name))
         return None if seen is None else seen.body
 
@@ -88,7 +88,7 @@ class ObjectStore:
         return [PoolKey(key.namespace, key.name) for key in self._objects if key.kind == POOL.name]
 
     def uids(self, kind: Kind, namespace: str | None) -> set[str]:
-        """Of all objects of a kind in a namespace, or in all."""
+        """The uids of all objects of a kind in a namespace, or in all."""
         if kind is POD:
             return {
                 pod.uid
@@ -103,8 +103,15 @@ class ObjectStore:
         }
 
     def settle(self, kind: Kind, listed: Iterable[Mapping[str, Any]], suspects: set[str]) -> int:
-        """Take in a fresh list: of `suspects`, the uids that were known before it was asked for, those that it doesn't
-        show are gone, however their end was missed. Returns how many those were.
+        """Store a fresh list, and drop the objects that no longer exist.
+
+        Args:
+            kind: of the list.
+            listed: the objects that exist.
+            suspects: uids that were stored before the list was requested; those that it lacks are dropped.
+
+        Returns:
+            The number of dropped objects.
         """
         found = list(listed)
         for body in found:
@@ -113,12 +120,12 @@ class ObjectStore:
         for key, seen in [(key, seen) for key, seen in self._objects.items() if seen.uid in gone]:
             if key.kind == kind.name:
                 del self._objects[key]
-                self._tell(_pool_of(kind, seen.body["metadata"]))
+                self._notify(_pool_of(kind, seen.body["metadata"]))
         if kind is POD:
             for pool, pods in self._pods.items():
                 for name in [name for name, (_, pod) in pods.items() if pod.uid in gone]:
                     del pods[name]
-                    self._tell(pool)
+                    self._notify(pool)
         return len(gone)
 
     def _put_pod(self, pool: PoolKey | None, version: int, body: Mapping[str, Any]) -> bool:
@@ -129,10 +136,10 @@ class ObjectStore:
         if known is not None and known[0] > version:
             return False
         pods[body["metadata"]["name"]] = (version, Pod.from_object(body))
-        self._tell(pool)
+        self._notify(pool)
         return True
 
-    def _tell(self, pool: PoolKey | None) -> None:
+    def _notify(self, pool: PoolKey | None) -> None:
         if pool is not None:
             self._on_change(pool)
 

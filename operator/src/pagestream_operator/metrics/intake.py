@@ -1,4 +1,4 @@
-"""From an OTLP export to the store: what is read, what is dropped, and what is refused with a reason."""
+"""Stores the points of an OTLP export, and counts those that are dropped or refused."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from pagestream_operator.metrics.store import MetricsStore
 
 _READ = frozenset(ENGINE_GAUGES) | ENGINE_COUNTERS | frozenset(QUEUE_GAUGES) | {TIME_TO_FIRST_TOKEN}
 _KINDS = dict.fromkeys(ENGINE_COUNTERS, ("sum",)) | {TIME_TO_FIRST_TOKEN: ("histogram",)}
-_GAUGE_KINDS = (
-    "gauge",
-    "sum",
-)  # an UpDownCounter arrives as a cumulative sum that isn't monotonic: its value is the level
+_GAUGE_KINDS = ("gauge", "sum")
+"""An UpDownCounter arrives as a cumulative sum that isn't monotonic: its value is the level."""
 _REFUSED = {
     Taken.FUTURE: "from the future",
     Taken.ABSURD: "not what the metric is",
@@ -25,24 +23,24 @@ _REFUSED = {
 
 
 class Intake:
-    """Takes one export into a store, and counts what it refused."""
+    """Stores one export, and counts the refused points."""
 
     def __init__(self, store: MetricsStore) -> None:
-        """Nothing is taken yet."""
+        """Prepare for one export."""
         self._store = store
         self._refused: Tally[str] = Tally()
 
     @property
     def rejected(self) -> int:
-        """Data points refused. What nobody reads, and what came twice, is not: nothing is wrong with it."""
+        """Number of refused data points. Points of unknown metrics and repeated ones aren't refused."""
         return self._refused.total()
 
     def why(self) -> str:
-        """The reasons, for the answer."""
+        """The reasons of the refusals, for the answer."""
         return ", ".join(f"{count} {reason}" for reason, count in sorted(self._refused.items()))
 
     def take(self, resource: ResourceMetrics) -> None:
-        """Take one process' metrics."""
+        """Store the metrics of one process."""
         source: Source | None = None
         outcomes = self._store.outcomes
         for scope in resource.scope_metrics:

@@ -1,4 +1,4 @@
-"""Histograms of latencies from several processes as one, over a window."""
+"""Histograms of latencies from several processes, added up over a window."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Latencies:
         return Taken.ACCEPTED
 
     def is_alive(self, since_s: float) -> bool:
-        """Whether any process said anything after `since_s`."""
+        """Whether any process has reported since `since_s`."""
         return any(each.time_s is not None and each.time_s >= since_s for each in self.series.values())
 
     def _drop_silent(self, now_s: float) -> bool:
@@ -76,7 +76,7 @@ class Latencies:
             self.slots.popleft()
 
     def read(self, now_s: float, window_s: float) -> LatencyWindow | None:
-        """The window up to `now_s`, of at most what is kept; None if no process ever said anything."""
+        """Return the last `window_s` seconds up to `now_s`, at most `kept_s`; None if no process has ever reported."""
         if math.isinf(self.first_s):
             return None
         window_s = min(window_s, self.kept_s)
@@ -85,6 +85,6 @@ class Latencies:
         counts = [0.0] * (len(bounds) + 1)
         for slot in current:
             for (_, high), count in zip(pairwise((0.0, *slot.bounds, math.inf)), slot.counts, strict=True):
-                counts[bisect_left(bounds, high)] += count  # where bounds differ, as late as it can have been
+                counts[bisect_left(bounds, high)] += count  # where bounds differ, count it as late as possible
         span_s = min(window_s, max(_SLOT_S, now_s - self.first_s))
         return LatencyWindow(bounds, tuple(counts), span_s)

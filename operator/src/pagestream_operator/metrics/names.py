@@ -1,4 +1,4 @@
-"""The metrics that the scaling law reads; all others are dropped unread. docs/autoscaling.md lists what each is for."""
+"""The metrics that the scaling law needs; all others are dropped. docs/autoscaling.md lists their use."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from enum import Enum, StrEnum
 
 
 class Combine(Enum):
-    """How the values of one metric's attribute sets, from one process at one moment, make one number."""
+    """How the values of a metric's attribute sets, from one process at one moment, are combined."""
 
     SUM = "sum"
     MAX = "max"
 
 
 class Engine(StrEnum):
-    """From engines."""
+    """Metrics of engines."""
 
     KV_UTILIZATION = "pagestream.kv.utilization"
     RUNNING = "pagestream.requests.running"
@@ -25,7 +25,7 @@ class Engine(StrEnum):
 
 
 class Queue(StrEnum):
-    """From gateways, each with the same global truth about a model's queue."""
+    """Metrics of gateways, each of which reports the same of a model's queue."""
 
     DEPTH = "pagestream.queue.depth"
     TOKENS = "pagestream.queue.tokens"

@@ -1,4 +1,4 @@
-"""OTLP's messages as the few plain values that the store works on."""
+"""OTLP messages, converted to the values that the store works on."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ Attributes: TypeAlias = tuple[tuple[str, str], ...]
 _NO_RECORDED_VALUE = metrics_pb2.DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
 _DELTA = metrics_pb2.AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
 _CUMULATIVE = metrics_pb2.AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
-_MOST_BOUNDS = 256  # of a histogram; the conventions have 16
-_TEXT_LENGTH = 256  # of an attribute; longer ones are cut
-_NAME_LENGTH = 253  # of a Kubernetes name; a longer identity is nobody's here
+_MOST_BOUNDS = 256
+"""Of a histogram; those of the semantic conventions have 16."""
+_TEXT_LENGTH = 256
+"""Characters of an attribute; longer ones are cut."""
+_NAME_LENGTH = 253
+"""Characters of a Kubernetes name; a longer one can't be a pod's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The process that a metric is from, by its resource attributes; "" where it says nothing."""
+    """The process that exported a metric, by its resource attributes; "" where one is missing."""
 
     namespace: str
     pool: str
@@ -34,7 +37,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The pod's name; outside a cluster the instance's."""
+        """The pod's name; outside a cluster that of the instance."""
         return self.pod or self.instance
 
 
@@ -69,7 +72,7 @@ _IDENTITY = {
 
 
 def source_of(resource: Resource) -> Source | None:
-    """Who sent it; None if it names neither a pod nor an instance, or names one that can't be."""
+    """Return the exporting process; None if it names neither a pod nor an instance, or a name is too long."""
     found = dict.fromkeys(_IDENTITY.values(), "")
     for attribute in resource.attributes:
         field = _IDENTITY.get(attribute.key)
@@ -82,7 +85,7 @@ def source_of(resource: Resource) -> Source | None:
 
 
 def attributes_of(attributes: Iterable[KeyValue]) -> Attributes:
-    """The attributes of a point in one order."""
+    """Return the attributes of a point, sorted."""
     return tuple(
         sorted((attribute.key[:_TEXT_LENGTH], _text(attribute.value)[:_TEXT_LENGTH]) for attribute in attributes)
     )
@@ -94,7 +97,7 @@ def _text(value: AnyValue) -> str:
 
 
 def number_of(point: metrics_pb2.NumberDataPoint) -> Number | None:
-    """The point, or None if it has no value (a staleness mark) or no time."""
+    """Convert a point; None if it has no value (a staleness marker) or no time."""
     kind = point.WhichOneof("value")
     if kind is None or point.flags & _NO_RECORDED_VALUE or point.time_unix_nano == 0:
         return None
@@ -104,7 +107,7 @@ def number_of(point: metrics_pb2.NumberDataPoint) -> Number | None:
 
 
 def histogram_of(point: metrics_pb2.HistogramDataPoint) -> Histogram | None:
-    """The point, or None if it has no time, or buckets that don't fit its bounds."""
+    """Convert a point; None if it has no time, or buckets that don't fit its bounds."""
     bounds, counts = tuple(point.explicit_bounds), tuple(point.bucket_counts)
     rising = all(low < high for low, high in pairwise(bounds))
     fits = len(counts) == len(bounds) + 1 and len(bounds) <= _MOST_BOUNDS
@@ -115,12 +118,12 @@ def histogram_of(point: metrics_pb2.HistogramDataPoint) -> Histogram | None:
 
 
 def is_delta(temporality: int) -> bool | None:
-    """Whether points say what was added since the last one (True) or since a start (False); None: neither."""
+    """Whether points count since the previous one (True) or since a start (False); None: neither."""
     if temporality == _DELTA:
         return True
     return False if temporality == _CUMULATIVE else None
 
 
 def is_stale(point: metrics_pb2.HistogramDataPoint) -> bool:
-    """Whether it is a mark that a series has ended, without a value."""
+    """Whether a point is a staleness marker: the series has ended."""
     return bool(point.flags & _NO_RECORDED_VALUE)

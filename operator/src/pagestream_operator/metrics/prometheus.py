@@ -1,7 +1,7 @@
-"""The second source: a Prometheus server that already scrapes engines and gateways, or a collector for them.
+"""The second source of metrics: a Prometheus server that scrapes engines and gateways, or a collector.
 
-It is asked for raw samples (a range selector), since these carry the time of their scrape: what is missing or old stays
-so. They go into the same store as what is pushed.
+It is queried for raw samples (a range selector), since these carry the time of their scrape: what is missing or old
+stays so. They go into the same store as OTLP exports.
 The protocol: https://prometheus.io/docs/prometheus/latest/querying/api/
 """
 
@@ -48,7 +48,8 @@ _NAMES: dict[str, str] = {
 _OK = 200
 _LATENCY = "gen_ai_server_time_to_first_token_seconds_bucket"
 _MODEL_LABEL = "gen_ai_request_model"
-_KEPT_LABELS = frozenset({"partition", "class", "gen_ai_operation_name", "error_type"})  # the others name the source
+_KEPT_LABELS = frozenset({"partition", "class", "gen_ai_operation_name", "error_type"})
+"""Labels that tell series of one source apart; the others name the source."""
 _logger = logging.getLogger(__name__)
 
 Labels = Mapping[str, str]
@@ -57,16 +58,21 @@ Sample = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class PrometheusSettings:
-    """Where Prometheus is, and how its labels name things: of several names the first that a series has counts."""
+    """Where Prometheus is, and its label names: of several names the first that a series has counts."""
 
-    url: str  # without /api/v1
-    interval_s: float = 2.0  # between two questions; scrapes should be as frequent
-    range_s: float = 15.0  # how far back is asked, so that a scrape is seen though an answer was lost
+    url: str
+    """Base URL, without /api/v1."""
+    interval_s: float = 2.0
+    """Seconds between queries; scrapes should be as frequent."""
+    range_s: float = 15.0
+    """Seconds that a query covers, so that no scrape is missed when an answer is lost."""
     timeout_s: float = 5.0
     max_answer_bytes: int = 64 * 1024 * 1024
-    bearer_token_file: Path | None = None  # read anew for each question: tokens of a cluster expire
+    bearer_token_file: Path | None = None
+    """Read again for each query: tokens of a cluster expire."""
     ca_file: Path | None = None
-    matchers: str = ""  # further ones, in Prometheus' words: k8s_namespace_name=~"a|b"
+    matchers: str = ""
+    """Further label matchers, in PromQL: k8s_namespace_name=~"a|b"."""
     namespace_labels: tuple[str, ...] = ("k8s_namespace_name", "namespace")
     pool_labels: tuple[str, ...] = ("pagestream_pool",)
     pod_labels: tuple[str, ...] = ("k8s_pod_name", "pod")
@@ -74,16 +80,16 @@ class PrometheusSettings:
 
 
 class PrometheusSource:
-    """Asks, and fills `store`. Use `run` as a task of its own, and set its event to end it."""
+    """Queries Prometheus, and fills `store`. Run `run` as a task."""
 
     def __init__(self, store: MetricsStore, settings: PrometheusSettings) -> None:
-        """Nothing is asked yet."""
+        """Prepare; nothing is queried yet."""
         self._store = store
         self._settings = settings
         self._query = _query_of(settings)
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Ask every `interval_s` until `stopping` is set. Failures are logged once and tried on."""
+        """Query every `interval_s` until `stopping` is set. Of consecutive failures the first is logged."""
         failures = 0
         async with self._client() as client:
             while not stopping.is_set():
@@ -92,7 +98,7 @@ class PrometheusSource:
                 except SourceUnavailable as error:
                     failures += 1
                     if failures == 1:
-                        _logger.warning("no metrics from Prometheus, trying on: %s", error)
+                        _logger.warning("no metrics from Prometheus, will retry: %s", error)
                 else:
                     if failures:
                         _logger.info("metrics from Prometheus again after %d failures", failures)
@@ -100,10 +106,10 @@ class PrometheusSource:
                 await _wait(stopping, self._settings.interval_s)
 
     async def poll(self) -> None:
-        """Ask once.
+        """Query once.
 
         Raises:
-            SourceUnavailable: there was no answer that could be read.
+            SourceUnavailable: there was no valid answer.
         """
         async with self._client() as client:
             await self._poll(client)
@@ -119,13 +125,13 @@ class PrometheusSource:
 
     async def _poll(self, client: aiohttp.ClientSession) -> None:
         try:
-            series = _series_of(json.loads(await self._ask(client)))
+            series = _series_of(json.loads(await self._post_query(client)))
         except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
             raise SourceUnavailable(f"{self._settings.url}: {error or type(error).__name__}") from error
         self._take(series)
         self._store.sweep()
 
-    async def _ask(self, client: aiohttp.ClientSession) -> bytes:
+    async def _post_query(self, client: aiohttp.ClientSession) -> bytes:
         token = self._settings.bearer_token_file
         headers = {} if token is None else {"Authorization": f"Bearer {token.read_text().strip()}"}
         url = f"{self._settings.url.rstrip('/')}/api/v1/query"
@@ -169,7 +175,7 @@ class PrometheusSource:
             self._store.outcomes[taken.value] += 1
 
     def _take_latency(self, source: Source, attributes: Attributes, time_s: float, counts: dict[float, float]) -> None:
-        """Prometheus' buckets count all that is below their bound."""
+        """Store a histogram. Prometheus' buckets are cumulative."""
         bounds = sorted(counts)
         if not math.isinf(bounds[-1]) or not all(map(math.isfinite, counts.values())):
             self._store.outcomes["absurd"] += 1
@@ -215,16 +221,16 @@ def _bound(labels: Labels) -> float:
 
 
 def _series_of(answer: Any) -> list[tuple[Labels, list[Sample]]]:
-    """Labels and samples of an answer. Raises ValueError for what is none."""
+    """Return the labels and samples of an answer. Raises ValueError if it isn't one."""
     try:
         if answer["status"] != "success" or answer["data"]["resultType"] != "matrix":
-            raise ValueError(f"Prometheus says {answer.get('error') or answer['data']['resultType']!r}")
+            raise ValueError(f"Prometheus answers {answer.get('error') or answer['data']['resultType']!r}")
         return [
             (series["metric"], [(float(time_s), float(value)) for time_s, value in series["values"]])
             for series in answer["data"]["result"]
         ]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"this is no answer of Prometheus ({error!r})") from error
+        raise ValueError(f"the answer isn't that of a Prometheus query ({error!r})") from error
 
 
 async def _wait(stopping: asyncio.Event, seconds: float) -> None:

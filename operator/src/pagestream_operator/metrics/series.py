@@ -1,4 +1,4 @@
-"""Series of points as they come: late, twice, in either temporality, and over restarts of their process."""
+"""Series of points: late and repeated ones, either temporality, restarts of the process."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from enum import Enum
 from pagestream_operator.metrics.names import Combine
 from pagestream_operator.metrics.points import Attributes
 
-_SAME_EXPORT_S = 0.5  # points of one export carry one time, or nearly
-_REMEMBERED = 64  # intervals of a delta series, to know a repeated one; two minutes of exports
-_RECENT = 256  # increments of a counter, however often it comes
-_MARGIN_S = 1e-6  # nanoseconds become floats
+_SAME_EXPORT_S = 0.5
+"""Seconds by which the times of one export's points may differ."""
+_REMEMBERED = 64
+"""Intervals of a delta series that are remembered to detect repeated ones: two minutes of exports."""
+_RECENT = 256
+"""Increments of a counter that are kept, whatever the export interval."""
+_MARGIN_S = 1e-6
+"""Rounding of nanoseconds as floats."""
 
 
 class Taken(Enum):
-    """What became of a point."""
+    """The outcome of storing a point."""
 
     ACCEPTED = "accepted"
-    DUPLICATE = "duplicate"  # or late: a newer one is here, and it adds nothing
-    OVERFLOW = "overflow"  # more attribute sets than this metric may have
+    DUPLICATE = "duplicate"
+    """Or late: a newer point is stored."""
+    OVERFLOW = "overflow"
+    """More attribute sets than this metric may have."""
     FUTURE = "future"
     ABSURD = "absurd"
 
@@ -31,11 +37,12 @@ class Gauge:
     """The newest value for each attribute set."""
 
     combine: Combine
-    limit: int  # attribute sets
+    limit: int
+    """Most attribute sets."""
     values: dict[Attributes, tuple[float, float]] = field(default_factory=dict)
 
     def take(self, attributes: Attributes, time_s: float, value: float) -> Taken:
-        """Keep the value if it is newer than what is there."""
+        """Store the value if it is newer than the known one."""
         last = self.values.get(attributes)
         if last is not None and time_s <= last[0]:
             return Taken.DUPLICATE
@@ -49,7 +56,7 @@ class Gauge:
         return len(self.values) < self.limit
 
     def read(self) -> tuple[float, float] | None:
-        """(time, value) of the newest export, over its attribute sets; a set that it no longer has is gone."""
+        """Return (time, value) of the newest export over its attribute sets; a set that it lacks is gone."""
         if not self.values:
             return None
         newest = max(time_s for time_s, _ in self.values.values())
@@ -59,7 +66,7 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class Increment:
-    """What was added to a series between two times; one amount for a counter, one for each bucket of a histogram."""
+    """The growth of a series between two times: one amount for a counter, one for each bucket of a histogram."""
 
     from_s: float
     to_s: float
@@ -68,20 +75,21 @@ class Increment:
 
 @dataclass(slots=True)
 class Accumulator:
-    """Turns the points of one series into increments, whichever temporality they have.
+    """Converts the points of one series into increments, in either temporality.
 
-    A cumulative point that is lower than the last one, or has a later start, is from a process that began anew: all of
-    it was added since. The first cumulative point of a series says nothing yet, unless it began after `watched_s`.
+    A cumulative point that is lower than the last one, or has a later start, is from a restarted process: all of it was
+    added since. The first cumulative point of a series is no increment, unless its start is after `watched_s`.
     """
 
-    watched_s: float  # since when this process listens
+    watched_s: float
+    """Since when this process listens."""
     start_s: float = 0.0
     time_s: float | None = None
     amounts: tuple[float, ...] = ()
     seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     def take_delta(self, start_s: float, time_s: float, amounts: Sequence[float]) -> Increment | None:
-        """The increment of a delta point, or None if it came before. A late one still counts: nothing else has it."""
+        """Return the increment of a delta point; None if it is repeated. A late one counts."""
         if (start_s, time_s) in self.seen:
             return None
         oldest_known = self.seen[0][1] if len(self.seen) == _REMEMBERED else None
@@ -93,7 +101,7 @@ class Accumulator:
         return Increment(from_s, time_s, tuple(amounts))
 
     def take_cumulative(self, start_s: float, time_s: float, amounts: Sequence[float]) -> Increment | None:
-        """The increment since the last point, or None if the point is not newer or is the first."""
+        """Return the increment since the last point; None if the point isn't newer, or is the first."""
         if self.time_s is not None and (time_s <= self.time_s or start_s < self.start_s - _MARGIN_S):
             return None
         last_s, last_start, last = self.time_s, self.start_s, self.amounts
@@ -111,14 +119,15 @@ class Accumulator:
 class Counter:
     """A monotonic sum over its attribute sets, as a rate."""
 
-    limit: int  # attribute sets
+    limit: int
+    """Most attribute sets."""
     window_s: float
     watched_s: float
     sets: dict[Attributes, Accumulator] = field(default_factory=dict)
     recent: deque[Increment] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def take(self, attributes: Attributes, start_s: float, time_s: float, value: float, *, delta: bool) -> Taken:
-        """Add a point."""
+        """Store a point."""
         accumulator = self.sets.get(attributes)
         if accumulator is None:
             if len(self.sets) >= self.limit:
@@ -135,7 +144,7 @@ class Counter:
         return Taken.ACCEPTED
 
     def rate(self) -> float | None:
-        """Added per second over the newest window; None before anything is known."""
+        """Return the growth per second over the newest window; None before an increment is known."""
         if not self.recent:
             return None
         newest = max(increment.to_s for increment in self.recent)

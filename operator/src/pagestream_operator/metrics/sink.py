@@ -1,4 +1,4 @@
-"""The operator's OTLP/gRPC endpoint for metrics: collectors and engines push, every replica of the operator listens."""
+"""The OTLP/gRPC endpoint for metrics, which collectors and engines export to. Every replica of the operator has one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from pagestream_operator.metrics.intake import Intake
 from pagestream_operator.metrics.store import MetricsStore
 
 _SERVICE = metrics_service_pb2.DESCRIPTOR.services_by_name["MetricsService"].full_name
-_TURN = 64  # resources that are taken in before other work of the event loop gets its turn
+_TURN = 64
+"""Resources that are stored before other tasks of the event loop may run."""
 _logger = logging.getLogger(__name__)
 
 
@@ -42,10 +43,10 @@ class SinkSettings:
 
 
 class MetricsSink:
-    """OTLP's MetricsService over `store`. Start it, use `port`, stop it; or use it as an asynchronous context.
+    """OTLP's MetricsService, which fills `store`: `async with MetricsSink(store) as sink`.
 
-    What can't be decoded is answered with INVALID_ARGUMENT, what is too large, or over the limit of concurrent exports,
-    with RESOURCE_EXHAUSTED; points that were refused are counted in the answer (partial success).
+    It answers INVALID_ARGUMENT to what it can't decode, and RESOURCE_EXHAUSTED to messages that are too large and to
+    exports over the concurrency limit. Refused points are counted in the answer (partial success).
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class MetricsSink:
         *,
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
-        """With `credentials` it speaks TLS; else plain text, for a network that is trusted by policy."""
+        """Prepare the sink. With `credentials` it uses TLS, without them plain text."""
         self._store = store
         self._settings = settings or SinkSettings()
         self._credentials = credentials
@@ -64,7 +65,7 @@ class MetricsSink:
 
     @property
     def port(self) -> int:
-        """Where it listens; known after `start`."""
+        """The TCP port, once started."""
         return self._port
 
     async def start(self) -> None:
@@ -95,7 +96,7 @@ class MetricsSink:
         self._server = server
 
     async def stop(self) -> None:
-        """Stop listening; exports in flight may end within the grace."""
+        """Stop listening. Exports in flight have the grace to end."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop(self._settings.grace_s)
@@ -115,13 +116,15 @@ class MetricsSink:
         if len(body) > self._settings.max_message_bytes:  # gRPC's own limit holds for what came over the wire
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{len(body)} bytes; at most {self._settings.max_message_bytes} are taken: send smaller batches",
+                f"{len(body)} bytes given, at most {self._settings.max_message_bytes} expected: send smaller batches",
             )
         try:
             request = ExportMetricsServiceRequest.FromString(body)
         except DecodeError as error:
             self._store.outcomes["malformed"] += 1
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"this is no ExportMetricsServiceRequest: {error}")
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"the message is no ExportMetricsServiceRequest: {error}"
+            )
         return await self._take(request)
 
     async def _take(self, request: ExportMetricsServiceRequest) -> ExportMetricsServiceResponse:
@@ -144,7 +147,7 @@ _Export = Callable[
 
 
 def _handler(export: _Export) -> grpc.GenericRpcHandler:
-    """The generated service's handler, except that bodies come as bytes: so decoding errors can be answered."""
+    """The generated service's handler, except that it gets bytes, so that it can answer decoding errors."""
     method: grpc.RpcMethodHandler[bytes, ExportMetricsServiceResponse] = grpc.unary_unary_rpc_method_handler(
         export,
         request_deserializer=None,

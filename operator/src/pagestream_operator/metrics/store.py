@@ -1,4 +1,4 @@
-"""What the operator knows from metrics: the newest samples of pods, queues and latencies, bounded in memory."""
+"""The newest samples of pods, queues and latencies, bounded in memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from pagestream_operator.metrics.names import (
 from pagestream_operator.metrics.points import Histogram, Number, Source
 from pagestream_operator.metrics.series import Counter, Gauge, Taken
 
-_EXPORT_S = 2.5  # an export interval and a bit
-_SWEEP_S = 10.0  # how late a silent process may be dropped
+_EXPORT_S = 2.5
+"""An export interval, with a margin."""
+_SWEEP_S = 10.0
+"""Seconds by which a silent process may be dropped late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class StoreSettings:
 
 @dataclass(frozen=True, slots=True)
 class PodRef:
-    """A pod whose sample is asked for. With `uid`, samples of another pod that had the name before don't count."""
+    """A pod to observe. With `uid`, samples of an earlier pod of the same name don't count."""
 
     name: str
     uid: str = ""
@@ -64,7 +66,8 @@ class PodRef:
 class PoolMetrics:
     """The part of a PoolObservation that comes from metrics."""
 
-    samples: Mapping[str, PodSample]  # by pod name; pods that never said enough are absent
+    samples: Mapping[str, PodSample]
+    """By pod name; pods without a complete sample are absent."""
     queue: QueueSample | None
     ttft: LatencyWindow | None
 
@@ -75,11 +78,6 @@ class _EngineState:
     gauges: dict[str, Gauge] = field(default_factory=dict)
     counters: dict[str, Counter] = field(default_factory=dict)
     heard_s: float = 0.0
-
-    def time_of(self, name: str) -> float:
-        gauge = self.gauges.get(name)
-        value = gauge.read() if gauge is not None else None
-        return value[0] if value is not None else -math.inf
 
 
 @dataclass(slots=True)
@@ -95,10 +93,10 @@ _Pods = dict[str, dict[tuple[str, str], _EngineState]]
 
 
 class MetricsStore:
-    """Takes points, answers `observe`. For one thread (an event loop's).
+    """Stores points, and answers `observe`. For one event loop.
 
-    `outcomes` counts points by what became of them: accepted, duplicate (or late), unknown (metrics that nobody reads),
-    future, absurd, overflow (over a bound), anonymous (from nobody that could be named); and malformed exports.
+    `outcomes` counts points by outcome: accepted, duplicate (or late), unknown (a metric that isn't used), future,
+    absurd, overflow (over a bound), anonymous (its source has no name); and malformed exports.
     """
 
     def __init__(self, settings: StoreSettings | None = None, *, clock: Callable[[], float] = time.time) -> None:
@@ -112,10 +110,10 @@ class MetricsStore:
         self._models: dict[tuple[str, str], _ModelState] = {}
         self._swept_s = self._watched_s
 
-    # -- taking points in
+    # -- storing points
 
     def take_number(self, source: Source, name: str, point: Number, *, delta: bool | None) -> Taken:
-        """Take one point of a gauge (`delta` None) or a sum."""
+        """Store one point of a gauge (`delta` None) or of a sum."""
         trouble = self._time_trouble(point.time_s)
         if trouble is not None:
             return trouble
@@ -159,7 +157,7 @@ class MetricsStore:
         return gauge.take(rest, point.time_s, point.value)
 
     def take_latency(self, source: Source, point: Histogram, *, delta: bool) -> Taken:
-        """Take one point of the time to first token."""
+        """Store one point of the time to first token."""
         trouble = self._time_trouble(point.time_s)
         if trouble is not None:
             return trouble
@@ -206,7 +204,7 @@ class MetricsStore:
         return state
 
     def sweep(self) -> None:
-        """Drop what was silent for too long, if that was not done just now."""
+        """Drop processes that have been silent for `forget_s`, at most every `_SWEEP_S`."""
         now = self._clock()
         if abs(now - self._swept_s) < _SWEEP_S:
             return
@@ -245,9 +243,9 @@ class MetricsStore:
         now_s: float | None = None,
         ttft_window_s: float = 60.0,
     ) -> PoolMetrics:
-        """What is known of `pods` of `pool`, and of the queue of the served name `model`, however old.
+        """Return the newest samples of a pool's pods and of its model's queue, however old.
 
-        Processes that don't name a namespace (outside a cluster) count for each.
+        Processes without a namespace (outside a cluster) count for every namespace.
         """
         now = self._clock() if now_s is None else now_s
         known = [self._pools[key] for key in ((namespace, pool), ("", pool)) if key in self._pools]
@@ -285,7 +283,7 @@ def _split_model(point: Number | Histogram) -> tuple[str, tuple[tuple[str, str],
 
 
 def _highest(values: Iterable[float]) -> float:
-    """The highest; NaN if any is, so that an absurd report is not hidden behind an order that NaN doesn't have."""
+    """The highest value; NaN if any is NaN, so that an absurd report isn't hidden by comparisons with it."""
     found = list(values)
     return math.nan if any(map(math.isnan, found)) else max(found)
 
@@ -325,10 +323,9 @@ def _rate(state: _EngineState, name: str) -> float | None:
 
 
 def _report_of(gauges: Mapping[str, Gauge]) -> QueueSample | None:
-    """One gateway's report; None until it has told tokens and running.
+    """One gateway's report; None until it has exported tokens and running.
 
-    Partitions and classes in which nothing waits may have no depth and no age any more: what its newest exports lack
-    is 0.
+    Partitions and classes in which nothing waits may have no depth and age: what its newest export lacks is 0.
     """
     read = {name: value for name, gauge in gauges.items() if (value := gauge.read()) is not None}
     tokens, running = read.get(Queue.TOKENS), read.get(Queue.RUNNING)

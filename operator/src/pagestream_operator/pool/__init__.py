@@ -1,1 +1,1 @@
-"""What the operator does about one pool: see, decide, act, tell."""
+"""One pool: its view, the scaling decision, the pass that acts on it, its status."""

@@ -1,4 +1,4 @@
-"""The conditions of a pool, as a pure function of what is seen."""
+"""The conditions of a pool: a pure function of its spec, its view and the last decision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagestream_operator.pool.view import PoolView
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something that needs a person."""
+    """Something that needs an administrator."""
 
     reason: str
     message: str
@@ -33,7 +33,7 @@ class Finding:
 def findings(
     pool: EnginePool, view: PoolView, desired: int, decision: Decision | None, trouble: Trouble | None
 ) -> tuple[Finding, ...]:
-    """All four. `trouble` is what the operator itself ran into."""
+    """Compute all four conditions. `trouble` is what stopped the operator's own pass, if anything."""
     return (
         _ready(view, desired),
         _progressing(pool, view, desired),
@@ -43,7 +43,7 @@ def findings(
 
 
 def stamped(found: Sequence[Finding], before: Sequence[Condition], generation: int, now: str) -> list[Condition]:
-    """With times: a condition keeps its time until its status changes."""
+    """Add times: a condition keeps its time until its status changes."""
     known = {condition.type: condition for condition in before}
     return [_stamped(finding, known.get(finding.type), generation, now) for finding in found]
 
@@ -83,9 +83,9 @@ def _progressing(pool: EnginePool, view: PoolView, desired: int) -> Finding:
         ),
         (view.deployment is None, "Creating", "the pool's objects are being created"),
         (
-            not view.is_observed or view.updated < view.ordered,
+            not view.is_observed or view.updated < view.spec_replicas,
             "RollingOut",
-            f"{view.updated} of {view.ordered} engines are of the newest template",
+            f"{view.updated} of {view.spec_replicas} engines are of the newest template",
         ),
         (
             len(view.ready) < desired,
@@ -109,7 +109,7 @@ def _degraded(view: PoolView, trouble: Trouble | None) -> Finding:
         return Finding(kind, True, "NoProgress", view.stuck)
     if view.trouble is not None:
         return Finding(kind, True, "PodTrouble", view.trouble)
-    return Finding(kind, False, "AsExpected", "nothing needs a person")
+    return Finding(kind, False, "AsExpected", "nothing needs an administrator")
 
 
 def _scaling(pool: EnginePool, decision: Decision | None, trouble: Trouble | None) -> Finding:

@@ -1,7 +1,7 @@
-"""One pool: from any state to the one that is wanted, one pass at a time.
+"""The level-based reconciliation of one pool, one pass at a time.
 
-A pass reads the store, decides, writes what differs, and tells. It keeps nothing that it needs to be right: what it
-remembers (the law's memory, when numbers were last told) only spares calls.
+A pass reads the store, decides, writes the objects that differ, and writes the status. It needs no state of its own:
+what it remembers (the law's memory, when the status was last written) only saves calls.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from pagestream_operator.settings import EngineDefaults
 logger = logging.getLogger(__name__)
 
 _WARNINGS = {ConditionType.DEGRADED: "True", ConditionType.READY: "False"}
-"""Conditions that are bad news, and the status in which they are."""
+"""Conditions that are reported as warnings, and the status in which they are."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What all pools share."""
+    """The parts that all pools share."""
 
     client: KubeClient
     store: ObjectStore
@@ -54,13 +54,13 @@ class Context:
     defaults: EngineDefaults
     status_s: float
     suspect: Callable[[Kind], None] = lambda _: None
-    """Told a kind of which the store seems to be wrong."""
+    """Called with a kind about which the store was found to be wrong."""
     clock: Callable[[], float] = time.time
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """A pool as it was read: one of pool and error is there."""
+    """A pool as it was read: either `pool` and `policy`, or `error`."""
 
     version: str
     pool: EnginePool | None = None
@@ -70,7 +70,7 @@ class _Reading:
 
 @dataclass
 class Reconciler:
-    """Of one pool. `desired` and `ready` are what was last seen, for metrics."""
+    """Reconciles one pool. `desired` and `ready` are the numbers of the last pass, for metrics."""
 
     key: PoolKey
     context: Context
@@ -79,17 +79,21 @@ class Reconciler:
     _scaler: Scaler = field(init=False)
     _reading: _Reading | None = None
     _done: tuple[str, int] | None = None
-    """Version of the pool and term for which its objects were last made right."""
-    _told_s: float = 0.0
+    """Version of the pool and leader's term for which its objects were last applied."""
+    _status_written_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._scaler = Scaler(self.context.metrics)
 
     async def pass_once(self, *, is_dirty: bool) -> None:
-        """Look, decide, and act if leading. `is_dirty`: something about the pool has changed since the last pass.
+        """Observe the pool, decide, and act if this replica leads.
+
+        Args:
+            is_dirty: whether an object of the pool has changed since the last pass.
 
         Raises:
-            ApiFailure, NotLeading: a write failed; a later pass tries again.
+            ApiFailure: a call failed; a later pass tries again.
+            NotLeading: this replica has lost leadership during the pass.
         """
         body = self.context.store.get(POOL, *self.key)
         if body is None:
@@ -106,7 +110,7 @@ class Reconciler:
         if pool.is_deleted:
             await self._delete(pool, dict(body), view)
         elif reading.pool is None:
-            await self._tell_invalid(pool, dict(body), reading.error)
+            await self._report_invalid(pool, dict(body), reading.error)
         else:
             await self._reconcile(pool, dict(body), verdict, is_dirty=is_dirty)
 
@@ -126,7 +130,7 @@ class Reconciler:
         store, key = self.context.store, self.key
         return PoolView(store.get(DEPLOYMENT, key.namespace, engine_name(key.name)), store.pods(key))
 
-    # -- acting
+    # -- objects and replicas
 
     async def _reconcile(
         self, pool: EnginePool, body: dict[str, Any], verdict: Verdict | None, *, is_dirty: bool
@@ -137,20 +141,20 @@ class Reconciler:
             trouble = Trouble("Paused", "spec.paused is set: the pool's objects are left alone")
         elif FINALIZER not in pool.finalizers:
             await self._set_finalizers(pool, (*pool.finalizers, FINALIZER))
-            return  # the pool has moved on: go on from what it is now
+            return  # the pool has changed: the next pass continues with it
         else:
             try:
                 if is_dirty or self._done != (pool.resource_version, self.context.leadership.term):
-                    await self._make_right(pool, body)
+                    await self._apply_children(pool, body)
                 await self._scale(pool, body, verdict)
                 self._done = (pool.resource_version, self.context.leadership.term)
             except (Blocked, Rejected) as error:
                 trouble, failure = Trouble(type(error).__name__, str(error)), error
-        await self._tell(pool, body, verdict, trouble)
+        await self._update_status(pool, body, verdict, trouble)
         if failure is not None:
             raise failure
 
-    async def _make_right(self, pool: EnginePool, body: dict[str, Any]) -> None:
+    async def _apply_children(self, pool: EnginePool, body: dict[str, Any]) -> None:
         for manifest in children(pool, self.context.defaults):
             outcome = await self.context.applier.apply(pool, manifest, replicas=first_replicas(pool))
             if outcome not in (Outcome.CREATED, Outcome.CHANGED):
@@ -164,20 +168,20 @@ class Reconciler:
 
     def _wanted(self, pool: EnginePool, view: PoolView, verdict: Verdict | None) -> int:
         if pool.spec.paused:
-            return view.ordered
+            return view.spec_replicas
         if pool.spec.replicas is not None:
             return pool.spec.replicas
-        return view.ordered if verdict is None else verdict.decision.desired
+        return view.spec_replicas if verdict is None else verdict.decision.desired
 
     async def _scale(self, pool: EnginePool, body: dict[str, Any], verdict: Verdict | None) -> None:
         view = self._view()
         if view.deployment is None:
             return
-        before, wanted = view.ordered, self._wanted(pool, view, verdict)
+        before, wanted = view.spec_replicas, self._wanted(pool, view, verdict)
         if wanted == before:
             return
         if wanted < before and verdict is not None:
-            await self._mark(view, verdict, before - wanted)
+            await self._write_deletion_costs(view, verdict, before - wanted)
         await self.context.applier.scale(view.deployment, wanted)
         why = f"pinned by spec.replicas to {wanted}"
         if pool.spec.replicas is None and verdict is not None:
@@ -185,41 +189,43 @@ class Reconciler:
         reason = "ScaledOut" if wanted > before else "ScaledIn"
         await self._event(body, reason, f"from {before} to {wanted} engines ({why})", action="Scale")
 
-    async def _mark(self, view: PoolView, verdict: Verdict, excess: int) -> None:
-        """Best effort: a pod that is gone already, or has moved on, needs no mark."""
-        for mark in deletion_costs(view.pods, verdict.observation.pods, excess):
-            patch = {"metadata": {"annotations": {DELETION_COST: mark.cost}}}
+    async def _write_deletion_costs(self, view: PoolView, verdict: Verdict, excess: int) -> None:
+        """Write deletion costs. A pod that is gone, or has changed meanwhile, is left out."""
+        for each in deletion_costs(view.pods, verdict.observation.pods, excess):
+            patch = {"metadata": {"annotations": {DELETION_COST: each.cost}}}
             try:
                 async with self.context.leadership.act():
-                    await self.context.client.merge(POD, self.key.namespace, mark.pod, patch, manager=SCALER)
+                    await self.context.client.merge(POD, self.key.namespace, each.pod, patch, manager=SCALER)
             except Gone:
                 self.context.suspect(POD)
             except Conflict:
-                logger.info("a pod moved on while it was marked", extra={"pod": mark.pod})
+                logger.info("a pod changed before its deletion cost was written", extra={"pod": each.pod})
 
     # -- deleting
 
     async def _delete(self, pool: EnginePool, body: dict[str, Any], view: PoolView) -> None:
-        """Drain, then let go. The pods end by themselves in any case; this waits for them, up to a limit."""
+        """Drain the pool, wait for its pods up to the limit, and remove the finalizer."""
         if FINALIZER not in pool.finalizers:
             return
         left = len(view.active) + len(view.draining)
         asked_s = unix_seconds(pool.deletion_time or "")
         is_late = self.context.clock() - asked_s >= pool.spec.drain.deletion_timeout_seconds
-        if view.deployment is not None and view.ordered > 0:
+        if view.deployment is not None and view.spec_replicas > 0:
             await self.context.applier.scale(view.deployment, 0)
             await self._event(body, "Draining", f"the pool is being deleted: {left} engines drain", action="Drain")
             view = self._view()
-        if (left == 0 and view.ordered == 0 and (view.is_observed or view.deployment is None)) or is_late:
+        if (left == 0 and view.spec_replicas == 0 and (view.is_observed or view.deployment is None)) or is_late:
             note = (
-                "all engines have ended" if left == 0 else f"{left} engines are still draining, and end by themselves"
+                "all engines have ended"
+                if left == 0
+                else f"{left} engines are still draining, and finish without the pool"
             )
             await self._event(body, "Drained" if left == 0 else "DrainTimedOut", note, action="Drain", warning=left > 0)
             await self._set_finalizers(pool, tuple(name for name in pool.finalizers if name != FINALIZER))
             names = {engine_name(pool.name), service_name(pool.name)}
             self.context.applier.forget(pool.namespace, names)
         else:
-            await self._tell(pool, body, None, None)
+            await self._update_status(pool, body, None, None)
 
     async def _set_finalizers(self, pool: EnginePool, finalizers: tuple[str, ...]) -> None:
         patch = {"metadata": {"finalizers": list(finalizers) or None, "resourceVersion": pool.resource_version}}
@@ -232,9 +238,9 @@ class Reconciler:
         if finalizers or not done["metadata"].get("deletionTimestamp"):
             self.context.store.put(POOL, done)
 
-    # -- telling
+    # -- status and events
 
-    async def _tell(
+    async def _update_status(
         self, pool: EnginePool, body: dict[str, Any], verdict: Verdict | None, trouble: Trouble | None
     ) -> None:
         view = self._view()
@@ -257,10 +263,10 @@ class Reconciler:
     def _is_worth_writing(self, new: EnginePoolStatus, old: EnginePoolStatus) -> bool:
         if differs_in_substance(new, old):
             return True
-        return self.context.clock() - self._told_s >= self.context.status_s and differs(new, old)
+        return self.context.clock() - self._status_written_s >= self.context.status_s and differs(new, old)
 
-    async def _tell_invalid(self, pool: EnginePool, body: dict[str, Any], error: str) -> None:
-        """Only what needs no spec: the rest of the status stays as it was last told."""
+    async def _report_invalid(self, pool: EnginePool, body: dict[str, Any], error: str) -> None:
+        """Write the conditions that need no spec. The rest of the status stays as it is."""
         old = pool.status
         trouble = Trouble("InvalidSpec", error)
         found = [
@@ -286,18 +292,18 @@ class Reconciler:
     async def _write_status(self, body: dict[str, Any], new: EnginePoolStatus, old: EnginePoolStatus) -> None:
         async with self.context.leadership.act():
             done = await self.context.client.replace(POOL, {**body, "status": new.to_object()}, subresource="status")
-        self._told_s = self.context.clock()
+        self._status_written_s = self.context.clock()
         self.context.store.put(POOL, done)
         for condition, before in changed(new, old):
-            await self._tell_transition(body, condition.type, condition.status, before, condition)
+            await self._publish_transition(body, condition.type, condition.status, before, condition)
 
-    async def _tell_transition(self, body: dict[str, Any], kind: str, status: str, before: Any, now: Any) -> None:
-        """Only what a person would want to know: not each step of a rollout, and not that a new pool is new."""
+    async def _publish_transition(self, body: dict[str, Any], kind: str, status: str, before: Any, now: Any) -> None:
+        """Publish a changed condition as an event; not the steps of a rollout, nor a new pool's first state."""
         is_bad = _WARNINGS.get(ConditionType(kind)) == status
-        is_first_news = before is None and not (is_bad and kind == ConditionType.DEGRADED)
-        if kind == ConditionType.PROGRESSING or is_first_news:
+        is_first_state = before is None and not (is_bad and kind == ConditionType.DEGRADED)
+        if kind == ConditionType.PROGRESSING or is_first_state:
             return
         await self._event(body, now.reason, f"{kind} is {status}: {now.message}", action="Observe", warning=is_bad)
 
     async def _event(self, body: dict[str, Any], reason: str, note: str, *, action: str, warning: bool = False) -> None:
-        await self.context.recorder.tell(body["metadata"], reason, note, action=action, warning=warning)
+        await self.context.recorder.publish(body["metadata"], reason, note, action=action, warning=warning)

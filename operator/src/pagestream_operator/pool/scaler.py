@@ -1,5 +1,5 @@
-"""The scaling law at work on one pool. Every replica of the operator runs it, so that a new leader remembers what the
-old one did; only the leader acts on what it says.
+"""Runs the scaling law for one pool. Every replica of the operator does, so that a new leader has the law's memory;
+only the leader carries the decision out.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from pagestream_operator.pool.view import PoolView
 
 @dataclass(frozen=True)
 class Verdict:
-    """A decision, and what it was made from."""
+    """A decision, and the observation behind it."""
 
     decision: Decision
     observation: PoolObservation
 
 
 class Scaler:
-    """Of one pool."""
+    """The scaling law of one pool, with its memory."""
 
     def __init__(self, metrics: MetricsStore) -> None:
         self._metrics = metrics
         self._memory = ScalingMemory()
 
     def decide(self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float) -> Verdict:
-        """What the law says now. Call it about once a second."""
+        """Observe the pool and decide. Call it about once a second."""
         observation = self._observe(pool, policy, view, now_s)
         decision, self._memory = decide(policy, observation, self._memory)
         return Verdict(decision, observation)
@@ -46,7 +46,7 @@ class Scaler:
         )
         return PoolObservation(
             time_s=now_s,
-            replicas=view.ordered,
+            replicas=view.spec_replicas,
             pods=tuple(pod.observed(known.samples.get(pod.name)) for pod in pods),
             queue=known.queue,
             ttft=known.ttft,
@@ -54,5 +54,5 @@ class Scaler:
 
 
 def first_replicas(pool: EnginePool) -> int:
-    """With how many a new Deployment begins: the fewest that are allowed, until something is known."""
+    """Replicas of a new Deployment: the pinned number, or the fewest that are allowed."""
     return pool.spec.min_replicas if pool.spec.replicas is None else pool.spec.replicas

@@ -1,4 +1,4 @@
-"""The status of a pool: made from what is seen, written when it has changed."""
+"""The status of a pool, and whether a new one is worth writing."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pagestream_operator.pool.conditions import Finding, stamped
 from pagestream_operator.pool.view import PoolView
 
 _DIGITS = 3
-"""Of numbers in a status: a rate that fades must come to rest."""
+"""Decimal places of numbers in a status: a rate that fades must stop changing."""
 _VOLATILE = ("kv_utilization", "scaling")
 
 
 def api_time(unix_s: float) -> str:
-    """As the API writes times."""
+    """Format a time as the API does."""
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -33,7 +33,7 @@ def pool_status(
     term: int,
     now_s: float,
 ) -> EnginePoolStatus:
-    """What is to be told of a pool."""
+    """Compute the status of a pool."""
     now = api_time(now_s)
     labels = selector(pool.name)
     return EnginePoolStatus(
@@ -52,7 +52,7 @@ def pool_status(
 
 
 def differs_in_substance(new: EnginePoolStatus, old: EnginePoolStatus) -> bool:
-    """Whether more has changed than numbers that move all the time."""
+    """Whether more has changed than the numbers behind the decision."""
     return _substance(new) != _substance(old)
 
 
@@ -62,7 +62,7 @@ def differs(new: EnginePoolStatus, old: EnginePoolStatus) -> bool:
 
 
 def changed(new: EnginePoolStatus, old: EnginePoolStatus) -> list[tuple[Condition, Condition | None]]:
-    """Conditions whose status or reason is another one than before, each with the one before."""
+    """Return the conditions whose status or reason has changed, each with its former one."""
     known = {condition.type: condition for condition in old.conditions}
     pairs = [(condition, known.get(condition.type)) for condition in new.conditions]
     return [(now, was) for now, was in pairs if was is None or (was.status, was.reason) != (now.status, now.reason)]
@@ -88,8 +88,8 @@ def _utilization(observation: PoolObservation) -> str | None:
 
 def _substance(status: EnginePoolStatus) -> tuple[EnginePoolStatus, object]:
     scaling = status.scaling
-    told = None if scaling is None else (scaling.desired, scaling.limiting, scaling.missing, scaling.panicking)
-    return status.model_copy(update=dict.fromkeys(_VOLATILE)), told
+    decision = None if scaling is None else (scaling.desired, scaling.limiting, scaling.missing, scaling.panicking)
+    return status.model_copy(update=dict.fromkeys(_VOLATILE)), decision
 
 
 def _timeless(status: EnginePoolStatus) -> EnginePoolStatus:

@@ -1,4 +1,4 @@
-"""A pool as it is seen at one moment."""
+"""The Deployment and the pods of a pool at one moment."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class PoolView:
     pods: Sequence[Pod]
 
     @property
-    def ordered(self) -> int:
-        """Replicas that the Deployment was last told to have."""
+    def spec_replicas(self) -> int:
+        """The Deployment's spec.replicas; 0 before it exists."""
         return 0 if self.deployment is None else int(self.deployment["spec"].get("replicas", 1))
 
     @property
     def active(self) -> list[Pod]:
-        """Pods that are there and aren't ending."""
+        """Pods that are neither ending nor over."""
         return [pod for pod in self.pods if not pod.is_ending and not pod.has_ended]
 
     @property
@@ -50,7 +50,7 @@ class PoolView:
 
     @property
     def stuck(self) -> str | None:
-        """Why a rollout gets nowhere, if so."""
+        """Why a rollout makes no progress, if so."""
         for condition in self._status.get("conditions") or []:
             if condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded":
                 return str(condition.get("message", "the Deployment makes no progress"))
@@ -60,7 +60,7 @@ class PoolView:
 
     @property
     def trouble(self) -> str | None:
-        """Why a pod can't start without a person, if so."""
+        """Why a pod can't start without an administrator, if so."""
         return next((f"pod {pod.name}: {pod.trouble}" for pod in self.active if pod.trouble), None)
 
     @property
