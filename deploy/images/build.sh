@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds images: deploy/images/build.sh [NAME=DOCKERFILE...]; without arguments the three of a CPU cluster.
 #
-# PAGESTREAM_IMAGE_BUILDER: docker, buildah (the default is whichever is there), or a command that is called as
+# PAGESTREAM_IMAGE_BUILDER: docker, buildah (default: the one that is installed), or a command that is called as
 #   COMMAND NAME:TAG ARCHIVE [arguments of docker build] CONTEXT and writes a docker archive.
 # IMAGE_TAG (the packages' version), BASE_IMAGE (the Dockerfiles'), TORCH_INDEX (an index with PyTorch's CPU build).
 # Writes build/images/NAME.tar, and beside it NAME.cdx.json, the list of contents that is also in the image.

@@ -3,7 +3,7 @@
 # docker build -f deploy/images/engine-cuda.Dockerfile .    or    buildah bud -f deploy/images/engine-cuda.Dockerfile .
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
-# -- what others wrote: changes with constraints.txt and its own list alone --
+# -- third-party packages: this layer changes with constraints.txt and its requirements file alone --
 FROM ${BASE_IMAGE} AS thirdparty
 ARG TORCH_INDEX=""
 WORKDIR /build
@@ -21,7 +21,7 @@ RUN if [ -n "${TORCH_INDEX}" ]; then /opt/builder/bin/python -m pip --python /op
     && find "$packages"/torch -name '*.a' -delete \
     && echo /opt/pagestream > "$packages/pagestream.pth"
 
-# -- what we wrote --
+# -- our packages --
 FROM thirdparty AS ours
 COPY proto proto
 COPY kernels kernels
@@ -38,8 +38,8 @@ FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title="pagestream-engine-cuda" \
       org.opencontainers.image.description="Pagestream's engine for NVIDIA GPUs" \
       org.opencontainers.image.licenses="Apache-2.0"
-# Triton compiles the launchers of its kernels with a C compiler when it first meets them: here one must stay. The
-# kernels' own caches go to /tmp.
+# Triton compiles the launchers of its kernels with a C compiler at their first use, so the image keeps one. The kernels'
+# caches go to /tmp.
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
     && echo "pagestream:x:65532:65532:Pagestream:/tmp:/usr/sbin/nologin" >> /etc/passwd \

@@ -3,7 +3,7 @@
 # docker build -f deploy/images/engine.Dockerfile .    or    buildah bud -f deploy/images/engine.Dockerfile .
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
-# -- what others wrote: changes with constraints.txt and its own list alone --
+# -- third-party packages: this layer changes with constraints.txt and its requirements file alone --
 FROM ${BASE_IMAGE} AS thirdparty
 ARG TORCH_INDEX=""
 WORKDIR /build
@@ -11,8 +11,8 @@ RUN python3 -m venv --without-pip /opt/venv && python3 -m venv /opt/builder
 COPY constraints.txt ./
 RUN /opt/builder/bin/python -m pip install --quiet --no-cache-dir --constraint constraints.txt pip hatchling
 COPY deploy/images/requirements/engine.txt requirements.txt
-# TORCH_INDEX: an index with PyTorch's CPU build. Without one pip takes what its own configuration finds, which on a
-# machine without such a configuration is the CUDA build: gigabytes that a CPU has no use for.
+# TORCH_INDEX: an index with PyTorch's CPU build. Without it pip takes the build of its configured index, by default the
+# CUDA build: gigabytes that a CPU doesn't need.
 RUN if [ -n "${TORCH_INDEX}" ]; then /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet \
       --no-cache-dir --index-url "${TORCH_INDEX}" "$(grep '^torch==' constraints.txt)"; fi \
     && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-cache-dir \
@@ -22,7 +22,7 @@ RUN if [ -n "${TORCH_INDEX}" ]; then /opt/builder/bin/python -m pip --python /op
     && find "$packages"/torch -name '*.a' -delete \
     && echo /opt/pagestream > "$packages/pagestream.pth"
 
-# -- the C++ kernels for every level of instructions: changes with their folder alone --
+# -- the C++ kernels for every instruction set: this layer changes with their folder alone --
 FROM ${BASE_IMAGE} AS kernels
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++
 COPY services/engine/src/pagestream_engine/attention/native /src/pagestream_engine/attention/native
@@ -30,7 +30,7 @@ COPY services/engine/src/pagestream_engine/cpu.py services/engine/src/pagestream
      services/engine/src/pagestream_engine/native_build.py /src/pagestream_engine/
 RUN PYTHONPATH=/src python3 -m pagestream_engine.attention.native.prebuild --out /prebuilt
 
-# -- what we wrote --
+# -- our packages --
 FROM thirdparty AS ours
 COPY proto proto
 COPY kernels kernels

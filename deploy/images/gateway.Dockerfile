@@ -3,7 +3,7 @@
 # docker build -f deploy/images/gateway.Dockerfile .    or    buildah bud -f deploy/images/gateway.Dockerfile .
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
-# -- what others wrote: changes with constraints.txt and its own list alone --
+# -- third-party packages: this layer changes with constraints.txt and its requirements file alone --
 FROM ${BASE_IMAGE} AS thirdparty
 WORKDIR /build
 RUN python3 -m venv --without-pip /opt/venv && python3 -m venv /opt/builder
@@ -14,7 +14,7 @@ RUN /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet
       --constraint constraints.txt --requirement requirements.txt \
     && echo /opt/pagestream > "$(echo /opt/venv/lib/python3.*/site-packages)/pagestream.pth"
 
-# -- what we wrote --
+# -- our packages --
 FROM thirdparty AS ours
 COPY proto proto
 COPY services/streams services/streams

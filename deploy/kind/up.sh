@@ -14,7 +14,7 @@ for archive in build/images/pagestream-{gateway,operator,engine}.tar; do
   kind load image-archive --name pagestream "$archive"
 done
 helm --kube-context kind-pagestream upgrade --install pagestream helm/pagestream --wait --timeout 5m "$@"
-# The chart leaves node ports to chance; kind.yaml needs these two.
+# The chart sets no node ports; kind.yaml needs these two.
 kubectl --context kind-pagestream patch service pagestream-gateway --patch '{"spec": {"type": "NodePort", "ports": [
   {"name": "http", "port": 8000, "nodePort": 30080}, {"name": "grpc", "port": 50051, "nodePort": 30051}]}}'
 helm --kube-context kind-pagestream get notes pagestream

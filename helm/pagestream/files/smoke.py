@@ -199,10 +199,10 @@ def _call(place: Place, method: str, path: str, body: str = "", *, with_key: boo
 
 def _raise_for(status: int, body: str, what: str) -> None:
     """Busy and starting gateways are asked again."""
-    told = f"{what}: {status} {body[:500]}"
+    problem = f"{what}: {status} {body[:500]}"
     if status in (404, 429) or status >= 500:
-        raise _NotYetError(told)
-    raise SmokeError(told)
+        raise _NotYetError(problem)
+    raise SmokeError(problem)
 
 
 def _metadata(place: Place) -> tuple[tuple[str, str], ...]:

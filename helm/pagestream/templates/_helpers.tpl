@@ -1,4 +1,4 @@
-{{/* Before all names; short enough for the longest suffix and a StatefulSet's revision label. */}}
+{{/* The prefix of all names; short enough for the longest suffix and a StatefulSet's revision label. */}}
 {{- define "pagestream.fullname" -}}
 {{- .Values.fullnameOverride | default .Release.Name | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
@@ -36,7 +36,7 @@ app.kubernetes.io/part-of: pagestream
 {{- end }}
 {{- end -}}
 
-{{/* An image of our own: (dict "root" $ "image" .Values.gateway.image). */}}
+{{/* An image of Pagestream: (dict "root" $ "image" .Values.gateway.image). */}}
 {{- define "pagestream.image" -}}
 {{- $name := list .root.Values.image.registry .image.repository | compact | join "/" -}}
 {{- if .image.digest -}}
@@ -46,7 +46,7 @@ app.kubernetes.io/part-of: pagestream
 {{- end -}}
 {{- end -}}
 
-{{/* An image of others: its registry, repository, tag or digest. */}}
+{{/* An image of another project: its registry, repository, tag or digest. */}}
 {{- define "pagestream.otherImage" -}}
 {{- $name := list .registry .repository | compact | join "/" -}}
 {{- if .digest -}}{{ $name }}@{{ .digest }}{{- else -}}{{ $name }}:{{ .tag }}{{- end -}}
@@ -61,7 +61,7 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 
-{{/* What Pod Security "restricted" asks of a pod, and of its containers. The user is the images' own. */}}
+{{/* The security contexts that Pod Security "restricted" requires. The user is that of the images. */}}
 {{- define "pagestream.podSecurityContext" -}}
 runAsNonRoot: true
 runAsUser: 65532
@@ -79,7 +79,7 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* Where pods may run: (dict "root" $ "component" "gateway" "values" .Values.gateway "spread" true). */}}
+{{/* The placement of pods: (dict "root" $ "component" "gateway" "values" .Values.gateway "spread" true). */}}
 {{- define "pagestream.placement" -}}
 {{- with .values.priorityClassName }}
 priorityClassName: {{ . }}
@@ -113,17 +113,17 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* The Secret that holds Redis' address under `url`. */}}
+{{/* The Secret with Redis' address under `url`. */}}
 {{- define "pagestream.redisSecret" -}}
 {{- .Values.redis.external.existingSecret | default (printf "%s-redis" (include "pagestream.fullname" .)) -}}
 {{- end -}}
 
-{{/* The Secret that holds the hashes of API keys under `keys`. */}}
+{{/* The Secret with the hashes of API keys under `keys`. */}}
 {{- define "pagestream.keysSecret" -}}
 {{- .Values.apiKeys.existingSecret | default (printf "%s-api-key-hashes" (include "pagestream.fullname" .)) -}}
 {{- end -}}
 
-{{/* The Secret that holds a key for callers under `key`; empty where there is none. */}}
+{{/* The Secret with an API key for clients under `key`; empty where there is none. */}}
 {{- define "pagestream.callerKeySecret" -}}
 {{- if .Values.apiKeys.enabled -}}
 {{- if .Values.apiKeys.existingSecret -}}
@@ -139,7 +139,7 @@ topologySpreadConstraints:
 {{- .Values.gateway.tls.existingSecret | default (printf "%s-gateway-tls" (include "pagestream.fullname" .)) -}}
 {{- end -}}
 
-{{/* Where processes export OpenTelemetry. */}}
+{{/* The endpoint to which processes export OpenTelemetry. */}}
 {{- define "pagestream.otlpEndpoint" -}}
 {{- if .Values.telemetry.endpoint -}}
 {{- .Values.telemetry.endpoint -}}
@@ -155,7 +155,7 @@ http://{{ include "pagestream.fullname" . }}-operator-sink.{{ .Release.Namespace
 {{- .Values.operator.namespaces | default (list .Release.Namespace) | toYaml -}}
 {{- end -}}
 
-{{/* The environment that all of our processes share beside the ConfigMap `<release>-settings`. */}}
+{{/* The environment that all processes of Pagestream share beside the ConfigMap `<release>-settings`. */}}
 {{- define "pagestream.podIdentity" -}}
 - name: POD_NAME
   valueFrom:
@@ -169,7 +169,7 @@ http://{{ include "pagestream.fullname" . }}-operator-sink.{{ .Release.Namespace
   value: k8s.namespace.name={{ .Release.Namespace }},k8s.pod.name=$(POD_NAME),k8s.pod.uid=$(POD_UID)
 {{- end -}}
 
-{{/* A model that the notes can name. */}}
+{{/* The model that the notes name as an example. */}}
 {{- define "pagestream.exampleModel" -}}
 {{- $model := "" -}}
 {{- range $name, $spec := .Values.pools -}}

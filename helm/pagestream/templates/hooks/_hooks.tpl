@@ -65,7 +65,7 @@ spec:
       {{- end }}
 {{- end -}}
 
-{{/* What a hook's pod may do in the network: ask the API server. */}}
+{{/* The NetworkPolicy of a hook's pod: the API server and DNS alone. */}}
 {{- define "pagestream.hookNetworkPolicy" -}}
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy

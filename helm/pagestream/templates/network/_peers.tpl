@@ -1,4 +1,4 @@
-{{/* Rules that several policies share, each an item of a list. */}}
+{{/* Rules that several policies share, each as an item of a list. */}}
 
 {{- define "pagestream.egressDNS" -}}
 - to:
@@ -43,7 +43,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* To wherever a process exports OpenTelemetry. */}}
+{{/* Egress to the OpenTelemetry endpoint. */}}
 {{- define "pagestream.egressTelemetry" -}}
 {{- if .Values.telemetry.endpoint -}}
 {{- include "pagestream.egressCIDRs" .Values.networkPolicy.externalTelemetry -}}
@@ -61,7 +61,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Engine pods are the operator's: of this namespace, or of all that it serves. */}}
+{{/* Engine pods, in this namespace or in all that the operator serves. */}}
 {{- define "pagestream.enginePeers" -}}
 {{- if .Values.operator.clusterWide -}}
 - namespaceSelector: {}
@@ -80,7 +80,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Who reads metrics at a port: (dict "root" $ "port" 9401). */}}
+{{/* Ingress to a port with metrics: (dict "root" $ "port" 9401). */}}
 {{- define "pagestream.ingressMonitoring" -}}
 {{- with .root.Values.networkPolicy.monitoring -}}
 - from:
