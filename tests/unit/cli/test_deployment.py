@@ -57,7 +57,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def __init__(self, *_: object) -> None:
             self.expire = expired.append
 
-    monkeypatch.setattr("pagestream_cli.serve.deployment.QueueLink", Queue)
+    monkeypatch.setattr("pagestream_cli.serve.deployment.RedisActions", Queue)
     return expired
 
 
@@ -83,7 +83,7 @@ def test_redis_hears_of_a_dead_engine_before_the_terminal(
     monkeypatch.setattr("pagestream_cli.serve.report.say", lambda text: order.append(f"{text} | told {queue}"))
     served = deployment(tmp_path)
     served.died(engine(served), KILLED, 0.0)
-    assert order[0] == "engine-0 died (SIGKILL) after 1.0 s; it starts again now | told ['engine-0.boot']"
+    assert order[0] == "engine-0 died (SIGKILL) after 1.0 s; it restarts now | told ['engine-0.boot']"
 
 
 def test_a_pipe_that_nobody_reads_hides_nothing_from_redis(

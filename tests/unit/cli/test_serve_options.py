@@ -8,7 +8,7 @@ from pagestream_cli.__main__ import build_parser, main
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import PortTakenError, UsageError
 from pagestream_cli.ports import is_free
-from pagestream_cli.serve.engines import EngineNews, engines_left_behind
+from pagestream_cli.serve.engines import EngineLogs, engines_left_behind
 from pagestream_cli.serve.layout import lay_out
 from pagestream_cli.serve.model import ModelChoice, choose_model, demo_model_places, find_demo_model
 from pagestream_cli.serve.options import ENGINE_OPTIONS, ServeOptions, parse_options
@@ -173,16 +173,16 @@ def test_several_engines_share_the_cores() -> None:
 
 
 def test_an_engine_that_claims_says_so_in_its_log() -> None:
-    news = EngineNews()
-    news.hear("engine-0", '{"level": "INFO", "message": "getting ready"}')
-    news.hear("engine-0", "ready")
-    news.hear("engine-0", '{"message": "ready"')
-    assert not news.claims("engine-0")
-    news.hear("engine-0", '{"level": "INFO", "message": "ready", "engine_id": "engine-0-1:ab"}')
-    assert news.claims("engine-0")
-    assert news.forget("engine-0") == "engine-0-1:ab"
-    assert news.forget("engine-0") is None
-    assert not news.claims("engine-0")
+    logs = EngineLogs()
+    logs.read("engine-0", '{"level": "INFO", "message": "getting ready"}')
+    logs.read("engine-0", "ready")
+    logs.read("engine-0", '{"message": "ready"')
+    assert not logs.claims("engine-0")
+    logs.read("engine-0", '{"level": "INFO", "message": "ready", "engine_id": "engine-0-1:ab"}')
+    assert logs.claims("engine-0")
+    assert logs.forget("engine-0") == "engine-0-1:ab"
+    assert logs.forget("engine-0") is None
+    assert not logs.claims("engine-0")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The pagestream command: serve, generate, chat, bench, replay, dead, doctor."""
+"""The pagestream command: serve, generate, chat, bench, replay, simulate, dead, doctor."""
 
 from pagestream_cli.errors import CliError
 

@@ -1,4 +1,4 @@
-"""The `pagestream` command. Each command's code is imported when it is asked for: `--help` has to be quick."""
+"""The `pagestream` command. The code of each command is imported when it runs, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pagestream_cli.errors import CliError
 
 
 class Command(NamedTuple):
-    """A verb, its sentence, and the modules that have its options and its work."""
+    """A verb, its help text, and the modules of its options and of its work."""
 
     verb: str
     help: str
     options: str
-    """Module with `add_arguments(parser)`."""
+    """Module with `add_arguments(parser)`; it must not import a heavy library."""
     work: str
     """Module with `run(arguments) -> exit code`."""
 
@@ -42,15 +42,17 @@ COMMANDS = (
         "simulate",
         "simulate",
     ),
-    Command("dead", "show requests that were quarantined, and let them go on", "quarantine", "quarantine"),
-    Command("doctor", "tell what this machine has, what is wrong, and what to do", "doctor.command", "doctor.command"),
+    Command("dead", "show quarantined requests, and requeue them", "quarantine", "quarantine"),
+    Command(
+        "doctor", "report what this machine has, what is wrong, and what to do", "doctor.command", "doctor.command"
+    ),
 )
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Build the parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="pagestream", description="Serves language models; token streams outlive every process."
+        prog="pagestream", description="Serve language models; token streams survive the death of any process."
     )
     parser.add_argument("--version", action="store_true", help="print the version")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND")
@@ -66,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the process's exit code."""
+    """Run one command. Returns the exit code of the process."""
     parser = build_parser()
     parsed = parser.parse_args(arguments)
     if parsed.version:
@@ -78,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Turn what a person can act on into words and an exit code; anything else is a defect and keeps its traceback."""
+    """Print errors that a user can act on and return their exit code; other errors keep their traceback."""
     try:
         return work()
     except (CliError, SimulatorError) as error:
@@ -89,7 +91,7 @@ def guarded(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone; nobody is left to tell
+        sys.stderr.close()  # the reader of our output has closed the pipe; a message would fail as well
         return 141
 
 

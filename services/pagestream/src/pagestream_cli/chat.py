@@ -21,16 +21,16 @@ HELP = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of chat."""
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="system message before the conversation")
     sampling.add_server_arguments(parser)
     sampling.add_arguments(parser, max_tokens=256)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Talk; when stdin is a pipe, answer the one message that comes through it.
+    """Hold a conversation; where stdin is a pipe, answer the one message that it holds.
 
     Raises:
-        CliError: no server, or a stream that broke for good.
+        CliError: no server answers, or a stream could not be resumed.
     """
     from pagestream_cli.client.endpoint import find_endpoint
     from pagestream_cli.client.models import choose_model
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """Messages so far, and how to go on."""
+    """The messages so far, and how they are sent."""
 
     def __init__(self, endpoint: Endpoint, model: str, arguments: argparse.Namespace) -> None:
         self._endpoint = endpoint
@@ -56,15 +56,16 @@ class Conversation:
         self._messages: list[Message] = []
 
     def reset(self) -> None:
-        """Forget all but the system message."""
+        """Drop all messages but the system message."""
         self._messages = []
 
     async def say(self, message: str) -> str:
-        """Say something and show the answer; an answer that was interrupted or refused is not part of the conversation.
+        """Send a message and show the answer. An answer that was interrupted or refused does not become part of the
+        conversation.
 
         Raises:
-            RequestRejectedError: the server refuses the conversation, when it has grown too long for example.
-            StreamLostError: the stream broke for good.
+            RequestRejectedError: the server refuses the conversation, for example because it has become too long.
+            StreamLostError: the stream could not be resumed.
         """
         from pagestream_cli.client.answer import show_answer
 

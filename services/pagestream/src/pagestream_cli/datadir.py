@@ -1,4 +1,4 @@
-"""The folder where one deployment on this machine keeps its queue, its logs and the list of its processes."""
+"""The data folder of a deployment on this machine: its queue, its logs and the list of its processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagestream_cli.errors import DataDirBusyError, DataDirError
 
 
 def default_data_dir() -> Path:
-    """`$XDG_DATA_HOME/pagestream`, or `~/.local/share/pagestream`."""
+    """Return `$XDG_DATA_HOME/pagestream`, or `~/.local/share/pagestream`."""
     base = os.environ.get("XDG_DATA_HOME", "")
     root = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "share"
     return root / "pagestream"
@@ -21,13 +21,13 @@ def default_data_dir() -> Path:
 
 @dataclass(frozen=True)
 class DataDir:
-    """Names of what lies in a data folder."""
+    """Paths in a data folder."""
 
     path: Path
 
     @classmethod
     def at(cls, path: str | Path | None) -> DataDir:
-        """The folder that was given, else the default one. Nothing is created."""
+        """Return the given folder, else the default one. Nothing is created."""
         return cls(default_data_dir() if path is None else Path(path).expanduser().absolute())
 
     @property
@@ -47,22 +47,23 @@ class DataDir:
         return self.path / "logs"
 
     def create(self) -> None:
-        """Make the folder and those in it, readable by their owner alone: they hold prompts and answers.
+        """Create the folder and its subfolders, readable by their owner alone: they hold prompts and answers.
 
         Raises:
-            DataDirError: a folder cannot be made.
+            DataDirError: a folder cannot be created.
         """
         try:
             for folder in (self.path, self.redis, self.logs):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise DataDirError(
-                f"cannot make the data folder {self.path}: {error.strerror}", hint="choose another with --data-dir DIR"
+                f"cannot create the data folder {self.path}: {error.strerror}",
+                hint="choose another with --data-dir DIR",
             ) from error
 
 
 class DataDirLock:
-    """Holds a data folder for one process. The kernel lets go when the process dies, however it dies."""
+    """Lock a data folder for one process. The kernel releases the lock when the process ends, in whatever way."""
 
     def __init__(self, data_dir: DataDir) -> None:
         self._data_dir = data_dir

@@ -1,10 +1,10 @@
-"""What can go wrong in a command, in words for the person who typed it."""
+"""The errors of commands. Their messages are shown to the user, without a traceback."""
 
 from __future__ import annotations
 
 
 class CliError(Exception):
-    """A command failed. `hint` says what to do about it; `exit_code` is the process's."""
+    """A command failed. `hint` says what to do; `exit_code` is that of the process."""
 
     exit_code = 1
 
@@ -28,11 +28,11 @@ class DataDirBusyError(DataDirError):
 
 
 class PortTakenError(CliError):
-    """A port that serve was told to use belongs to another process."""
+    """A port that serve should use is in use by another process."""
 
 
 class ServeFileInvalidError(CliError):
-    """serve.json is not what serve writes."""
+    """serve.json does not have the form that serve writes."""
 
 
 class PartFailedError(CliError):
@@ -40,7 +40,7 @@ class PartFailedError(CliError):
 
 
 class PartOptionsError(PartFailedError):
-    """A part of serve refuses what it was started with."""
+    """A part of serve refuses its options."""
 
     exit_code = 2
 

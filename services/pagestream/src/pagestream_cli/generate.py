@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Complete the prompt and stream the completion to stdout.
 
     Raises:
-        CliError: no server, a refused request, or a stream that broke for good.
+        CliError: no server answers, it refuses the request, or a stream could not be resumed.
     """
     prompt = _prompt(arguments.prompt)
     if arguments.offline is not None:
@@ -47,7 +47,7 @@ async def _complete(arguments: argparse.Namespace, prompt: str) -> None:
 
 
 def complete_offline(model: str, prompt: str, fields: Mapping[str, Any]) -> str:
-    """The completion of one prompt.
+    """Complete one prompt in this process, without gateway, Redis and worker.
 
     Raises:
         UsageError: `model` is no model folder.

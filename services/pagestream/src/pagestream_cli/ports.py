@@ -10,9 +10,7 @@ LAST_PORT = 65535
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now.
-
-    A connection that lingers from an earlier server does not count as taken.
+    """Whether a server could listen there now. Connections of an earlier server that are still closing do not count.
 
     Raises:
         UsageError: `host` is no address of this machine.
@@ -36,14 +34,14 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody uses at this moment, chosen by the system."""
+    """Return a port that is free at this moment, chosen by the system."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def require_free(host: str, ports: dict[str, int]) -> None:
-    """Check ports by the option that named them.
+    """Check the ports, given by the option that named each.
 
     Raises:
         PortTakenError: one of them is in use; the message names option and port.

@@ -1,4 +1,4 @@
-"""Shows quarantined requests to the person who runs a deployment, and lets them go on."""
+"""`pagestream dead`: list, show and requeue quarantined requests."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of dead."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    listing = actions.add_parser("list", help="name the quarantined requests, the oldest first")
-    listing.add_argument("--model", metavar="NAME", help="of this model only")
-    listing.add_argument("--json", action="store_true", help="for programs")
+    listing = actions.add_parser("list", help="list the quarantined requests, the oldest first")
+    listing.add_argument("--model", metavar="NAME", help="only those of this model")
+    listing.add_argument("--json", action="store_true", help="print JSON")
     store.add_arguments(listing)
 
-    showing = actions.add_parser("show", help="tell all about one of them")
+    showing = actions.add_parser("show", help="show one of them in full")
     showing.add_argument("request_id", metavar="ID")
-    showing.add_argument("--json", action="store_true", help="for programs, with the whole request")
+    showing.add_argument("--json", action="store_true", help="print JSON, with the whole request")
     store.add_arguments(showing)
 
     requeueing = actions.add_parser(
-        "requeue", help="let it go on from where it stood, under a new id that is printed (again: the same id)"
+        "requeue",
+        help="continue it from where it stopped, under a new id, which is printed (a second time: the same id)",
     )
     requeueing.add_argument("request_id", metavar="ID", nargs="+")
     store.add_arguments(requeueing)
@@ -76,13 +77,13 @@ async def _requeue(broker: Broker, arguments: argparse.Namespace) -> None:
 
 
 def line(dead: QuarantinedRequest) -> str:
-    """One row of the list."""
+    """Format one row of the list."""
     on = f"  requeued as {dead.requeued_as}" if dead.requeued_as else ""
     return f"{dead.request_id}  {_time(dead)}  {dead.model}  {dead.tenant}  at {dead.next_index}  {dead.reason}{on}"
 
 
 def description(dead: QuarantinedRequest) -> str:
-    """All that a person should know; the prompt itself is in the JSON form alone."""
+    """Format a request in full; the prompt itself is in the JSON form alone."""
     sampling = dead.spec.sampling
     rows = {
         "request": dead.request_id,
@@ -103,7 +104,7 @@ def description(dead: QuarantinedRequest) -> str:
 
 
 def summary(dead: QuarantinedRequest) -> dict[str, Any]:
-    """The row for programs."""
+    """Return the row as JSON fields."""
     return {
         "request_id": dead.request_id,
         "model": dead.model,
@@ -118,7 +119,7 @@ def summary(dead: QuarantinedRequest) -> dict[str, Any]:
 
 
 def whole(dead: QuarantinedRequest) -> dict[str, Any]:
-    """The row with the request as it was accepted, in protobuf's JSON form."""
+    """Return the row with the request as it was accepted, in protobuf's JSON form."""
     from google.protobuf.json_format import MessageToDict
 
     return {**summary(dead), "spec": MessageToDict(dead.spec, preserving_proto_field_name=True)}

@@ -1,4 +1,4 @@
-"""The options that generate and chat share: which server, and how tokens are chosen."""
+"""The options that generate and chat share: the server, and the sampling parameters."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import argparse
 from typing import Any
 
 FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
-"""Names in the request body: OpenAI's, and vLLM's top_k."""
+"""Sampling parameters with an option, by the names of the API."""
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which server to ask."""
+    """Add the options of the server to call."""
     parser.add_argument(
         "--url", metavar="URL", help="a gateway's base URL (default: the serve that runs in the data folder)"
     )
@@ -20,7 +20,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """How tokens are chosen; what is not given is left to the model's defaults."""
+    """Add the sampling options. Those that are not given have the model's defaults."""
     parser.add_argument(
         "--max-tokens",
         type=int,
@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
         metavar="N",
         help="most tokens of the answer (default: %(default)s)",
     )
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    parser.add_argument("--top-p", type=float, metavar="P", help="nucleus probability")
-    parser.add_argument("--top-k", type=int, metavar="K", help="number of candidates")
+    parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy")
+    parser.add_argument("--top-p", type=float, metavar="P", help="nucleus probability in (0, 1]")
+    parser.add_argument("--top-k", type=int, metavar="K", help="number of candidate tokens")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text; may be given several times"
@@ -38,5 +38,5 @@ def add_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
 
 
 def fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields that were given."""
+    """Return the sampling parameters that were given."""
     return {name: value for name in FIELDS if (value := getattr(arguments, name)) is not None}

@@ -19,13 +19,13 @@ class ProcessRecord:
     name: str
     """`serve`, `redis`, `gateway-<n>` or `engine-<n>`."""
     pid: int | None
-    """None between a death and the restart."""
+    """None between a crash and the restart."""
     ports: Mapping[str, int] = field(default_factory=dict)
-    """By what they speak: `http`, `grpc`, `redis`, `metrics`."""
+    """By protocol: `http`, `grpc`, `redis`, `metrics`."""
     restarts: int = 0
-    """How often it was started again."""
+    """Number of restarts."""
     log: str = ""
-    """Where its output goes."""
+    """File of its output."""
 
 
 @dataclass(frozen=True)
@@ -36,34 +36,32 @@ class ServeRecord:
     """The served name."""
     redis_url: str
     host: str
-    """Where the gateways listen."""
+    """Address on which the gateways listen."""
     processes: tuple[ProcessRecord, ...]
     started: float
     """Unix seconds."""
     ready: bool = False
     """Whether every gateway and one engine have been ready."""
     version: int = 1
-    """Of this form; readers refuse what they do not know."""
+    """Version of this format; readers refuse other versions."""
 
     def http_urls(self) -> tuple[str, ...]:
-        """Base URL of every gateway."""
+        """Return the base URL of every gateway."""
         return tuple(f"http://{dial_host(self.host)}:{p.ports['http']}" for p in self.processes if "http" in p.ports)
 
     def grpc_targets(self) -> tuple[str, ...]:
-        """`host:port` of every gateway."""
+        """Return `host:port` of every gateway."""
         return tuple(f"{dial_host(self.host)}:{p.ports['grpc']}" for p in self.processes if "grpc" in p.ports)
 
 
 def dial_host(listen_host: str) -> str:
-    """The address under which a program on this machine reaches a listener on `listen_host`."""
+    """Return the address at which a program on this machine reaches a listener on `listen_host`."""
     host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(listen_host, listen_host)  # noqa: S104
     return f"[{host}]" if ":" in host else host
 
 
 def write_record(path: Path, record: ServeRecord) -> None:
-    """Replace the file at once, so that a reader sees the old or the new one; owner-only, since a Redis URL may hold a
-    password.
-    """
+    """Replace the file atomically. Only its owner can read it, since a Redis URL may hold a password."""
     text = json.dumps(asdict(record), indent=2) + "\n"
     temporary = path.with_name(path.name + ".new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -73,10 +71,10 @@ def write_record(path: Path, record: ServeRecord) -> None:
 
 
 def read_record(path: Path) -> ServeRecord | None:
-    """The record at `path`; None where there is no file.
+    """Read the record at `path`; None where there is no file.
 
     Raises:
-        ServeFileInvalidError: the file is not of the form that serve writes.
+        ServeFileInvalidError: the file cannot be read, or does not have the form that serve writes.
     """
     try:
         text = path.read_text()

@@ -1,4 +1,4 @@
-"""`pagestream simulate`: prints and writes what the simulator's comparison returns."""
+"""`pagestream simulate`: print and write the results of the simulator's comparison."""
 
 from __future__ import annotations
 

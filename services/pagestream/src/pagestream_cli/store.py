@@ -1,4 +1,4 @@
-"""The Redis of a deployment, for commands that look into it themselves."""
+"""The Redis of a deployment, for commands that read it directly."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from pagestream_streams import Broker
 
 CONNECT_LIMIT_S = 5.0
-"""A person waits; a server that is still starting is asked again by hand."""
+"""Short, since a user waits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which Redis."""
+    """Add the options that name the Redis."""
     parser.add_argument("--redis", metavar="URL", help="default: that of the serve that runs in the data folder")
     parser.add_argument("--data-dir", metavar="DIR", help="the data folder of that serve")
 
 
 def redis_url(arguments: argparse.Namespace) -> str:
-    """The URL that was given, else that of the serve that runs in the data folder.
+    """Return the given URL, else that of the serve that runs in the data folder.
 
     Raises:
         ServerNotFoundError: no serve runs there.
@@ -44,7 +44,7 @@ def redis_url(arguments: argparse.Namespace) -> str:
 
 @asynccontextmanager
 async def opened(url: str) -> AsyncIterator[Broker]:
-    """The deployment's records; what goes wrong with them inside the block is told in the command's words.
+    """Open the deployment's records; their errors inside the block are raised as errors of the command.
 
     Raises:
         CliError: Redis does not answer, or has no such request or model.

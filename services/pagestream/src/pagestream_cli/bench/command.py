@@ -32,7 +32,7 @@ RANDOM_REQUESTS = 64
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the load; print and write what it felt like. Returns 1 when a request failed.
+    """Run the load; print and write the measurements. Returns 1 when a request failed.
 
     Raises:
         CliError: no server, or a workload that cannot be read.
@@ -48,10 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuse numbers that mean nothing.
+    """Check the options against each other and against their ranges.
 
     Raises:
-        UsageError: names the option.
+        UsageError: one is out of range; the message names it.
     """
     for option in ("request_rate", "time_scale", "concurrency", "request_timeout", "num_requests", "vocab_size"):
         value = getattr(arguments, option)
@@ -108,7 +108,9 @@ async def _trace_requests(
     if arguments.scale_to_context is not None:
         context = arguments.scale_to_context or (await list_models(endpoint)).get(model)
         if context is None:
-            raise UsageError("the server does not tell the model's context", hint="give it: --scale-to-context N")
+            raise UsageError(
+                "the server does not report the model's context length", hint="give it: --scale-to-context N"
+            )
         settings |= {"context": context, "length_factor": round(scale_factor(rows, context), 6)}
         rows = scale_to_context(rows, context)
     closed_loop = arguments.concurrency is not None and arguments.request_rate is None
@@ -130,7 +132,7 @@ def _grpc_targets(arguments: argparse.Namespace) -> tuple[str, ...]:
         return (arguments.grpc,)
     record = read_record(DataDir.at(arguments.data_dir).serve_file)
     if record is None or arguments.url is not None:
-        raise ServerNotFoundError("--grpc needs HOST:PORT when no serve.json tells it")
+        raise ServerNotFoundError("--grpc needs HOST:PORT where no pagestream serve runs in the data folder")
     return record.grpc_targets()
 
 

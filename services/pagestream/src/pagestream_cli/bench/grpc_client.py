@@ -1,4 +1,4 @@
-"""Streams answers over gRPC."""
+"""Bench requests over gRPC."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pagestream_cli.bench.workload import BenchRequest
 from pagestream_cli.client.endpoint import Endpoint
 
 CHANNELS_EACH = 4
-"""Connections to one gateway: HTTP/2 servers bound the streams of a connection (100 is usual)."""
+"""Connections to one gateway: HTTP/2 servers limit the streams of a connection (100 is usual)."""
 
 
 class GrpcClient:
-    """Sends Generate calls to the gateways in turn."""
+    """Send Generate calls to the gateways in turn."""
 
     def __init__(self, targets: tuple[str, ...], endpoint: Endpoint, model: str, temperature: float) -> None:
         options = [("grpc.use_local_subchannel_pool", 1)]
@@ -34,7 +34,7 @@ class GrpcClient:
             await channel.close()
 
     async def ask(self, request: BenchRequest, tally: Tally) -> None:
-        """Send a request and note what comes.
+        """Send a request and record its answer in the tally.
 
         Raises:
             AnswerError: the call failed.
@@ -62,7 +62,7 @@ class GrpcClient:
 
 
 def note_chunk(chunk: inference_pb2.TokenChunk, tally: Tally) -> None:
-    """Count a chunk.
+    """Record a chunk in the tally.
 
     Raises:
         AnswerError: the chunk is an error.

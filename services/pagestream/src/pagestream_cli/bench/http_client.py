@@ -1,4 +1,9 @@
-"""Streams answers over HTTP/1.1 by hand, on bare asyncio: the load generator shares its cores with what it measures."""
+"""Bench requests over HTTP/1.1 on bare asyncio.
+
+The load generator shares its cores with the servers that it measures, and needs half the CPU time of an HTTP library
+for each event (docs/decisions/0061). Events are decoded by the code of `pagestream_client`; nothing is resumed or
+retried, since a broken stream is a result.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +25,12 @@ from pagestream_cli.client.endpoint import Endpoint
 
 MAX_HEAD_BYTES = 1 << 16
 MAX_BODY_BYTES = 1 << 20
-"""Of an error answer."""
+"""Most bytes of an error answer that are kept."""
 READ_BYTES = 1 << 16
 
 
 class HttpClient:
-    """Sends completions to the gateways in turn."""
+    """Send completions to the gateways in turn."""
 
     def __init__(self, endpoint: Endpoint, model: str, temperature: float) -> None:
         self._endpoint = endpoint
@@ -37,7 +42,7 @@ class HttpClient:
         """Nothing is kept between requests."""
 
     async def ask(self, request: BenchRequest, tally: Tally) -> None:
-        """Send a request and note what comes.
+        """Send a request and record its answer in the tally.
 
         Raises:
             AnswerError: the answer is an error, or not complete.
@@ -116,14 +121,14 @@ async def _plain(reader: asyncio.StreamReader, length: str | None) -> AsyncItera
 
 
 def note_event(event: Event, tally: Tally) -> None:
-    """Count an event.
+    """Record an event in the tally.
 
-    A server that numbers its events (`<request>/<next index>/<digest>`) may put several tokens into one; usage has the
-    last word.
+    A server that numbers its events (`<request>/<next index>/<digest>`) may put several tokens into one event, so the
+    numbers of tokens are taken from the usage.
 
     Raises:
         AnswerError: the event is an error.
-        ValueError: it is no JSON.
+        ValueError: the event is not JSON.
     """
     if event.data == DONE:
         tally.done = True

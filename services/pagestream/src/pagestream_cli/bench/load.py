@@ -1,4 +1,4 @@
-"""Sends the requests when they are due."""
+"""The load: each request is sent when it is due."""
 
 from __future__ import annotations
 
@@ -20,9 +20,17 @@ async def run_load(
     timeout_s: float,
     on_done: Callable[[Outcome], None],
 ) -> list[Outcome]:
-    """Send every request at its time, at most `concurrency` at once, and wait for all answers.
+    """Send every request when it is due, and wait for all answers.
 
-    An error is an outcome, never an exception: the load goes on. Outcomes are in the order of sending.
+    Args:
+        client: sends one request.
+        requests: in any order.
+        concurrency: most requests at once; None is no limit.
+        timeout_s: longest time for one answer.
+        on_done: called with each outcome.
+
+    Returns:
+        The outcomes in the order of sending. An error is an outcome, never an exception: the load continues.
     """
     start = time.perf_counter()
     slots = asyncio.Semaphore(concurrency) if concurrency is not None else contextlib.nullcontext()
@@ -44,7 +52,7 @@ async def run_load(
 
 
 def sorted_by_due(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
-    """Requests in the order in which they are sent."""
+    """Return the requests in the order in which they are sent."""
     return sorted(requests, key=lambda request: request.due_s)
 
 

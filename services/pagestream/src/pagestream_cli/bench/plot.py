@@ -1,4 +1,4 @@
-"""Draws a run as a PNG."""
+"""Draw a run as a PNG. Needs the extra `plot` (matplotlib), which is imported when used."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ def require_matplotlib() -> None:
 
 
 def write_plot(run: Run, path: Path) -> None:
-    """Four panels:
-
-    TTFT over time, throughput over time, and the distributions of TTFT and end-to-end time, and of ITL and TPOT.
+    """Draw four panels: TTFT over time, throughput over time, and the distributions of TTFT and end-to-end time, and of
+    ITL and TPOT.
     """
     import matplotlib as mpl
 

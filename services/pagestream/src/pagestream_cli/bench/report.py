@@ -1,4 +1,4 @@
-"""Shows a run in the terminal, and keeps it as JSON."""
+"""A run as a table for the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ MESSAGES_SHOWN = 5
 
 @dataclass(frozen=True)
 class Run:
-    """All that is known of a run."""
+    """The command, settings and results of one run."""
 
     command: str
-    """What was typed."""
+    """Command line."""
     settings: Mapping[str, Any]
-    """What that came to: model, factor of the lengths, and the like."""
+    """Effective settings: model, factor of the lengths, and the like."""
     summary: Summary
     outcomes: Sequence[Outcome]
 
 
 def as_text(run: Run) -> str:
-    """A table for people."""
+    """Format a table."""
     s = run.summary
     lines = [
         f"requests      {s.succeeded} of {s.requests} succeeded in {s.duration_s:.2f} s",
@@ -53,7 +53,7 @@ def as_text(run: Run) -> str:
 
 
 def as_json(run: Run) -> str:
-    """Everything, one request a line; times of requests are seconds, of the summary milliseconds."""
+    """Format everything, one request per line. Times of requests are in seconds, those of the summary in ms."""
     head = {
         "command": run.command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

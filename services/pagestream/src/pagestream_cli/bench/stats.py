@@ -1,4 +1,4 @@
-"""From single requests to the numbers that people compare."""
+"""From single requests to latencies and throughput."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ PERCENTILES = (50.0, 90.0, 99.0)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One request, as its client saw it. Times are seconds."""
+    """One request, as its client saw it. Times are in seconds."""
 
     due_s: float
-    """When it was to be sent, after the start."""
+    """When it was due, after the start of the run."""
     sent_s: float
-    """When it was."""
+    """When it was sent, after the start of the run."""
     ended_s: float
-    """When its answer, or its error, was complete."""
+    """When its answer, or its error, was complete, after the start of the run."""
     input_tokens: int
     output_tokens: int
     token_times_s: tuple[float, ...] = ()
     """When each event with tokens came, after `sent_s`."""
     error: str = ""
-    """Kind of the error; empty: none."""
+    """Kind of the error; empty where there is none."""
     message: str = ""
 
     @property
     def e2e_s(self) -> float:
-        """From sending to the end."""
+        """Time from sending to the end."""
         return self.ended_s - self.sent_s
 
     @property
@@ -49,14 +49,14 @@ class Outcome:
 
     @property
     def itl_s(self) -> list[float]:
-        """Inter-token latencies: gaps between events that brought tokens, as a reader feels them."""
+        """Inter-token latencies: gaps between events with tokens."""
         times = self.token_times_s
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A measure over all requests, in milliseconds."""
+    """Distribution of one measure over all requests, in milliseconds."""
 
     count: int
     mean: float
@@ -68,14 +68,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run."""
+    """Measurements of a run."""
 
     requests: int
     succeeded: int
     errors: dict[str, int]
     """Number by kind."""
     duration_s: float
-    """From the first request sent to the last answer complete."""
+    """From the first request sent to the last answer completed."""
     input_tokens: int
     output_tokens: int
     requests_per_s: float
@@ -90,11 +90,11 @@ class Summary:
     e2e: Spread | None
     """Whole answers."""
     late: Spread | None
-    """How late the load generator sent: large values mean that it, not the server, was the limit."""
+    """Delay of the load generator in sending: where it is large, the generator was the limit, not the server."""
 
 
 def spread(seconds: Sequence[float]) -> Spread | None:
-    """Spread in milliseconds; None of nothing."""
+    """Return the distribution of values in seconds, in milliseconds; None where there is no value."""
     if not seconds:
         return None
     low, middle, high = (float(each) * 1000 for each in numpy.percentile(seconds, PERCENTILES))
@@ -102,7 +102,7 @@ def spread(seconds: Sequence[float]) -> Spread | None:
 
 
 def summarize(outcomes: Sequence[Outcome]) -> Summary:
-    """Latencies and throughput of the requests that succeeded, and the errors of the others."""
+    """Return latencies and throughput of the requests that succeeded, and the errors of the others."""
     good = [outcome for outcome in outcomes if not outcome.error]
     duration = max((o.ended_s for o in outcomes), default=0.0) - min((o.sent_s for o in outcomes), default=0.0)
     inputs, outputs = sum(o.input_tokens for o in good), sum(o.output_tokens for o in good)

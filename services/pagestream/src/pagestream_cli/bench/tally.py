@@ -1,4 +1,4 @@
-"""Notes what comes of one request, whatever it was sent over."""
+"""What is recorded of one request, over either protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagestream_cli.bench.workload import BenchRequest
 
 
 class AnswerError(Exception):
-    """An answer that counts as an error, of a kind."""
+    """An answer that counts as an error; `kind` groups errors in the summary."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class AnswerError(Exception):
 
 @dataclass
 class Tally:
-    """What came of one answer so far."""
+    """What one answer has brought so far."""
 
     began: float
     times_s: list[float] = field(default_factory=list)
@@ -30,17 +30,17 @@ class Tally:
 
 
 class LoadClient(Protocol):
-    """A way to the server."""
+    """Sends bench requests over one protocol."""
 
     async def ask(self, request: BenchRequest, tally: Tally) -> None:
-        """Send a request and note what comes of it."""
+        """Send a request and record its answer in the tally."""
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
 
 
 def outcome_of(request: BenchRequest, tally: Tally, start: float, error: tuple[str, str] = ("", "")) -> Outcome:
-    """The request's measurements, `start` being the run's."""
+    """Return the measurements of a request; `start` is the start of the run on the clock of `tally.began`."""
     prompt_tokens = len(request.prompt) if not isinstance(request.prompt, str) else 0
     kind, message = error
     if not kind and request.ignore_eos and tally.output_tokens != request.max_tokens:

@@ -1,4 +1,4 @@
-"""What is asked of the server, and when."""
+"""The requests of a run, and when each is due."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class BenchRequest:
     """One request to send."""
 
     due_s: float
-    """Seconds after the start."""
+    """Seconds after the start of the run."""
     prompt: Prompt
-    """Text, or token ids: these need no tokenizer here."""
+    """Text, or token ids, which need no tokenizer here."""
     max_tokens: int
     ignore_eos: bool
-    """Whether the answer has exactly `max_tokens`."""
+    """Whether the answer must have exactly `max_tokens`."""
 
 
 def from_prompts(path: Path, output_len: LengthRange, rng: random.Random, limit: int | None) -> list[BenchRequest]:
-    """One request for each line of a file: plain text, or JSON objects with `prompt` and perhaps `max_tokens`.
+    """Make one request of each line of a file: plain text, or JSON objects with `prompt` and perhaps `max_tokens`.
 
-    A larger `limit` goes round.
+    Where `limit` is larger than the number of lines, the lines are repeated.
 
     Raises:
         WorkloadInvalidError: the file cannot be read or holds no prompts.
@@ -50,7 +50,7 @@ def from_prompts(path: Path, output_len: LengthRange, rng: random.Random, limit:
 def from_random(
     count: int, input_len: LengthRange, output_len: LengthRange, vocab_size: int, rng: random.Random
 ) -> list[BenchRequest]:
-    """Requests of uniformly drawn lengths and tokens."""
+    """Make requests of uniformly drawn lengths and tokens."""
     return [
         BenchRequest(
             0.0, random_tokens(rng.randint(*input_len), vocab_size, rng), rng.randint(*output_len), ignore_eos=True
@@ -60,7 +60,7 @@ def from_random(
 
 
 def from_trace(rows: Sequence[TraceRow], vocab_size: int, time_scale: float, seed: int) -> list[BenchRequest]:
-    """Requests of a trace's lengths and arrivals. Where it tells which prompt blocks are equal, they are."""
+    """Make requests with the lengths and arrivals of a trace. Blocks of equal hash ids become equal prompt tokens."""
     return [
         BenchRequest(
             row.arrival_s / time_scale,
@@ -73,14 +73,14 @@ def from_trace(rows: Sequence[TraceRow], vocab_size: int, time_scale: float, see
 
 
 def with_poisson(requests: Sequence[BenchRequest], rate: float, rng: random.Random) -> list[BenchRequest]:
-    """The same requests at Poisson arrivals of `rate` a second."""
+    """Return the same requests with Poisson arrivals of `rate` per second."""
     return [
         replace(request, due_s=due) for request, due in zip(requests, poisson(len(requests), rate, rng), strict=True)
     ]
 
 
 def poisson(count: int, rate: float, rng: random.Random) -> list[float]:
-    """Seconds of `count` arrivals of a Poisson process of `rate` a second; the first is at 0."""
+    """Draw `count` arrivals of a Poisson process of `rate` per second, in seconds; the first is at 0."""
     now = 0.0
     arrivals = [now]
     while len(arrivals) < count:
@@ -90,7 +90,7 @@ def poisson(count: int, rate: float, rng: random.Random) -> list[float]:
 
 
 def random_tokens(count: int, vocab_size: int, rng: random.Random) -> tuple[int, ...]:
-    """Token ids below `vocab_size`."""
+    """Draw token ids below `vocab_size`."""
     return tuple(rng.choices(range(vocab_size), k=count))
 
 

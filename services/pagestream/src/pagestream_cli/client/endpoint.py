@@ -1,4 +1,4 @@
-"""Finds the gateways to ask."""
+"""Which gateways a command calls, and with which key."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ API_KEY_VARIABLE = "PAGESTREAM_CLIENT__API_KEY"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One deployment, as a client sees it."""
+    """The gateways of one deployment."""
 
     urls: tuple[str, ...]
-    """Base URL of each gateway, without a path; a broken stream goes on at the next one."""
+    """Base URL of each gateway, without a path; a broken stream continues at another one."""
     api_key: str | None = None
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request carries."""
+        """HTTP headers of every request."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
 def find_endpoint(url: str | None, data_dir: DataDir, api_key: str | None = None) -> Endpoint:
-    """The deployment at `url`, else the one that serve runs in `data_dir`.
+    """Return the deployment at `url`, else the one that serve runs in `data_dir`.
 
     Raises:
         ServerNotFoundError: no serve runs there.

@@ -16,13 +16,13 @@ COLOURS = {Verdict.OK: "32", Verdict.WARNING: "33", Verdict.PROBLEM: "31"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of doctor."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="model folder to look at (default: the demo model)")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="model folder to check (default: the demo model)")
     parser.add_argument("--data-dir", metavar="DIR", help="the data folder that serve would use")
     parser.add_argument("--host", default="127.0.0.1", help="where gateways would listen (default: %(default)s)")
     parser.add_argument("--http-port", type=int, default=8000, metavar="PORT", help="default: %(default)s")
     parser.add_argument("--grpc-port", type=int, default=50051, metavar="PORT", help="default: %(default)s")
-    parser.add_argument("--redis", metavar="URL", help="a Redis to look at (default: that of the running serve)")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--redis", metavar="URL", help="a Redis to check (default: that of the running serve)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """All checks, in the order of the report."""
+    """Run all checks, in the order of the report."""
     from pagestream_cli.doctor import place, redis_check, software
 
     data_dir = DataDir.at(arguments.data_dir)
@@ -54,7 +54,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """An array of objects."""
+    """Format the findings as an array of objects."""
     return json.dumps(
         [{"subject": f.subject, "verdict": f.verdict.value, "found": f.found, "advice": f.advice} for f in findings],
         indent=2,
@@ -62,7 +62,7 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def as_text(findings: Sequence[Finding], *, coloured: bool) -> str:
-    """A line for each finding, and one more for what to do."""
+    """Format a line for each finding, and one more for its advice."""
     width = max(len(finding.subject) for finding in findings)
     lines: list[str] = []
     for finding in findings:

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -28,15 +28,15 @@ class Finding:
 
 
 def ok(subject: str, found: str) -> Finding:
-    """All is well."""
+    """Return a finding without a fault."""
     return Finding(subject, Verdict.OK, found)
 
 
 def warning(subject: str, found: str, advice: str) -> Finding:
-    """It could be better."""
+    """Return a finding that works but could be better."""
     return Finding(subject, Verdict.WARNING, found, advice)
 
 
 def problem(subject: str, found: str, advice: str) -> Finding:
-    """It will not work."""
+    """Return a finding that keeps something from working."""
     return Finding(subject, Verdict.PROBLEM, found, advice)

@@ -1,4 +1,4 @@
-"""Checks of this machine as a place to serve from: ports, model, disk, memory, data folder."""
+"""Checks of what serve uses on this machine: ports, model, disk, data folder."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pagestream_cli.supervisor.guard import is_alive
 
 GIB = 1 << 30
 LITTLE_DISK_BYTES = 2 * GIB
-"""The queue's file, its rewrite and the logs want some room."""
+"""Free space for the queue's file, its rewrite and the logs."""
 
 
 def check_data_dir(data_dir: DataDir) -> Iterator[Finding]:
-    """The data folder, and whether a serve uses it."""
+    """Check that the data folder can be written and has free space."""
     existing = next(folder for folder in (data_dir.path, *data_dir.path.parents) if folder.exists())
     if not _can_write(existing):
         yield problem("data folder", f"{data_dir.path} cannot be written", "choose another with --data-dir DIR")
@@ -40,7 +40,7 @@ def check_data_dir(data_dir: DataDir) -> Iterator[Finding]:
 
 
 def _can_write(folder: Path) -> bool:
-    """Tried, not asked: access bits say yes to root where the filesystem says no."""
+    """Write to the folder: access bits permit root what a read-only filesystem refuses."""
     try:
         with tempfile.TemporaryDirectory(dir=folder):
             return True
@@ -49,7 +49,7 @@ def _can_write(folder: Path) -> bool:
 
 
 def check_serve(data_dir: DataDir) -> Iterator[Finding]:
-    """A serve that runs, or one that left its file behind."""
+    """Check for a running serve, or one that left its serve.json behind."""
     try:
         record = read_record(data_dir.serve_file)
     except ServeFileInvalidError as error:
@@ -63,12 +63,12 @@ def check_serve(data_dir: DataDir) -> Iterator[Finding]:
         yield warning(
             "serve",
             f"{data_dir.serve_file} is of a serve that was killed",
-            "nothing: the next serve goes on with its requests",
+            "nothing to do: the next serve continues its requests",
         )
 
 
 def check_ports(data_dir: DataDir, host: str, ports: dict[str, int]) -> Iterator[Finding]:
-    """Whether the gateways' ports are free, or taken by our own serve."""
+    """Check that the gateways' ports are free, or used by the serve of this data folder."""
     own = _own_ports(data_dir)
     for name, port in ports.items():
         subject = f"port {port} ({name})"
@@ -83,7 +83,7 @@ def check_ports(data_dir: DataDir, host: str, ports: dict[str, int]) -> Iterator
 
 
 def check_model(model: str | None) -> Iterator[Finding]:
-    """The model folder, or the demo model."""
+    """Check the model folder, or the demo model."""
     try:
         folder = find_demo_model() if model is None else Path(model).expanduser()
     except UsageError as error:
@@ -115,7 +115,7 @@ def _weights_problem(folder: Path) -> str | None:
 
 
 def runs(record: ServeRecord) -> bool:
-    """Whether the serve that wrote the record lives."""
+    """Whether the serve that wrote the record is running."""
     return any(
         process.name == "serve" and process.pid is not None and is_alive(process.pid) for process in record.processes
     )

@@ -1,4 +1,4 @@
-"""Checks of a running Redis: whether it keeps what it is given, and can do what the settings ask of it."""
+"""Checks of a running Redis: whether it is durable, and can do what the settings require of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def check_running_redis(url: str | None, data_dir: DataDir) -> Iterator[Finding]:
-    """The Redis of an address; without one, that of the running serve; nothing without either."""
+    """Check the Redis at `url`, else that of the running serve, else nothing."""
     if url is None:
         url = _own_redis(data_dir)
     if url is None:
@@ -46,7 +46,7 @@ def check_running_redis(url: str | None, data_dir: DataDir) -> Iterator[Finding]
 
 
 def check_version(state: RedisState) -> Finding:
-    """The server's version."""
+    """Check the server's version."""
     version = ".".join(map(str, state.version))
     if state.version < OLDEST_REDIS:
         return problem(
@@ -58,7 +58,7 @@ def check_version(state: RedisState) -> Finding:
 
 
 def check_role(state: RedisState, url: str) -> Finding:
-    """Whether it can write, and is reached as what it is."""
+    """Check that it accepts writes, and that its URL names what it is: single server or cluster."""
     subject = f"role {state.place}"
     is_named_as_cluster = url.partition("://")[0].endswith("+cluster")
     if state.in_cluster and not is_named_as_cluster:
@@ -77,7 +77,7 @@ def check_role(state: RedisState, url: str) -> Finding:
 
 
 def check_persistence(state: RedisState) -> Finding:
-    """What a restart of the server, and of its machine, would lose."""
+    """Check what a restart of the server, and of its machine, would lose."""
     subject = f"persistence {state.place}"
     if not state.appendonly:
         return problem(
@@ -86,28 +86,28 @@ def check_persistence(state: RedisState) -> Finding:
             "CONFIG SET appendonly yes, and the same in its configuration file",
         )
     if not state.last_write_ok:
-        return problem(subject, "its last write to the append-only file failed", "look at its disk: is it full?")
+        return problem(subject, "its last write to the append-only file failed", "check whether its disk is full")
     if not state.appendfsync:
-        return warning(subject, "appendonly yes; appendfsync can't be read", "see that it is everysec or always")
+        return warning(subject, "appendonly yes; appendfsync can't be read", "check that it is everysec or always")
     if state.appendfsync == "no":
         return warning(
             subject,
-            "appendfsync no: the loss of its machine takes what the kernel has not written, half a minute perhaps",
+            "appendfsync no: the loss of its machine loses what the kernel has not written yet, about half a minute",
             "CONFIG SET appendfsync everysec, and the same in its configuration file",
         )
     if not state.syncs_in_rewrites:
         return warning(
             subject,
             f"appendfsync {state.appendfsync}, but no-appendfsync-on-rewrite yes: during a rewrite the loss of its "
-            "machine takes what the kernel has not written, half a minute perhaps",
+            "machine loses what the kernel has not written yet, about half a minute",
             "CONFIG SET no-appendfsync-on-rewrite no, and the same in its configuration file",
         )
     loss = "nothing" if state.appendfsync == "always" else "up to a second"
-    return ok(subject, f"appendonly yes, appendfsync {state.appendfsync}: the loss of its machine takes {loss}")
+    return ok(subject, f"appendonly yes, appendfsync {state.appendfsync}: the loss of its machine loses {loss}")
 
 
 def check_memory(state: RedisState) -> Finding:
-    """Whether it may throw requests away."""
+    """Check that it does not evict requests when it is full."""
     subject = f"memory {state.place}"
     limit = f"{state.used_bytes / MIB:.1f} of {state.max_bytes / MIB:.1f} MiB" if state.max_bytes else "no limit"
     found = f"{limit}, maxmemory-policy {state.policy}"
@@ -117,12 +117,16 @@ def check_memory(state: RedisState) -> Finding:
             return problem(subject, f"{found}: a full server drops requests", remedy)
         return warning(subject, f"{found}: a full server would drop requests if it had a limit", remedy)
     if state.max_bytes and state.used_bytes > NEARLY_FULL * state.max_bytes:
-        return warning(subject, f"{found}: new requests fail soon", "raise maxmemory, or keep finished logs less long")
+        return warning(
+            subject,
+            f"{found}: new requests fail soon",
+            "raise maxmemory, or shorten the retention time of finished logs",
+        )
     return ok(subject, found)
 
 
 def check_waits(states: Sequence[RedisState], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether the servers can do what PAGESTREAM_BROKER__WAIT_* asks of them."""
+    """Check that the servers can do what PAGESTREAM_BROKER__WAIT_* requires of them."""
     from pagestream_streams import settings_from_environment
 
     try:
@@ -145,7 +149,7 @@ def _waits_of(state: RedisState, settings: StreamsSettings) -> Iterator[Finding]
     if state.replicas < settings.wait_replicas:
         yield problem(
             subject,
-            f"WAIT_REPLICAS={settings.wait_replicas}, and {state.replicas} follow it: no request is accepted",
+            f"WAIT_REPLICAS={settings.wait_replicas}, but {state.replicas} are connected: no request is accepted",
             "start replicas, or lower PAGESTREAM_BROKER__WAIT_REPLICAS",
         )
     if not settings.wait_fsync:
@@ -168,8 +172,8 @@ def _waits_of(state: RedisState, settings: StreamsSettings) -> Iterator[Finding]
     if settings.wait_fsync and settings.wait_replicas:
         yield warning(
             subject,
-            "WAIT_FSYNC with WAIT_REPLICAS waits for replicas' disks, of which they tell once a second",
-            "choose one of them, unless a second for each accepted request and each step is right",
+            "WAIT_FSYNC with WAIT_REPLICAS waits for replicas' disks, which they report once a second",
+            "choose one of them, unless a second for each accepted request and each step is acceptable",
         )
 
 
@@ -182,7 +186,7 @@ def _looked_at(url: str) -> RedisState | Finding:
     except ValueError as error:
         return problem(subject, str(error), "give redis://HOST:PORT/0")
     except Unavailable as error:
-        return problem(subject, str(error), "start it, and see that it can be reached from here")
+        return problem(subject, str(error), "start it, and check that it can be reached from this machine")
 
 
 def _own_redis(data_dir: DataDir) -> str | None:

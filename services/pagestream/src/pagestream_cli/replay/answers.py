@@ -1,4 +1,4 @@
-"""Answers as they are compared: what a log says, choice by choice."""
+"""Answers as they are compared: the contents of a log, choice by choice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 
 CUT_SHORT = ("cancelled", "deadline", "error")
-"""Ends that are no function of the tokens: generated again, the choice would go on."""
+"""Finish reasons that do not follow from the tokens: generated again, the choice would continue."""
 
 
 @dataclass
@@ -27,12 +27,12 @@ class Answer:
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether something other than its tokens ended it."""
+        """Whether it ended for a reason other than its tokens."""
         return self.finish_reason in ("", *CUT_SHORT)
 
 
 def read_log(spec: RequestSpec, entries: Iterable[LogEntry]) -> list[Answer]:
-    """The choices that a request's log holds, by number."""
+    """Return the choices in a request's log, by number."""
     from pagestream_streams.protocol.finish_reasons import finish_reason_name
 
     answers = [Answer() for _ in range(len(spec.prompts) * max(1, spec.sampling.n))]

@@ -1,4 +1,4 @@
-"""Generates a past request again and compares."""
+"""`pagestream replay`: generate a past request again and compare."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ if TYPE_CHECKING:
 EQUAL, DIFFERENT, TROUBLE = 0, 1, 2
 READ_LIMIT_S = 30.0
 COPY_LIMIT_S = 300.0
-QUARANTINED = "quarantined"  # the code of the error that ends the log of a request that engines died of
+QUARANTINED = "quarantined"  # error code at the end of the log of a quarantined request
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of replay."""
     parser.epilog = "Exit code: 0 equal, 1 different, 2 it could not be compared."
     parser.add_argument("request_id", metavar="ID", help="a finished request whose log is still kept")
-    parser.add_argument("--tenant", metavar="NAME", default="default", help="whose it is (default: %(default)s)")
+    parser.add_argument(
+        "--tenant", metavar="NAME", default="default", help="tenant of the request (default: %(default)s)"
+    )
     store.add_arguments(parser)
     parser.add_argument(
         "--model",
         metavar="FOLDER",
         help="generate in this process from this model folder (default: the running deployment generates a copy)",
     )
-    parser.add_argument("--dtype", default="auto", help="with --model: as the engine's (default: %(default)s)")
-    parser.add_argument("--deterministic", action="store_true", help="with --model: as the engine's")
+    parser.add_argument("--dtype", default="auto", help="with --model: that of the engine (default: %(default)s)")
+    parser.add_argument("--deterministic", action="store_true", help="with --model: where the engine had it")
     parser.add_argument(
         "--limit",
         metavar="SECONDS",
@@ -45,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay; the exit code is as diff's: 0 equal, 1 different, 2 trouble.
+    """Replay and compare. The exit code is that of diff: 0 equal, 1 different, 2 not comparable.
 
     Raises:
         CliError: Redis does not answer, the request is not there or has not ended, or it can't be generated again.
@@ -65,9 +67,8 @@ async def _both(arguments: argparse.Namespace) -> tuple[list[Answer], list[Answe
         spec, entries = await _recorded(broker, arguments.request_id, arguments.tenant)
         if arguments.model is None and entries[-1].end.error.code == QUARANTINED:
             raise ReplayFailedError(
-                f"{spec.request_id} is quarantined: engines died of it, and those of the deployment would again",
-                hint="generate here with --model FOLDER, or let it go on, apart from the others: "
-                f"pagestream dead requeue {spec.request_id}",
+                f"{spec.request_id} is quarantined: engines died while they computed it, and would again",
+                hint=f"generate here with --model FOLDER, or requeue it: pagestream dead requeue {spec.request_id}",
             )
         recorded = read_log(spec, entries)
         spec = bounded(spec, recorded)

@@ -1,4 +1,4 @@
-"""Compares an answer with the one that was generated again."""
+"""Comparison of an answer with the one that was generated again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagestream_cli.replay.answers import Answer
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place at which a choice differs."""
+    """The first place where a choice differs."""
 
     choice: int
     what: str
@@ -23,9 +23,9 @@ class Difference:
 
 
 def first_difference(recorded: Sequence[Answer], again: Sequence[Answer]) -> Difference | None:
-    """The first difference of the first choice that has one; None where all are equal.
+    """Return the first difference of the first choice that has one; None where all are equal.
 
-    A recorded choice that was cut short is compared as far as it goes.
+    A recorded choice that was cut short is compared up to its end.
     """
     for number, (before, after) in enumerate(zip(recorded, again, strict=True)):
         difference = _difference(number, before, after)
@@ -35,7 +35,7 @@ def first_difference(recorded: Sequence[Answer], again: Sequence[Answer]) -> Dif
 
 
 def largest_gap(recorded: Sequence[Answer], again: Sequence[Answer]) -> float | None:
-    """The largest distance between log probabilities of chosen tokens; None where none were asked for."""
+    """Return the largest difference between log probabilities of chosen tokens; None where none were requested."""
     gaps = [
         abs(first - second)
         for before, after in zip(recorded, again, strict=True)

@@ -1,4 +1,4 @@
-"""Generates a recorded request again: by the running deployment, or in this process."""
+"""Generation of a recorded request again: by the running deployment, or in this process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from pagestream_streams import Broker, GatewaySession
 
 OVERTIME_S = 10.0
-"""So long after the limit a copy ends by itself, should this process have been killed before it could cancel it."""
+"""Seconds from the limit to the deadline of a copy, which ends it where this process is killed before it cancels."""
 
 
 def bounded(spec: RequestSpec, recorded: Sequence[Answer]) -> RequestSpec:
-    """A copy of the request that ends no later than what was recorded of it, where that was cut short."""
+    """Copy a request; where its recorded answer was cut short, the copy ends no later."""
     from pagestream.v1.records_pb2 import RequestSpec
 
     copy = RequestSpec()
@@ -31,7 +31,7 @@ def bounded(spec: RequestSpec, recorded: Sequence[Answer]) -> RequestSpec:
 
 
 async def by_deployment(broker: Broker, spec: RequestSpec, limit_s: float) -> list[Answer]:
-    """The answers of a copy with the same seed, under an id of its own.
+    """Let the deployment generate a copy with the same seed, under its own id, and return the answers.
 
     Raises:
         ReplayFailedError: no engine ended it within the limit.
@@ -44,7 +44,8 @@ async def by_deployment(broker: Broker, spec: RequestSpec, limit_s: float) -> li
     copy = RequestSpec()
     copy.CopyFrom(spec)
     copy.client_request_id = f"replay of {spec.request_id}"
-    # Nobody counts as its reader, so that time does not run for requests of gateways that are away.
+    # The session below does not serve, so that the grace period of requests whose gateways are away does not run:
+    # its reader does not count, and the copy has to continue without one.
     copy.on_disconnect, copy.deadline_ms = ON_DISCONNECT_CONTINUE, round((max(limit_s, 0) + OVERTIME_S) * 1000)
     copy.traceparent = copy.tracestate = copy.idempotency_key = ""
     async with GatewaySession(broker, "replay", serves=False) as session:
@@ -68,7 +69,7 @@ async def by_deployment(broker: Broker, spec: RequestSpec, limit_s: float) -> li
 
 
 async def whole_log(session: GatewaySession, request_id: str, tenant: str) -> list[LogEntry]:
-    """All entries, up to the end."""
+    """Read all entries, up to the end."""
     entries: list[LogEntry] = []
     async with aclosing(session.read(request_id, tenant=tenant)) as batches:
         async for batch in batches:
@@ -77,7 +78,7 @@ async def whole_log(session: GatewaySession, request_id: str, tenant: str) -> li
 
 
 def offline(spec: RequestSpec, folder: str, *, dtype: str, deterministic: bool) -> list[Answer]:
-    """The answers that a model folder gives in this process.
+    """Generate with a model folder in this process and return the answers.
 
     Raises:
         UsageError: `folder` is no model folder.

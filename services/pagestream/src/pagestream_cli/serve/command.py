@@ -23,14 +23,14 @@ from pagestream_cli.serve.redis_server import check_redis, redis_command
 from pagestream_cli.serve.report import Reporter
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Except those that whoever started this process has it ignore, as nohup does."""
+"""Signals that end serve, except those that its parent made it ignore, as nohup does."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal ends it. Returns 0 when everything ended in order.
+    """Serve until a signal ends it. Returns 0 after an orderly end.
 
     Raises:
-        CliError: something is wrong with the options, a port, the data folder or a part.
+        CliError: an option, a port, the data folder or a part has a problem.
     """
     started = time.monotonic()
     options = parse_options(arguments)
@@ -56,8 +56,8 @@ async def _serve(plan: Plan, deployment: Deployment, reporter: Reporter) -> None
     if plan.options.redis_url is not None:
         await check_redis(plan.options.redis_url)
     loop = asyncio.get_running_loop()
-    heeded = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    for number in heeded:
+    handled = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in handled:
         loop.add_signal_handler(number, _stop, deployment, reporter)
     reporter.say(f"starting {plan.model.name!r} from {plan.model.source} (data: {plan.options.data_dir.path})")
     running = asyncio.create_task(deployment.run())
@@ -72,7 +72,7 @@ async def _serve(plan: Plan, deployment: Deployment, reporter: Reporter) -> None
         reporter.loaded()
         hosting.cancel()
         await asyncio.gather(hosting, return_exceptions=True)
-        for number in heeded:
+        for number in handled:
             loop.remove_signal_handler(number)
     if failure is not None:
         raise failure
@@ -80,7 +80,7 @@ async def _serve(plan: Plan, deployment: Deployment, reporter: Reporter) -> None
 
 async def _host(plan: Plan, deployment: Deployment, reporter: Reporter) -> None:
     reporter.loading(f"loading {plan.model.name}")
-    if plan.options.greet is not None:  # while the engine loads, not between "ready" and the first question
+    if plan.options.greet is not None:  # while the engine loads, not between "ready" and the request
         await asyncio.to_thread(importlib.import_module, "pagestream_cli.serve.greet")
     await deployment.wait_ready()
     reporter.loaded()
@@ -96,7 +96,7 @@ async def _greet(options: ServeOptions, deployment: Deployment, prompt: str) -> 
         await greet(deployment.record, prompt, api_key=known_api_key())
         deployment.supervisor.stop()
         return
-    with contextlib.suppress(OSError):  # the terminal has gone; the deployment is there for others too
+    with contextlib.suppress(OSError):  # the terminal is closed; the deployment continues for its clients
         await greet(deployment.record, prompt, api_key=known_api_key())
         say(examples(deployment.record))
 

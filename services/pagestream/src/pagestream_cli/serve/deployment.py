@@ -1,4 +1,4 @@
-"""A running deployment: its supervisor, its serve.json, and what is told about it."""
+"""A running deployment: its supervisor, its serve.json, and the messages about it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 import time
 from collections.abc import Sequence
 
-from pagestream_cli.serve.engines import EngineNews
+from pagestream_cli.serve.engines import EngineLogs
 from pagestream_cli.serve.plan import REDIS, Plan
-from pagestream_cli.serve.queue import QueueLink
+from pagestream_cli.serve.redis_actions import RedisActions
 from pagestream_cli.serve.redis_server import says_torn
 from pagestream_cli.serve.report import Reporter
 from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
@@ -19,9 +19,14 @@ from pagestream_cli.supervisor.restart import Death
 
 
 class Deployment:
-    """Starts the parts of a plan and keeps serve.json true.
+    """Start the parts of a plan and keep serve.json up to date.
 
-    `dead_engines` are those that an earlier serve left in Redis: their requests go on without waiting for a lease.
+    Args:
+        plan: the parts.
+        redis_command: command line of its own Redis; None where another one is used.
+        reporter: prints what happens.
+        dead_engines: engines that an earlier serve left in Redis. They are expired at the start, so that their requests
+            are reclaimed without waiting for a lease.
     """
 
     def __init__(
@@ -30,20 +35,20 @@ class Deployment:
         self._plan = plan
         self._dead_engines = dead_engines
         self._reporter = reporter
-        self._queue = QueueLink(plan.layout.redis_url, reporter.say)
-        self._news = EngineNews()
+        self._redis = RedisActions(plan.layout.redis_url, reporter.say)
+        self._engine_logs = EngineLogs()
         self._started = time.time()
         self._ready = False
-        self._fallen: set[str] = set()
+        self._dead: set[str] = set()
         self._engine_names = frozenset(f"engine-{i}" for i in range(plan.options.engines))
         parts = [] if redis_command is None else [plan.redis(redis_command)]
-        parts += plan.engines(self._news.claims)
+        parts += plan.engines(self._engine_logs.claims)
         parts += plan.gateways()
         self.supervisor = Supervisor(parts, self)
 
     @property
     def record(self) -> ServeRecord:
-        """What serve.json says now."""
+        """The contents of serve.json now."""
         plan = self._plan
         serve = ProcessRecord("serve", os.getpid())
         parts = tuple(
@@ -55,24 +60,21 @@ class Deployment:
         )
 
     async def run(self) -> None:
-        """Keep the parts running until the supervisor is stopped; then end them in order.
+        """Keep the parts running until the supervisor is stopped; then stop them in order.
 
         Raises:
             PartFailedError: a part cannot be started.
         """
         for engine in self._dead_engines:
-            self._queue.expire(engine)
+            self._redis.expire(engine)
         try:
             await self.supervisor.run()
         finally:
-            await self._queue.close()
+            await self._redis.close()
             self._plan.options.data_dir.serve_file.unlink(missing_ok=True)
 
     async def wait_ready(self) -> None:
-        """Wait until every gateway answers and an engine claims.
-
-        No limit: a model may be large; ends when `run` does.
-        """
+        """Wait until every gateway answers and an engine claims requests; without a limit, as a model may be large."""
         await asyncio.gather(*(self.supervisor.wait_ready(f"gateway-{i}") for i in range(self._plan.options.gateways)))
         engines = [asyncio.create_task(self.supervisor.wait_ready(name)) for name in self._engine_names]
         try:
@@ -84,31 +86,31 @@ class Deployment:
         self._write()
 
     def changed(self, views: Sequence[PartView]) -> None:
-        """Hear of the supervisor that a process came or went."""
+        """Update serve.json after a process started, became ready or ended."""
         for view in views:
-            if view.state is PartState.READY and view.spec.name in self._fallen:
-                self._fallen.discard(view.spec.name)
+            if view.state is PartState.READY and view.spec.name in self._dead:
+                self._dead.discard(view.spec.name)
                 self._reporter.back(view)
         if any(view.state is not PartState.ENDED for view in views):
             self._write()
 
     def died(self, view: PartView, death: Death, restart_delay_s: float) -> None:
-        """Hear of the supervisor that a part died."""
-        self._fallen.add(view.spec.name)
-        if (engine_id := self._news.forget(view.spec.name)) is not None:
-            self._queue.expire(engine_id)
+        """Report the death of a part; expire it in Redis where it was an engine."""
+        self._dead.add(view.spec.name)
+        if (engine_id := self._engine_logs.forget(view.spec.name)) is not None:
+            self._redis.expire(engine_id)
         self._reporter.died(view, death, restart_delay_s)
 
     def line(self, spec: PartSpec, text: str) -> None:
-        """Hear what a part wrote."""
+        """Take a line of a part's output."""
         if spec.name in self._engine_names:
-            self._news.hear(spec.name, text)
+            self._engine_logs.read(spec.name, text)
         elif spec.name == REDIS and says_torn(text):
-            self._queue.rewrite()
+            self._redis.rewrite()
         self._reporter.line(spec, text)
 
     def _write(self) -> None:
         try:
             write_record(self._plan.options.data_dir.serve_file, self.record)
-        except OSError as error:  # a full disk; the parts serve on without it
+        except OSError as error:  # a full disk; the parts continue without it
             self._reporter.say(f"serve.json is not up to date, and is written again with the next change: {error}")

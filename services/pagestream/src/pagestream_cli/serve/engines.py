@@ -1,4 +1,4 @@
-"""What engines say about themselves in their logs."""
+"""What serve knows of its engines: which of them claim requests, and which an earlier serve left behind."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pagestream_cli.serve.plan import engine_name
 from pagestream_cli.servefile import read_record
 
 READY = "ready"
-"""The message of the log record that an engine writes once it claims; it carries `engine_id`."""
+"""Message of the log record that an engine writes when it begins to claim; the record has its `engine_id`."""
 
 
-class EngineNews:
-    """Which engines claim, and under which id: their name and the boot nonce of this life."""
+class EngineLogs:
+    """Read from the engines' logs which of them claim requests, and under which id (name and boot nonce)."""
 
     def __init__(self) -> None:
         self._ids: dict[str, str] = {}
 
-    def hear(self, part: str, line: str) -> None:
-        """Take a line of an engine's log."""
+    def read(self, part: str, line: str) -> None:
+        """Read a line of a part's log."""
         if READY not in line or not line.startswith("{"):
             return
         try:
@@ -31,16 +31,16 @@ class EngineNews:
             self._ids[part] = str(record["engine_id"])
 
     def claims(self, part: str) -> bool:
-        """Whether this engine takes requests."""
+        """Whether the engine of this part claims requests."""
         return part in self._ids
 
     def forget(self, part: str) -> str | None:
-        """The engine died: the id under which it is dead; None when it never claimed."""
+        """Return the id of an engine that died, and remove it; None where it never claimed."""
         return self._ids.pop(part, None)
 
 
 def engines_left_behind(data_dir: DataDir) -> tuple[str, ...]:
-    """Engines of a serve that was killed before it could take its serve.json away: they died with it."""
+    """Return the engines of a serve that was killed before it could remove its serve.json: they died with it."""
     try:
         record = read_record(data_dir.serve_file)
     except ServeFileInvalidError:

@@ -1,4 +1,4 @@
-"""Asks the first question of a fresh deployment, and shows how to ask more."""
+"""The first request of a deployment that has just started, and commands for more."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MAX_TOKENS = 160
 
 
 async def greet(record: ServeRecord, prompt: str, *, api_key: str | None) -> float:
-    """Stream the answer to stdout. Returns the seconds to the first token.
+    """Send `prompt` as a chat message and stream the answer to stdout. Returns the seconds to the first token.
 
     Raises:
-        RequestRejectedError: the deployment refuses the question.
+        RequestRejectedError: the deployment refuses the request.
         StreamLostError: it does not answer.
     """
     say(f"\n> {prompt}")
@@ -43,16 +43,16 @@ async def greet(record: ServeRecord, prompt: str, *, api_key: str | None) -> flo
 
 
 def examples(record: ServeRecord) -> str:
-    """Commands to paste."""
+    """Format commands to paste into a shell."""
     url, target = record.http_urls()[0], record.grpc_targets()[0]
     messages = [{"role": "user", "content": "Who lives in the lighthouse?"}]
     chat = json.dumps({"model": record.model, "stream": True, "messages": messages})
     generate = json.dumps({"model": record.model, "prompt": "Once upon a time"})
     lines = (
-        "\nAsk it yourself:",
+        "\nTry it:",
         f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{chat}'",
         f"  grpcurl -plaintext -d '{generate}' {target} pagestream.v1.Inference/Generate",
         "  pagestream chat",
-        f"API pages: {url}/docs   Ctrl-C ends it all.",
+        f"API pages: {url}/docs   Ctrl-C stops everything.",
     )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Which process listens where."""
+"""The ports of all processes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Layout:
 
     redis_url: str
     redis_port: int | None
-    """Of our own Redis; None when it is somebody else's."""
+    """Port of serve's own Redis; None where another one is used."""
     gateways: tuple[GatewayPorts, ...]
     engine_metrics: tuple[int | None, ...]
-    """One for each engine."""
+    """One element for each engine; None without metrics."""
 
 
 def lay_out(options: ServeOptions) -> Layout:

@@ -1,4 +1,4 @@
-"""Which model to serve, and under which name."""
+"""Which model to serve, and under which name; where the demo model is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagestream_cli.errors import UsageError
 
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 DEMO_MODEL_NAME = "demo"
-"""Its served name."""
+"""Served name of the demo model."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class ModelChoice:
     """A model and its served name."""
 
     source: str
-    """A folder, or the name of a Hugging Face repository, which the engine finds."""
+    """A folder, or the name of a Hugging Face repository, which the engine resolves."""
     name: str
 
 
 def choose_model(model: str | None, served_model_name: str | None) -> ModelChoice:
-    """Check a folder before any process starts; the engine looks for a repository.
+    """Choose the model and its served name. A folder is checked before any process starts, a repository by the engine.
 
     Raises:
         UsageError: there is no such folder, or it holds no model.
@@ -43,7 +43,7 @@ def choose_model(model: str | None, served_model_name: str | None) -> ModelChoic
 
 
 def model_problem(folder: Path) -> str | None:
-    """What keeps a folder from being a model; None when nothing does. Weights are not read."""
+    """Return why a folder is no model; None where it is one. Weights are not read."""
     if not folder.is_dir():
         return "no such folder"
     config = folder / "config.json"
@@ -61,22 +61,22 @@ def model_problem(folder: Path) -> str | None:
 
 
 def demo_model_places() -> tuple[Path, ...]:
-    """Folders that may hold it: inside an installed wheel, or in the checkout that this package is part of."""
+    """Return the folders that may hold the demo model: in an installed wheel, or in the checkout of this package."""
     package = Path(__file__).resolve().parents[1]
     checkout = package.parents[3]
     return (package / "demo_model", checkout / "deploy" / "demo-model" / "model")
 
 
 def find_demo_model() -> Path:
-    """The demo model's folder.
+    """Find the folder of the demo model.
 
     Raises:
-        UsageError: this installation came without it.
+        UsageError: this installation does not include it.
     """
     for place in demo_model_places():
         if (place / "config.json").is_file():
             return place
     raise UsageError(
         "this installation has no demo model",
-        hint="name a model folder: pagestream serve MODEL; in a checkout, `make demo-model` makes the demo",
+        hint="name a model folder: pagestream serve MODEL; in a checkout, `make demo-model` trains the demo model",
     )

@@ -18,11 +18,11 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--gpu-memory-utilization", "X", "fraction of the GPU's memory that an engine may use"),
     ("--max-num-seqs", "N", "most sequences in one step"),
     ("--max-num-batched-tokens", "N", "token budget of one step"),
-    ("--seed", "N", "of the generator that draws seeds where a request brings none"),
+    ("--seed", "N", "seed of the generator that draws seeds for requests without one"),
     ("--scheduling-policy", "NAME", "order in which waiting requests are taken"),
     ("--partitions", "N", "partitions of a model that is new to Redis"),
 )
-"""Handed to every engine as they are; the engine checks them."""
+"""Flag, metavar and help text of options that are passed to every engine, which checks them."""
 
 
 @dataclass(frozen=True)
@@ -32,29 +32,29 @@ class ServeOptions:
     model: str | None
     """A model folder; None is the demo model."""
     served_model_name: str | None
-    """What clients ask for; None: the folder's name, or `demo`."""
+    """Model name of the API; None: the folder's name, or `demo`."""
     host: str
-    """Where gateways listen."""
+    """Address on which gateways listen."""
     http_port: int
-    """Of the first gateway; the others take the ports after it. 0: any free ones."""
+    """Port of the first gateway; the others have the ports after it. 0: any free ones."""
     grpc_port: int
-    """The same."""
+    """Likewise, for gRPC."""
     metrics_port: int | None
-    """Of the first process; gateways, then engines take the ports after it. None: no such endpoints."""
+    """Metrics port of the first process; gateways, then engines have the ports after it. None: no metrics endpoints."""
     redis_url: str | None
-    """A Redis that others keep running; None: one of our own."""
+    """A Redis that runs already; None: serve starts its own."""
     engines: int
     gateways: int
     data_dir: DataDir
     api_keys: Path | None
-    """File of key hashes and tenants, for the gateways; None: nobody needs a key."""
+    """File of key hashes and tenants, for the gateways; None: no API key is required."""
     engine_arguments: tuple[str, ...]
-    """For every engine's command line."""
+    """Options for the command line of every engine."""
     greet: str | None
-    """A first question, whose answer is shown; None: none."""
+    """A first prompt, whose answer is shown; None: none."""
     exit_after_greet: bool
     verbose: bool
-    """Show all that the parts write."""
+    """Show the whole output of the parts."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", nargs="?", metavar="MODEL", help="model folder, or Hugging Face repository (default: the demo model)"
     )
     parser.add_argument(
-        "--served-model-name", metavar="NAME", help="name that clients ask for (default: the folder's name)"
+        "--served-model-name", metavar="NAME", help="model name of the API (default: the folder's name)"
     )
     parser.add_argument("--host", default="127.0.0.1", help="where gateways listen (default: %(default)s)")
     parser.add_argument(
@@ -71,16 +71,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=8000,
         metavar="PORT",
-        help="first gateway's; others follow; 0: any (default: %(default)s)",
+        help="port of the first gateway; the others follow; 0: any (default: %(default)s)",
     )
-    parser.add_argument("--grpc-port", type=int, default=50051, metavar="PORT", help="the same (default: %(default)s)")
+    parser.add_argument(
+        "--grpc-port", type=int, default=50051, metavar="PORT", help="likewise, for gRPC (default: %(default)s)"
+    )
     parser.add_argument(
         "--metrics-port",
         type=int,
         metavar="PORT",
         help="Prometheus metrics of gateways, then engines, from this port on",
     )
-    parser.add_argument("--redis", metavar="URL", dest="redis_url", help="use this Redis instead of one of our own")
+    parser.add_argument("--redis", metavar="URL", dest="redis_url", help="use this Redis instead of starting one")
     parser.add_argument(
         "--engines", type=_at_least_one, default=1, metavar="N", help="engine processes (default: %(default)s)"
     )
@@ -91,10 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data-dir", metavar="DIR", help="queue, logs and serve.json (default: ~/.local/share/pagestream)"
     )
     parser.add_argument("--api-keys", type=Path, metavar="FILE", help="key hashes and tenants (default: no keys)")
-    parser.add_argument("--greet", metavar="PROMPT", help="ask this once ready, and show the answer")
+    parser.add_argument("--greet", metavar="PROMPT", help="send this prompt when ready, and show the answer")
     parser.add_argument("--exit-after-greet", action="store_true", help="shut down after that answer")
-    parser.add_argument("--verbose", "-v", action="store_true", help="show all that the parts write")
-    engine = parser.add_argument_group("engine options, handed to every engine")
+    parser.add_argument("--verbose", "-v", action="store_true", help="show the whole output of the parts")
+    engine = parser.add_argument_group("engine options, passed to every engine")
     for flag, metavar, text in ENGINE_OPTIONS:
         engine.add_argument(flag, metavar=metavar, help=text)
     engine.add_argument(
@@ -106,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_options(arguments: argparse.Namespace) -> ServeOptions:
-    """The options as typed."""
+    """Return the parsed options."""
     return ServeOptions(
         model=arguments.model,
         served_model_name=arguments.served_model_name,

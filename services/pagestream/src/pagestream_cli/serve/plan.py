@@ -1,4 +1,4 @@
-"""The parts of a deployment: their command lines, environment, probes and order of ending."""
+"""The parts of a deployment: their command lines, environment, readiness probes and order of shutdown."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from pagestream_cli.supervisor import PartSpec
 REDIS = "redis"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 SMALL_MODEL_BYTES = 32 << 20
-"""Of weights. With the demo model's 11 MB, 32 streams on two cores that all parts share run at 1,433 to 1,999 tokens a
-second on one thread, at 964 to 1,002 on two; the reference model's 170 MB are faster on two.
+"""Bytes of weights below which an engine gets one thread. Measured with 32 streams on two cores that all parts share:
+the demo model (11 MB) generates 1,433 to 1,999 tokens/s on one thread, 964 to 1,002 on two; the reference model
+(170 MB) is faster on two.
 """
 PROBE_LIMIT_S = 2.0
-"""For one question."""
+"""Longest wait for the answer to one probe."""
 
 
 class DrainStage(IntEnum):
-    """First nothing new comes in, then engines hand back what they run, and Redis keeps it all."""
+    """Order of shutdown: gateways stop accepting, then engines hand back their requests, and Redis ends last."""
 
     GATEWAY = 0
     ENGINE = 1
@@ -43,7 +44,7 @@ class Plan:
     model: ModelChoice
 
     def redis(self, command: Sequence[str]) -> PartSpec:
-        """Our own Redis, started by `command`."""
+        """Return the part of serve's own Redis, which is started by `command`."""
         port = self.layout.redis_port or 0
         return PartSpec(
             name=REDIS,
@@ -55,11 +56,11 @@ class Plan:
         )
 
     def gateways(self) -> list[PartSpec]:
-        """All gateways."""
+        """Return the parts of all gateways."""
         return [self._gateway(i) for i in range(self.options.gateways)]
 
     def engines(self, claims: Callable[[str], bool]) -> list[PartSpec]:
-        """All engines; `claims` tells whether the engine of a part's name takes requests."""
+        """Return the parts of all engines; `claims` returns whether the engine of a part's name claims requests."""
         return [self._engine(i, claims) for i in range(self.options.engines)]
 
     def _gateway(self, index: int) -> PartSpec:
@@ -124,15 +125,20 @@ class Plan:
 
 
 def engine_name(part: str, serve_pid: int) -> str:
-    """Name of an engine in Redis, which several serves may share."""
+    """Return the name of an engine in Redis, which several serves may share."""
     return f"{part}-{serve_pid}"
 
 
 def engine_environment(engines: int, environment: Mapping[str, str], weights: int | None) -> dict[str, str]:
-    """What engines see beyond the supervisor's environment: several share the cores instead of each taking all.
+    """Return the variables that engines get beside the supervisor's: several engines share the cores.
 
-    An engine of a small model takes one core: its operations are over before several threads have met, and the meeting
-    waits for whatever else runs on their cores. `weights` are the model's bytes; None is not known.
+    An engine of a small model gets one thread: its operations end before several threads have synchronized, and the
+    synchronization waits for whatever else runs on their cores.
+
+    Args:
+        engines: number of engines.
+        environment: the supervisor's; a number of threads that it sets is kept.
+        weights: bytes of the model's weights; None is not known.
     """
     if THREADS_VARIABLE in environment:
         return {}
@@ -144,7 +150,7 @@ def engine_environment(engines: int, environment: Mapping[str, str], weights: in
 
 
 def weight_bytes(source: str) -> int | None:
-    """The size of a model folder's weights; None where it is no folder here."""
+    """Return the bytes of a model folder's weights; None where it is no local folder."""
     files = list(Path(source).glob("*.safetensors"))
     return sum(file.stat().st_size for file in files) if files else None
 
@@ -154,7 +160,7 @@ def _known(ports: Mapping[str, int | None]) -> dict[str, int]:
 
 
 async def http_ok(host: str, port: int, path: str) -> bool:
-    """Whether `GET path` is answered with 200."""
+    """Whether `GET path` is answered with 200. Needs no HTTP library, so that serve stays small."""
     request = f"GET {path} HTTP/1.1\r\nHost: {dial_host(host)}:{port}\r\nConnection: close\r\n\r\n"
     return b" 200 " in await _ask(dial_host(host).strip("[]"), port, request.encode())
 
@@ -165,7 +171,7 @@ async def redis_pong(port: int) -> bool:
 
 
 async def _ask(host: str, port: int, request: bytes) -> bytes:
-    """First line of the answer; empty when there is none."""
+    """Return the first line of the answer; empty where there is none."""
     try:
         async with asyncio.timeout(PROBE_LIMIT_S):
             reader, writer = await asyncio.open_connection(host, port)

@@ -1,4 +1,4 @@
-"""The Redis that serve uses: one of its own, or somebody else's."""
+"""The Redis that serve uses: its own, or one that runs already."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pagestream_cli.errors import CliError, UsageError
 
 
 def redis_command(data_dir: Path, port: int) -> list[str]:
-    """Command line of our own Redis, which keeps append-only files in `data_dir`.
+    """Return the command line of serve's own Redis, which keeps append-only files in `data_dir`.
 
     Raises:
         CliError: this machine has no Redis server that is new enough.
@@ -25,18 +25,18 @@ def redis_command(data_dir: Path, port: int) -> list[str]:
 
 
 def says_torn(line: str) -> bool:
-    """Whether our own Redis says that its file ended in the middle of a command: it has to be written anew."""
+    """Whether a line of Redis reports that its file ends in the middle of a command, so that it must be rewritten."""
     from pagestream_streams.connection.embedded import TORN
 
     return TORN in line
 
 
 async def check_redis(url: str) -> None:
-    """Check that somebody else's Redis answers, before anything starts.
+    """Check that a Redis that runs already answers, before anything starts.
 
     Raises:
         UsageError: the URL is malformed.
-        CliError: nobody answers there.
+        CliError: no Redis answers there.
     """
     from pagestream_streams import Broker, StreamsSettings
     from pagestream_streams.errors import StreamsError
@@ -47,6 +47,6 @@ async def check_redis(url: str) -> None:
         raise UsageError(f"--redis {url}: {error}", hint="give redis://HOST:PORT/0") from error
     except StreamsError as error:
         raise CliError(
-            f"no Redis answers at {url}: {error}", hint="start it, or leave --redis out: serve then runs its own"
+            f"no Redis answers at {url}: {error}", hint="start it, or omit --redis: serve then starts its own"
         ) from error
     await broker.close()

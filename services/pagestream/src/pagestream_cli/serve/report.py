@@ -1,4 +1,4 @@
-"""Tells the person at the terminal what serve does."""
+"""Messages of serve in the terminal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """One line for each thing that happens; while the model loads and somebody looks on, a line that moves.
+    """Print one line for each event; in a terminal, show a spinner while the model loads.
 
-    Where the terminal or the pipe has gone, nobody is there to be told: the parts' logs have it all, and serve goes on.
+    Errors of writing are ignored: where the terminal or the pipe is closed, serve continues, and the parts' logs have
+    the details.
     """
 
     def __init__(self, *, started: float, verbose: bool) -> None:
@@ -36,11 +37,11 @@ class Reporter:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the command began, on the monotonic clock."""
+        """Seconds since the command began."""
         return time.monotonic() - self._started
 
     def say(self, text: str) -> None:
-        """A line, above the moving one."""
+        """Print a line, above the spinner."""
         with contextlib.suppress(OSError):
             if self._console is None:
                 say(text)
@@ -48,37 +49,37 @@ class Reporter:
                 self._console.print(text, markup=False, soft_wrap=True)
 
     def loading(self, text: str) -> None:
-        """Show that something takes its time; only when somebody looks on."""
+        """Show the spinner; only in a terminal."""
         if self._console is not None:
             self._status = self._console.status(text)
             with contextlib.suppress(OSError):
                 self._status.start()
 
     def loaded(self) -> None:
-        """Take that back."""
+        """Remove the spinner."""
         if self._status is not None:
             with contextlib.suppress(OSError):
                 self._status.stop()
             self._status = None
 
     def ready(self, record: ServeRecord) -> None:
-        """The line that people and scripts wait for."""
+        """Print the line that says that the deployment is ready; scripts wait for it."""
         urls, targets = " ".join(record.http_urls()), " ".join(record.grpc_targets())
         self.say(f"ready: model {record.model!r} at {urls} (gRPC {targets}) after {self.elapsed_s:.1f} s")
 
     def died(self, view: PartView, death: Death, delay_s: float) -> None:
-        """A part ended that should not have."""
-        how = f"exit code {death.exit_code}" if death.by_itself else signal.Signals(-death.exit_code).name
+        """Print that a part ended unexpectedly."""
+        how = f"exit code {death.exit_code}" if death.is_exit else signal.Signals(-death.exit_code).name
         when = "now" if delay_s == 0 else f"in {delay_s:.1f} s"
-        self.say(f"{view.spec.name} died ({how}) after {death.lived_s:.1f} s; it starts again {when}")
+        self.say(f"{view.spec.name} died ({how}) after {death.lived_s:.1f} s; it restarts {when}")
         self.say(f"  log: {view.spec.log_path}")
 
     def back(self, view: PartView) -> None:
-        """A part that had died is ready again."""
+        """Print that a part that had died is ready again."""
         self.say(f"{view.spec.name} is back")
 
     def line(self, spec: PartSpec, text: str) -> None:
-        """A line of a part: warnings always when somebody looks on, the rest on request."""
+        """Print a line of a part: warnings in a terminal, everything with --verbose."""
         if self._console is None and not self._verbose:
             return
         short = shorten(text)

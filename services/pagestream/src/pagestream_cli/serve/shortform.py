@@ -1,4 +1,4 @@
-"""What a part writes, as one readable line for a terminal."""
+"""Output lines of parts in a short form for the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 WARNING_WORDS = ("warning", "error", "critical", "fatal", "traceback")
 REDIS_LINE = re.compile(r"\d+:[A-Z] \d+ \w{3} \d{4} [\d:.]+ ([.*#-]) (.*)")
-"""Redis marks with # what a log at its highest level shows, also that it has started."""
+"""Redis marks lines of its highest log level with #, including the one that says that it has started."""
 REDIS_WORDS = ("error", "fatal", "can't", "cannot", "no space", "bug report", "too long")
 LEVELS = {"debug": 10, "info": 20, "warn": 30, "warning": 30, "error": 40, "critical": 50, "fatal": 50}
 WARNING = 30
@@ -20,12 +20,12 @@ class ShortLine:
     """One line in its short form."""
 
     level: int
-    """As the logging module numbers them."""
+    """Level as the logging module numbers it."""
     text: str
 
 
 def shorten(line: str) -> ShortLine:
-    """A JSON log record, a line of Redis, or a line of any other form, whose level is guessed from its words."""
+    """Shorten a JSON log record, a line of Redis, or any other line, whose level is guessed from its words."""
     if record := _record(line):
         return _from_record(record, line)
     if match := REDIS_LINE.fullmatch(line):

@@ -1,4 +1,4 @@
-"""Keeps child processes running, and ends them in order."""
+"""Child processes: kept running, restarted with a delay, and stopped in order."""
 
 from pagestream_cli.supervisor.part import PartSpec, PartState
 from pagestream_cli.supervisor.restart import RestartPolicy

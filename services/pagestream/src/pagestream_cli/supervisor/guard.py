@@ -1,7 +1,7 @@
-"""Runs a program that does not outlive its supervisor: `python -I -S guard.py SUPERVISOR_PID PROGRAM [ARGUMENT ...]`.
+"""Run a program that dies with its supervisor: `python -I -S guard.py SUPERVISOR_PID PROGRAM [ARGUMENT ...]`.
 
-A file of its own that imports next to nothing: it stands before every part's start. The program takes over this
-process, so its pid is the one that the supervisor started.
+A separate file with few imports, since it delays the start of every part. The program replaces this process (exec), so
+it has the pid that the supervisor started.
 """
 
 import os
@@ -14,7 +14,7 @@ POLL_S = 0.2
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies (prctl(2)); the wish survives exec."""
+    """Have the kernel kill this process when its parent dies (prctl(2)); the setting survives exec."""
     import ctypes
 
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -22,8 +22,8 @@ def die_with_parent() -> None:
 
 
 def watch_parent(supervisor: int) -> None:
-    """The same where the kernel has no such thing: a second process looks whether the supervisor lives, and kills the
-    program when not.
+    """Do the same where the kernel has no such setting: a second process polls the supervisor, and kills the program
+    when that has ended.
     """
     program = os.getpid()
     if os.fork():
@@ -38,10 +38,10 @@ def watch_parent(supervisor: int) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this number exists that may be a supervisor of ours.
+    """Whether a process of this id exists that may be our supervisor.
 
-    Another user's is none: a supervisor keeps its user, and only its user (and root, who may signal anybody) can read
-    the file that names it. So its number was given away again.
+    A process of another user is not: only the supervisor's own user (and root, who may signal any process) can read the
+    file that names it, so the id has been reused.
     """
     try:
         os.kill(pid, 0)
@@ -51,13 +51,13 @@ def is_alive(pid: int) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    """Bind this process to its supervisor, then become the program."""
+    """Bind this process to its supervisor, then exec the program."""
     supervisor, program = int(arguments[0]), arguments[1:]
     if sys.platform == "linux":
         die_with_parent()
     else:
         watch_parent(supervisor)
-    if os.getppid() != supervisor:  # it died before the kernel knew our wish
+    if os.getppid() != supervisor:  # it died before the setting took effect
         os._exit(1)
     try:
         os.execvp(program[0], program)  # noqa: S606

@@ -1,4 +1,4 @@
-"""Who is notified of what happens to parts."""
+"""Notification of changes of parts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _log = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
-    """Hears what happens. Called from the event loop; must not block. What it raises is logged and ends nothing."""
+    """Receives notifications, in the event loop, so it must not block. What it raises is logged and ignored."""
 
     def changed(self, views: Sequence[PartView]) -> None:
-        """A process was started, became ready, died or ended."""
+        """Called when a process was started, became ready, died or ended."""
 
     def died(self, view: PartView, death: Death, restart_delay_s: float) -> None:
-        """A part died by itself or was killed from outside, and is started again after the delay."""
+        """Called when a part exited or was killed from outside; it is restarted after the delay."""
 
     def line(self, spec: PartSpec, text: str) -> None:
-        """A part wrote a line."""
+        """Called with each line that a part wrote."""
 
 
 def notify(callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:

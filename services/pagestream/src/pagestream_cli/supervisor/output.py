@@ -1,4 +1,4 @@
-"""What a part writes: kept in a file, and told to whoever listens."""
+"""The output of a part: written to a log file, and passed on line by line."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pagestream_cli.supervisor.listener import notify
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 14
-"""A longer line is told in pieces; the file keeps it whole."""
+"""A longer line is passed on in pieces; the file has it whole."""
 MAX_FILE_BYTES = 64 << 20
-"""The file then becomes `<name>.1`, in place of an older one: a part holds at most twice this on the disk."""
+"""Size at which the file is renamed to `<name>.1`, replacing an older one: a part uses at most twice this on disk."""
 TAIL_LINES = 12
 
 
 @contextlib.asynccontextmanager
 async def pipe_reader() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """A pipe: a reader of it and the descriptor to write to, which the caller closes.
+    """Open a pipe; yield its reader and the descriptor to write to, which the caller closes.
 
-    Not asyncio's own (`stdout=PIPE`): with that one a process's end is seen only when all who hold the pipe have ended,
-    its orphans too.
+    asyncio's own pipe (`stdout=PIPE`) would report a process's end only after all its children, which hold the pipe
+    too, have ended.
     """
     read_end, write_end = os.pipe()
     reader = asyncio.StreamReader()
@@ -41,10 +41,10 @@ async def pipe_reader() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
 
 
 class PartOutput:
-    """The output of one part over all its lives.
+    """The output of one part over all its processes.
 
-    Reads a pipe rather than giving the part the file, so that the file stays bounded. Reading goes on whatever becomes
-    of what was read: a part whose pipe is full stands still in its next write.
+    It reads a pipe instead of giving the file to the part, so that the size of the file is bounded. Reading continues
+    where the file cannot be written: a part whose pipe is full would block in its next write.
     """
 
     def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
@@ -55,7 +55,7 @@ class PartOutput:
         self._why_lost = ""
         self._rest = b""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        """The last lines, for the message when it cannot start."""
+        """The last lines, for the error message of a part that cannot start."""
 
     def __enter__(self) -> Self:
         self._rotate()
@@ -67,18 +67,18 @@ class PartOutput:
         self._close()
 
     async def follow(self, pipe: asyncio.StreamReader) -> None:
-        """Take what one process writes until its end."""
+        """Read the output of one process until its end."""
         while data := await pipe.read(READ_BYTES):
             self._keep(data)
-            self._tell(data)
+            self._pass_on(data)
         if self._rest:
-            self._tell(b"\n")
+            self._pass_on(b"\n")
 
     def _rotate(self) -> FileIO:
         self._close()
         if self._path.exists():
             self._path.replace(self._path.with_name(self._path.name + ".1"))
-        self._file = FileIO(self._path, "w")  # unbuffered: what a full disk refused is not written later, out of order
+        self._file = FileIO(self._path, "w")  # unbuffered: output that a full disk refused must not be written later
         return self._file
 
     def _close(self) -> None:
@@ -88,7 +88,7 @@ class PartOutput:
                 file.close()
 
     def _keep(self, data: bytes) -> None:
-        """What the disk does not take is lost, and said in the file once the disk takes something again."""
+        """Write to the file. What the disk does not accept is lost; the loss is marked in the file once that works."""
         written = 0
         try:
             file = self._file
@@ -108,7 +108,7 @@ class PartOutput:
         self._lost_bytes = 0
         notify(self._on_line, mark)
 
-    def _tell(self, data: bytes) -> None:
+    def _pass_on(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
             lines.append(self._rest)

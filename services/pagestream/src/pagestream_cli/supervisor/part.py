@@ -8,31 +8,31 @@ from enum import Enum
 from pathlib import Path
 
 Probe = Callable[[], Awaitable[bool]]
-"""Tells whether a part is ready. It has to come back by itself; an answer that takes long delays only this part."""
+"""Returns whether a part is ready. It must limit its own duration; a slow one delays this part alone."""
 
 
 @dataclass(frozen=True)
 class PartSpec:
-    """What to run, and how to know that it runs."""
+    """What to run, and how to probe that it is ready."""
 
     name: str
     argv: tuple[str, ...]
     log_path: Path
-    """Its output, also across restarts."""
+    """File of its output, across restarts."""
     drain_stage: int = 0
-    """Parts of a lower stage are asked to end, and have ended, before the next stage is asked."""
+    """Parts of a lower stage are stopped, and have ended, before those of the next stage are stopped."""
     drain_limit_s: float = 10.0
-    """From the SIGTERM to the SIGKILL."""
+    """Seconds from SIGTERM to SIGKILL."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Set on top of the supervisor's own environment."""
     ports: Mapping[str, int] = field(default_factory=dict)
-    """By what they speak."""
+    """Ports by protocol."""
     probe: Probe | None = None
-    """None: it is ready once started."""
+    """Readiness probe; None: it is ready once started."""
 
 
 class PartState(Enum):
-    """Where a part stands."""
+    """State of a part."""
 
     STARTING = "starting"
     READY = "ready"
@@ -42,7 +42,7 @@ class PartState(Enum):
 
 @dataclass(frozen=True)
 class PartView:
-    """A part at one moment."""
+    """Snapshot of a part."""
 
     spec: PartSpec
     state: PartState

@@ -1,4 +1,4 @@
-"""When a part that died is started again."""
+"""When a part that died is restarted."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class RestartPolicy:
     first_delay_s: float = 0.5
     """Before the second restart in a row; the first one is immediate, since most deaths are single."""
     max_delay_s: float = 30.0
-    """The delay doubles up to here: a broken part must not eat the machine."""
+    """The delay doubles up to this, so that a broken part does not use up the machine."""
     stable_s: float = 20.0
-    """A part that lived as long as this starts with a clean record."""
+    """Seconds of running after which earlier deaths no longer count."""
     hopeless_starts: int = 3
-    """So many exits in a row before it was ever ready mean that it cannot start."""
+    """Number of exits in a row, before it was ever ready, that mean that it cannot start."""
     refusal_code: int = 2
-    """One exit with this code before it was ever ready means the same: our programs and argparse end with it where
-    their options, or what those name, are wrong.
+    """One exit with this code before it was ever ready means the same: the parts, and argparse, exit with it where an
+    option, or what it names, is wrong.
     """
 
 
@@ -31,16 +31,16 @@ class Death:
     was_ready: bool
     """Whether it had been ready since this start."""
     exit_code: int
-    """Negative: the signal that killed it."""
+    """Negative: the number of the signal that killed it."""
 
     @property
-    def by_itself(self) -> bool:
-        """It gave up, nobody killed it."""
+    def is_exit(self) -> bool:
+        """Whether it exited without being killed by a signal."""
         return self.exit_code >= 0
 
 
 class RestartRecord:
-    """Deaths of one part, and what follows from them."""
+    """The deaths of one part, from which its restarts follow."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
@@ -50,25 +50,23 @@ class RestartRecord:
         self._refused = False
 
     def add(self, death: Death) -> float:
-        """Seconds until the next start."""
+        """Record a death. Returns the seconds until the next start."""
         if death.lived_s >= self._policy.stable_s:
             self._deaths_in_row = 0
         self._ever_ready = self._ever_ready or death.was_ready
-        self._failed_starts = self._failed_starts + 1 if death.by_itself and not death.was_ready else 0
+        self._failed_starts = self._failed_starts + 1 if death.is_exit and not death.was_ready else 0
         self._refused = not self._ever_ready and death.exit_code == self._policy.refusal_code
         self._deaths_in_row += 1
         return self._delay()
 
     @property
     def refused(self) -> bool:
-        """It never ran, and said with its exit code that its options are wrong."""
+        """Whether it was never ready, and its exit code says that its options are wrong."""
         return self._refused
 
     @property
     def hopeless(self) -> bool:
-        """It never ran, and refused its options or gave up by itself again and again: the cause is in how it was
-        started.
-        """
+        """Whether it cannot start: it was never ready, and refused its options or exited several times in a row."""
         failed = not self._ever_ready and self._failed_starts >= self._policy.hopeless_starts
         return failed or self._refused
 

@@ -1,4 +1,4 @@
-"""Keeps the parts of a deployment running, and ends them in order."""
+"""The supervisor of a deployment's parts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import asyncio
 from collections.abc import Sequence
 from itertools import groupby
 
-from pagestream_cli.supervisor.keeper import Keeper
 from pagestream_cli.supervisor.listener import Listener, notify
 from pagestream_cli.supervisor.part import PartSpec, PartView
+from pagestream_cli.supervisor.part_runner import PartRunner
 from pagestream_cli.supervisor.restart import Death, RestartPolicy
 
 
 class Supervisor:
-    """Runs parts until it is told to stop. Its parts die with its process, even when that is killed."""
+    """Run parts until `stop`. The parts die with the supervisor's process, even where that is killed.
+
+    Args:
+        parts: what to run.
+        listener: notified of each change.
+        policy: delays of restarts.
+    """
 
     def __init__(self, parts: Sequence[PartSpec], listener: Listener, policy: RestartPolicy | None = None) -> None:
         self._listener = listener
         chosen = policy or RestartPolicy()
-        self._keepers = [self._keeper(spec, chosen) for spec in parts]
+        self._runners = [self._runner(spec, chosen) for spec in parts]
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
@@ -27,7 +33,7 @@ class Supervisor:
         Raises:
             PartFailedError: a part cannot be started; the others have been drained.
         """
-        running = [asyncio.create_task(keeper.run(), name=keeper.spec.name) for keeper in self._keepers]
+        running = [asyncio.create_task(runner.run(), name=runner.spec.name) for runner in self._runners]
         stopping = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait([*running, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -41,7 +47,7 @@ class Supervisor:
                 raise outcome
 
     def stop(self) -> None:
-        """Drain the parts; asked a second time, kill them."""
+        """Drain the parts; a second call kills them."""
         if self._stop.is_set():
             self._kill()
         self._stop.set()
@@ -52,27 +58,29 @@ class Supervisor:
         return self._stop.is_set()
 
     async def wait_ready(self, name: str) -> None:
-        """Wait until a part is ready. No limit of its own: the caller has one, or ends with `run`."""
-        await next(keeper for keeper in self._keepers if keeper.spec.name == name).ready.wait()
+        """Wait until a part is ready. Without a limit: the caller sets one, or ends with `run`."""
+        await next(runner for runner in self._runners if runner.spec.name == name).ready.wait()
 
     @property
     def views(self) -> list[PartView]:
-        """All parts now, in the order in which they were given."""
-        return [keeper.view for keeper in self._keepers]
+        """The current state of all parts, in the given order."""
+        return [runner.view for runner in self._runners]
 
     async def _drain(self) -> None:
-        by_stage = sorted(self._keepers, key=lambda keeper: keeper.spec.drain_stage)
-        for _, stage in groupby(by_stage, key=lambda keeper: keeper.spec.drain_stage):
-            await asyncio.gather(*(keeper.drain() for keeper in stage))
+        by_stage = sorted(self._runners, key=lambda runner: runner.spec.drain_stage)
+        for _, stage in groupby(by_stage, key=lambda runner: runner.spec.drain_stage):
+            await asyncio.gather(*(runner.drain() for runner in stage))
 
     def _kill(self) -> None:
-        for keeper in self._keepers:
-            keeper.kill()
+        for runner in self._runners:
+            runner.kill()
 
-    def _keeper(self, spec: PartSpec, policy: RestartPolicy) -> Keeper:
-        def on_change(keeper: Keeper, death: Death | None) -> None:
+    def _runner(self, spec: PartSpec, policy: RestartPolicy) -> PartRunner:
+        def on_change(runner: PartRunner, death: Death | None) -> None:
             if death is not None:
-                notify(self._listener.died, keeper.view, death, keeper.last_delay_s)
+                notify(self._listener.died, runner.view, death, runner.last_delay_s)
             notify(self._listener.changed, self.views)
 
-        return Keeper(spec, policy=policy, on_change=on_change, on_line=lambda text: self._listener.line(spec, text))
+        return PartRunner(
+            spec, policy=policy, on_change=on_change, on_line=lambda text: self._listener.line(spec, text)
+        )

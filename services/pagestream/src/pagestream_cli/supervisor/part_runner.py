@@ -1,4 +1,4 @@
-"""Keeps one part running."""
+"""One part: its process is started, probed, and restarted when it dies."""
 
 from __future__ import annotations
 
@@ -18,22 +18,29 @@ from pagestream_cli.supervisor.part import PartSpec, PartState, PartView
 from pagestream_cli.supervisor.restart import Death, RestartPolicy, RestartRecord
 
 PROBE_INTERVAL_S = 0.1
-"""Between two looks whether a part is ready: part of the time to the first token."""
+"""Seconds between two readiness probes; they add to the time to the first token."""
 OUTPUT_LIMIT_S = 1.0
-"""For the rest of a dead process's output; what it had started may hold the pipe open."""
+"""Seconds to wait for the rest of a dead process's output: its children may hold the pipe open."""
 _log = logging.getLogger(__name__)
 GUARD = Path(__file__).with_name("guard.py")
 
 
-class Keeper:
-    """Owns the processes of one part, one after the other."""
+class PartRunner:
+    """Own the processes of one part, one after the other.
+
+    Args:
+        spec: what to run.
+        policy: delays of restarts.
+        on_change: called after each change of state, with the death that caused it where it was unexpected.
+        on_line: called with each line of output.
+    """
 
     def __init__(
         self,
         spec: PartSpec,
         *,
         policy: RestartPolicy,
-        on_change: Callable[[Keeper, Death | None], None],
+        on_change: Callable[[PartRunner, Death | None], None],
         on_line: Callable[[str], None],
     ) -> None:
         self.spec = spec
@@ -47,19 +54,19 @@ class Keeper:
         self.ready = asyncio.Event()
         """Set while the part is ready."""
         self.last_delay_s = 0.0
-        """What followed from its last death."""
+        """Delay of the restart after its last death."""
 
     @property
     def view(self) -> PartView:
-        """The part now."""
+        """The current state of the part."""
         pid = self._process.pid if self._process is not None else None
         return PartView(self.spec, self._state, pid, max(self._starts - 1, 0))
 
     async def run(self) -> None:
-        """Start the part again whenever it dies, until `drain` or `kill`.
+        """Start the part, and restart it whenever it dies, until `drain` or `kill`.
 
         Raises:
-            PartFailedError: it cannot be started. PartOptionsError where it said that its options are wrong.
+            PartFailedError: it cannot be started; PartOptionsError where its exit code says that its options are wrong.
         """
         with self._output:
             try:
@@ -70,7 +77,7 @@ class Keeper:
         self._on_change(self, None)
 
     async def drain(self) -> None:
-        """Ask the process to end; kill it after its limit. The part is not started again."""
+        """Send SIGTERM and wait for the end; kill the process after its limit. The part is not restarted."""
         self._ending.set()
         process = self._process
         if process is None:
@@ -84,7 +91,7 @@ class Keeper:
             await process.wait()
 
     def kill(self) -> None:
-        """End it at once. The part is not started again."""
+        """Kill it. The part is not restarted."""
         self._ending.set()
         if self._process is not None:
             _kill_group(self._process.pid)
@@ -97,11 +104,11 @@ class Keeper:
             output = asyncio.create_task(self._output.follow(reader))
             probing = asyncio.create_task(self._probe())
             for task in (output, probing):
-                task.add_done_callback(lambda ended: self._look_at(ended, process))
+                task.add_done_callback(lambda ended: self._check_task(ended, process))
             try:
                 exit_code = await process.wait()
             finally:
-                _kill_group(process.pid)  # also what it had started
+                _kill_group(process.pid)  # with its children
                 probing.cancel()
                 await asyncio.wait([output, probing], timeout=OUTPUT_LIMIT_S)
                 output.cancel()
@@ -110,13 +117,13 @@ class Keeper:
         self.ready.clear()
         return Death(time.monotonic() - started, was_ready, exit_code)
 
-    def _look_at(self, ended: asyncio.Task[None], process: asyncio.subprocess.Process) -> None:
-        """Take a part's process for lost where the task that reads or probes it failed: unread it would stand still at
-        a full pipe, unprobed it would never be ready.
+    def _check_task(self, ended: asyncio.Task[None], process: asyncio.subprocess.Process) -> None:
+        """Kill the process where the task that reads or probes it failed: unread it would block on a full pipe,
+        unprobed it would never be ready.
         """
         if ended.cancelled() or (error := ended.exception()) is None:
             return
-        _log.error("%s cannot be looked after, and is started again", self.spec.name, exc_info=error)
+        _log.error("the output or readiness of %s cannot be read; it is restarted", self.spec.name, exc_info=error)
         if process.returncode is None:
             _kill_group(process.pid)
 
@@ -131,7 +138,7 @@ class Keeper:
             start_new_session=True,  # a Ctrl-C in the terminal reaches the supervisor alone
         )
         self._process, self._starts, self._state = process, self._starts + 1, PartState.STARTING
-        if self._ending.is_set():  # asked to end while it was being started
+        if self._ending.is_set():  # stopped while it was being started
             _kill_group(process.pid)
         self._on_change(self, None)
         return process
@@ -171,6 +178,6 @@ def _signal(process: asyncio.subprocess.Process, number: int) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    """Kill a part's process and everything that it has started: each part leads a group."""
+    """Kill a part's process group: its process and all children."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

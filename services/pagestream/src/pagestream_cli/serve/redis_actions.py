@@ -1,6 +1,4 @@
-"""Serve's own word to the queue: an engine that it saw die is dead, whatever its lease says. And to its Redis, that a
-file which was torn at its end is to be written anew.
-"""
+"""What serve does in Redis: expire an engine that it saw die, and have a torn append-only file rewritten."""
 
 from __future__ import annotations
 
@@ -13,42 +11,46 @@ if TYPE_CHECKING:
     from pagestream_streams import Broker
 
 LIMIT_S = 5.0
-"""By then its lease has lapsed by itself."""
+"""Longest wait for the expiry of an engine: after this its lease has expired anyway."""
 REWRITE_LIMIT_S = 60.0
-"""For a server that reads large files."""
+"""Longest wait for a server that is still loading large files."""
 
 
-class QueueLink:
-    """Tells Redis what serve saw. Connects when there is something to tell, and owns the tasks that tell."""
+class RedisActions:
+    """Run commands in Redis in the background. Connects for the first one, and owns the tasks that run them.
+
+    Args:
+        url: of the Redis.
+        on_failure: called with a message for the user where a command fails.
+    """
 
     def __init__(self, url: str, on_failure: Callable[[str], None]) -> None:
         self._url = url
         self._on_failure = on_failure
         self._broker: Broker | None = None
         self._connecting = asyncio.Lock()
-        self._telling: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def expire(self, engine_id: str) -> None:
-        """Have the requests of a dead engine go on at once.
-
-        Comes back immediately; where it fails, its lease ends soon.
+        """Expire a dead engine, so that its requests are reclaimed at once. Returns immediately; where it fails, the
+        lease expires soon.
         """
-        self._tell(self._expire(engine_id))
+        self._start(self._expire(engine_id))
 
     def rewrite(self) -> None:
-        """Have Redis write its append-only file anew. Comes back immediately."""
-        self._tell(self._rewrite())
+        """Have Redis rewrite its append-only file. Returns immediately."""
+        self._start(self._rewrite())
 
-    def _tell(self, telling: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(telling)
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+    def _start(self, action: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(action)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """End what is under way, and the connection."""
-        for task in self._telling:
+        """Cancel running commands and close the connection."""
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._telling, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._broker is not None:
             await self._broker.close()
 
@@ -61,7 +63,7 @@ class QueueLink:
                 await expire_engine(await self._connected(), engine_id)
         except (StreamsError, TimeoutError) as error:
             self._on_failure(
-                f"could not tell Redis that {engine_id} died ({error or 'timeout'}): its requests wait for the lease"
+                f"could not expire {engine_id} in Redis ({error or 'timeout'}): its requests wait for its lease"
             )
 
     async def _rewrite(self) -> None:
@@ -72,8 +74,8 @@ class QueueLink:
                 await (await self._connected()).connection.execute("BGREWRITEAOF")
         except (StreamsError, TimeoutError) as error:
             self._on_failure(
-                f"could not have Redis write its torn file anew ({error or 'timeout'}): run BGREWRITEAOF before it "
-                "is started again"
+                f"could not rewrite the torn append-only file of Redis ({error or 'timeout'}): run BGREWRITEAOF before "
+                "it is restarted"
             )
 
     async def _connected(self) -> Broker:
