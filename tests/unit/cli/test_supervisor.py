@@ -330,7 +330,7 @@ async def test_a_part_whose_output_is_read_no_more_is_started_again(
     async with running([part(tmp_path, "a", SLEEPER)]) as (_, journal):
         await until(lambda: ups(journal) == 1, "it was started again")
     assert journal.deaths == [("a", -signal.SIGKILL, 0.0)]
-    assert "a cannot be looked after" in caplog.text
+    assert "the output or readiness of a cannot be read" in caplog.text
 
 
 async def test_a_part_whose_probe_fails_is_started_again(tmp_path: Path) -> None:
