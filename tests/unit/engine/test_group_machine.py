@@ -1,7 +1,7 @@
 """Random groups of siblings in tiny pools: forks, copies, preemptions, failed steps, aborts and resumes in any order.
 
-The bookkeeping holds after every step, nobody writes what another reads, and every sibling gets the tokens that it gets
-alone.
+The bookkeeping holds after every step, no sequence writes a block that another reads, and every sibling gets the tokens
+that it gets alone.
 """
 
 import tempfile
