@@ -146,7 +146,7 @@ def exporting(world: PoolWorld, operator: OperatorProcess, pools: list[str]) -> 
             metrics = [_engine(now, pod, pool, own) for pool in pools for pod in pods[pool]]
             metrics += [_gateway(now, pools, own)]
             try:
-                operator.tell(export(*metrics))
+                operator.export_metrics(export(*metrics))
             except grpc.RpcError as error:
                 print(f"an export was lost: {error}", file=sys.stderr)
             stop.wait(max(0.0, EXPORT_S - (time.time() - now)))

@@ -31,15 +31,15 @@ def delete_by_force(pod: str) -> None:
 
 
 def num_running(pod: str) -> int:
-    """How many sequences an engine runs now, as its metrics tell."""
+    """How many sequences an engine runs now, by its metrics."""
     text = NAMESPACE.kubectl("exec", pod, "--container", "engine", "--", "python3", "-c", READ_METRICS)
     families = [each for each in text_string_to_metric_families(text) if each.name == "pagestream_requests_running"]
     return sum(int(sample.value) for family in families for sample in family.samples)
 
 
 def busiest_engine(scene: Scene) -> Object:
-    """The engine's pod that runs most. Choose it in the middle of the streams: one that holds none of them would be
-    missed by nobody, and which one holds how many is chance. Raises ClusterError where none runs any.
+    """The engine's pod that runs most. Choose it in the middle of the streams: the loss of one that runs none of
+    them would not be noticed, and which engine runs how many is chance. Raises ClusterError where none runs any.
     """
     running = {pod: num_running(pod) for pod in NAMESPACE.ready_pods(scene.engines)}
     if not any(running.values()):

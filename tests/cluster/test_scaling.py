@@ -18,7 +18,7 @@ EAGER = {
 
 
 def scaling(scene: Scene) -> Object:
-    """The last decision, as the pool's status tells it."""
+    """The last decision, by the pool's status."""
     found: Object = scene.pool.get("status", {}).get("scaling") or {}
     return found
 
@@ -73,7 +73,7 @@ async def test_scale_in_in_the_middle_of_streams(scene: Scene) -> None:
 
 
 async def test_scale_in_when_load_has_gone(scene: Scene) -> None:
-    """Unpinned, the pool goes back to its minimum by itself."""
+    """Unpinned, the pool goes back to its minimum."""
     scene.pin(2)
     await scene.settled(2)
     begin = time.monotonic()

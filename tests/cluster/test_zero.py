@@ -9,7 +9,7 @@ from pagestream_client import AsyncClient, Chunk
 from support.kubernetes.release import NAMESPACE, Scene
 
 MOST_S_TO_DECISION = 10.0
-"""Twice the goal of 5 s, which the operator's own test of the scaling loop measures from the metric that tells of the
+"""Twice the goal of 5 s, which the operator's own test of the scaling loop measures from the export with the
 message: here kubectl looks for the decision, and streams, cluster and kubectl share the processor.
 """
 FIRST_TOKEN_LIMIT_S = 90.0

@@ -1,6 +1,6 @@
 """What the chart renders, kept in files small enough to read: a change of the chart shows here as a change of them.
 
-UPDATE_GOLDEN=1 writes them anew; look at the difference.
+UPDATE_GOLDEN=1 writes them; review the difference.
 """
 
 import os
@@ -27,7 +27,7 @@ def check(name: str, text: str) -> None:
     if os.environ.get("UPDATE_GOLDEN") == "1":
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
-    assert file.read_text() == text, f"{name} differs; UPDATE_GOLDEN=1 writes it anew"
+    assert file.read_text() == text, f"{name} differs; UPDATE_GOLDEN=1 writes it"
 
 
 def line_of(manifest: Manifest) -> str:

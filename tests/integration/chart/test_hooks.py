@@ -59,7 +59,7 @@ def test_what_helm_installed_once_is_brought_up_to_date_and_what_is_no_longer_in
     assert "is up to date" in capsys.readouterr().err
 
 
-async def test_a_definition_that_the_server_refuses_is_told_with_what_to_do(client: KubeClient) -> None:
+async def test_a_definition_that_the_server_refuses_is_reported_with_what_to_do(client: KubeClient) -> None:
     wrong = copy.deepcopy(definition())
     wrong["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["type"] = "array"
     with pytest.raises(Rejected, match="kubectl apply --server-side"):

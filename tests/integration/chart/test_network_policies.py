@@ -105,7 +105,7 @@ def test_with_default_values(what: str) -> None:
 
 
 def test_every_pod_is_closed_in_both_directions() -> None:
-    """A part without a policy would be open to everybody, and no row of the table would tell."""
+    """A component without a policy would be open to all, and no row of the table would show it."""
     stranger = Pod("apps", {"app": "stranger"})
     for pod in (GATEWAY, ENGINE, OPERATOR, REDIS, COLLECTOR, SMOKE, CRD_HOOK, POOLS_HOOK):
         check(namespaced(render()), [(stranger, pod, 12345), (pod, stranger, 12345)], pass_=False)

@@ -96,8 +96,10 @@ def test_kubectl_scale_pins_a_pool_that_names_no_replicas(pools: PoolWorld) -> N
 
 
 def test_kubectl_scale_is_refused_beyond_the_maximum(pools: PoolWorld) -> None:
-    told = pools.kube.kubectl("--namespace", pools.namespace, "scale", "enginepool/demo", "--replicas=11", check=False)
-    assert "raise maxReplicas first" in told
+    answer = pools.kube.kubectl(
+        "--namespace", pools.namespace, "scale", "enginepool/demo", "--replicas=11", check=False
+    )
+    assert "raise maxReplicas first" in answer
 
 
 def test_explain_reads_well(kube: ControlPlane) -> None:

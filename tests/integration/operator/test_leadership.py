@@ -22,7 +22,7 @@ def place(kube: ControlPlane) -> PoolWorld:
 
 @contextmanager
 def replicas(kube: ControlPlane, place: PoolWorld, **settings: str) -> Iterator[Pair]:
-    """The leader, and the other one. They start together: whoever gets the lease has it."""
+    """The leader, and the other one. They start together: either may get the lease."""
     with ExitStack() as stack:
         both = [
             stack.enter_context(started_operator(kube, place.namespace, name, kubeconfig=None, **settings))

@@ -20,7 +20,7 @@ SHORT = {
     "RESYNC_S": "5",
 }
 CALLS_PER_S = 3.0
-"""Of one operator while nobody answers: the lease, the pools' retries, and kopf's beginnings."""
+"""Of one operator while the API server is away: the lease, retries of passes, and restarts of kopf."""
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def test_a_killed_api_server_is_waited_for(kube: ControlPlane) -> None:
 
 
 def test_a_namespace_that_ends_takes_its_operator_and_its_pools_along(kube: ControlPlane) -> None:
-    """Nobody would be left to take the finalizer away."""
+    """No operator would be left to remove the finalizer."""
     world = PoolWorld(kube, "ending")
     with running_operator(kube, world.namespace) as operator:
         eventually(operator.leads, "a leader")
@@ -70,14 +70,14 @@ def test_a_namespace_that_ends_takes_its_operator_and_its_pools_along(kube: Cont
         world.wait_condition("Ready", "EnoughEngines")
         kube.delete(f"/api/v1/namespaces/{world.namespace}")
         # Pods go first, the operator's own among them; pools follow when all pods have ended.
-        eventually(world.ending, "its pod is told to end")
+        eventually(world.ending, "its pod is ending")
         operator.signal(signal.SIGTERM)
         assert operator.wait() == 0
     world.end_pods()
     eventually(lambda: not kube.exists(f"/api/v1/namespaces/{world.namespace}"), "the namespace is gone")
 
 
-def test_ends_that_no_watch_has_told_are_found(kube: ControlPlane) -> None:
+def test_deletions_that_no_watch_reported_are_found(kube: ControlPlane) -> None:
     """A pod and a whole pool end while the operator can't hear: kopf alone would keep them for ever."""
     world = PoolWorld(kube, "deaf")
     with proxied(kube) as (proxy, kubeconfig, loop):

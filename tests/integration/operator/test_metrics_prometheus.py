@@ -115,7 +115,7 @@ def _queue_time(store: MetricsStore) -> float:
     return queue.time_s if queue is not None else 0.0
 
 
-def test_an_operator_that_is_told_to_asks_prometheus(
+def test_an_operator_with_the_setting_queries_prometheus(
     kube: ControlPlane, new_world: Callable[[], PoolWorld], tmp_path: Path, pages: Pages
 ) -> None:
     world = new_world()
@@ -183,7 +183,7 @@ async def test_an_answer_without_an_end_is_cut() -> None:
             await PrometheusSource(MetricsStore(), PrometheusSettings(url, max_answer_bytes=1000)).poll()
 
 
-async def test_refusals_are_told_and_tokens_sent(tmp_path: Path) -> None:
+async def test_refusals_are_reported_and_tokens_sent(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret\n")
     heard: list[bytes] = []

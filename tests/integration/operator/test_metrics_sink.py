@@ -45,7 +45,7 @@ async def sink() -> AsyncIterator[tuple[MetricsSink, MetricsStore]]:
 
 
 def provider_for(port: int, temporality: dict[type, AggregationTemporality], **more: object) -> MeterProvider:
-    """The SDK as a process would set it up, exporting only when told."""
+    """The SDK as a process would set it up, exporting only when flushed."""
     exporter = OTLPMetricExporter(
         endpoint=f"http://127.0.0.1:{port}",
         insecure=True,
@@ -106,7 +106,7 @@ async def call(listening: MetricsSink, body: bytes, compression: grpc.Compressio
         return answer
 
 
-async def test_the_generated_stub_is_answered_and_told_what_was_refused(sink: tuple[MetricsSink, MetricsStore]) -> None:
+async def test_the_generated_stub_gets_an_answer_with_what_was_refused(sink: tuple[MetricsSink, MetricsStore]) -> None:
     listening, _ = sink
     now = time.time()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{listening.port}") as channel:

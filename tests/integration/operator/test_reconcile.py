@@ -199,7 +199,7 @@ def test_kubectl_scale_pins_and_null_unpins(operator: OperatorProcess, world: Po
     world.wait_condition("Ready", "ScaledToZero", "pinned")
     world.change({"replicas": None}, "pinned")
     world.wait_replicas(1, "pinned")
-    eventually(lambda: world.condition("ScalingActive", "pinned")["status"] == "True", "scaling by itself")
+    eventually(lambda: world.condition("ScalingActive", "pinned")["status"] == "True", "scaling with its load")
 
 
 def test_a_paused_pool_is_left_alone_and_degraded(operator: OperatorProcess, world: PoolWorld) -> None:
@@ -228,7 +228,7 @@ def newer_definition(kube: ControlPlane) -> Iterator[None]:
         kube.request("PATCH", place, [{"op": "remove", "path": f"{at}/4"}], kind="application/json-patch+json")
 
 
-def test_a_spec_of_a_newer_definition_is_told_left_alone_and_can_be_deleted(
+def test_a_spec_of_a_newer_definition_is_reported_left_alone_and_can_be_deleted(
     operator: OperatorProcess, world: PoolWorld
 ) -> None:
     world.create("newer", replicas=1)
@@ -236,8 +236,8 @@ def test_a_spec_of_a_newer_definition_is_told_left_alone_and_can_be_deleted(
     before = world.deployment("newer")["spec"]
     with newer_definition(world.kube):
         eventually(lambda: world.change({"engine": {"dtype": "fp8"}}, "newer"), "the definition is in force")
-        told = world.wait_condition("Degraded", "InvalidSpec", "newer")
-        assert "spec.engine.dtype" in told["message"]
+        condition = world.wait_condition("Degraded", "InvalidSpec", "newer")
+        assert "spec.engine.dtype" in condition["message"]
         assert world.condition("Ready", "newer")["reason"] == "NoEngine"
         assert world.deployment("newer")["spec"] == before
         world.kube.delete(world.path("enginepools", "newer"))
@@ -247,26 +247,26 @@ def test_a_spec_of_a_newer_definition_is_told_left_alone_and_can_be_deleted(
 def test_what_is_somebody_elses_is_not_taken(operator: OperatorProcess, world: PoolWorld) -> None:
     world.kube.post(world.path("configmaps"), {"metadata": {"name": "taken-engine"}, "data": {"mine": "1"}})
     world.create("taken")
-    told = world.wait_condition("Degraded", "Blocked", "taken")
-    assert "exists and isn't the operator's: rename or delete it" in told["message"]
+    condition = world.wait_condition("Degraded", "Blocked", "taken")
+    assert "exists and isn't the operator's: rename or delete it" in condition["message"]
     assert world.kube.get(world.path("configmaps", "taken-engine"))["data"] == {"mine": "1"}
     world.kube.delete(world.path("configmaps", "taken-engine"))
     world.wait_condition("Degraded", "AsExpected", "taken")
     assert any("isn't the operator's" in note for note in world.events("Blocked"))
 
 
-def test_what_the_api_server_refuses_is_told_and_not_tried_each_second(
+def test_what_the_api_server_refuses_is_reported_and_not_tried_each_second(
     operator: OperatorProcess, world: PoolWorld
 ) -> None:
     twice = {"volumes": [{"name": "tmp", "emptyDir": {}}]}
     world.create("refused", template=twice)
-    told = world.wait_condition("Degraded", "Rejected", "refused")
-    assert "tmp" in told["message"]
+    condition = world.wait_condition("Degraded", "Rejected", "refused")
+    assert "tmp" in condition["message"]
     world.change({"template": {"volumes": None}}, "refused")
     world.wait_condition("Degraded", "AsExpected", "refused")
 
 
-def test_trouble_of_a_pod_is_told(operator: OperatorProcess, world: PoolWorld) -> None:
+def test_trouble_of_a_pod_is_reported(operator: OperatorProcess, world: PoolWorld) -> None:
     world.create("trouble", minReplicas=1)
     name = world.make_ready("trouble", 1)[0]
     waiting = {"reason": "ImagePullBackOff", "message": "no such image"}
@@ -289,9 +289,9 @@ def test_deletion_drains_first(operator: OperatorProcess, world: PoolWorld) -> N
     names = world.make_ready("gone", 2)
     world.wait_condition("Ready", "EnoughEngines", "gone")
     world.kube.delete(world.path("enginepools", "gone"))
-    eventually(lambda: sorted(world.ending("gone")) == sorted(names), "both pods are told to end")
-    told = world.wait_condition("Progressing", "Deleting", "gone")
-    assert "2 engines left to drain" in told["message"]
+    eventually(lambda: sorted(world.ending("gone")) == sorted(names), "both pods are ending")
+    condition = world.wait_condition("Progressing", "Deleting", "gone")
+    assert "2 engines left to drain" in condition["message"]
     assert world.pool("gone")["status"]["drainingReplicas"] == 2
     world.end_pods("gone")
     eventually(lambda: not world.kube.exists(world.path("enginepools", "gone")), "the pool is gone")

@@ -17,7 +17,7 @@ SWIFT = {
 
 
 @contextmanager
-def telling(
+def exporting(
     world: PoolWorld, operator: OperatorProcess, shares: Callable[[], Mapping[str, float]], pool: str, waiting: int = 0
 ) -> Iterator[None]:
     """Exports every half a second, as engines and a gateway do."""
@@ -39,7 +39,7 @@ def telling(
 def test_full_caches_bring_engines_and_the_status_says_why(operator: OperatorProcess, world: PoolWorld) -> None:
     world.create("busy", minReplicas=1, maxReplicas=3, scaling=SWIFT)
     names = world.make_ready("busy", 1)
-    with telling(world, operator, lambda: dict.fromkeys(names, 0.95), "busy"):
+    with exporting(world, operator, lambda: dict.fromkeys(names, 0.95), "busy"):
         eventually(lambda: world.replicas("busy") > 1, "more replicas")
         status = eventually(
             lambda: world.pool("busy")["status"]["desiredReplicas"] > 1 and world.pool("busy")["status"], "a status"
@@ -54,7 +54,7 @@ def test_the_pod_that_is_cheapest_to_drain_ends(operator: OperatorProcess, world
     world.create("shrinks", minReplicas=1, maxReplicas=3, replicas=3, scaling=SWIFT)
     names = world.make_ready("shrinks", 3)
     shares = {names[0]: 0.30, names[1]: 0.02, names[2]: 0.35}
-    with telling(world, operator, lambda: shares, "shrinks"):
+    with exporting(world, operator, lambda: shares, "shrinks"):
         eventually(lambda: world.pool("shrinks")["status"].get("kvUtilization") == "22%", "samples")
         world.change({"replicas": 2}, "shrinks")
         assert eventually(lambda: world.ending("shrinks"), "a pod that ends") == [names[1]]
@@ -67,8 +67,8 @@ def test_missing_samples_never_scale_in(operator: OperatorProcess, world: PoolWo
     world.create("silent", minReplicas=1, maxReplicas=4, replicas=3, scaling=SWIFT)
     world.make_ready("silent", 3)
     world.change({"replicas": None}, "silent")
-    told = world.wait_condition("ScalingActive", "SamplesMissing", "silent")
-    assert "never fewer engines" in told["message"]
+    condition = world.wait_condition("ScalingActive", "SamplesMissing", "silent")
+    assert "never fewer engines" in condition["message"]
     passes = operator.passes() + 3 * len(world.kube.get(world.path("enginepools"))["items"])
     eventually(lambda: operator.passes() >= passes, "three decisions about each pool, any of which might scale it in")
     assert world.replicas("silent") == 3
@@ -79,7 +79,7 @@ def test_an_idle_pool_goes_to_zero_and_one_message_brings_it_back(
 ) -> None:
     world.create("idle", minReplicas=0, maxReplicas=2, replicas=1, scaling=SWIFT)
     names = world.make_ready("idle", 1)
-    with telling(world, operator, lambda: dict.fromkeys(names, 0.0), "idle"):
+    with exporting(world, operator, lambda: dict.fromkeys(names, 0.0), "idle"):
         world.change({"replicas": None}, "idle")
         world.wait_replicas(0, "idle")
         world.end_pods("idle")

@@ -141,7 +141,7 @@ def is_ready(item: Object, kind: str = "Ready") -> bool:
 
 
 def seconds_to_ready(pod: Object) -> float:
-    """From the creation of a pod to its readiness, to the second, as the cluster tells them."""
+    """From the creation of a pod to its readiness, to the second, by the cluster's times."""
     ready = next(each for each in pod["status"]["conditions"] if each["type"] == "Ready")
     return _seconds(ready["lastTransitionTime"]) - _seconds(pod["metadata"]["creationTimestamp"])
 

@@ -78,7 +78,7 @@ class OperatorProcess(Part):
                 return error.code, error.read().decode()
 
     def wait_ready(self) -> None:
-        """Until it knows EnginePool."""
+        """Wait until it is ready."""
         eventually(lambda: self.is_alive() and self.page("/readyz")[0] == 200, f"{self.name} ready", 60)
 
     def figures(self, name: str) -> dict[str, float]:
@@ -87,7 +87,7 @@ class OperatorProcess(Part):
         return {each["labels"] or "": float(each["value"]) for each in found if each and each["name"] == name}
 
     def leads(self) -> bool:
-        """Whether it says that it leads."""
+        """Whether its metrics show that it leads."""
         return self.figures("pagestream_operator_leader_ratio").get("") == 1
 
     def calls(self) -> float:
@@ -98,7 +98,7 @@ class OperatorProcess(Part):
         """Passes over pools that went through so far."""
         return self.figures("pagestream_operator_reconciles_total").get('result="ok"', 0.0)
 
-    def tell(self, request: ExportMetricsServiceRequest) -> None:
+    def export_metrics(self, request: ExportMetricsServiceRequest) -> None:
         """Export metrics to it, as a collector does."""
         with grpc.insecure_channel(f"127.0.0.1:{self.otlp_port}") as channel:
             call = channel.unary_unary(
@@ -135,7 +135,7 @@ def running_operator(
 
 
 class PoolWorld:
-    """A namespace, its pools, and what a kubelet would say about their pods."""
+    """A namespace, its pools, and what a kubelet would do about their pods."""
 
     def __init__(self, kube: ControlPlane, namespace: str) -> None:
         """Makes the namespace, in which only pods of the restricted standard are let in, and a node for them."""
@@ -176,12 +176,12 @@ class PoolWorld:
         return found
 
     def replicas(self, name: str = "demo") -> int:
-        """That the Deployment was told."""
+        """The Deployment's spec.replicas."""
         found: int = self.deployment(name)["spec"]["replicas"]
         return found
 
     def wait_replicas(self, count: int, name: str = "demo", limit_s: float = 30) -> None:
-        """Until the Deployment was told so many."""
+        """Wait until the Deployment's spec.replicas is `count`."""
         eventually(lambda: self.replicas(name) == count, f"{count} replicas of {name}", limit_s)
 
     def condition(self, kind: str, name: str = "demo") -> Object:
@@ -190,7 +190,7 @@ class PoolWorld:
         return next((each for each in conditions if each["type"] == kind), {})
 
     def wait_condition(self, kind: str, reason: str, name: str = "demo", limit_s: float = 30) -> Object:
-        """Until a condition has a reason."""
+        """Wait until a condition has a reason."""
         eventually(
             lambda: self.condition(kind, name).get("reason") == reason, f"{kind} of {name} for {reason}", limit_s
         )
@@ -228,7 +228,7 @@ class PoolWorld:
                         raise
 
     def ending(self, name: str = "demo") -> list[str]:
-        """Names of the pods that are told to end."""
+        """Names of the pods that are being deleted."""
         return [pod["metadata"]["name"] for pod in self.pods(name) if "deletionTimestamp" in pod["metadata"]]
 
     def events(self, reason: str) -> list[str]:
@@ -239,8 +239,8 @@ class PoolWorld:
     def load(
         self, operator: OperatorProcess, shares: Mapping[str, float], *, pool: str = "demo", waiting: int = 0
     ) -> None:
-        """Tell the operator what engines and a gateway would: KV utilization by pod, and so many requests waiting for
-        the model of the pool's name.
+        """Export what engines and a gateway would: KV utilization by pod, and the number of requests that wait for the
+        model of the pool's name.
         """
         now, own = time.time(), {"namespace": self.namespace}
         engines = [
@@ -259,8 +259,8 @@ class PoolWorld:
         ]
         queue = {"depth": waiting, "tokens": 10 * waiting, "age": float(waiting > 0), "running": 0, "drain_rate": 0}
         model = {"gen_ai.request.model": pool}
-        told = [gauge(f"pagestream.queue.{name}", now, value, model) for name, value in queue.items()]
-        operator.tell(export(*engines, resource(told, **own, instance="gateway-0")))
+        reported = [gauge(f"pagestream.queue.{name}", now, value, model) for name, value in queue.items()]
+        operator.export_metrics(export(*engines, resource(reported, **own, instance="gateway-0")))
 
     def manager_of_replicas(self, name: str = "demo") -> set[str]:
         """Field managers that own the Deployment's replicas."""

@@ -83,9 +83,9 @@ def wait_for_pool(name: str, replicas: int, space: Namespace = NAMESPACE, *, lim
             return False
         # The operator has acted; whether its Deployment's controller has, too, only the Deployment can say.
         made = space.get("deployment", f"{name}-engine")
-        told = made["status"].get("observedGeneration") == made["metadata"]["generation"]
+        is_observed = made["status"].get("observedGeneration") == made["metadata"]["generation"]
         counts = (made["status"].get(each, 0) for each in ("replicas", "readyReplicas", "updatedReplicas"))
-        return told and all(count == replicas for count in counts)
+        return is_observed and all(count == replicas for count in counts)
 
     wait_for(f"{replicas} ready pods of pool {name}", is_there, limit_s=limit_s)
 

@@ -47,7 +47,7 @@ def starting_pod(name: str, *, age_s: float) -> PodObservation:
 def queue(
     time_s: float = NOW, depth: float = 0.0, tokens: float = 0.0, age_s: float = 0.0, **more: float
 ) -> QueueSample:
-    """A queue; empty unless told otherwise."""
+    """A queue; empty by default."""
     return QueueSample(time_s, depth, tokens, age_s, more.get("running", 0.0), more.get("drain", 0.0))
 
 

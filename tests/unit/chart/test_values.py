@@ -91,7 +91,7 @@ def schema_at(path: tuple[str, ...]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"gatway": {}}, "'gatway' was unexpected"),
         ({"gateway": {"replica": 2}}, "'replica' was unexpected"),
@@ -105,13 +105,13 @@ def schema_at(path: tuple[str, ...]) -> Any:
         ({"redis": {"bundled": {"appendfsync": "no"}}}, "is not one of"),
     ],
 )
-def test_what_is_wrong_is_named(change: dict[str, Any], told: str) -> None:
-    messages = [leaf for error in Draft202012Validator(SCHEMA).iter_errors(change) for leaf in told_by(error)]
-    assert any(told in message for message in messages), messages
+def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
+    messages = [leaf for error in Draft202012Validator(SCHEMA).iter_errors(change) for leaf in messages_of(error)]
+    assert any(message in each for each in messages), messages
 
 
-def told_by(error: Any) -> list[str]:
-    return [error.message, *(message for inner in error.context or () for message in told_by(inner))]
+def messages_of(error: Any) -> list[str]:
+    return [error.message, *(message for inner in error.context or () for message in messages_of(inner))]
 
 
 def test_every_value_is_in_the_readme_with_a_description() -> None:

@@ -1,4 +1,4 @@
-"""The images' build files: what a builder would refuse, and what nobody should find in an image."""
+"""The images' build files: what a builder would refuse, and what must not be in an image."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ async def test_after_the_limit_it_did_not_hold() -> None:
     assert not await wait_until(ask, limit_s=0)
 
 
-async def test_a_server_that_is_silent_to_the_end_is_told() -> None:
+async def test_a_server_that_is_silent_to_the_end_is_an_error() -> None:
     async def ask() -> bool:
         raise ApiUnavailable("busy")
 
@@ -51,7 +51,7 @@ def test_errors_end_the_process_with_a_sentence(tmp_path: Path, monkeypatch: pyt
         run_once(act)
 
 
-def test_without_a_way_to_the_server_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_access_the_error_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     async def act(_: KubeClient) -> None:
         raise AssertionError
 

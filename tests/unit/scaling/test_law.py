@@ -137,7 +137,7 @@ def test_more_load_never_gives_fewer_pods(data: st.DataObject) -> None:
 def impaired(draw: st.DrawFn, shown: PoolObservation) -> PoolObservation:
     """The same pool with some samples missing, stale, from the future or absurd.
 
-    Those of pods that aren't ready stay: without them nobody could know that they ever served.
+    Those of pods that aren't ready stay: without them it would be unknown that they ever served.
     """
     pods = tuple(
         pod if pod.state is PodState.STARTING else replace(pod, sample=draw(_impaired_sample(pod.sample)))

@@ -6,12 +6,12 @@ DEMO = PoolKey("default", "demo")
 
 
 def test_a_change_is_told_to_its_pool() -> None:
-    told: list[PoolKey] = []
-    store = ObjectStore(told.append)
+    changed: list[PoolKey] = []
+    store = ObjectStore(changed.append)
     store.put(POOL, stored(pool_body()))
     store.put(POD, pod_body("a"))
     store.put(DEPLOYMENT, deployment_body(1))
-    assert told == [DEMO] * 3
+    assert changed == [DEMO] * 3
     assert store.pools() == [DEMO]
 
 

@@ -39,13 +39,13 @@ def status(decision: Decision | None = DECISION, now_s: float = NOW, **more: Any
 
 
 def test_what_is_told() -> None:
-    told = status()
-    assert (told.replicas, told.ready_replicas, told.draining_replicas, told.desired_replicas) == (2, 1, 1, 2)
-    assert told.kv_utilization == "60%"
-    assert told.leader_term == 3
-    assert told.scaling is not None
-    assert told.scaling.time == "2026-01-01T00:00:00Z"
-    assert told.scaling.inputs == {"arrivals": 0.0, "kv": 0.123}
+    made = status()
+    assert (made.replicas, made.ready_replicas, made.draining_replicas, made.desired_replicas) == (2, 1, 1, 2)
+    assert made.kv_utilization == "60%"
+    assert made.leader_term == 3
+    assert made.scaling is not None
+    assert made.scaling.time == "2026-01-01T00:00:00Z"
+    assert made.scaling.inputs == {"arrivals": 0.0, "kv": 0.123}
 
 
 def test_an_object_has_no_empty_fields() -> None:
@@ -82,5 +82,5 @@ def test_transitions_are_told_once() -> None:
 
 def test_absurd_samples_are_not_averaged() -> None:
     demo, view = pool(), PoolView(deployment_body(1), [])
-    told = pool_status(demo, view, (), desired=1, decision=None, observation=observation(7.0), term=1, now_s=NOW)
-    assert told.kv_utilization is None
+    made = pool_status(demo, view, (), desired=1, decision=None, observation=observation(7.0), term=1, now_s=NOW)
+    assert made.kv_utilization is None
