@@ -1,4 +1,4 @@
-"""What a stream brings, typed."""
+"""The chunks of a stream."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Logprob:
     logprob: float
     """Natural logarithm of its probability."""
     rank: int
-    """Its place in the order of probabilities, from 1."""
+    """Its rank by probability, from 1."""
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost, in tokens."""
+    """Tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -59,15 +59,15 @@ class Chunk:
 
     request_id: str
     next_index: int
-    """Where `resume` goes on after this chunk."""
+    """Index in the log from which `resume` continues after this chunk."""
     digest: str
-    """What `resume` compares."""
+    """Digest of the log up to there, which `resume` compares."""
     choice: int
     token_ids: tuple[int, ...]
     text: str
-    """May be empty where a character or a stop string is not complete."""
+    """Text of the tokens; may be empty while a character or a possible stop string is incomplete."""
     logprobs: tuple[tuple[Logprob, ...], ...]
-    """For each of token_ids the chosen token first, then the best ones; empty where none were asked for."""
+    """For each of token_ids the chosen token first, then the best ones; empty where none were requested."""
     finish_reason: FinishReason | None
     """On the choice's last chunk."""
     stop_reason: str
@@ -77,5 +77,5 @@ class Chunk:
 
     @property
     def position(self) -> Position:
-        """Where the stream stands after this chunk."""
+        """The place after this chunk."""
         return Position(self.request_id, self.next_index, self.digest)

@@ -1,4 +1,4 @@
-"""A whole answer, put together from its chunks."""
+"""A whole answer, assembled from its chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Choice:
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[tuple[Logprob, ...], ...]
-    """One element for each of token_ids, where they were asked for."""
+    """One element for each of token_ids, where they were requested."""
     finish_reason: FinishReason | None
     """None where the request ended before the choice did."""
     stop_reason: str
@@ -28,13 +28,13 @@ class Generation:
 
     request_id: str
     choices: tuple[Choice, ...]
-    """By index."""
+    """In the order of their index."""
     usage: Usage | None
-    """None where the chunks did not reach the end."""
+    """None where the chunks do not reach the end."""
 
     @property
     def text(self) -> str:
-        """What the first choice says."""
+        """Text of the first choice."""
         return self.choices[0].text if self.choices else ""
 
 
@@ -48,7 +48,7 @@ class _Parts:
 
 
 def put_together(chunks: Iterable[Chunk]) -> Generation:
-    """The answer that these chunks are, from the first on."""
+    """Assemble the answer from its chunks, in their order."""
     request_id, usage = "", None
     choices: dict[int, _Parts] = {}
     for chunk in chunks:

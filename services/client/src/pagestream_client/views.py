@@ -1,4 +1,4 @@
-"""What a deployment tells of requests and models."""
+"""The state of requests and models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagestream_client.chunks import FinishReason, Usage
 
 
 class RequestState(enum.StrEnum):
-    """Where a request stands."""
+    """State of a request."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -18,7 +18,7 @@ class RequestState(enum.StrEnum):
 
 @dataclass(frozen=True)
 class RequestInfo:
-    """Where a request stands, without its tokens."""
+    """The state of a request, without its tokens."""
 
     request_id: str
     model: str
@@ -28,16 +28,16 @@ class RequestInfo:
     finish_reason: FinishReason | None
     """None unless finished."""
     next_index: int
-    """Entries in its log so far."""
+    """Number of entries in its log so far."""
     usage: Usage
-    """So far."""
+    """Tokens so far."""
     attempts: int
-    """How often an engine has claimed it."""
+    """Number of claims by engines."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model that can be asked."""
+    """A model of the deployment."""
 
     name: str
     max_model_len: int | None

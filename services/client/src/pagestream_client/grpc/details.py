@@ -1,6 +1,6 @@
 """The parts of google.rpc's error model that gateways use (google/rpc/status.proto, error_details.proto).
 
-They are described here, in a pool of their own: the package that has them all would be a dependency for five messages.
+Their descriptors are built here, in a separate pool: googleapis-common-protos would be a dependency for five messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PACKAGE = "pagestream.details"
 
 @dataclass(frozen=True)
 class Details:
-    """What came with an error beside its status."""
+    """Details of an error beside its status."""
 
     reason: str = ""
     """google.rpc.ErrorInfo.reason."""
@@ -30,13 +30,13 @@ class Details:
 
 
 def details_in(metadata: Any) -> Details:
-    """The details in a call's trailing metadata; empty ones where there are none that can be read."""
+    """Return the details in a call's trailing metadata; empty ones where there are none that can be decoded."""
     for key, value in metadata or ():
         if key == _KEY:
             try:
                 return _read(value)
             except DecodeError:
-                break  # somebody between us and the gateway wrote it
+                break  # not written by a gateway, perhaps by a proxy
     return Details()
 
 

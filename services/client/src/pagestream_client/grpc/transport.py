@@ -7,31 +7,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Transport:
-    """How connections are made and watched."""
+    """Limits of connections and calls, in seconds."""
 
     connect_timeout_s: float = 3.0
     """Until a gateway that does not answer at all counts as failed."""
     keepalive_s: float = 6.0
-    """Between two probes of a silent connection. Gateways refuse clients that probe more often than every 5 s."""
+    """Interval of probes of a silent connection. Gateways refuse clients that probe more often than every 5 s."""
     keepalive_timeout_s: float = 2.0
-    """Until an unanswered probe ends the connection: a cut cable and a stopped process are noticed by it alone.
+    """Until an unanswered probe ends the connection. Only probes detect a cut cable and a stopped process.
 
-    A request is cancelled when it had no reader for a gateway's lease (1.5 s) and the grace (10 s): both times, and a
-    try at another gateway that is dead as well, must be less."""
+    A request is cancelled when it had no reader for the remaining lease of its gateway (1.5 s) and the grace period
+    (10 s). The interval and this time-out, with one try at another gateway that is dead too, must take less."""
     answer_timeout_s: float = 10.0
-    """Of one call that is no stream."""
+    """Time-out of a call that is no stream."""
 
     def options(self) -> list[tuple[str, int]]:
-        """Channel arguments of gRPC."""
+        """Return the channel arguments of gRPC."""
         return [
             ("grpc.keepalive_time_ms", _ms(self.keepalive_s)),
             ("grpc.keepalive_timeout_ms", _ms(self.keepalive_timeout_s)),
-            # A probe of gRPC's own, for its flow control, holds the others back while it is not answered; it has 60 s.
+            # gRPC sends no keepalive probe while a probe of its flow control is unanswered; the default is 60 s.
             ("grpc.http2.ping_timeout_ms", _ms(self.keepalive_timeout_s)),
             ("grpc.http2.max_pings_without_data", 0),
-            # This is the connection timeout; the name tells another part of it.
+            # In spite of its name, this is also the connection time-out.
             ("grpc.min_reconnect_backoff_ms", _ms(self.connect_timeout_s)),
-            # gRPC would wait up to two minutes before it looks whether a gateway is back.
+            # By default gRPC waits up to two minutes before it tries a gateway again.
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1_000),
             ("grpc.enable_retries", 0),

@@ -15,4 +15,4 @@ class HttpTransport:
     """Longest silence of a stream. A gateway sends a comment every 15 s while a request waits, so one that is silent
     for longer may be dead."""
     answer_timeout_s: float = 10.0
-    """Of one call that is no stream."""
+    """Time-out of a call that is no stream."""
