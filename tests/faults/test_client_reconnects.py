@@ -6,18 +6,16 @@ The tests neither reconnect nor retry: each stream is one loop over `AsyncClient
 import asyncio
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import pytest
-from pagestream_cli.servefile import ProcessRecord, read_record
 from pagestream_client import AsyncClient, AsyncStream, Chunk, Client, FinishReason, Generation, Transport, put_together
 from support.engines.synthetic_engine import MODEL, running_engine
+from support.faults.served import Served, running_serve
 from support.faults.workloads import QUESTIONS
 from support.network.flaky_network import FlakyNetwork
 from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Stack, StackError, running_stack
@@ -105,45 +103,15 @@ def check(undisturbed: Sequence[Reader], disturbed: Sequence[Reader]) -> None:
         assert all(len(choice.token_ids) == after.max_tokens for choice in put_together(after.chunks).choices)
 
 
-@contextmanager
-def served(folder: Path) -> Iterator[Path]:
-    """Run `pagestream serve` with two gateways, which its supervisor restarts; yield the path of serve.json."""
-    command = [sys.executable, "-m", "pagestream_cli", "serve", "--gateways", "2", "--data-dir", str(folder / "data")]
-    command += ["--http-port", "0", "--grpc-port", "0", "--dtype", "float32"]
-    serve_file = folder / "data" / "serve.json"
-    with (folder / "serve.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-
-        def is_ready() -> bool:
-            if process.poll() is not None:
-                raise StackError((folder / "serve.log").read_text())
-            record = read_record(serve_file)
-            return record is not None and record.ready
-
-        try:
-            wait_until(is_ready, limit_s=START_LIMIT_S, what="serve")
-            yield serve_file
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def gateway_record(serve_file: Path, name: str) -> ProcessRecord:
-    """Return the record of a gateway in serve.json."""
-    record = read_record(serve_file)
-    if record is None:
-        raise StackError("serve has ended")
-    return next(process for process in record.processes if process.name == name)
-
-
-def kill_gateway(serve_file: Path, name: str) -> None:
+def kill_gateway(served: Served, name: str) -> None:
     """Kill a gateway with SIGKILL; return when another process serves in its place."""
-    before = gateway_record(serve_file, name)
+    before = served.process(name)
     if before.pid is None:
         raise StackError(f"{name} does not run")
     os.kill(before.pid, signal.SIGKILL)
 
     def is_back() -> bool:
-        now = gateway_record(serve_file, name)
+        now = served.process(name)
         try:
             answer = httpx.get(f"http://127.0.0.1:{now.ports['http']}/readyz", timeout=2.0)
         except httpx.HTTPError:
@@ -156,22 +124,20 @@ def kill_gateway(serve_file: Path, name: str) -> None:
 def test_gateways_that_are_killed_one_after_the_other(tmp_path: Path) -> None:
     unfinished: list[int] = []
 
-    async def scenario(serve_file: Path) -> tuple[list[Reader], list[Reader]]:
-        record = read_record(serve_file)
-        assert record is not None
-        targets = record.grpc_targets()
+    async def scenario(served: Served) -> tuple[list[Reader], list[Reader]]:
+        targets = served.record.grpc_targets()
         assert len(targets) == 2
 
         async def kill_both(readers: Sequence[Reader]) -> None:
             await until_tokens(readers, LONG // 8)
             for number in range(2):
                 unfinished.append(sum(reader.chunks[-1].usage is None for reader in readers))
-                await asyncio.to_thread(kill_gateway, serve_file, f"gateway-{number}")
+                await asyncio.to_thread(kill_gateway, served, f"gateway-{number}")
 
         return await run_all(targets, max_tokens=LONG), await run_all(targets, kill_both, max_tokens=LONG)
 
-    with served(tmp_path) as serve_file:
-        undisturbed, disturbed = asyncio.run(scenario(serve_file))
+    with running_serve(tmp_path, "--gateways", "2") as served:
+        undisturbed, disturbed = asyncio.run(scenario(served))
     assert len(unfinished) == 2
     assert all(unfinished), "a gateway was killed after the streams had ended"
     check(undisturbed, disturbed)

@@ -4,20 +4,17 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 
 import httpx
 import pytest
-from pagestream_cli.servefile import ServeRecord, read_record
 from pagestream_streams import StreamsSettings
 from redis import Redis
+from support.faults.served import Served, running_serve
 from support.processes.waiting import is_running, until, wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -43,34 +40,15 @@ class Stream:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    data = tmp_path_factory.mktemp("serve") / "data"
-    command = [sys.executable, "-m", "pagestream_cli", "serve", "--http-port", "0", "--grpc-port", "0"]
-    command += ["--data-dir", str(data), "--dtype", "float32", "--engines", "2"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        wait_until(lambda: process.poll() is not None or is_whole(data), "serve is ready", LIMIT_S)
-        assert process.poll() is None, "serve has ended"
-        yield data
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with running_serve(tmp_path_factory.mktemp("serve"), "--engines", "2") as served:
+        yield served
 
 
-def record_of(data: Path) -> ServeRecord:
-    record = read_record(data / "serve.json")
-    assert record is not None
-    return record
-
-
-def pid_of(data: Path, name: str) -> int | None:
-    return next(process.pid for process in record_of(data).processes if process.name == name)
-
-
-def running(data: Path) -> dict[str, int]:
+def running(served: Served) -> dict[str, int]:
     """Return the number of running sequences of each living engine, by its name in serve.json."""
     found: dict[str, int] = {}
-    with Redis.from_url(record_of(data).redis_url, decode_responses=True) as redis:
+    with Redis.from_url(served.record.redis_url, decode_responses=True) as redis:
         for key in redis.scan_iter("ps:engine:*"):
             number = redis.hget(key, "running")
             if number is not None:
@@ -78,12 +56,11 @@ def running(data: Path) -> dict[str, int]:
     return found
 
 
-def is_whole(data: Path) -> bool:
-    record = read_record(data / "serve.json")
-    if record is None or not record.ready:
+def is_whole(served: Served) -> bool:
+    if not served.record.ready:
         return False
     with suppress(ConnectionError):
-        return len(running(data)) == 2
+        return len(running(served)) == 2
     return False
 
 
@@ -98,13 +75,13 @@ async def follow(client: httpx.AsyncClient, url: str, number: int, stream: Strea
                 stream.text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
 
 
-async def follow_all(data: Path, *, number: signal.Signals | None = None) -> tuple[list[Stream], float, str]:
+async def follow_all(served: Served, *, number: signal.Signals | None = None) -> tuple[list[Stream], float, str]:
     """Read all streams; send a signal to the busier engine once all have begun.
 
     Returns:
         The streams, the time of the signal, and the engine's name.
     """
-    streams, url, hit_at, name = [Stream() for _ in range(NUM_STREAMS)], record_of(data).http_urls()[0], 0.0, ""
+    streams, url, hit_at, name = [Stream() for _ in range(NUM_STREAMS)], served.record.http_urls()[0], 0.0, ""
     async with httpx.AsyncClient(timeout=LIMIT_S, verify=False) as client:  # noqa: S501 - there is no TLS here
         reading = [asyncio.create_task(follow(client, url, place, each)) for place, each in enumerate(streams)]
         if number is not None:
@@ -112,13 +89,13 @@ async def follow_all(data: Path, *, number: signal.Signals | None = None) -> tup
             # Engines publish their load with heartbeats: the present figures may be older than these streams.
             await asyncio.to_thread(
                 wait_until,
-                lambda: sum(running(data).values()) >= NUM_STREAMS,
+                lambda: sum(running(served).values()) >= NUM_STREAMS,
                 "the load has all streams",
                 LIMIT_S,
             )
-            loads = await asyncio.to_thread(running, data)
+            loads = await asyncio.to_thread(running, served)
             name = max(loads, key=lambda each: loads[each])
-            pid = pid_of(data, name)
+            pid = served.process(name).pid
             assert pid is not None
             hit_at = time.monotonic()
             os.kill(pid, number)
@@ -127,31 +104,31 @@ async def follow_all(data: Path, *, number: signal.Signals | None = None) -> tup
     return streams, hit_at, name
 
 
-def longest_gap_s(data: Path, number: signal.Signals, texts: list[str]) -> float:
+def longest_gap_s(served: Served, number: signal.Signals, texts: list[str]) -> float:
     """Signal an engine in the middle of its streams, whose texts must be the known ones; return the longest gap."""
-    disturbed, hit_at, name = asyncio.run(follow_all(data, number=number))
+    disturbed, hit_at, name = asyncio.run(follow_all(served, number=number))
     assert [each.text for each in disturbed] == texts
     gaps = [round(each.longest_gap_s(hit_at), 3) for each in disturbed]
     print(f"{number.name} to {name}: the longest gap of each stream: {gaps}")
     assert max(each.arrived_s[-1] for each in disturbed) > hit_at, "nothing was under way"
-    wait_until(lambda: is_whole(data), "it was started again", LIMIT_S)
+    wait_until(lambda: is_whole(served), "it was started again", LIMIT_S)
     return max(gaps)
 
 
 @pytest.mark.parametrize(
     ("number", "limit_s", "tries"), [(signal.SIGTERM, GAP_LIMIT_S, 2), (signal.SIGKILL, LEASE_S, 1)]
 )
-def test_the_other_engine_continues_at_once(data: Path, number: signal.Signals, limit_s: float, tries: int) -> None:
+def test_the_other_engine_continues_at_once(served: Served, number: signal.Signals, limit_s: float, tries: int) -> None:
     """After SIGTERM within a second; after SIGKILL before the lease lapses, since serve expires it.
 
     The second may be missed once. The clients, the other engine and what serve restarts share two cores, and a stream
     that waited for the processor can't be told from one that waited for an engine; but a wait for a lease or for an
     engine's start would occur every time.
     """
-    wait_until(lambda: is_whole(data), "both engines serve", LIMIT_S)
-    undisturbed, _, _ = asyncio.run(follow_all(data))
+    wait_until(lambda: is_whole(served), "both engines serve", LIMIT_S)
+    undisturbed, _, _ = asyncio.run(follow_all(served))
     texts = [each.text for each in undisturbed]
-    gaps = [longest_gap_s(data, number, texts)]
+    gaps = [longest_gap_s(served, number, texts)]
     while gaps[-1] >= limit_s and len(gaps) < tries:
-        gaps.append(longest_gap_s(data, number, texts))
+        gaps.append(longest_gap_s(served, number, texts))
     assert gaps[-1] < limit_s, f"the longest gaps: {gaps}"

@@ -1,0 +1,63 @@
+"""`pagestream serve` in a process of its own, with what it writes to serve.json."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from pagestream_cli.servefile import ProcessRecord, ServeRecord, read_record
+from support.processes.stack import StackError
+from support.processes.waiting import wait_until
+
+READY_LIMIT_S = 150.0
+END_LIMIT_S = 60.0
+
+
+class Served:
+    """A `pagestream serve` that runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data = folder / "data"
+
+    @property
+    def record(self) -> ServeRecord:
+        """What serve.json holds now. StackError after serve's end."""
+        record = read_record(self.data / "serve.json")
+        if record is None:
+            raise StackError("serve has ended")
+        return record
+
+    def process(self, name: str) -> ProcessRecord:
+        """Return what serve.json holds of one part; its pid is None while it restarts."""
+        return next(process for process in self.record.processes if process.name == name)
+
+
+@contextmanager
+def running_serve(folder: Path, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[Served]:
+    """Run `pagestream serve` with free ports and float32 below `folder`; yield when it is ready.
+
+    Raises:
+        StackError: it has ended; the message is its log.
+    """
+    served, log_path = Served(folder), folder / "serve.log"
+    command = [sys.executable, "-m", "pagestream_cli", "serve", "--http-port", "0", "--grpc-port", "0"]
+    command += ["--data-dir", str(served.data), "--dtype", "float32", *options]
+    variables = {**os.environ, **(environment or {})}
+    with log_path.open("wb") as log, subprocess.Popen(command, env=variables, stdout=log, stderr=log) as process:
+
+        def is_ready() -> bool:
+            if process.poll() is not None:
+                raise StackError(log_path.read_text())
+            record = read_record(served.data / "serve.json")
+            return record is not None and record.ready
+
+        try:
+            wait_until(is_ready, "serve is ready", READY_LIMIT_S)
+            yield served
+        finally:
+            process.terminate()
+            process.wait(END_LIMIT_S)
