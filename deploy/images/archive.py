@@ -1,4 +1,4 @@
-"""Looks into a docker archive: `archive.py ARCHIVE PATH` writes a file of the image to standard output."""
+"""Read a docker archive: `archive.py ARCHIVE PATH` writes a file of the image to standard output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes an image's list of contents as CycloneDX 1.6: Debian's packages and Python's distributions.
+"""Write the SBOM of an image as CycloneDX 1.6: Debian packages and Python distributions.
 
 `sbom.py NAME VERSION FOLDER... > bom.json`, run in the image that it describes, by any Python >= 3.11 without packages.
 FOLDER: folders with installed distributions.
@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 DPKG_STATUS = Path("/var/lib/dpkg/status")
 MOST_LICENSE_LENGTH = 100
-"""Some packages put the whole text where the name belongs."""
+"""Characters. Some packages have the whole text in place of the name."""
 
 
 def python_components(folders: list[str]) -> Iterator[dict[str, Any]]:

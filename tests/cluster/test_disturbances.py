@@ -48,7 +48,7 @@ def busiest_engine(scene: Scene) -> Object:
 
 
 def need_node_here(scene: Scene) -> None:
-    """Skips where the engines' processes can't be had from this machine."""
+    """Skip the test where the engines' processes don't run on this machine."""
     process_of(NAMESPACE.get("pod", NAMESPACE.ready_pods(scene.engines)[0]), "engine")
 
 

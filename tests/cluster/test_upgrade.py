@@ -19,7 +19,7 @@ def columns() -> list[str]:
 
 
 def make_older() -> None:
-    """Gives the cluster another definition than the chart's, as an earlier version had it."""
+    """Install another definition than the chart's, as of an earlier version."""
     change = [{"op": "remove", "path": f"{COLUMNS}/0"}]
     run(["kubectl", "patch", "crd", CRD, "--type=json", "--patch", json.dumps(change)])
 

@@ -1,4 +1,4 @@
-"""An API server with controllers for all tests of the operator, and an operator for those that do it no harm."""
+"""An API server with controllers for all tests of the operator, and an operator for those that don't disturb it."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 
 @pytest.fixture
 def new_world(kube: ControlPlane) -> Callable[[], PoolWorld]:
-    """Makes a namespace of its own."""
+    """Return a function that creates a namespace of its own."""
     return lambda: PoolWorld(kube, f"world-{next(_NUMBERS)}")
 
 

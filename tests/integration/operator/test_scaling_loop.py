@@ -20,7 +20,7 @@ SWIFT = {
 def exporting(
     world: PoolWorld, operator: OperatorProcess, shares: Callable[[], Mapping[str, float]], pool: str, waiting: int = 0
 ) -> Iterator[None]:
-    """Exports every half a second, as engines and a gateway do."""
+    """Export metrics of engines and a gateway every half a second."""
     stop = threading.Event()
 
     def run() -> None:

@@ -28,17 +28,17 @@ def kube_binary(name: str) -> str:
 
 
 class CommandError(AssertionError):
-    """A command ended as it must not; the message is what it wrote to stderr."""
+    """A command failed; the message is what it wrote to stderr."""
 
 
 @dataclass(frozen=True)
 class Administrator:
-    """Who runs kubectl and helm against a cluster."""
+    """Runs kubectl and helm against a cluster."""
 
     kubeconfig: Path
 
     def run(self, *command: str, text: str | None = None) -> str:
-        """The stdout of a command. Raises CommandError."""
+        """Run a command; returns its stdout. Raises CommandError."""
         return run_tool(*command, text=text, environment={"KUBECONFIG": str(self.kubeconfig)})
 
     def get(self, *arguments: str) -> Any:
@@ -46,12 +46,12 @@ class Administrator:
         return json.loads(self.run("kubectl", "get", *arguments, "--output", "json"))
 
     def apply(self, manifest: str) -> None:
-        """Creates or changes objects."""
+        """Create or change objects."""
         self.run("kubectl", "apply", "--server-side", "--filename", "-", text=manifest)
 
 
 def run_tool(*command: str, text: str | None = None, environment: dict[str, str] | None = None) -> str:
-    """The stdout of a command that must end with 0. Raises CommandError."""
+    """Run a command that must succeed; returns its stdout. Raises CommandError."""
     result = subprocess.run(
         [kube_binary(command[0]), *command[1:]],
         input=text,

@@ -26,7 +26,7 @@ class ClusterError(AssertionError):
 
 
 def reachable_cluster() -> None:
-    """Skips where no cluster can be used."""
+    """Skip the test where no cluster can be used."""
     for name in ("kubectl", "helm"):
         if shutil.which(name) is None:
             skip_for_want_of("cluster", f"{name} is not on the PATH")
@@ -37,7 +37,7 @@ def reachable_cluster() -> None:
 def run(
     command: Sequence[str], *, text: str | None = None, limit_s: float = COMMAND_LIMIT_S, fails: bool = False
 ) -> str:
-    """Runs a command; returns stdout, or stderr where it `fails` as it must. Raises ClusterError."""
+    """Run a command; returns stdout, or with `fails` the stderr of one that must fail. Raises ClusterError."""
     try:
         result = subprocess.run(list(command), input=text, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired as error:
@@ -48,7 +48,7 @@ def run(
 
 
 def wait_for(what: str, attempt: Callable[[], T | None], *, limit_s: float) -> T:
-    """Tries until `attempt` returns something; a command that fails meanwhile is tried again. Raises ClusterError."""
+    """Call `attempt` until it returns something. A command that fails is tried again. Raises ClusterError."""
     end = time.monotonic() + limit_s
     seen: object = None
     while time.monotonic() < end:
@@ -94,7 +94,7 @@ class Namespace:
         ]
 
     def ready_pods(self, selector: str) -> list[str]:
-        """Names of pods that take work."""
+        """Names of ready pods."""
         return [name_of(pod) for pod in self.pods(selector) if is_ready(pod)]
 
     def secret(self, name: str, key: str) -> str:
@@ -110,7 +110,7 @@ class Namespace:
         return address
 
     def describe(self) -> str:
-        """What one wants to see when something went wrong here."""
+        """Objects, events and logs of the namespace, for the report of a failure."""
         parts = [self._try("get", "enginepools,pods", "--output", "wide")]
         parts.append(self._try("get", "enginepools", "--output", "yaml"))
         parts.append(self._try("get", "events", "--sort-by", ".lastTimestamp")[-8000:])
@@ -167,7 +167,7 @@ def process_of(pod: Object, container: str) -> int:
 
 
 def send(pod: Object, container: str, number: signal.Signals) -> None:
-    """A signal to a container's process, past Kubernetes."""
+    """Send a signal to a container's process, past Kubernetes."""
     os.kill(process_of(pod, container), number)
 
 
@@ -198,19 +198,19 @@ class Release:
         return self.name in self.helm("list", "--short").split()
 
     def install(self, **more: object) -> str:
-        """Installs it and waits until it is ready."""
+        """Install it, and wait until it is ready."""
         settings = self._settings({key.replace("__", "."): value for key, value in more.items()})
         return self.helm(
             "install", self.name, str(self.chart), "--create-namespace", "--wait", "--timeout", "240s", *settings
         )
 
     def upgrade(self, chart: Path | None = None, **more: object) -> str:
-        """Upgrades it, with further values."""
+        """Upgrade it, with further values."""
         settings = self._settings({key.replace("__", "."): value for key, value in more.items()})
         return self.helm("upgrade", self.name, str(chart or self.chart), "--wait", "--timeout", "240s", *settings)
 
     def uninstall(self) -> str:
-        """Takes it away and waits."""
+        """Uninstall it, and wait."""
         return self.helm("uninstall", self.name, "--wait", "--timeout", "240s")
 
     def selector(self, component: str) -> str:

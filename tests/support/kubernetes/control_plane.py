@@ -1,8 +1,8 @@
-"""Kubernetes without nodes, for tests of what watches and writes: a real kube-apiserver on a real etcd, that can be
-killed and comes back with its objects.
+"""Kubernetes without nodes: a real kube-apiserver on a real etcd. The server can be killed, and is restarted with its
+objects.
 
 Controllers run only where asked for: without kube-controller-manager nothing makes pods of a Deployment, and nothing
-collects garbage. The binaries are those of `kube_api`.
+collects garbage. The binaries are those of `kube_binary`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ControlPlane:
         return path
 
     def __enter__(self) -> Self:
-        """Starts all parts, and waits until the server is ready."""
+        """Start all parts, and wait until the server is ready."""
         self.folder.mkdir(parents=True, exist_ok=True)
         # Short, since etcd keeps a socket there.
         self._data = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="etcd-")))
@@ -111,7 +111,7 @@ class ControlPlane:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends all parts."""
+        """Stop all parts."""
         self.stop()
 
     def stop(self) -> None:

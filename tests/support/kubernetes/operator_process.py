@@ -38,7 +38,7 @@ _SAMPLE = re.compile(r"^(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
 
 
 def install_definition(kube: ControlPlane) -> None:
-    """Have EnginePool served."""
+    """Install the definition of EnginePool, and wait until it is served."""
     kube.post("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", yaml.safe_load(DEFINITION.read_text()))
     eventually(lambda: kube.exists("/apis/pagestream.dev/v1alpha1/enginepools"), "EnginePool is served")
 
@@ -138,7 +138,7 @@ class PoolWorld:
     """A namespace, its pools, and what a kubelet would do about their pods."""
 
     def __init__(self, kube: ControlPlane, namespace: str) -> None:
-        """Makes the namespace, in which only pods of the restricted standard are let in, and a node for them."""
+        """Create the namespace, which admits only pods of the restricted standard, and a node for them."""
         self.kube, self.namespace = kube, namespace
         labels = {"pod-security.kubernetes.io/enforce": "restricted"}
         kube.post("/api/v1/namespaces", {"metadata": {"name": namespace, "labels": labels}})

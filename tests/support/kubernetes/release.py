@@ -1,4 +1,4 @@
-"""The release that the cluster tests disturb, and what they note."""
+"""The release that the cluster tests disturb, and the times that they record."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ WIDTH = 10
 
 @dataclass
 class Times:
-    """What took how long."""
+    """A table of durations."""
 
     rows: list[tuple[str, str]] = field(default_factory=list)
 
     def note(self, what: str, value: float | str, unit: str = "s") -> None:
-        """Adds a row."""
+        """Add a row."""
         text = value if isinstance(value, str) else f"{value:.1f} {unit}"
         self.rows.append((what, text))
 
     @contextmanager
     def of(self, what: str) -> Iterator[None]:
-        """Times a block that ends well."""
+        """Time a block that succeeds."""
         begin = time.monotonic()
         yield
         self.note(what, time.monotonic() - begin)
 
     def table(self) -> str:
-        """Markdown."""
+        """Format the table in Markdown."""
         lines = ["| what | measured |", "|---|---|", *(f"| {what} | {value} |" for what, value in self.rows)]
         return "\n".join(lines) + "\n"
 
@@ -72,7 +72,7 @@ def make_namespace(space: Namespace) -> None:
 
 
 def wait_for_pool(name: str, replicas: int, space: Namespace = NAMESPACE, *, limit_s: float = 120.0) -> None:
-    """Waits until a pool has exactly so many pods, all of them ready and of the newest template."""
+    """Wait until a pool has exactly `replicas` pods, all of them ready and of the newest template."""
 
     def is_there() -> bool:
         pool = space.get("enginepool", name)
@@ -110,7 +110,7 @@ class Scene:
         return NAMESPACE.get("enginepool", "demo")
 
     def patch(self, **spec: object) -> None:
-        """Changes the demo pool's spec."""
+        """Change the demo pool's spec."""
         change = json.dumps({"spec": spec})
         NAMESPACE.kubectl("patch", "enginepool", "demo", "--type=merge", "--patch", change)
 
@@ -123,21 +123,21 @@ class Scene:
         return {name_of(pod) for pod in NAMESPACE.pods(self.engines)}
 
     async def settled(self, replicas: int, *, limit_s: float = 120.0) -> None:
-        """Waits until the demo pool has so many pods, ready and new."""
+        """Wait until the demo pool has `replicas` ready pods of the newest template."""
         await asyncio.to_thread(wait_for_pool, "demo", replicas, limit_s=limit_s)
 
     async def until(self, what: str, condition: Callable[[], object], *, limit_s: float = 60.0) -> None:
-        """Waits for a condition beside the streams."""
+        """Wait for a condition beside the streams."""
         await asyncio.to_thread(wait_for, what, lambda: condition() or None, limit_s=limit_s)
 
     def load(self, *, width: int = WIDTH, compared: bool = True) -> AbstractAsyncContextManager[Load]:
-        """Streams for the length of a block, every one of which must end with the known tokens."""
+        """Run streams for the length of a block. Each must end with the known tokens."""
         answers = self.answers if compared else None
         return steady_load([self.target], self.api_key, self.questions, answers, width=width)
 
     @asynccontextmanager
     async def disturbed(self, what: str, disturb: Callable[[], object]) -> AsyncIterator[Load]:
-        """Streams in whose middle `disturb` is called; in the end all that were open then must end well."""
+        """Run streams, and call `disturb` while they are open. All of them must end with the known tokens."""
         async with self.load() as load:
             await load.wait_under_way()
             await asyncio.to_thread(disturb)

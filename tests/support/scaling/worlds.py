@@ -1,4 +1,4 @@
-"""Pools for tests of the scaling law: strategies for single moments, and a small fluid pool that the law can drive."""
+"""Pools for tests of the scaling law: strategies for observations, and a fluid model that the law scales."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sample(time_s: float = NOW, utilization: float = 0.5, running: float = 4.0, 
 def ready_pod(
     name: str, pod_sample: PodSample | None, *, age_s: float = 600.0, startup_s: float = 10.0
 ) -> PodObservation:
-    """A pod that has been ready for a while."""
+    """A ready pod that was created `age_s` ago."""
     return PodObservation(name, PodState.READY, NOW - age_s, NOW - age_s + startup_s, pod_sample)
 
 
@@ -63,7 +63,7 @@ def pool(
 
 
 def at(observation: PoolObservation, time_s: float) -> PoolObservation:
-    """The same pool at another time, its samples as fresh as they were."""
+    """The same observation at another time, with its samples at the same age."""
     moved = time_s - observation.time_s
     pods = tuple(
         replace(
@@ -79,7 +79,7 @@ def at(observation: PoolObservation, time_s: float) -> PoolObservation:
 
 
 def settled(policy: ScalingPolicy, observation: PoolObservation, *, seconds: int = 700) -> ScalingMemory:
-    """The memory of a law that has watched this pool, unchanged, for so long, until 20 s before NOW."""
+    """The memory of a law that has watched this unchanged pool for `seconds`, until 20 s before NOW."""
     memory = ScalingMemory()
     for second in range(seconds, 0, -20):
         _, memory = decide(policy, at(observation, NOW - second), memory)
@@ -96,7 +96,7 @@ def amounts(most: float) -> st.SearchStrategy[float]:
 
 @st.composite
 def policies(draw: st.DrawFn) -> ScalingPolicy:
-    """Policies of all sorts."""
+    """Valid policies."""
     lowest = draw(st.integers(0, 3))
     return ScalingPolicy(
         min_replicas=lowest,
@@ -115,7 +115,7 @@ def policies(draw: st.DrawFn) -> ScalingPolicy:
 
 @st.composite
 def pod_samples(draw: st.DrawFn, time_s: float = NOW) -> PodSample:
-    """Samples that can be true."""
+    """Valid samples."""
     return PodSample(
         time_s=time_s - draw(st.floats(0, 4)),
         kv_utilization=draw(st.floats(0, 1)),
@@ -127,7 +127,7 @@ def pod_samples(draw: st.DrawFn, time_s: float = NOW) -> PodSample:
 
 @st.composite
 def observations(draw: st.DrawFn, time_s: float = NOW) -> PoolObservation:
-    """Pools in which every sample is there and can be true."""
+    """Pools in which every sample is present and valid."""
     pods: list[PodObservation] = []
     for index in range(draw(st.integers(0, 8))):
         created = time_s - draw(st.floats(0, 400))
@@ -162,7 +162,7 @@ def latency_windows(draw: st.DrawFn) -> LatencyWindow:
 
 @st.composite
 def memories(draw: st.DrawFn, policy: ScalingPolicy) -> ScalingMemory:
-    """Memories as a few earlier moments leave them, the last one at least a second before NOW."""
+    """Memories after a few earlier decisions, the last one at least a second before NOW."""
     memory = ScalingMemory()
     ages = sorted(draw(st.lists(st.floats(1, 130), max_size=3, unique=True)), reverse=True)
     for age_s in ages:
@@ -196,22 +196,22 @@ class FluidPool:
     def with_ready(
         cls, count: int, arrivals: Callable[[float], float], policy: ScalingPolicy, **more: float
     ) -> FluidPool:
-        """A pool in which `count` pods have been ready for long."""
+        """A pool of `count` pods that have long been ready."""
         pool = cls(arrivals, policy, **more)
         pool.created = [NOW - 1000.0] * count
         return pool
 
     @property
     def ready(self) -> int:
-        """Pods that serve."""
+        """The ready pods."""
         return sum(self.now - created >= self.startup_s for created in self.created)
 
     def run(self, seconds: int) -> list[int]:
-        """The replicas after each of the next seconds."""
+        """Run for some seconds; returns the replicas after each."""
         return [self.step() for _ in range(seconds)]
 
     def step(self) -> int:
-        """One second: serve, export every other second, decide, obey."""
+        """Advance by a second: serve, export every other second, decide, scale."""
         self.now += 1.0
         offered = self.arrivals(self.now - NOW)
         served = min(self.backlog + offered, self.ready * self.capacity)
@@ -225,7 +225,7 @@ class FluidPool:
         return decision.desired
 
     def observe(self) -> PoolObservation:
-        """What the law is shown."""
+        """The observation of the pool."""
         time_s, utilization, served = self._exported
         pods = []
         for index, created in enumerate(self.created):

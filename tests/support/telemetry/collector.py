@@ -1,4 +1,4 @@
-"""A real OpenTelemetry Collector that writes what it gets into files, and what it wrote, read back."""
+"""A real OpenTelemetry Collector that writes what it receives to files, and readers of these files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAM = "otelcol"
 
 @dataclass(frozen=True)
 class Span:
-    """One span, with the service that made it."""
+    """One span, with the service that exported it."""
 
     service: str
     instance: str
@@ -56,7 +56,7 @@ class Sample:
 
 
 class Collector:
-    """A running collector. It exposes what it got in Prometheus' form, too."""
+    """A running collector. It has a Prometheus exporter as well."""
 
     def __init__(self, folder: Path) -> None:
         self._traces = folder / "traces.jsonl"
@@ -69,7 +69,7 @@ class Collector:
 
     @property
     def endpoint(self) -> str:
-        """For PAGESTREAM_TELEMETRY__OTLP_ENDPOINT."""
+        """The value of PAGESTREAM_TELEMETRY__OTLP_ENDPOINT."""
         return f"http://127.0.0.1:{self.grpc_port}"
 
     def _config(self, health_port: int) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Collector:
         }
 
     def is_ready(self) -> bool:
-        """Whether it takes what is sent."""
+        """Whether it is ready."""
         try:
             return httpx.get(self._health_url, timeout=2.0).status_code == httpx.codes.OK
         except httpx.TransportError:
@@ -125,13 +125,13 @@ class Collector:
         ]
 
     def exposition(self) -> str:
-        """What its own Prometheus exporter says."""
+        """The page of its Prometheus exporter."""
         return httpx.get(f"http://127.0.0.1:{self.prometheus_port}/metrics", timeout=5.0).text
 
 
 @contextmanager
 def running_collector(folder: Path) -> Iterator[Collector]:
-    """A collector for the length of a block; skips where there is no such program."""
+    """Run a collector for the length of a block. Skips the test without the program."""
     if shutil.which(PROGRAM) is None:
         skip_for_want_of(PROGRAM, f"{PROGRAM}, the OpenTelemetry Collector, is not on the PATH")
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def running_collector(folder: Path) -> Iterator[Collector]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file that is being written."""
+    """Read the complete lines of a file that is being written."""
     text = path.read_text() if path.exists() else ""
     for line in text.split("\n")[:-1]:
         yield json.loads(line)

@@ -1,4 +1,4 @@
-"""A real OpenTelemetry Collector, with the configuration that is shipped, between exporters and sinks of a test."""
+"""A real OpenTelemetry Collector with the chart's configuration, between exporters and sinks of a test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _START_LIMIT_S = 30.0
 
 
 def collector_binary() -> str:
-    """The path of a collector; skips the test where there is none."""
+    """The path of a collector. Skips the test without one."""
     for name in ("otelcol", "otelcol-contrib"):
         found = shutil.which(name)
         if found is not None:
@@ -59,7 +59,7 @@ def running_collector(folder: Path, sinks: Sequence[int], resource: dict[str, st
 
 
 def _configuration(sinks: Sequence[int], port: int, health: int, resource: dict[str, str]) -> dict[str, Any]:
-    """The shipped one, with this machine's ports, the given sinks in place of the replicas, and no Prometheus."""
+    """The chart's configuration with this machine's ports, the given sinks as replicas, and no Prometheus."""
     config: dict[str, Any] = yaml.safe_load(SHIPPED.read_text())
     config["receivers"]["otlp"]["protocols"] = {"grpc": {"endpoint": f"127.0.0.1:{port}"}}
     config["extensions"]["health_check"]["endpoint"] = f"127.0.0.1:{health}"

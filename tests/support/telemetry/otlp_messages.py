@@ -1,4 +1,4 @@
-"""OTLP messages as engines and gateways send them, for tests of the operator's metrics path."""
+"""OTLP messages as engines and gateways export them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes pages which a test writes."""
+"""A real Prometheus that scrapes the pages of a test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _START_LIMIT_S = 60.0
 
 
 class Pages(http.server.ThreadingHTTPServer):
-    """Pages by path; a path without one is 404."""
+    """An HTTP server of pages by path; other paths are 404."""
 
     daemon_threads = True
 
@@ -44,12 +44,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write((page or "").encode())
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 -- the base class' name
-        """Nothing: a test's output is its own."""
+        """Log nothing."""
 
 
 @contextmanager
 def serving_pages() -> Iterator[Pages]:
-    """Pages on a port of this machine."""
+    """Serve pages on a port of this machine."""
     with Pages() as pages:
         thread = threading.Thread(target=pages.serve_forever, daemon=True)
         thread.start()
@@ -64,7 +64,7 @@ def serving_pages() -> Iterator[Pages]:
 def running_prometheus(
     folder: Path, pages: Pages, targets: Mapping[str, Mapping[str, str]], port: int | None = None
 ) -> Iterator[str]:
-    """A server that scrapes these paths every second, with these labels; yields its URL."""
+    """Run a Prometheus that scrapes these paths every second, with these labels; yields its URL."""
     binary = shutil.which("prometheus")
     if binary is None:
         skip_for_want_of("prometheus", "no prometheus is on the PATH")
