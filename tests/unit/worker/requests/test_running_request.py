@@ -43,10 +43,10 @@ def play(request: RunningRequest, script: list[tuple[int, StepOutput]]) -> list[
 
 def sent(request: RunningRequest, limit: int = 100) -> list[LogEntry]:
     entries: list[LogEntry] = []
-    while request.has_pending:
+    while request.log.has_pending:
         append = request.pending(limit)
         entries.extend(append.entries)
-        request.acknowledge(append.first_index + len(append.entries))
+        request.log.acknowledge(append.first_index + len(append.entries))
     return entries
 
 
@@ -130,7 +130,7 @@ def test_a_successor_of_siblings_writes_the_same_log_wherever_an_append_was_cut(
         append = request.pending(limit)
         assert len(append.entries) <= limit + 1
         written += append.entries
-        request.acknowledge(len(written))
+        request.log.acknowledge(len(written))
         if written[-1].HasField("end"):
             break
         tokens = [sum(entry.HasField("token_id") and entry.choice == choice for entry in written) for choice in (0, 1)]
@@ -147,9 +147,9 @@ def test_a_gap_is_sent_again_from_where_the_log_says() -> None:
     request = RunningRequest(claim(n=2))
     list(request.open_choices())
     log = play(request, SCRIPT)
-    request.acknowledge(3)
-    assert request.can_send_from(3)
-    assert not request.can_send_from(len(log) + 1)
+    request.log.acknowledge(3)
+    assert request.log.can_send_from(3)
+    assert not request.log.can_send_from(len(log) + 1)
     assert not request.is_complete
     assert sent(request, limit=2) == log[3:]
 
@@ -158,7 +158,7 @@ def test_what_another_engine_wrote_before_cannot_be_sent_again() -> None:
     first = RunningRequest(claim(n=2))
     list(first.open_choices())
     log = play(first, SCRIPT[:3])
-    assert not RunningRequest(claim(log, n=2)).can_send_from(1)
+    assert not RunningRequest(claim(log, n=2)).log.can_send_from(1)
 
 
 def test_an_error_ends_every_choice_and_names_the_sequences_that_still_run() -> None:

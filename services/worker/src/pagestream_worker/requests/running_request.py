@@ -1,8 +1,4 @@
-"""A claimed request on this engine: the sequences that it runs as, and the entries of its log.
-
-The entries are kept until the log has its end, so that they can be sent again from any index that the log asks for:
-after a lost reply, or after Redis has lost its last second.
-"""
+"""A claimed request on this engine: the sequences that it runs as, and the log entries that they become."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -22,11 +18,11 @@ from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 from pagestream_engine.request.outputs import StepOutput, TokenLogprob
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_streams import Append, Claim
-from pagestream_streams.protocol import digests
 from pagestream_streams.protocol.finish_reasons import parse_finish_reason
 from pagestream_telemetry.context import TraceContext, caller_context
 
 from pagestream_worker.requests.sampling import child_of, sampling_from_message
+from pagestream_worker.requests.unacknowledged_log import UnacknowledgedLog
 
 
 def split_seq_id(seq_id: str) -> tuple[str, str, int]:
@@ -72,10 +68,7 @@ class RunningRequest:
         self._finishes: dict[int, FinishReason] = {}
         self._running: set[int] = set()
         self._cached_tokens = claim.cached_tokens
-        self._entries: list[LogEntry] = []
-        self._first_index = claim.next_index  # of self._entries[0]
-        self._acknowledged = claim.next_index
-        self._digest = claim.digest
+        self.log = UnacknowledgedLog(claim)
         self._ended = False
         for entry in claim.entries:
             self._replay(entry)
@@ -145,7 +138,7 @@ class RunningRequest:
             entry = LogEntry(choice=choice, text="" if held_back else output.text, token_id=output.token_id)
             if output.logprobs is not None:
                 entry.logprobs.CopyFrom(_logprobs_message(output.logprobs))
-            self._write(entry)
+            self.log.write(entry)
         self._cached_tokens += output.num_cached_tokens if len(self._outputs[choice]) == 1 else 0
         if output.finish_reason is not None:
             self._finish_choice(choice, output)
@@ -176,40 +169,22 @@ class RunningRequest:
     # -- to the log --
 
     @property
-    def has_pending(self) -> bool:
-        """Whether some entry has not been acknowledged."""
-        return self._acknowledged < self._first_index + len(self._entries)
-
-    @property
     def is_complete(self) -> bool:
         """Whether the end of the log has been acknowledged."""
-        return self._ended and not self.has_pending
+        return self._ended and not self.log.has_pending
 
     def pending(self, limit: int) -> Append:
-        """Return the next append, of at most `limit` entries, or one more to keep a choice's last token and its finish
-        together: an engine that resumed between the two would write the prompt's other choices first.
-        """
-        start = self._acknowledged - self._first_index
-        end = start + limit
-        if self._entries[end : end + 1] and self._entries[end].HasField("finish"):
-            end += 1
+        """Return the next append, of at most `limit` entries or one more (see UnacknowledgedLog.pending)."""
+        entries, previous_digest = self.log.pending(limit)
         return Append(
             request_id=self.request_id,
             epoch=self.claim.epoch,
             nonce=self.claim.nonce,
-            first_index=self._acknowledged,
-            entries=self._entries[start:end],
-            previous_digest=self._entries[start - 1].digest if start else self.claim.digest,
-            cached_tokens=self._cached_tokens if start == 0 else None,
+            first_index=self.log.next_index,
+            entries=entries,
+            previous_digest=previous_digest,
+            cached_tokens=self._cached_tokens if self.log.next_index == self.claim.next_index else None,
         )
-
-    def acknowledge(self, next_index: int) -> None:
-        """Go on from the log's next index: ahead after an append, back after the log has lost entries."""
-        self._acknowledged = next_index
-
-    def can_send_from(self, next_index: int) -> bool:
-        """Whether this engine has the entry that the log asks for."""
-        return self._first_index <= next_index <= self._first_index + len(self._entries)
 
     # -- inside --
 
@@ -224,10 +199,6 @@ class RunningRequest:
         elif body == "finish":
             self._finishes[entry.choice] = entry.finish.reason
 
-    def _write(self, entry: LogEntry) -> None:
-        self._digest = entry.digest = digests.chain(self._digest, entry)
-        self._entries.append(entry)
-
     def _finish_choice(self, choice: int, output: StepOutput) -> None:
         reason = parse_finish_reason(output.finish_reason) if output.finish_reason else FINISH_REASON_ERROR
         stop_reason = "" if output.stop_reason is None else str(output.stop_reason)
@@ -240,7 +211,7 @@ class RunningRequest:
         self._finishes[choice] = reason
         self._running.discard(choice)
         finish = ChoiceFinish(reason=reason, stop_reason=stop_reason)
-        self._write(LogEntry(choice=choice, text=text, finish=finish))
+        self.log.write(LogEntry(choice=choice, text=text, finish=finish))
 
     def _end(self, error: RequestError | None) -> None:
         if self._ended:
@@ -252,4 +223,4 @@ class RunningRequest:
             cached_tokens=self._cached_tokens,
         )
         reason = FINISH_REASON_ERROR if error is not None else self._finishes[0]
-        self._write(LogEntry(end=LogEnd(reason=reason, usage=usage, error=error)))
+        self.log.write(LogEntry(end=LogEnd(reason=reason, usage=usage, error=error)))

@@ -123,7 +123,7 @@ class ActiveRequests:
     @property
     def has_pending(self) -> bool:
         """Whether some request has entries that its log lacks."""
-        return any(request.has_pending for request in self._requests.values())
+        return any(request.log.has_pending for request in self._requests.values())
 
     def pending_appends(self, limit: int, *, without: Collection[str] = ()) -> list[Append]:
         """Return the next append of each request with pending entries.
@@ -132,7 +132,7 @@ class ActiveRequests:
             limit: most entries of one request.
             without: requests to leave out.
         """
-        pending = [each for each in self._requests.values() if each.has_pending and each.request_id not in without]
+        pending = [each for each in self._requests.values() if each.log.has_pending and each.request_id not in without]
         return [request.pending(limit) for request in pending]
 
     def settle(self, append: Append, outcome: AppendOutcome) -> bool:
@@ -143,13 +143,13 @@ class ActiveRequests:
         if request is None or request.claim.nonce != append.nonce:
             return False
         if outcome.kind is AppendKind.OK or (
-            outcome.kind is AppendKind.GAP and request.can_send_from(outcome.next_index)
+            outcome.kind is AppendKind.GAP and request.log.can_send_from(outcome.next_index)
         ):
-            request.acknowledge(outcome.next_index)
+            request.log.acknowledge(outcome.next_index)
             if request.is_complete:
                 del self._requests[append.request_id]
                 self._telemetry.completed(request)
-            elif request.has_pending:
+            elif request.log.has_pending:
                 self._on_pending()
             return False
         logger.warning("the log refused an append: %s", outcome.kind.name, extra=_log_fields(request))
