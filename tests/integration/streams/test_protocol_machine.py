@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from pagestream.v1.records_pb2 import LogEntry
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, GatewaySession, expire_engine
 from pagestream_streams.connection.scripts import APPEND, Script
-from pagestream_streams.engine import session as engine_session
+from pagestream_streams.engine import appending
 from pagestream_streams.protocol.entries import from_fields
 from redis.exceptions import ResponseError
 from support.protocol.token_streams import LIMIT_S, MODEL, STILL, TENANT, card, ending, numbers, spec, tokens
@@ -86,8 +86,8 @@ class Protocol(RuleBasedStateMachine):
     def claim(self, name: str) -> None:
         where = self.run(self.broker.directory.locate(self.request.request_id))
         # Past the doorbell and the age of others' entries: each claim looks.
-        claims = self.run(self.engines[name]._claim_from(where, 4, 1000))
-        self.engines[name]._hold(claims)
+        claims = self.run(self.engines[name].claimer.claim_from(where, 4, 1000))
+        self.engines[name].claimer.hold(claims)
         if self.model.ended or self.model.owner is not None:
             assert claims == []
             return
@@ -272,6 +272,6 @@ def test_the_model_catches_a_broken_append(
 ) -> None:
     """A check that can't fail would prove nothing."""
     assert sound in APPEND.text
-    monkeypatch.setattr(engine_session, "APPEND", Script("append", APPEND.text.replace(sound, broken)))
+    monkeypatch.setattr(appending, "APPEND", Script("append", APPEND.text.replace(sound, broken)))
     with pytest.raises((AssertionError, ResponseError)):
         check(redis_server, [Phase.generate])

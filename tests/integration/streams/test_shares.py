@@ -39,7 +39,7 @@ async def test_while_others_wait_each_gets_its_share(narrow: Broker) -> None:
     async with GatewaySession(narrow) as gateway:
         await gateway.accept(spec(tenant="b"))
         assert await fill(gateway, "a") == 4
-        with pytest.raises(QueueFull, match="of this tenant, others waiting") as caught:
+        with pytest.raises(QueueFull, match="of this tenant, while other tenants wait") as caught:
             await gateway.accept(spec(tenant="a"))
         error = caught.value
         assert (error.tenant, error.limit, error.bound, error.queued) == ("a", "requests", 4, 4)

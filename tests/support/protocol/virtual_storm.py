@@ -58,7 +58,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a storm left, and how long it lasted. Times are seconds since the storm's end."""
+    """What a storm left, and how long the recovery took. Times are seconds since the storm's end."""
 
     kills: int
     suspects_at_end: int  # in their set or waiting for a verdict

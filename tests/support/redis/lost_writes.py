@@ -62,8 +62,9 @@ TORN_COMMANDS = (Cut.IN_THE_LAST_WRITE, Cut.IN_EXEC)
 
 
 async def cut_state(server: EmbeddedRedis, broker: Broker, key: str, cut: Cut) -> DiskState:
-    """As `disk_state`, where the disk has the last script that wrote to `key` up to the cut only. ValueError where none
-    did in more than one write.
+    """Return the file's state with the last script that wrote to `key` cut off at `cut`.
+
+    ValueError where no script did in more than one write.
     """
     state = await disk_state(server, broker)
     data = state.file.read_bytes()[: state.size]

@@ -1,3 +1,8 @@
+"""Requests that an engine holds, compared with what Redis shows."""
+
+import pytest
+from pagestream.v1.records_pb2 import LogEnd, LogEntry
+from pagestream_streams import Append, AppendKind, AppendOutcome
 from pagestream_streams.engine.active_requests import ActiveRequests
 
 
@@ -41,3 +46,24 @@ def test_fence_of_what_isn_t_held_is_any_claim() -> None:
     active.drop(["x", "y"])
     assert active.fence("x") == ("", "")
     assert list(active) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_over"),
+    [(AppendKind.OK, False), (AppendKind.GAP, False), (AppendKind.AWAY, False), (AppendKind.FENCED, True)],
+)
+def test_an_append_settles_its_own_claim(kind: AppendKind, is_over: bool) -> None:
+    active = ActiveRequests()
+    active.add("x", 1, "n")
+    assert active.settle(Append("x", 1, "n", 0, []), AppendOutcome(kind, 0)) is is_over
+    assert ("x" in active) is not is_over
+
+
+def test_an_end_finishes_a_request_and_an_earlier_claim_s_loss_does_not() -> None:
+    active = ActiveRequests()
+    active.add("x", 2, "m")
+    assert active.settle(Append("x", 1, "n", 0, []), AppendOutcome(AppendKind.FENCED, 0))
+    assert "x" in active
+    end = [LogEntry(end=LogEnd())]
+    assert active.settle(Append("x", 2, "m", 0, end), AppendOutcome(AppendKind.OK, 1))
+    assert "x" not in active

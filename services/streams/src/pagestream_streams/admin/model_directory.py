@@ -135,7 +135,7 @@ class ModelDirectory:
             await self._read()
             return
         try:
-            async with within(self._limit_s, "a look for the models"):
+            async with within(self._limit_s, "a read of the models"):
                 await self._read()
         except Unavailable:
             # Known models are good enough for heartbeats and sweeps; the next read tries again.

@@ -18,7 +18,7 @@ from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.tasks import cancel
 
 _MOST_REDIRECTIONS = 5
-_LOOK_PAUSE_S = 0.2
+_REFRESH_PAUSE_S = 0.2
 # Index of a command's key where it isn't 1.
 _KEY_AT = {"EVAL": 3, "EVALSHA": 3, "MEMORY": 2, "XGROUP": 2}
 _LOST = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
@@ -38,8 +38,8 @@ class ClusterTopology:
         """More commands or pipelines at once than `max_commands` wait. A node has a connection for each."""
         self.cluster = cluster
         self._turns = asyncio.Semaphore(max_commands)
-        self._looked_at = float("-inf")
-        self._looking: asyncio.Task[None] | None = None
+        self._refreshed_at = float("-inf")
+        self._refreshing: asyncio.Task[None] | None = None
 
     async def execute(self, *command: Argument) -> Any:
         """Run one command; see Topology."""
@@ -95,8 +95,8 @@ class ClusterTopology:
 
     async def close(self) -> None:
         """Close every connection."""
-        if self._looking is not None:
-            await cancel(self._looking)
+        if self._refreshing is not None:
+            await cancel(self._refreshing)
         await self.cluster.aclose()
 
     def node(self, key: Argument) -> ClusterNode:
@@ -139,21 +139,21 @@ class ClusterTopology:
             if isinstance(reply, exceptions.MovedError):
                 await self.cluster.nodes_manager.move_slot(reply)
             elif isinstance(reply, (exceptions.ClusterDownError, exceptions.SlotNotCoveredError, *_LOST)):
-                self._look_again()
+                self._refresh_soon()
                 return
 
-    def _look_again(self) -> None:
-        """Read the slot table in the background, at most every _LOOK_PAUSE_S seconds: nodes need time to agree.
+    def _refresh_soon(self) -> None:
+        """Read the slot table in the background, at most every _REFRESH_PAUSE_S seconds: nodes need time to agree.
 
         In the background because the first node that is asked may hang.
         """
         now = asyncio.get_running_loop().time()
-        is_looking = self._looking is not None and not self._looking.done()
-        if not is_looking and now - self._looked_at >= _LOOK_PAUSE_S:
-            self._looked_at = now
-            self._looking = asyncio.create_task(self._look(), name="look for slots")
+        is_refreshing = self._refreshing is not None and not self._refreshing.done()
+        if not is_refreshing and now - self._refreshed_at >= _REFRESH_PAUSE_S:
+            self._refreshed_at = now
+            self._refreshing = asyncio.create_task(self._refresh(), name="refresh slots")
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         """Read the slot table, without closing connections on which commands wait."""
         with suppress(exceptions.RedisError, exceptions.RedisClusterException, OSError):
             await self.cluster.nodes_manager.initialize()

@@ -127,13 +127,13 @@ class EmbeddedRedis:
         Unavailable, with the end of its log, if it doesn't answer.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        said = self.log_file.stat().st_size if self.log_file.exists() else 0
+        size_before = self.log_file.stat().st_size if self.log_file.exists() else 0
         command = server_command(self.binary, self.data_dir, self.port)
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)  # noqa: ASYNC220
         try:
             await asyncio.to_thread(self._wait_until_ready, self._process)
-            await asyncio.to_thread(self._rewrite_if_torn, said)
+            await asyncio.to_thread(self._rewrite_if_torn, size_before)
         except BaseException:
             self.kill()
             raise
@@ -166,14 +166,14 @@ class EmbeddedRedis:
                         return
                 with suppress(subprocess.TimeoutExpired):
                     code = process.wait(_PAUSE_S)
-                    raise Unavailable(f"{self.binary.path} ended with {code}: {self._last_words()}")
+                    raise Unavailable(f"{self.binary.path} ended with {code}: {self._log_end()}")
         raise Unavailable(
-            f"{self.binary.path} did not answer on port {self.port} within {_START_TIMEOUT_S} s: {self._last_words()}"
+            f"{self.binary.path} did not answer on port {self.port} within {_START_TIMEOUT_S} s: {self._log_end()}"
         )
 
-    def _rewrite_if_torn(self, said: int) -> None:
+    def _rewrite_if_torn(self, size_before: int) -> None:
         with self.log_file.open("rb") as log:
-            log.seek(said)
+            log.seek(size_before)
             is_torn = TORN.encode() in log.read()
         if is_torn:
             with Redis(port=self.port) as client:
@@ -185,14 +185,14 @@ class EmbeddedRedis:
                     time.sleep(_PAUSE_S)
             raise Unavailable(f"{self.binary.path} did not rewrite its torn file within {_START_TIMEOUT_S} s")
 
-    def _last_words(self) -> str:
+    def _log_end(self) -> str:
         return " | ".join(self.log_file.read_text(errors="replace").splitlines()[-5:])
 
 
 def _version(path: Path) -> tuple[int, int, int] | None:
     try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+        output = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    match = _VERSION.search(said)
+    match = _VERSION.search(output)
     return (int(match[1]), int(match[2]), int(match[3])) if match else None

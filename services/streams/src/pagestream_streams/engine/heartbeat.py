@@ -119,7 +119,7 @@ class Heartbeat:
         """Return the model's partitions; those known before where the cluster's node with the models is silent."""
         directory, model, known = self._broker.directory, self._identity.model, self._assignment.partitions
         try:
-            async with within(limit_s, "a look for the model's partitions"):
+            async with within(limit_s, "a read of the model's partitions"):
                 return await directory.all_partitions(model)
         except Unavailable as error:
             if not known:

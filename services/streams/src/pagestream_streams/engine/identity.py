@@ -1,4 +1,4 @@
-"""What an engine is: its id, its model, and how it computes."""
+"""An engine's identity: its id, its model, and the fingerprint of its computation."""
 
 from __future__ import annotations
 

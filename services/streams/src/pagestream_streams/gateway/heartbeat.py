@@ -66,7 +66,7 @@ class GatewayHeartbeat:
 
     async def _read_partitions(self, limit_s: float) -> Sequence[Partition]:
         try:
-            async with within(limit_s, "a look for the partitions"):
+            async with within(limit_s, "a read of the partitions"):
                 self._known = await self._partitions()
         except Unavailable as error:
             if not self._known:
