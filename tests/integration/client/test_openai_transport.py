@@ -1,0 +1,117 @@
+"""The `openai` client over a transport that resumes its streams, while gateways die under it."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import httpx2
+import openai
+import pytest
+from pagestream_client import Reconnection
+from pagestream_client.http.openai_transport import AsyncResumingTransport, ResumingTransport
+from support.clients.gateway_clients import Address, gateway_settings, running_address
+from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.network.flaky_network import FlakyNetwork
+
+ALPHABET = "abcdefghijklmnopqrst"
+LIMIT_S = 60.0
+QUICK = Reconnection(limit_s=10.0)
+
+
+def async_client(urls: list[str]) -> openai.AsyncOpenAI:
+    http = httpx2.AsyncClient(transport=AsyncResumingTransport(urls, reconnection=QUICK))
+    return openai.AsyncOpenAI(base_url=f"{urls[0]}/v1", api_key="none", http_client=http)
+
+
+def blocking_client(urls: list[str]) -> openai.OpenAI:
+    http = httpx2.Client(transport=ResumingTransport(urls, reconnection=QUICK))
+    return openai.OpenAI(base_url=f"{urls[0]}/v1", api_key="none", http_client=http)
+
+
+@pytest.mark.parametrize("place", [1, 7, 20])
+async def test_a_gateway_is_killed_under_an_asynchronous_stream(
+    engine: SyntheticEngine, gateway: Address, other_gateway: Address, place: int
+) -> None:
+    engine.hold_at = place
+    async with FlakyNetwork(gateway.http_port) as one, FlakyNetwork(other_gateway.http_port) as other:
+        async with asyncio.timeout(LIMIT_S), async_client([f"http://{each.target}" for each in (one, other)]) as client:
+            text, num_kills = "", 0
+            stream = await client.completions.create(
+                model=MODEL, prompt="hello", max_tokens=20, seed=0, stream=True, stream_options={"include_usage": True}
+            )
+            usage = None
+            async for chunk in stream:
+                text += "".join(choice.text for choice in chunk.choices)
+                usage = chunk.usage or usage
+                if len(text) == place and not num_kills:
+                    num_kills += 1
+                    next(each for each in (one, other) if each.num_connections).reset()
+                    engine.go_on()
+    assert text == ALPHABET
+    assert usage is not None
+    assert usage.completion_tokens == 20
+    assert (one.num_connections, other.num_connections) == (1, 1)
+    assert len(engine.claimed) == 1
+
+
+async def test_a_gateway_is_killed_under_a_blocking_chat(
+    engine: SyntheticEngine, gateway: Address, other_gateway: Address
+) -> None:
+    engine.hold_at = 5
+    loop = asyncio.get_running_loop()
+    async with FlakyNetwork(gateway.http_port) as one, FlakyNetwork(other_gateway.http_port) as other:
+
+        def kill() -> None:
+            next(each for each in (one, other) if each.num_connections).reset()
+            engine.go_on()
+
+        def work() -> str:
+            text = ""
+            with blocking_client([f"http://{each.target}" for each in (one, other)]) as client:
+                stream = client.chat.completions.create(
+                    model=MODEL,
+                    messages=[{"role": "user", "content": "hello"}],
+                    max_tokens=20,
+                    seed=0,
+                    stream=True,
+                )
+                for chunk in stream:
+                    text += "".join(choice.delta.content or "" for choice in chunk.choices)
+                    if len(text) == 5:
+                        loop.call_soon_threadsafe(kill)
+            return text
+
+        async with asyncio.timeout(LIMIT_S):
+            assert await asyncio.to_thread(work) == ALPHABET
+    assert (one.num_connections, other.num_connections) == (1, 1)
+
+
+async def test_gateways_that_stop_one_after_the_other(engine: SyntheticEngine, redis_url: str) -> None:
+    engine.hold_at = 3
+    async with AsyncExitStack() as rest, asyncio.timeout(LIMIT_S):
+        gateways = [AsyncExitStack(), AsyncExitStack()]
+        addresses = [await each.enter_async_context(running_address(gateway_settings(redis_url))) for each in gateways]
+        rest.push_async_exit(gateways[1])
+        transport = AsyncResumingTransport([each.url for each in addresses], reconnection=QUICK)
+        transport._configuration.endpoints._current = addresses[0].url
+        client = openai.AsyncOpenAI(
+            base_url=f"{addresses[0].url}/v1", api_key="none", http_client=httpx2.AsyncClient(transport=transport)
+        )
+        text = ""
+        async with client:
+            stream = await client.completions.create(model=MODEL, prompt="hello", max_tokens=20, seed=0, stream=True)
+            async for chunk in stream:
+                text += chunk.choices[0].text
+                if len(text) == 3 and engine.hold_at == 3:
+                    stopping = asyncio.create_task(gateways[0].aclose())
+                    engine.go_on()
+        await stopping
+    assert text == ALPHABET
+
+
+async def test_errors_and_other_calls_are_the_gateways_own(gateway: Address) -> None:
+    async with async_client([gateway.url]) as client:
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        with pytest.raises(openai.BadRequestError, match="top_p"):
+            await client.completions.create(model=MODEL, prompt="hello", top_p=2.0, stream=True)
+        whole = await client.completions.create(model=MODEL, prompt="hello", max_tokens=4, seed=0)
+        assert whole.choices[0].text == "abcd"
