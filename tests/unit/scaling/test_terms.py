@@ -33,5 +33,6 @@ def test_requests_that_just_missed_a_bound_below_the_objective_are_no_misses() -
 @given(st.lists(st.integers(0, 100), min_size=4, max_size=4), st.floats(0.1, 10), st.floats(0.1, 10))
 def test_a_stricter_objective_is_missed_by_no_fewer(counts: list[int], one: float, other: float) -> None:
     window = LatencyWindow((1.0, 2.5, 5.0), tuple(map(float, counts)), 60)
-    assert missed(window, min(one, other)) >= missed(window, max(one, other))
+    stricter, milder = missed(window, min(one, other)), missed(window, max(one, other))
+    assert stricter >= milder * (1 - 1e-12)  # powers are rounded
     assert 0 <= missed(window, one) <= sum(counts)
