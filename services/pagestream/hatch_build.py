@@ -1,4 +1,4 @@
-"""Puts the demo model into the wheel, so that `pagestream serve` works where there is no checkout."""
+"""Put the demo model into the wheel, so that `pagestream serve` works without a checkout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class DemoModelHook(BuildHookInterface):
-    """Includes the model's folder of the checkout; an editable installation finds it there by itself."""
+    """Include the model's folder of the checkout; an editable installation finds the folder itself."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before it builds; `version` is "standard" or "editable"."""

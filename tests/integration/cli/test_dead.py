@@ -64,7 +64,7 @@ async def test_list_show_and_requeue(redis_url: str) -> None:
             assert claim.request_id == new_id
 
 
-async def test_what_is_not_there_is_told(redis_url: str) -> None:
+async def test_what_does_not_exist_is_an_error(redis_url: str) -> None:
     async with await Broker.connect(redis_url, FAST) as broker:
         await broker.publish_model(card(), partitions=1)
     for arguments in (["show", "nonsense"], ["requeue", "nonsense"], ["list", "--model", "nobody"]):
@@ -73,7 +73,7 @@ async def test_what_is_not_there_is_told(redis_url: str) -> None:
         assert done.stderr.startswith("error: there is no ")
 
 
-async def test_a_redis_that_is_away_or_malformed_is_told() -> None:
+async def test_a_redis_that_is_away_or_malformed_is_an_error() -> None:
     away = await dead("list", "--redis", "redis://127.0.0.1:1/0")
     assert away.returncode == 1
     assert away.stderr.startswith("error: Redis does not answer at redis://127.0.0.1:1/0")

@@ -61,7 +61,7 @@ def test_a_server_as_serve_starts_it_is_well(server: EmbeddedRedis, tmp_path: Pa
     [
         ({"appendonly": "no"}, "persistence", Verdict.PROBLEM, "a restart forgets", "appendonly yes"),
         ({"appendfsync": "no"}, "persistence", Verdict.WARNING, "half a minute", "everysec"),
-        ({"appendfsync": "always"}, "persistence", Verdict.OK, "takes nothing", ""),
+        ({"appendfsync": "always"}, "persistence", Verdict.OK, "loses nothing", ""),
         (
             {"appendfsync": "always", "no-appendfsync-on-rewrite": "yes"},
             "persistence",
@@ -81,7 +81,7 @@ def test_a_server_as_serve_starts_it_is_well(server: EmbeddedRedis, tmp_path: Pa
         ({"maxmemory": 1 << 30}, "memory", Verdict.OK, "of 1024.0 MiB", ""),
     ],
 )
-def test_what_is_configured_wrongly_is_told_with_its_remedy(
+def test_a_wrong_configuration_is_reported_with_its_remedy(
     server: EmbeddedRedis,
     tmp_path: Path,
     *,
@@ -120,7 +120,7 @@ def test_waiting_for_a_replica_that_is_not_there(
     monkeypatch.setenv(REPLICAS, "1")
     [finding] = examine(server.url, tmp_path)["waits"]
     assert finding.verdict is Verdict.PROBLEM
-    assert "0 follow it" in finding.found
+    assert "0 are connected" in finding.found
 
 
 def test_a_wrong_variable_is_a_problem(server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_a_user_who_may_not_ask_and_whose_password_is_not_shown(seven: ServerBin
     assert not any("secret" in f"{each.subject}{each.found}{each.advice}" for some in found.values() for each in some)
 
 
-def test_nobody_there_and_a_malformed_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_server_and_a_malformed_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagestream_cli.doctor.redis_state.LIMIT_S", 0.3)
     [finding] = examine(f"redis://127.0.0.1:{free_port()}/0", tmp_path)["redis"]
     assert (finding.verdict, bool(finding.advice)) == (Verdict.PROBLEM, True)

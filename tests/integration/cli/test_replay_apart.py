@@ -44,7 +44,7 @@ async def die(gateway: GatewaySession) -> None:
         await task.stop()
 
 
-async def test_while_every_gateway_is_away_it_ends_nobody_elses_request(
+async def test_while_every_gateway_is_away_it_ends_no_other_request(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("lease_ms", "heartbeat_ms", "sweep_ms", "sweep_gap_ms", "silence_ms"):

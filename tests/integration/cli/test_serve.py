@@ -160,9 +160,9 @@ def test_serve_json_lists_every_process(serve: Serve) -> None:
 
 
 def test_generate_and_chat_stream_an_answer(serve: Serve) -> None:
-    told = serve.run("chat", "--temperature", "0", stdin=PROMPT)
-    assert told.returncode == 0, told.stderr
-    assert "lighthouse" in told.stdout.lower()
+    chat = serve.run("chat", "--temperature", "0", stdin=PROMPT)
+    assert chat.returncode == 0, chat.stderr
+    assert "lighthouse" in chat.stdout.lower()
     again = serve.run("generate", "One evening", "--temperature", "0", "--max-tokens", "20")
     assert again.returncode == 0, again.stderr
     assert len(again.stdout.split()) > 5
@@ -244,7 +244,7 @@ def test_kill_9_of_serve_leaves_nothing_and_the_next_one_goes_on(tmp_path: Path)
         end(second)
 
 
-def test_a_greeting_in_a_pipe_ends_by_itself(tmp_path: Path) -> None:
+def test_a_greeting_in_a_pipe_ends_serve(tmp_path: Path) -> None:
     command = serve_command(tmp_path / "data", "--greet", PROMPT, "--exit-after-greet")
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr

@@ -66,7 +66,7 @@ async def test_choices_prompts_and_conversations(client: AsyncClient) -> None:
     assert (chat.text, chat.choices[0].stop_reason) == ("cde", "never")
 
 
-async def test_the_id_is_told_before_any_token(client: AsyncClient, engine: SyntheticEngine) -> None:
+async def test_the_id_is_known_before_any_token(client: AsyncClient, engine: SyntheticEngine) -> None:
     engine.hold_at = 0
     async with client.generate(MODEL, "hello", max_tokens=4, seed=0) as stream:
         assert stream.request_id == ""
@@ -160,7 +160,9 @@ async def test_models(client: AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("how", ["break", "aclose", "cancel the task"])
-async def test_whoever_leaves_early_leaves_nothing_running(engine: SyntheticEngine, redis_url: str, how: str) -> None:
+async def test_a_reader_that_leaves_early_leaves_nothing_running(
+    engine: SyntheticEngine, redis_url: str, how: str
+) -> None:
     """The gateway loses its reader at once, and its grace ends the request."""
     engine.hold_at = 2
     async with (
@@ -217,7 +219,7 @@ async def test_closing_the_stream_from_another_task_ends_the_iteration(
     assert (await client.resume(stream.request_id).collect()).text == "abcdef"
 
 
-async def test_closing_the_client_is_told_to_whoever_reads(gateway: Address, engine: SyntheticEngine) -> None:
+async def test_closing_the_client_raises_in_its_readers(gateway: Address, engine: SyntheticEngine) -> None:
     engine.hold_at = 2
     client = AsyncClient(gateway.target)
     stream = client.generate(MODEL, "hello", max_tokens=6, seed=0)
@@ -233,7 +235,7 @@ async def test_closing_the_client_is_told_to_whoever_reads(gateway: Address, eng
 
 
 @pytest.mark.parametrize("method", ["cancel", "get_request", "list_models"])
-async def test_closing_the_client_is_told_to_whoever_waits_for_an_answer(silent_target: str, method: str) -> None:
+async def test_closing_the_client_raises_in_its_waiting_calls(silent_target: str, method: str) -> None:
     client = AsyncClient(silent_target)
     ask = getattr(client, method)
     asking = asyncio.create_task(ask() if method == "list_models" else ask("any"))
@@ -244,7 +246,7 @@ async def test_closing_the_client_is_told_to_whoever_waits_for_an_answer(silent_
             await asking
 
 
-async def test_cancelling_whoever_waits_for_an_answer_cancels_it(silent_target: str) -> None:
+async def test_cancelling_a_task_that_waits_for_an_answer_cancels_its_call(silent_target: str) -> None:
     client = AsyncClient(silent_target)
     asking = asyncio.create_task(client.list_models())
     await asyncio.sleep(0.1)

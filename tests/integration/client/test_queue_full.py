@@ -42,7 +42,7 @@ async def test_it_is_waited_for_until_there_is_room(redis_url: str) -> None:
             assert len(engine.claimed) == 2
 
 
-async def test_a_longer_wait_than_the_limit_is_told_at_once(redis_url: str) -> None:
+async def test_a_longer_wait_than_the_limit_raises_at_once(redis_url: str) -> None:
     async with full_client(redis_url, retry_after_s=30.0, limit_s=5.0) as client:
         with pytest.raises(QueueFull, match="1 of at most 1 requests") as caught:
             await asked(client).accepted()

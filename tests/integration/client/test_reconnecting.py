@@ -114,9 +114,7 @@ async def test_a_single_gateway_that_comes_back_is_found(engine: SyntheticEngine
     assert text_of(chunks) == ALPHABET
 
 
-async def test_a_gateway_that_is_told_to_end_hands_its_streams_to_the_other(
-    engine: SyntheticEngine, redis_url: str
-) -> None:
+async def test_a_gateway_that_stops_hands_its_streams_to_the_other(engine: SyntheticEngine, redis_url: str) -> None:
     engine.hold_at = 5
     async with AsyncExitStack() as stack:
         gateways = {}
@@ -154,7 +152,7 @@ async def test_what_redis_lost_is_accepted_again_and_goes_on(
     assert again.sampling.seed == first.sampling.seed
 
 
-async def test_where_nobody_answers_the_limit_holds() -> None:
+async def test_where_no_gateway_answers_the_limit_holds() -> None:
     policy = Reconnection(limit_s=1.0)
     async with AsyncClient(["127.0.0.1:1", "127.0.0.1:2"], reconnection=policy) as client:
         async with asyncio.timeout(LIMIT_S):
@@ -169,9 +167,9 @@ async def test_keys_are_shown_on_every_call(engine: SyntheticEngine, redis_url: 
     lines = (f"{hashlib.sha256(f'key-{name}'.encode()).hexdigest()} -> {name}" for name in "ab")
     keys.write_text("\n".join(lines))
     async with running_address(gateway_settings(redis_url, keys=keys)) as address:
-        async with AsyncClient(address.target) as nobody:
+        async with AsyncClient(address.target) as anonymous:
             with pytest.raises(Unauthenticated):
-                await nobody.generate(MODEL, "hello").collect()
+                await anonymous.generate(MODEL, "hello").collect()
         async with AsyncClient(address.target, api_key="key-a") as owner:
             answer = await owner.generate(MODEL, "hello", max_tokens=4, seed=0).collect()
             assert (await owner.resume(answer.request_id).collect()).text == answer.text == "abcd"

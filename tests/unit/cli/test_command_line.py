@@ -134,7 +134,7 @@ def test_chat_answers_a_pipe_once() -> None:
     assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
 
-def test_a_refusal_is_told_on_stderr() -> None:
+def test_a_refusal_is_printed_on_stderr() -> None:
     with served(ScriptedGateway(refusals=[(400, "temperature: must not be negative")])) as gateway:
         done = run("generate", "Tell", "--url", gateway.url, "--temperature", "-1")
     assert done.returncode == 1

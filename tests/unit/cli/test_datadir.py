@@ -32,7 +32,7 @@ def test_the_folders_belong_to_their_owner_alone(tmp_path: Path) -> None:
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
+def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataDirError, match="cannot create the data folder") as caught:
         DataDir.at(tmp_path / "file" / "below").create()

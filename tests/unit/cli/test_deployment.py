@@ -1,4 +1,4 @@
-"""What serve does when it hears of its parts, whoever looks on and whatever the disk takes."""
+"""What serve does when its parts change, with or without a terminal and a working disk."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def terminal() -> Iterator[tuple[TextIO, int]]:
 
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Engines that Redis was told to be dead."""
+    """Engines that were expired in Redis."""
     expired: list[str] = []
 
     class Queue:
@@ -80,13 +80,13 @@ def test_redis_hears_of_a_dead_engine_before_the_terminal(
     tmp_path: Path, queue: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    monkeypatch.setattr("pagestream_cli.serve.report.say", lambda text: order.append(f"{text} | told {queue}"))
+    monkeypatch.setattr("pagestream_cli.serve.report.say", lambda text: order.append(f"{text} | expired {queue}"))
     served = deployment(tmp_path)
     served.died(engine(served), KILLED, 0.0)
-    assert order[0] == "engine-0 died (SIGKILL) after 1.0 s; it restarts now | told ['engine-0.boot']"
+    assert order[0] == "engine-0 died (SIGKILL) after 1.0 s; it restarts now | expired ['engine-0.boot']"
 
 
-def test_a_pipe_that_nobody_reads_hides_nothing_from_redis(
+def test_a_closed_pipe_hides_nothing_from_redis(
     tmp_path: Path, queue: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = deployment(tmp_path)
@@ -112,7 +112,7 @@ def test_a_terminal_that_has_gone_is_no_error(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.undo()
 
 
-def test_a_disk_that_does_not_take_serve_json_is_told_and_ends_nothing(
+def test_a_disk_that_refuses_serve_json_is_reported_and_ends_nothing(
     tmp_path: Path, queue: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "data"

@@ -32,12 +32,12 @@ async def write(output: PartOutput, text: str) -> None:
     await output.follow(pipe)
 
 
-async def test_what_a_full_disk_refuses_is_read_and_told_and_its_loss_is_marked_once(tmp_path: Path) -> None:
-    path, told = tmp_path / "a.log", list[str]()
-    with PartOutput(path, told.append) as output:
+async def test_what_a_full_disk_refuses_is_passed_on_and_its_loss_is_marked_once(tmp_path: Path) -> None:
+    path, lines = tmp_path / "a.log", list[str]()
+    with PartOutput(path, lines.append) as output:
         with small_files():
             await write(output, f"{LINE}\n" * 2000)
-        assert told == [LINE] * 2000
+        assert lines == [LINE] * 2000
         await write(output, "there is space again\n")
         await write(output, "the last line\n")
     *_, cut, mark, again, last = path.read_text().splitlines()
@@ -45,37 +45,37 @@ async def test_what_a_full_disk_refuses_is_read_and_told_and_its_loss_is_marked_
     assert mark.startswith(f"[{2000 * 1000 - LIMIT_BYTES} bytes of output were lost here: error in writing")
     assert cut == "x" * (LIMIT_BYTES % 1000)
     assert (again, last) == ("there is space again", "the last line")
-    assert told[2000:] == [mark, again, last]
+    assert lines[2000:] == [mark, again, last]
 
 
 async def test_a_log_that_cannot_be_begun_anew_is_begun_when_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagestream_cli.supervisor.output.MAX_FILE_BYTES", 10)
-    folder, told = tmp_path / "logs", list[str]()
+    folder, lines = tmp_path / "logs", list[str]()
     folder.mkdir()
-    with PartOutput(folder / "a.log", told.append) as output:
+    with PartOutput(folder / "a.log", lines.append) as output:
         await write(output, "a first long line\n")
         folder.rename(tmp_path / "aside")
         await write(output, "lost\n")
         await write(output, "lost\n")
         (tmp_path / "aside").rename(folder)
         await write(output, "kept\n")
-    assert [line for line in told if not line.startswith("[")] == ["a first long line", "lost", "lost", "kept"]
+    assert [line for line in lines if not line.startswith("[")] == ["a first long line", "lost", "lost", "kept"]
     assert (folder / "a.log.1").read_text() == "a first long line\n"
     assert (folder / "a.log").read_text().splitlines()[-1] == "kept"
     assert "[10 bytes of output were lost here" in (folder / "a.log").read_text()
 
 
 async def test_a_listener_that_fails_loses_its_own_line_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told: list[str] = []
+    lines: list[str] = []
 
     def hear(text: str) -> None:
         if text == "bad":
             raise OSError("the terminal is gone")
-        told.append(text)
+        lines.append(text)
 
     with PartOutput(tmp_path / "a.log", hear) as output:
         await write(output, "one\nbad\ntwo\n")
-    assert told == ["one", "two"]
+    assert lines == ["one", "two"]
     assert "a listener failed" in caplog.text

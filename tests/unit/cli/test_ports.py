@@ -52,6 +52,6 @@ def test_one_port_for_two_is_refused() -> None:
         require_free("127.0.0.1", {"--http-port": port, "--grpc-port": port})
 
 
-def test_a_host_of_nobody_is_refused() -> None:
+def test_a_host_of_another_machine_is_refused() -> None:
     with pytest.raises(UsageError, match="cannot listen"):
         is_free("no.such.host.invalid", 8000)

@@ -123,7 +123,7 @@ async def test_a_part_that_dies_repeatedly_waits_longer_each_time(tmp_path: Path
 async def test_a_part_that_cannot_start_ends_everything_with_its_last_words(
     tmp_path: Path, code: int, deaths: int
 ) -> None:
-    """The third exit, or the first that says that the options are wrong, is the last one, and told as the failure."""
+    """The third exit, or the first that says that the options are wrong, is the last one, and raised as the failure."""
 
     async def never() -> bool:
         return False
@@ -145,7 +145,7 @@ async def test_a_part_that_cannot_start_ends_everything_with_its_last_words(
     assert not is_running(pid)
 
 
-async def test_a_program_that_does_not_exist_is_told(tmp_path: Path) -> None:
+async def test_a_program_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     async def never() -> bool:
         return False
 
@@ -250,7 +250,7 @@ async def test_readiness_follows_the_probe_and_is_lost_with_the_process(tmp_path
             await supervisor.wait_ready("a")
 
 
-async def test_output_is_kept_and_told(tmp_path: Path) -> None:
+async def test_output_is_kept_and_passed_on(tmp_path: Path) -> None:
     code = (
         "import signal, sys; print('to stdout', flush=True); print('to stderr', file=sys.stderr, flush=True)\n"
         "signal.pause()"
@@ -274,7 +274,7 @@ async def test_a_very_long_line_and_a_cut_one_arrive(tmp_path: Path) -> None:
     policy = RestartPolicy(first_delay_s=60.0)
 
     async with running([part(tmp_path, "a", code)], policy) as (_, journal):
-        await until(lambda: any(text == "rest" for _, text in journal.lines), "the cut line was told")
+        await until(lambda: any(text == "rest" for _, text in journal.lines), "the cut line was passed on")
     assert "".join(text for _, text in journal.lines).startswith("x" * 200_000)
 
 

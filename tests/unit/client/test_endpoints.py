@@ -33,7 +33,7 @@ def test_it_goes_round_while_all_fail() -> None:
     assert asked[:3] == asked[3:]
 
 
-def test_a_failure_elsewhere_moves_nobody() -> None:
+def test_a_failure_of_another_gateway_changes_nothing() -> None:
     known = endpoints("a:1", "b:1")
     first = known.current
     other = next(target for target in known.targets if target != first)

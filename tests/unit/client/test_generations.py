@@ -22,7 +22,7 @@ def test_every_reason_of_the_wire_contract_has_a_word() -> None:
     assert finish_reason_from_proto(77) is FinishReason.ERROR
 
 
-def test_choices_are_told_apart_and_the_end_belongs_to_none() -> None:
+def test_choices_are_separated_and_the_end_belongs_to_none() -> None:
     answer = put_together(
         [
             chunk(1, [7], "B"),

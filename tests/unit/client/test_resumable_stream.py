@@ -235,7 +235,7 @@ def test_after_the_deadline_the_end_is_asked_for() -> None:
     assert stream.is_over
 
 
-def test_a_deadline_of_which_nobody_tells_the_end_is_an_error() -> None:
+def test_a_deadline_without_the_requests_end_is_an_error() -> None:
     stream, clock = stream_state(deadline_s=10.0)
     stream.take(opening(), TARGET)
     clock.now += 10.5

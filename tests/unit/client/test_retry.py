@@ -136,7 +136,7 @@ def test_redis_is_waited_for_as_long_as_the_gateways_wait(targets: list[str], la
         bench.clock.now += lasted_s
 
 
-def test_a_full_queue_is_waited_for_as_long_as_it_asks_and_by_nobody_at_the_same_moment() -> None:
+def test_a_full_queue_is_retried_after_its_delay_and_a_random_part() -> None:
     bench = Bench()
     delays = [bench.fail(FULL) for _ in range(10)]
     assert all(3.0 <= delay_s <= 3.75 for delay_s in delays)
@@ -150,7 +150,7 @@ def test_a_full_queue_is_no_fault_of_the_gateway() -> None:
     assert bench.endpoints.current == before
 
 
-def test_a_wait_beyond_the_limit_is_told_at_once() -> None:
+def test_a_wait_beyond_the_limit_raises_at_once() -> None:
     bench = Bench(policy=Reconnection(limit_s=2.0))
     with pytest.raises(QueueFull) as caught:
         bench.fail(FULL)

@@ -25,7 +25,7 @@ def test_multi_byte_characters_may_be_cut_too() -> None:
     assert events == [Event("", "höhe 🌊")]
 
 
-def test_an_event_that_was_cut_off_is_never_told() -> None:
+def test_an_event_that_was_cut_off_is_never_returned() -> None:
     assert SseDecoder().feed(b"id: r/1/aa\ndata: half") == []
     assert SseDecoder().feed(b"id: r/1/aa\ndata: whole\n") == []
 

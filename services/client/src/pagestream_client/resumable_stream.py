@@ -87,7 +87,7 @@ class ResumableStream:
         elif request_id != self.position.request_id:
             raise self._at_position(DataLoss(f"the stream of {self.position.request_id} went on with {request_id}"))
 
-    def heard(self, target: str) -> None:
+    def progressed(self, target: str) -> None:
         """Note that the current call has made progress through the gateway `target`."""
         self._is_answered = True
         self._retry.worked(target)
@@ -97,7 +97,7 @@ class ResumableStream:
 
         Args:
             chunk: the next one.
-            num_entries: numbers of log entries that the chunk may stand for; None where the protocol does not tell.
+            num_entries: numbers of log entries that the chunk may stand for; None where the protocol does not say.
 
         Raises:
             DataLoss: the chunk does not follow what came before.

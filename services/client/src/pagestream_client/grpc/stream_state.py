@@ -64,7 +64,7 @@ class GrpcStreamState(ResumableStream):
         Raises:
             DataLoss: it does not follow what came before.
         """
-        self.heard(target)
+        self.progressed(target)
         message = response.chunk
         if not self.is_accepted:
             self._keep_seed(response)

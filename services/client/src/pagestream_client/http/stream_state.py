@@ -87,7 +87,7 @@ class HttpStreamState(ResumableStream):
         error = body.get("error")
         if error and (failure := failure_of_event(error)):
             raise CallRefused(failure)
-        self.heard(target)
+        self.progressed(target)
         position = position_of(event.id, self.position)
         self.accept(position.request_id)
         self._last_event_id = event.id or self._last_event_id

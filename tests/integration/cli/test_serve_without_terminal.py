@@ -1,4 +1,4 @@
-"""`pagestream serve` whose terminal has gone: real processes, with nobody to read what it says."""
+"""`pagestream serve` whose terminal is closed: real processes."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from support.processes.waiting import is_running, wait_until
 START_LIMIT_S = 90.0
 
 
-def test_a_part_that_dies_unheard_is_started_again_alone(tmp_path: Path) -> None:
+def test_a_part_that_dies_with_the_terminal_closed_is_restarted_alone(tmp_path: Path) -> None:
     ports = ["--http-port", "0", "--grpc-port", "0", "--data-dir", str(tmp_path / "data"), "--dtype", "float32"]
     serve = [sys.executable, "-m", "pagestream_cli", "serve", *ports]
     command = ["nohup", *serve, "--greet", "Who lives in the lighthouse?"]
