@@ -52,7 +52,7 @@ class Slot:
     async def bury(self) -> None:
         """What a killed process takes with it, and does not end."""
         if self._dying is not None:
-            for part in (self._dying._heartbeat, self._dying._sweeper, self._dying._subscription):
+            for part in (self._dying.heartbeat, self._dying.sweeper, self._dying.subscription):
                 await part.stop()
 
     async def _serve(self, engine: Worker) -> None:
