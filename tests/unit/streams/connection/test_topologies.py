@@ -1,6 +1,7 @@
 import pytest
 from pagestream_streams import StreamsSettings
-from pagestream_streams.connection.topologies import ClusterTopology, SingleServer, open_topology
+from pagestream_streams.connection.cluster import ClusterTopology
+from pagestream_streams.connection.topologies import SingleServer, open_topology
 
 SETTINGS = StreamsSettings()
 
