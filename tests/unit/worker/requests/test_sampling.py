@@ -1,6 +1,9 @@
 """The engine's sampling parameters of a wire message."""
 
+from collections.abc import Sequence
+
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 from pagestream.v1.inference_pb2 import SamplingParams
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_engine.errors import InvalidRequest
@@ -57,3 +60,34 @@ def test_prompts_share_a_clients_seed_and_siblings_never_do() -> None:
     )
     assert [child_of(own, choice) for choice in range(4)] == [0, 1, 0, 1]
     assert [child_of(chosen, choice) for choice in range(4)] == [0, 1, 2, 3]
+
+
+OTHER_VALUES = {
+    FieldDescriptor.CPPTYPE_DOUBLE: 0.5,
+    FieldDescriptor.CPPTYPE_INT32: 2,
+    FieldDescriptor.CPPTYPE_INT64: 2,
+    FieldDescriptor.CPPTYPE_UINT32: 2,
+    FieldDescriptor.CPPTYPE_STRING: "x",
+    FieldDescriptor.CPPTYPE_BOOL: True,
+}
+SPLIT_BEFORE = {"n", "best_of"}
+"""Fields that say how many sequences there are, not how one of them is sampled."""
+
+
+@pytest.mark.parametrize("name", sorted(set(SamplingParams.DESCRIPTOR.fields_by_name) - SPLIT_BEFORE))
+def test_no_field_of_the_message_is_ignored(name: str) -> None:
+    message = SamplingParams(seed=1, temperature=1.0, max_tokens=8)
+    usual = sampling_from_message(message, sibling=0)
+    field = SamplingParams.DESCRIPTOR.fields_by_name[name]
+    if name == "logit_bias":
+        message.logit_bias[3] = 2.0
+    elif isinstance(getattr(message, name), Sequence) and not isinstance(getattr(message, name), str):
+        getattr(message, name).append(OTHER_VALUES[field.cpp_type])
+    else:
+        setattr(message, name, name != "skip_special_tokens" and OTHER_VALUES[field.cpp_type])
+    try:
+        changed = sampling_from_message(message, sibling=0)
+    except InvalidRequest as error:
+        assert name in str(error)  # noqa: PT017 - a field that the engine lacks is refused by its name
+    else:
+        assert changed != usual

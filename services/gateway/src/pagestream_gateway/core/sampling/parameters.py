@@ -1,7 +1,8 @@
 """The sampling parameters: one entry each, from which schemas, message, defaults, checks and refusals are derived.
 
-To add one: a field in `SamplingParams` (proto/pagestream/v1/inference.proto) and an entry in `PARAMETERS`; where it is
-not supported yet, an entry in `UNSUPPORTED` alone.
+To add one: a field in `SamplingParams` (proto/pagestream/v1/inference.proto) and an entry in `PARAMETERS`; the
+worker's `requests/sampling.py` passes it on to the engine. One that is not supported yet: an entry in `UNSUPPORTED`
+alone.
 """
 
 import secrets
