@@ -10,7 +10,7 @@ from pagestream.v1.records_pb2 import LogEntry, WakeUp
 from pagestream_streams import AppendKind, Broker, GatewaySession, expire_engine
 from pagestream_streams.protocol import keys
 from pagestream_streams.protocol.digests import chain
-from pagestream_streams.protocol.entries import from_fields
+from pagestream_streams.protocol.entries import from_stream_fields
 from pagestream_streams.protocol.records import Append
 from support.protocol.token_streams import TENANT, ending, eventually, numbers, read_all, spec, token, tokens, worker
 
@@ -18,7 +18,7 @@ from support.protocol.token_streams import TENANT, ending, eventually, numbers, 
 async def log_of(broker: Broker, request_id: str) -> list[LogEntry]:
     where = await broker.directory.locate(request_id)
     rows = await broker.connection.execute("XRANGE", where.log(request_id), "-", "+")
-    return [from_fields(fields) for _, fields in rows]
+    return [from_stream_fields(fields) for _, fields in rows]
 
 
 async def test_durable_before_visible(broker: Broker) -> None:

@@ -21,7 +21,7 @@ from pagestream.v1.records_pb2 import LogEntry
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, GatewaySession, expire_engine
 from pagestream_streams.connection.scripts import APPEND, Script
 from pagestream_streams.engine import appending
-from pagestream_streams.protocol.entries import from_fields
+from pagestream_streams.protocol.entries import from_stream_fields
 from redis.exceptions import ResponseError
 from support.protocol.token_streams import LIMIT_S, MODEL, STILL, TENANT, card, ending, numbers, spec, tokens
 from support.redis.topologies import Place, fresh
@@ -217,7 +217,7 @@ class Protocol(RuleBasedStateMachine):
     async def logged(self) -> list[LogEntry]:
         where = await self.broker.directory.locate(self.request.request_id)
         rows = await self.broker.connection.execute("XRANGE", where.log(self.request.request_id), "-", "+")
-        return [from_fields(fields) for _, fields in rows]
+        return [from_stream_fields(fields) for _, fields in rows]
 
     def teardown(self) -> None:
         self.runner.run(self.stack.aclose())

@@ -72,7 +72,7 @@ class StreamsSettings:
     control_leases: float = 4.0
     """How long, in leases, engines run without suspects between two runs of suspects."""
     storm_leases: float = 20.0
-    """How long, in leases, an engine's death speaks for requests that it did not run."""
+    """How long, in leases, an engine's death counts as evidence that requests it did not run are innocent."""
     alone_after_ms: int = 1000
     """Milliseconds that a suspect waits for an idle engine; then one is chosen to hand back all it holds."""
     dead_retention_s: int = 7 * 24 * 3600
@@ -124,7 +124,7 @@ class StreamsSettings:
         if self.control_leases * self.lease_ms <= self.lease_ms + self.sweep_ms:
             raise ValueError(
                 f"control_leases ({self.control_leases}) must be longer than a lease and sweep_ms ({self.sweep_ms}): "
-                "another engine's death would be noticed too late to speak for a suspect"
+                "another engine's death would be noticed too late to count for a suspect"
             )
         if not 1 <= self.tenant_alone_percent <= 100:
             raise ValueError(f"tenant_alone_percent must be 1 to 100, got {self.tenant_alone_percent}")

@@ -15,7 +15,7 @@ LOG = tokens(range(100, 110))
 
 def follower(from_index: int = 0, digest: str = "") -> Follower:
     made = Follower(Partition("m", 0), "r", tenant="t", from_index=from_index, digest=digest, buffer_entries=100)
-    assert made.take_look()
+    assert made.take_log_read_request()
     return made
 
 
@@ -30,7 +30,7 @@ def test_a_slice_that_follows_is_taken_and_a_gap_sends_to_the_log() -> None:
     assert numbers(reader.take_buffered()) == [100, 101, 102, 103, 104]
     reader.offer(log_slice(6, LOG[6:8], LOG[5].digest))
     assert reader.take_buffered() == []
-    assert reader.take_look()
+    assert reader.take_log_read_request()
     assert reader.next_index == 5
 
 
@@ -48,15 +48,15 @@ def test_a_slice_of_another_generation_is_not_taken(previous: str) -> None:
     assert len(reader.take_buffered()) == 3
     reader.offer(log_slice(3, tokens([7, 8], "another"), previous))
     assert reader.take_buffered() == []
-    assert reader.take_look()
+    assert reader.take_log_read_request()
 
 
 def test_a_reader_ahead_of_a_log_that_lost_entries_looks_as_soon_as_it_is_reached() -> None:
     reader = follower(5, LOG[4].digest)
     reader.offer(log_slice(3, LOG[3:5], LOG[2].digest))
-    assert not reader.take_look()
+    assert not reader.take_log_read_request()
     reader.offer(log_slice(5, LOG[5:6], LOG[4].digest))
-    assert reader.take_look()
+    assert reader.take_log_read_request()
     assert reader.log_start == 4
     assert numbers(reader.take_logged(4, LOG[4:6])) == [105]
     reader.offer(log_slice(6, LOG[6:7], LOG[5].digest))
@@ -69,7 +69,7 @@ def test_a_log_that_ended_otherwise_at_the_readers_place_is_data_loss() -> None:
     assert len(reader.take_buffered()) == 6
     other = [*LOG[:4], *ending(LOG[3].digest, count=4)]
     reader.end_at(len(other))
-    assert reader.take_look()
+    assert reader.take_log_read_request()
     with pytest.raises(DigestMismatch):
         reader.take_logged(reader.log_start, other[reader.log_start :])
 
@@ -84,5 +84,5 @@ async def test_waiting_ends_with_news_or_with_time() -> None:
         await waiting
     assert reader.waiting_since is None
     await reader.wait(0.001)
-    reader.look()
+    reader.request_log_read()
     await reader.wait(20.0)

@@ -58,7 +58,7 @@ def readers_of(topology: HalfATopology, settings: StreamsSettings = SETTINGS) ->
 def follower(readers: Readers, where: Partition, request_id: str) -> Follower:
     """One that has read its log to the third entry, and waits."""
     made = Follower(where, request_id, tenant="t", from_index=0, digest="", buffer_entries=100)
-    made.take_look()
+    made.take_log_read_request()
     made.waiting_since = float("-inf")
     readers.join(made)
     return made
@@ -76,7 +76,7 @@ async def test_one_partition_away_keeps_no_other_from_its_logs(leaver: bool, wai
         readers.start()
         try:
             async with asyncio.timeout(10):
-                while not waiting.take_look():
+                while not waiting.take_log_read_request():
                     await waiting.wait(0.05)
                 while stranded is not None and stranded.failure is None:
                     waiting.waiting_since = float("-inf")

@@ -26,9 +26,9 @@ def redis_command(data_dir: Path, port: int) -> list[str]:
 
 def says_torn(line: str) -> bool:
     """Whether a line of Redis reports that its file ends in the middle of a command, so that it must be rewritten."""
-    from pagestream_streams.connection.embedded import TORN
+    from pagestream_streams.connection.embedded import TRUNCATED_AOF_MESSAGE
 
-    return TORN in line
+    return TRUNCATED_AOF_MESSAGE in line
 
 
 async def check_redis(url: str) -> None:

@@ -1,4 +1,4 @@
-"""Quarantined requests: list them, and requeue one that an operator trusts."""
+"""Quarantined requests: list them, and requeue one that an administrator trusts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def list_requests(connection: Connection, partitions: Sequence[Partition])
     found = [(where, row) for where, rows in zip(partitions, streams, strict=True) for row in rows]
     records = await connection.pipeline([_record_command(where, row[1][b"id"].decode()) for where, row in found])
     dead = [
-        _made(where, row, record)
+        _to_request(where, row, record)
         for (where, row), record in zip(found, records, strict=True)
         if record[0] == row[0]  # else the record is past its retention
     ]
@@ -39,7 +39,7 @@ async def get_request(connection: Connection, where: Partition, request_id: str)
     rows = await connection.execute("XRANGE", where.dead, record[0], record[0])
     if not rows:
         raise RequestNotFound(request_id)
-    return _made(where, rows[0], record)
+    return _to_request(where, rows[0], record)
 
 
 async def requeue(connection: Connection, where: Partition, request_id: str) -> str:
@@ -48,7 +48,7 @@ async def requeue(connection: Connection, where: Partition, request_id: str) -> 
     spec.CopyFrom((await get_request(connection, where, request_id)).spec)
     spec.idempotency_key = ""  # stays with the quarantined request, whose log has its end
     spec.request_id = ids.new(where.model, where.number, spec.tenant)
-    # Without a reader yet, a disconnect grace would end it before the operator has looked.
+    # Without a reader yet, a disconnect grace would end it before the administrator has looked.
     spec.on_disconnect = ON_DISCONNECT_CONTINUE
     made = await connection.run(
         REVIVE,
@@ -71,7 +71,9 @@ def _record_command(where: Partition, request_id: str) -> tuple[str, ...]:
     return ("HMGET", where.request(request_id), *_FIELDS)
 
 
-def _made(where: Partition, row: tuple[bytes, Mapping[bytes, bytes]], record: Sequence[Any]) -> QuarantinedRequest:
+def _to_request(
+    where: Partition, row: tuple[bytes, Mapping[bytes, bytes]], record: Sequence[Any]
+) -> QuarantinedRequest:
     entry, fields = row
     milliseconds, _, _ = entry.partition(b"-")
     return QuarantinedRequest(

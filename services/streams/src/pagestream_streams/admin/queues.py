@@ -1,4 +1,4 @@
-"""How much waits in the queues, and how fast it is claimed."""
+"""Queue depth, age and drain rate, equal for every process that asks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
 from pagestream_streams.connection.scripts import QUEUE
 
-_MOST_LOOKED_AT = 64  # entries of a queue of begun requests whose tokens are counted; the rest is extrapolated
+_MAX_SAMPLED_ENTRIES = 64  # entries of a queue of begun requests whose tokens are counted; the rest is extrapolated
 _SHORTEST_SPAN_S = 1.0  # shorter spans give no meaningful rate
 
 
@@ -43,7 +43,7 @@ async def queue_states(broker: Broker) -> dict[str, list[QueueState]]:
     directory = broker.directory
     names = await directory.names()
     partitions = [where for name in names for where in await directory.all_partitions(name)]
-    arguments = broker.settings.drain_window_ms, _MOST_LOOKED_AT
+    arguments = broker.settings.drain_window_ms, _MAX_SAMPLED_ENTRIES
     replies = await broker.connection.run_many([Call(QUEUE, where.prefix, arguments) for where in partitions])
     states: dict[str, list[QueueState]] = {name: [] for name in names}
     for where, reply in zip(partitions, replies, strict=True):

@@ -87,12 +87,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-TORN = "Truncating the AOF"
+TRUNCATED_AOF_MESSAGE = "Truncating the AOF"
 """Log message of a server that finds a command cut off at the end of its append-only file.
 
-Redis up to 7 at least, and Valkey before 9.1.2, remove that command but leave the beginning of its transaction: what is
-written next follows it, and the next start runs both as one transaction (valkey-io/valkey pull request 4342).
-BGREWRITEAOF at once replaces the file by the content of the memory.
+Redis 6.2 and 7.0 (newer ones were not tried) and Valkey before 9.1.2 remove that command but leave the beginning of its
+transaction: what is written next follows it, and the next start runs both as one transaction (valkey-io/valkey pull
+request 4342). BGREWRITEAOF at once replaces the file by the content of the memory.
 """
 
 
@@ -174,7 +174,7 @@ class EmbeddedRedis:
     def _rewrite_if_torn(self, size_before: int) -> None:
         with self.log_file.open("rb") as log:
             log.seek(size_before)
-            is_torn = TORN.encode() in log.read()
+            is_torn = TRUNCATED_AOF_MESSAGE.encode() in log.read()
         if is_torn:
             with Redis(port=self.port) as client:
                 client.bgrewriteaof()

@@ -19,7 +19,7 @@ from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.protocol import keys
-from pagestream_streams.protocol.entries import Argument, to_values
+from pagestream_streams.protocol.entries import Argument, to_append_values
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import Append, AppendKind, AppendOutcome
 from pagestream_streams.settings import StreamsSettings
@@ -111,7 +111,7 @@ def _arguments(retention_ms: int, appends: Sequence[Append], *, wakes: bool) -> 
         else:
             values.append("")
         for entry in each.entries:
-            for value in to_values(entry):
+            for value in to_append_values(entry):
                 if isinstance(value, bytes):
                     arguments.append(value)
                     values.append(len(arguments))

@@ -19,7 +19,7 @@ from pagestream_streams.engine.doorbell import Doorbell
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.protocol.entries import from_fields
+from pagestream_streams.protocol.entries import from_stream_fields
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import Claim
 
@@ -154,7 +154,7 @@ class Claimer:
         entries = []
         if int(next_index):
             logged = await self._broker.connection.execute("XRANGE", where.log(request_id.decode()), "-", "+")
-            entries = [from_fields(fields) for _, fields in logged]
+            entries = [from_stream_fields(fields) for _, fields in logged]
         return Claim(
             spec=RequestSpec.FromString(spec),
             epoch=epoch,

@@ -54,7 +54,7 @@ class Follower:
         # Whether _digest is that of the log. If not, the first read includes the entry before.
         self._anchored = from_index == 0
         self._length: int | None = None  # of the finished log, if known before its end entry is taken
-        self._look = True
+        self._log_read_requested = True
         self._slices: deque[LogSlice] = deque()
         self._buffered = 0
         self._limit = buffer_entries
@@ -68,14 +68,14 @@ class Follower:
 
     def offer(self, log_slice: LogSlice) -> None:
         """Buffer the entries of a wake-up. Beyond `buffer_entries`, drop the buffer and read the log instead."""
-        if self._look:
+        if self._log_read_requested:
             self._wake()
             return  # the log will be read, and has them
         count = len(log_slice.entries)
         # Before the first read, wake-ups only show that the log has reached the position.
         passes = log_slice.first_index + count > self.next_index
         if not count or self._buffered + count > self._limit or (passes and not self._anchored):
-            self.look()
+            self.request_log_read()
             return
         if self._slices:
             # A copy: a part of a protobuf message keeps the whole message in memory, other requests' slices included.
@@ -86,11 +86,11 @@ class Follower:
         self._buffered += count
         self._wake()
 
-    def look(self) -> None:
+    def request_log_read(self) -> None:
         """Drop the buffer and read the log next."""
         self._slices.clear()
         self._buffered = 0
-        self._look = True
+        self._log_read_requested = True
         self._wake()
 
     def lose(self) -> None:
@@ -130,17 +130,17 @@ class Follower:
         self._length = next_index
         if not self.ended:
             self._anchored = self.next_index == 0
-        self.look()
+        self.request_log_read()
 
     @property
     def exhausted(self) -> bool:
         """Whether it is at the end of a finished log, with a verified digest."""
         return self._anchored and self.next_index == self._length
 
-    def take_look(self) -> bool:
+    def take_log_read_request(self) -> bool:
         """Return whether the log has to be read, and reset it."""
-        look, self._look = self._look, False
-        return look
+        requested, self._log_read_requested = self._log_read_requested, False
+        return requested
 
     def take_buffered(self) -> list[LogEntry]:
         """Return buffered entries that continue the position. Any others make it read the log."""
@@ -153,7 +153,7 @@ class Follower:
             if skipped == 0 and self._digest and log_slice.previous_digest == self._digest and not self.ended:
                 self._take(entries, taken)
             elif skipped < 0 or not self._chain(entries[skipped:], taken):
-                self.look()
+                self.request_log_read()
         return taken
 
     def take_logged(self, first_index: int, entries: Sequence[LogEntry]) -> list[LogEntry]:

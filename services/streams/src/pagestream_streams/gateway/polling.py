@@ -78,7 +78,7 @@ def _compare(follower: Follower, next_index: int, *, finished: bool) -> None:
     elif next_index < 0:
         follower.fail(RequestNotFound(follower.request_id))
     elif next_index > follower.next_index:
-        follower.look()
+        follower.request_log_read()
     elif finished and not follower.ended:
         try:
             follower.end_at(next_index)

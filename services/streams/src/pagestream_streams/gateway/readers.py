@@ -18,18 +18,18 @@ from pagestream_streams.gateway.open_reads import OpenReads
 from pagestream_streams.gateway.polling import LONGEST_WAIT_S, Poller
 from pagestream_streams.gateway.registrations import Registrations
 from pagestream_streams.gateway.reservations import renew, renewal_s
-from pagestream_streams.protocol.entries import from_fields
+from pagestream_streams.protocol.entries import from_stream_fields
 from pagestream_streams.tasks import Periodic, raise_if_cancelled
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _RETRY_PAUSE_S = 0.1
-_RENEW_AGAIN_S = 5.0
+_RENEWAL_RETRY_S = 5.0
 
 
 class Readers:
-    """Owned by a GatewaySession."""
+    """Serve all open log reads of a gateway: register them, buffer wake-ups, poll the log on gaps."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Readers:
             entries = follower.take_buffered()
             if entries or follower.ended:
                 return entries
-            if follower.take_look():
+            if follower.take_log_read_request():
                 entries = await self._with_retries(lambda: self._from_log(follower))
                 follower.ended = follower.ended or follower.exhausted
                 if entries or follower.ended:
@@ -160,8 +160,8 @@ class Readers:
             follower.where.prefix, "XRANGE", log, f"{start + 1}-0", "+", "COUNT", batch
         )
         if len(rows) == batch:
-            follower.look()
-        return follower.take_logged(start, [from_fields(fields) for _, fields in rows])
+            follower.request_log_read()
+        return follower.take_logged(start, [from_stream_fields(fields) for _, fields in rows])
 
     async def _register(self, follower: Follower) -> None:
         reply = await self.registrations.register(follower)
@@ -191,7 +191,7 @@ class Readers:
         retention_s, now = self._settings.retention_s, time.monotonic()
         if now - self._renewed_at < renewal_s(retention_s):
             return
-        self._renewed_at += _RENEW_AGAIN_S  # where Redis refuses
+        self._renewed_at += _RENEWAL_RETRY_S  # where Redis refuses
         specs = [each.spec for each in self.reads if each.spec is not None]
         await renew(self._broker.connection, specs, retention_s, self._limit_s)
         self._renewed_at = now

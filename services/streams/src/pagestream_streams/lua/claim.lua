@@ -3,6 +3,7 @@
 -- The queues of begun requests ("resume") come first; then the entry with the earliest virtual arrival, which is its
 -- arrival plus class * ageing. An engine that holds nothing gets a suspect before all that, and then nothing else
 -- (docs/decisions/0024). A request that needs a longer context than the engine holds is left for ARGV[11].
+-- Run by: engine/claiming.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] engine id, [2] nonce (random), [3] most requests, [4] most tokens
 --       [5] least age of an entry in ms, [6] ageing in ms, [7] lease in ms, [8] drain window in ms

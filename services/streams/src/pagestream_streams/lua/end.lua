@@ -1,5 +1,6 @@
 -- End a request from outside, in whatever state it is: write a finish for each open choice, then the end with the
 -- usage.
+-- Run by: admin/broker.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] request id, [2] tenant ('': any), [3] reason, [4] retention in ms
 --       [5] condition ('': none; 'deadlines' | 'graces' | 'verdicts': end it only if it is due there now; with

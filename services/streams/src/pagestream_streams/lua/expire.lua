@@ -1,4 +1,5 @@
 -- Reclaim at once all requests of an engine whose process is known to be dead.
+-- Run by: admin/broker.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] engine id, or its name without the boot nonce, [2] doorbell channel, [3] partition number
 --       [4] control time in ms (see prelude.lua)

@@ -1,4 +1,5 @@
 -- Renew a gateway's lease in this partition.
+-- Run by: gateway/heartbeat.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] gateway id, [2] lease in ms
 -- Returns: {number of requests of which it is registered as a reader here, requests queued here}.

@@ -1,4 +1,5 @@
 -- Read how much waits and runs in a partition, for metrics and scaling.
+-- Run by: admin/queues.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] drain window in ms, [2] most entries of a queue of begun requests whose tokens are counted
 -- Returns: {requests that engines own, prompt tokens claimed in the drain window, length of that window in ms,

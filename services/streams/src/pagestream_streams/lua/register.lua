@@ -1,4 +1,5 @@
 -- Register a gateway as a reader of a request, which ends its disconnect grace.
+-- Run by: gateway/registrations.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] request id, [2] tenant, [3] gateway id, [4] gateway lease in ms
 -- Returns: {next index, finished (0 | 1)}, or nothing where the tenant has no such request.

@@ -1,4 +1,5 @@
 -- Renew an engine in its model's registry, and read the living engines.
+-- Run by: engine/heartbeat.py, engine/retirement.py, admin/model_directory.py.
 -- KEYS: the registry.
 -- ARGV: [1] engine id to renew ('': only read), [2] lease in ms
 -- Returns: the ids of the living engines.

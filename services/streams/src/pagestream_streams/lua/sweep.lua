@@ -4,11 +4,12 @@
 -- grace or verdict is due (end.lua ends them). After a gateway's death no grace starts before its clients can have
 -- noticed. After a hole in the sweeps, or on another Redis process than before, every lease and grace starts anew in
 -- full.
+-- Run by: admin/sweeper.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] least distance of two sweeps in ms, [2] hole in ms, [3] engine lease in ms, [4] gateway lease in ms
 --       [5] most requests to reclaim, [6] doorbell channel, [7] partition number
 --       [8] control time in ms (see prelude.lua)
---       [9] window in ms in which an engine's death speaks for requests that it did not run
+--       [9] window in ms in which an engine's death counts as evidence that requests it did not run are innocent
 --       [10] what a client may need to notice a silent gateway, in ms
 -- Returns: {reclaimed ids, ids past their deadline, ids past their grace, restarted (0 | 1), {id, index, deaths}... of
 --          requests to quarantine}.

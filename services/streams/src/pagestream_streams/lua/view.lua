@@ -1,4 +1,5 @@
 -- Read where a request stands.
+-- Run by: admin/broker.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] request id, [2] tenant
 -- Returns: {spec, state, reason, next index, digest, prompt tokens, completion tokens, cached tokens, attempts, place

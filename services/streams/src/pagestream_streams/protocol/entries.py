@@ -14,7 +14,7 @@ Argument = bytes | str | int
 _ERROR_SEPARATOR = "\0"
 
 
-def to_values(entry: LogEntry) -> tuple[str | bytes, ...]:
+def to_append_values(entry: LogEntry) -> tuple[str | bytes, ...]:
     """Return append.lua's six values for an entry. ValueError for an entry without a body."""
     if entry.HasField("token_id"):
         extra = entry.logprobs.SerializeToString() if entry.HasField("logprobs") else ""
@@ -29,7 +29,7 @@ def to_values(entry: LogEntry) -> tuple[str | bytes, ...]:
     raise ValueError("expected a log entry with a token, a finish or the end; this one has no body")
 
 
-def from_fields(fields: Mapping[bytes, bytes]) -> LogEntry:
+def from_stream_fields(fields: Mapping[bytes, bytes]) -> LogEntry:
     """Return the entry of a Redis stream entry. KeyError, ValueError or DecodeError where it can't be read."""
     digest = fields[b"d"].decode()
     token = fields.get(b"t")
