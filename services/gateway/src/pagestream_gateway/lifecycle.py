@@ -18,13 +18,13 @@ from pagestream_telemetry.process import Telemetry, running_telemetry
 from pagestream_gateway.api.app import build_app, build_metrics_app
 from pagestream_gateway.api.grpc.server import GrpcServer
 from pagestream_gateway.api.http_server import HttpServer
-from pagestream_gateway.core.answer_limit import AnswerLimit
 from pagestream_gateway.core.auth import Authenticator, read_key_file
 from pagestream_gateway.core.calls import Calls
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.models import Models
 from pagestream_gateway.core.open_streams import OpenStreams
 from pagestream_gateway.core.queue_monitor import QueueMonitor
+from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.core.requests import AcceptedRequests
 from pagestream_gateway.core.submission import Submission
 from pagestream_gateway.core.tokenization import TokenizePool
@@ -98,7 +98,7 @@ async def _gateway(settings: Settings, authenticator: Authenticator) -> AsyncIte
         async with broker, GatewaySession(broker, settings.gateway.id) as session, pool:
             telemetry.registry.on_collect(lambda: _count_reclaims(telemetry, session))
             metrics = Metrics(telemetry.registry)
-            limit = AnswerLimit(settings.gateway.answer_limit_s)
+            limit = RedisTimeout(settings.gateway.answer_limit_s)
             models = Models(broker, pool, limit)
             yield Gateway(
                 settings=settings,

@@ -6,12 +6,12 @@ from pagestream_streams import Broker
 from pagestream_streams.errors import Unavailable
 from pagestream_telemetry.process import Telemetry
 
-from pagestream_gateway.core.answer_limit import AnswerLimit
 from pagestream_gateway.core.auth import Authenticator
 from pagestream_gateway.core.calls import Calls
 from pagestream_gateway.core.models import Models
 from pagestream_gateway.core.open_streams import OpenStreams
 from pagestream_gateway.core.queue_monitor import QueueMonitor
+from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.core.requests import AcceptedRequests
 from pagestream_gateway.core.submission import Submission
 from pagestream_gateway.core.tokenization import TokenizePool
@@ -25,7 +25,7 @@ class Gateway:
 
     settings: Settings
     broker: Broker
-    limit: AnswerLimit
+    limit: RedisTimeout
     authenticator: Authenticator
     models: Models
     submission: Submission

@@ -12,8 +12,8 @@ from pagestream_streams import Broker, ModelInfo
 from pagestream_streams.errors import ModelNotFound
 from tokenizers import Tokenizer
 
-from pagestream_gateway.core.answer_limit import AnswerLimit
 from pagestream_gateway.core.chat_templates import ChatTemplate
+from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.core.tokenization import TokenizePool
 from pagestream_gateway.errors import InvalidRequest, PromptTooLong
 
@@ -130,7 +130,7 @@ class ModelCache:
 class Models:
     """The models that a deployment serves."""
 
-    def __init__(self, broker: Broker, pool: TokenizePool, limit: AnswerLimit) -> None:
+    def __init__(self, broker: Broker, pool: TokenizePool, limit: RedisTimeout) -> None:
         self._broker = broker
         self._pool = pool
         self._limit = limit

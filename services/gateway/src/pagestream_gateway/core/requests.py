@@ -10,7 +10,7 @@ from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams import Broker, GatewaySession, RequestView
 from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange
 
-from pagestream_gateway.core.answer_limit import AnswerLimit
+from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class AcceptedRequests:
     broker: Broker
     session: GatewaySession
     metrics: Metrics
-    limit: AnswerLimit
+    limit: RedisTimeout
 
     def follow(
         self, spec: RequestSpec, *, from_index: int = 0, digest: str = ""

@@ -9,11 +9,11 @@ from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.protocol import ids
 from pagestream_telemetry.context import TraceContext
 
-from pagestream_gateway.core.answer_limit import AnswerLimit
 from pagestream_gateway.core.calls import Call
 from pagestream_gateway.core.drafts import Draft, TokenPrompt, check_draft
 from pagestream_gateway.core.models import LoadedModel, Models
 from pagestream_gateway.core.preparation import PreparedRequest, build_spec, prepare
+from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.core.tokenization import TokenizePool
 from pagestream_gateway.errors import InvalidRequest
 from pagestream_gateway.settings import Settings
@@ -31,7 +31,7 @@ class Submission:
     session: GatewaySession
     models: Models
     pool: TokenizePool
-    limit: AnswerLimit
+    limit: RedisTimeout
     settings: Settings
 
     async def submit(self, draft: Draft, tenant: str, call: Call) -> RequestSpec:

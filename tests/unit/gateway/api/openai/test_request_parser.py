@@ -13,7 +13,7 @@ from pagestream_gateway.api.openai import chat_completions, completions
 from pagestream_gateway.api.openai.body import count_parts, parse_json
 from pagestream_gateway.api.openai.chat_completions import ChatBody
 from pagestream_gateway.api.openai.completions import CompletionBody
-from pagestream_gateway.api.openai.schema import parse_body
+from pagestream_gateway.api.openai.strict_body import parse_body
 from pagestream_gateway.core.drafts import check_draft
 from pagestream_gateway.core.models import load_model
 from pagestream_gateway.core.preparation import build_spec, prepare

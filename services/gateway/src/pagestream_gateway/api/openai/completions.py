@@ -14,7 +14,7 @@ from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.openai import generation
 from pagestream_gateway.api.openai.generation import GenerationBody, ParsedRequest, shared_draft, without_unsupported
 from pagestream_gateway.api.openai.logprobs import CompletionLogprobs
-from pagestream_gateway.api.openai.schema import parse_body, with_sampling_parameters
+from pagestream_gateway.api.openai.strict_body import parse_body, with_sampling_parameters
 from pagestream_gateway.api.openai.writer import AnswerWriter
 from pagestream_gateway.api.runs import Run
 from pagestream_gateway.core.calls import TEXT_COMPLETION

@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class AnswerLimit:
-    """Bounds the time of single answers: a client can retry a refused call, but not one that hangs."""
+class RedisTimeout:
+    """Bounds the time of single replies of Redis: a client can retry a refused call, but not one that hangs."""
 
     seconds: float
 
     async def wait(self, answer: Awaitable[T]) -> T:
-        """Return an answer of Redis. Raises Unavailable where it takes longer than the limit."""
+        """Return a reply of Redis. Raises Unavailable where it takes longer than `seconds`."""
         try:
             async with asyncio.timeout(self.seconds):
                 return await answer
