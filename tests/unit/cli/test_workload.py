@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pagestream_cli.bench.options import LengthRange
 from pagestream_cli.bench.workload import from_prompts, from_random, from_trace, poisson, with_poisson
-from pagestream_simulator.errors import WorkloadInvalidError
+from pagestream_simulator.errors import InputFileInvalidError
 from pagestream_simulator.traces.files import TraceRow
 
 OUTPUT = LengthRange(8, 8)
@@ -64,7 +64,7 @@ def test_prompts_as_json_objects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "text"), [("a.txt", "\n\n"), ("a.jsonl", "[]\n"), ("a.jsonl", '{"text": 1}\n')])
 def test_files_without_prompts_are_refused(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(WorkloadInvalidError):
+    with pytest.raises(InputFileInvalidError):
         from_prompts(tmp_path / name, OUTPUT, random.Random(0), None)
 
 

@@ -14,13 +14,13 @@ class SimulatorError(Exception):
 
 
 class SettingInvalidError(SimulatorError):
-    """A policy, a term or an option has an unknown name or a value out of its range."""
+    """A policy, a term or an option has an unknown name, a value out of its range, or does not fit the trace."""
 
     exit_code = 2
 
 
-class WorkloadInvalidError(SettingInvalidError):
-    """A trace, an engine profile or a prompt file can't be read or is malformed."""
+class InputFileInvalidError(SettingInvalidError):
+    """A trace, an engine profile, a prompt file or terms can't be read or are malformed."""
 
 
 class CompilerMissingError(SimulatorError):

@@ -10,7 +10,7 @@ from typing import Any
 from pagestream_scaling import TtftPolicy
 from pagestream_telemetry.settings import TelemetrySettings
 
-from pagestream_simulator.errors import WorkloadInvalidError
+from pagestream_simulator.errors import InputFileInvalidError
 
 LAWS = ("optimum", "fixed", "pagestream", "hpa", "keda")
 """Names of the laws that can be compared."""
@@ -103,7 +103,7 @@ def read_terms(path: Path) -> Terms:
     """Read terms from a file; what it leaves out keeps its default.
 
     Raises:
-        WorkloadInvalidError: the file can't be read, or has an unknown name.
+        InputFileInvalidError: the file can't be read, or has an unknown name.
     """
     try:
         content = tomllib.loads(path.read_text())
@@ -113,7 +113,7 @@ def read_terms(path: Path) -> Terms:
             raise TypeError(f"there is no group {unknown[0]}, only {', '.join(groups)}")
         return Terms(**{name: groups[name](**_values(values)) for name, values in content.items()})
     except (OSError, ValueError, TypeError) as error:
-        raise WorkloadInvalidError(f"{path} holds no terms: {error}") from error
+        raise InputFileInvalidError(f"{path} holds no terms: {error}") from error
 
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagestream_simulator.errors import WorkloadInvalidError
+from pagestream_simulator.errors import SettingInvalidError
 from pagestream_simulator.traces.context import scale_factor, scale_to_context
 from pagestream_simulator.traces.files import TraceRow
 
@@ -47,5 +47,5 @@ def test_every_request_fits_and_has_a_prompt_and_an_answer(lengths: list[tuple[i
 
 
 def test_a_context_without_room_is_refused() -> None:
-    with pytest.raises(WorkloadInvalidError, match="context of 1"):
+    with pytest.raises(SettingInvalidError, match="context of 1"):
         scale_to_context(rows_of((1, 1)), context=1)

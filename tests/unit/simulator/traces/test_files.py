@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from pagestream_simulator.errors import WorkloadInvalidError
+from pagestream_simulator.errors import InputFileInvalidError
 from pagestream_simulator.traces.files import TraceRow, read_trace, sample_path, write_csv
 from pagestream_simulator.traces.sample import REQUESTS, sample_rows
 
@@ -55,15 +55,15 @@ def test_the_first_requests_only(tmp_path: Path) -> None:
 def test_a_malformed_trace_is_refused_with_its_line(tmp_path: Path, name: str, text: str, said: str) -> None:
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(WorkloadInvalidError, match=said):
+    with pytest.raises(InputFileInvalidError, match=said):
         read_trace(str(path))
 
 
 def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadInvalidError, match="No such file"):
+    with pytest.raises(InputFileInvalidError, match="No such file"):
         read_trace(str(tmp_path / "none.csv"))
     (tmp_path / "b.csv").write_bytes(b"\xff\xfe\x00" * 10)
-    with pytest.raises(WorkloadInvalidError, match="not a text file"):
+    with pytest.raises(InputFileInvalidError, match="not a text file"):
         read_trace(str(tmp_path / "b.csv"))
 
 

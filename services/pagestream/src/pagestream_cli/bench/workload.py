@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pagestream_simulator.errors import WorkloadInvalidError
+from pagestream_simulator.errors import InputFileInvalidError
 from pagestream_simulator.traces.files import TraceRow
 
 from pagestream_cli.bench.options import LengthRange
@@ -35,14 +35,14 @@ def from_prompts(path: Path, output_len: LengthRange, rng: random.Random, limit:
     Where `limit` is larger than the number of lines, the lines are repeated.
 
     Raises:
-        WorkloadInvalidError: the file cannot be read or holds no prompts.
+        InputFileInvalidError: the file cannot be read or holds no prompts.
     """
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise WorkloadInvalidError(f"cannot read {path}: {error}") from error
+        raise InputFileInvalidError(f"cannot read {path}: {error}") from error
     if not lines:
-        raise WorkloadInvalidError(f"{path} has no prompts")
+        raise InputFileInvalidError(f"{path} has no prompts")
     chosen = [lines[i % len(lines)] for i in range(len(lines) if limit is None else limit)]
     return [_from_line(line, path, rng.randint(*output_len)) for line in chosen]
 
@@ -115,4 +115,4 @@ def _from_line(line: str, path: Path, max_tokens: int) -> BenchRequest:
         return BenchRequest(0.0, prompt, int(content.get("max_tokens", max_tokens)), ignore_eos=False)
     except (ValueError, KeyError, TypeError) as error:
         form = '{"prompt": ..., "max_tokens": ...}'
-        raise WorkloadInvalidError(f"{path}: a line is not {form}: {line[:80]}") from error
+        raise InputFileInvalidError(f"{path}: a line is not {form}: {line[:80]}") from error

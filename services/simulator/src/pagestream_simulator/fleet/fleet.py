@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,12 +34,13 @@ from pagestream_simulator.traces.load import Load
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
 
+_COSTS = ("fixed_s", "prefill_token_s", "prefill_pair_s", "decode_s", "decode_context_s")
 _LIMITS = ("kv_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "claim_tokens")
 
 
 class _Profile(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_double) for name in ("fixed_s", "token_s", "pair_s", "decode_s", "context_s")),
+        *((name, ctypes.c_double) for name in _COSTS),
         *((name, ctypes.c_int64) for name in (*_LIMITS, "reserve_share")),
     )
 
@@ -86,7 +87,8 @@ class Fleet:
         """Time of each request's last token; infinity before."""
         self.profile = profile
         limits = (getattr(profile, name) for name in _LIMITS)
-        native = _Profile(*astuple(profile.cost), *limits, RESERVE_SHARE)
+        costs = (getattr(profile.cost, name) for name in _COSTS)
+        native = _Profile(*costs, *limits, RESERVE_SHARE)
         self._state = (ctypes.c_double * 8)()
         self._queue = (ctypes.c_double * 5)()
         self._load = load

@@ -10,7 +10,7 @@ from typing import Any
 
 from pagestream_engine.config import CacheConfig, SchedulerConfig
 
-from pagestream_simulator.errors import WorkloadInvalidError
+from pagestream_simulator.errors import InputFileInvalidError
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,14 @@ def read_profile(path: Path) -> EngineProfile:
     """Read a profile that `write_profile` wrote.
 
     Raises:
-        WorkloadInvalidError: the file can't be read or isn't a profile.
+        InputFileInvalidError: the file can't be read or isn't a profile.
     """
     try:
         content = json.loads(path.read_text())
         cost = StepCost(**{name: float(value) for name, value in content.pop("cost").items()})
         profile = EngineProfile(cost=cost, **content)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise WorkloadInvalidError(
+        raise InputFileInvalidError(
             f"{path} is not an engine profile: {error}",
             hint="measure one: python -m pagestream_simulator.study.measure",
         ) from error
@@ -82,10 +82,10 @@ def _check(profile: EngineProfile, path: Path) -> None:
     for name in ("kv_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
         value = getattr(profile, name)
         if not isinstance(value, int) or value < 1:
-            raise WorkloadInvalidError(f"{path}: {name} is {value!r}, a whole number of at least 1 is expected")
+            raise InputFileInvalidError(f"{path}: {name} is {value!r}, a whole number of at least 1 is expected")
     costs = {entry.name: getattr(profile.cost, entry.name) for entry in fields(StepCost)}
     negative = [name for name, value in costs.items() if not value >= 0]
     if negative or not any(costs.values()):
-        raise WorkloadInvalidError(
+        raise InputFileInvalidError(
             f"{path}: {', '.join(negative) or 'every cost'} must be above 0 seconds, or 0 for some"
         )

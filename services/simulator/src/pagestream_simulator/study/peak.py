@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagestream_simulator.errors import WorkloadInvalidError
+from pagestream_simulator.errors import SettingInvalidError
 from pagestream_simulator.fleet.profile import EngineProfile
 from pagestream_simulator.laws import FixedLaw
 from pagestream_simulator.simulation import simulate
@@ -32,7 +32,7 @@ def peak_factor(rows: Sequence[TraceRow], profile: EngineProfile, terms: Terms, 
     """Return the largest factor, within 1 part in 2,000, at which `engines_at_peak` engines attain the objective.
 
     Raises:
-        WorkloadInvalidError: single requests miss the objective, or no factor is too much.
+        SettingInvalidError: single requests miss the objective, or no factor is too much.
     """
 
     def attains(factor: float) -> bool:
@@ -44,7 +44,7 @@ def peak_factor(rows: Sequence[TraceRow], profile: EngineProfile, terms: Terms, 
     while attains(high):
         low, high = high, 2 * high
         if high > _FACTOR_MAX:
-            raise WorkloadInvalidError(
+            raise SettingInvalidError(
                 f"{len(rows)} requests, {_FACTOR_MAX:g} times, need fewer than {terms.load.engines_at_peak} engines",
                 hint="give a longer trace or fewer engines at the peak",
             )
@@ -54,7 +54,7 @@ def peak_factor(rows: Sequence[TraceRow], profile: EngineProfile, terms: Terms, 
             break
         low, high = (middle, high) if attains(middle) else (low, middle)
     if low == 0:
-        raise WorkloadInvalidError(
+        raise SettingInvalidError(
             f"single requests take longer than the objective of {terms.objective.ttft_s:g} s",
             hint="give shorter requests or a faster engine profile",
         )

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pagestream_simulator.errors import WorkloadInvalidError
+from pagestream_simulator.errors import SettingInvalidError
 from pagestream_simulator.traces.files import TraceRow
 
 PERCENTILE = 99.0
@@ -30,10 +30,10 @@ def scale_to_context(rows: Sequence[TraceRow], context: int) -> list[TraceRow]:
     """Return the requests with prompt + output within `context` tokens.
 
     Raises:
-        WorkloadInvalidError: `context` has no room for a prompt and an output.
+        SettingInvalidError: `context` has no room for a prompt and an output.
     """
     if context < 2:
-        raise WorkloadInvalidError(
+        raise SettingInvalidError(
             f"a context of {context} tokens has no room for a prompt and an output; at least 2 are expected"
         )
     factor = scale_factor(rows, context)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from pagestream_simulator.errors import WorkloadInvalidError
+from pagestream_simulator.errors import InputFileInvalidError
 
 CSV_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_BLOCK_TOKENS = 512
@@ -48,18 +48,18 @@ def read_trace(name: str, limit: int | None = None) -> list[TraceRow]:
         limit: most requests to read; None reads all.
 
     Raises:
-        WorkloadInvalidError: the file can't be read or is malformed; the message names the line.
+        InputFileInvalidError: the file can't be read or is malformed; the message names the line.
     """
     path = sample_path() if name == SAMPLE else Path(name)
     try:
         with path.open(newline="") as lines:
             rows = list(_take(_read_jsonl(lines) if path.suffix == ".jsonl" else _read_csv(lines), limit))
     except OSError as error:
-        raise WorkloadInvalidError(f"cannot read the trace {name}: {error.strerror}") from error
+        raise InputFileInvalidError(f"cannot read the trace {name}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise WorkloadInvalidError(f"the trace {name} is not a text file") from error
+        raise InputFileInvalidError(f"the trace {name} is not a text file") from error
     if not rows:
-        raise WorkloadInvalidError(f"the trace {name} has no requests")
+        raise InputFileInvalidError(f"the trace {name} has no requests")
     return _from_zero(rows)
 
 
@@ -75,7 +75,7 @@ def _read_csv(lines: Iterable[str]) -> Iterator[TraceRow]:
     reader = csv.DictReader(lines)
     missing = [column for column in CSV_COLUMNS if column not in (reader.fieldnames or ())]
     if missing:
-        raise WorkloadInvalidError(
+        raise InputFileInvalidError(
             f"the trace has no column {missing[0]}",
             hint=f"expected: {', '.join(CSV_COLUMNS)}; or a .jsonl file in Mooncake's format",
         )
@@ -84,7 +84,7 @@ def _read_csv(lines: Iterable[str]) -> Iterator[TraceRow]:
             arrival = datetime.fromisoformat(row["TIMESTAMP"]).timestamp()
             yield _row(arrival, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
         except (ValueError, TypeError) as error:
-            raise WorkloadInvalidError(f"line {reader.line_num} of the trace: {error}") from error
+            raise InputFileInvalidError(f"line {reader.line_num} of the trace: {error}") from error
 
 
 def _read_jsonl(lines: Iterable[str]) -> Iterator[TraceRow]:
@@ -100,9 +100,9 @@ def _read_jsonl(lines: Iterable[str]) -> Iterator[TraceRow]:
                 tuple(row.get("hash_ids", ())),
             )
         except KeyError as error:
-            raise WorkloadInvalidError(f"line {number} of the trace has no {error}") from error
+            raise InputFileInvalidError(f"line {number} of the trace has no {error}") from error
         except (ValueError, TypeError) as error:
-            raise WorkloadInvalidError(f"line {number} of the trace: {error}") from error
+            raise InputFileInvalidError(f"line {number} of the trace: {error}") from error
 
 
 def _row(arrival_s: float, input_tokens: int, output_tokens: int, blocks: tuple[int, ...] = ()) -> TraceRow:
