@@ -12,10 +12,10 @@ from typing import TextIO
 import pytest
 from pagestream_cli.__main__ import build_parser
 from pagestream_cli.serve.deployment import Deployment
-from pagestream_cli.serve.layout import GatewayPorts, Layout
 from pagestream_cli.serve.model import ModelChoice
 from pagestream_cli.serve.options import parse_options
 from pagestream_cli.serve.plan import Plan
+from pagestream_cli.serve.port_plan import GatewayPorts, PortPlan
 from pagestream_cli.serve.report import Reporter
 from pagestream_cli.supervisor.part import PartState, PartView
 from pagestream_cli.supervisor.restart import Death
@@ -63,8 +63,8 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def deployment(data_dir: Path) -> Deployment:
     options = parse_options(build_parser().parse_args(["serve", "--data-dir", str(data_dir)]))
-    layout = Layout("redis://127.0.0.1:1/0", 1, (GatewayPorts(2, 3, None),), (None,))
-    plan = Plan(options, layout, ModelChoice("somewhere", "demo"))
+    ports = PortPlan("redis://127.0.0.1:1/0", 1, (GatewayPorts(2, 3, None),), (None,))
+    plan = Plan(options, ports, ModelChoice("somewhere", "demo"))
     return Deployment(plan, None, Reporter(started=0.0, verbose=False))
 
 

@@ -9,10 +9,10 @@ from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import PortTakenError, UsageError
 from pagestream_cli.ports import is_free
 from pagestream_cli.serve.engines import EngineLogs, engines_left_behind
-from pagestream_cli.serve.layout import lay_out
 from pagestream_cli.serve.model import ModelChoice, choose_model, demo_model_places, find_demo_model
 from pagestream_cli.serve.options import ENGINE_OPTIONS, ServeOptions, parse_options
 from pagestream_cli.serve.plan import DrainStage, Plan, engine_environment, engine_name
+from pagestream_cli.serve.port_plan import assign_ports
 from pagestream_cli.serve.shortform import MAX_CHARS, shorten
 from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
 
@@ -107,32 +107,32 @@ def first_of_three_free() -> int:
 
 def test_several_gateways_take_the_ports_after_the_first(tmp_path: Path) -> None:
     base = first_of_three_free()
-    layout = lay_out(options("--http-port", str(base), "--grpc-port", "0", "--gateways", "3"))
-    assert [ports.http for ports in layout.gateways] == [base, base + 1, base + 2]
-    assert len({ports.grpc for ports in layout.gateways}) == 3
-    assert layout.redis_url == f"redis://127.0.0.1:{layout.redis_port}/0"
+    assigned = assign_ports(options("--http-port", str(base), "--grpc-port", "0", "--gateways", "3"))
+    assert [ports.http for ports in assigned.gateways] == [base, base + 1, base + 2]
+    assert len({ports.grpc for ports in assigned.gateways}) == 3
+    assert assigned.redis_url == f"redis://127.0.0.1:{assigned.redis_port}/0"
 
 
 def test_a_taken_port_is_refused_before_anything_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(PortTakenError, match=rf"port {port} \(--http-port\)"):
-            lay_out(options("--http-port", str(port), "--grpc-port", "0"))
+            assign_ports(options("--http-port", str(port), "--grpc-port", "0"))
 
 
 def test_metrics_ports_go_to_gateways_then_engines() -> None:
-    layout = lay_out(options("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--engines", "2"))
-    assert len({layout.gateways[0].metrics, *layout.engine_metrics} - {None}) == 3
+    assigned = assign_ports(options("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--engines", "2"))
+    assert len({assigned.gateways[0].metrics, *assigned.engine_metrics} - {None}) == 3
 
 
 def plan_of(folder: Path, *typed: str) -> Plan:
     found = options(str(folder), "--data-dir", str(folder.parent), "--http-port", "0", "--grpc-port", "0", *typed)
-    return Plan(found, lay_out(found), choose_model(found.model, found.served_model_name))
+    return Plan(found, assign_ports(found), choose_model(found.model, found.served_model_name))
 
 
 def test_the_command_lines_of_the_parts(folder: Path) -> None:
     plan = plan_of(folder, "--engines", "2", "--gateways", "2", "--dtype", "float32", "--api-keys", "keys.txt")
-    url = plan.layout.redis_url
+    url = plan.ports.redis_url
     engines, gateways = plan.engines(lambda name: False), plan.gateways()
     assert [part.name for part in engines + gateways] == ["engine-0", "engine-1", "gateway-0", "gateway-1"]
     engine, gateway = engines[1].argv, gateways[1].argv
@@ -141,7 +141,7 @@ def test_the_command_lines_of_the_parts(folder: Path) -> None:
     assert engine[4:6] == ("--redis", url)
     assert engine[-2:] == ("--dtype", "float32")
     assert gateway[1:5] == ("-m", "pagestream_gateway", "--redis", url)
-    assert gateway[gateway.index("--http-port") + 1] == str(plan.layout.gateways[1].http)
+    assert gateway[gateway.index("--http-port") + 1] == str(plan.ports.gateways[1].http)
     assert gateway[gateway.index("--api-keys") + 1] == str(Path("keys.txt").absolute())
     assert len({part.argv[part.argv.index("--engine-id") + 1] for part in engines}) == 2
 

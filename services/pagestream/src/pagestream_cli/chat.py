@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _talk(conversation, model)
     if not (message := sys.stdin.read().strip()):
         raise CliError("stdin is empty", hint="pipe a message, or start chat at a terminal")
-    asyncio.run(conversation.say(message))
+    asyncio.run(conversation.send(message))
     return 0
 
 
@@ -59,7 +59,7 @@ class Conversation:
         """Drop all messages but the system message."""
         self._messages = []
 
-    async def say(self, message: str) -> str:
+    async def send(self, message: str) -> str:
         """Send a message and show the answer. An answer that was interrupted or refused does not become part of the
         conversation.
 
@@ -97,7 +97,7 @@ def _talk(conversation: Conversation, model: str) -> int:
 
 def _turn(conversation: Conversation, message: str) -> None:
     try:
-        asyncio.run(conversation.say(message))
+        asyncio.run(conversation.send(message))
     except KeyboardInterrupt:
         say("(stopped)")
     except RequestRejectedError as error:

@@ -16,10 +16,10 @@ from pagestream_simulator.traces.files import read_trace
 
 from pagestream_cli.bench.http_client import HttpClient
 from pagestream_cli.bench.load import run_load
+from pagestream_cli.bench.measurement import LoadClient
 from pagestream_cli.bench.plot import require_matplotlib, write_plot
 from pagestream_cli.bench.report import Run, as_text, write_json
 from pagestream_cli.bench.stats import Outcome, summarize
-from pagestream_cli.bench.tally import LoadClient
 from pagestream_cli.bench.workload import BenchRequest, from_prompts, from_random, from_trace, with_poisson
 from pagestream_cli.client.endpoint import Endpoint, find_endpoint
 from pagestream_cli.client.models import choose_model, list_models

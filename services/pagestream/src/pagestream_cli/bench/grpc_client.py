@@ -7,7 +7,7 @@ import time
 import grpc
 from pagestream.v1 import inference_pb2, inference_pb2_grpc
 
-from pagestream_cli.bench.tally import AnswerError, Tally
+from pagestream_cli.bench.measurement import AnswerError, ResponseMeasurement
 from pagestream_cli.bench.workload import BenchRequest
 from pagestream_cli.client.endpoint import Endpoint
 
@@ -33,8 +33,8 @@ class GrpcClient:
         for channel in self._channels:
             await channel.close()
 
-    async def ask(self, request: BenchRequest, tally: Tally) -> None:
-        """Send a request and record its answer in the tally.
+    async def ask(self, request: BenchRequest, measurement: ResponseMeasurement) -> None:
+        """Send a request and record its answer in the measurement.
 
         Raises:
             AnswerError: the call failed.
@@ -43,10 +43,10 @@ class GrpcClient:
         self._next += 1
         try:
             async for response in stub.Generate(self._message(request), metadata=self._metadata):
-                note_chunk(response.chunk, tally)
+                note_chunk(response.chunk, measurement)
         except grpc.aio.AioRpcError as error:
             raise AnswerError(f"grpc {error.code().name}", error.details() or "") from error
-        if not tally.done:
+        if not measurement.done:
             raise AnswerError("incomplete", "the stream ended without usage")
 
     def _message(self, request: BenchRequest) -> inference_pb2.GenerateRequest:
@@ -61,8 +61,8 @@ class GrpcClient:
         return message
 
 
-def note_chunk(chunk: inference_pb2.TokenChunk, tally: Tally) -> None:
-    """Record a chunk in the tally.
+def note_chunk(chunk: inference_pb2.TokenChunk, measurement: ResponseMeasurement) -> None:
+    """Record a chunk in the measurement.
 
     Raises:
         AnswerError: the chunk is an error.
@@ -70,9 +70,9 @@ def note_chunk(chunk: inference_pb2.TokenChunk, tally: Tally) -> None:
     if chunk.HasField("error"):
         raise AnswerError("stream error", f"{chunk.error.code}: {chunk.error.message}")
     if chunk.token_ids:
-        tally.times_s.append(time.perf_counter() - tally.began)
+        measurement.times_s.append(time.perf_counter() - measurement.began_s)
     if chunk.HasField("usage"):
-        tally.output_tokens, tally.input_tokens, tally.done = (
+        measurement.output_tokens, measurement.input_tokens, measurement.done = (
             chunk.usage.completion_tokens,
             chunk.usage.prompt_tokens,
             True,

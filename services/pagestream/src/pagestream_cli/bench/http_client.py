@@ -19,7 +19,7 @@ from pagestream_client.http.answers import DONE
 from pagestream_client.http.failures import error_message
 from pagestream_client.http.sse import Event, SseDecoder
 
-from pagestream_cli.bench.tally import AnswerError, Tally
+from pagestream_cli.bench.measurement import AnswerError, ResponseMeasurement
 from pagestream_cli.bench.workload import BenchRequest
 from pagestream_cli.client.endpoint import Endpoint
 
@@ -41,8 +41,8 @@ class HttpClient:
     async def close(self) -> None:
         """Nothing is kept between requests."""
 
-    async def ask(self, request: BenchRequest, tally: Tally) -> None:
-        """Send a request and record its answer in the tally.
+    async def ask(self, request: BenchRequest, measurement: ResponseMeasurement) -> None:
+        """Send a request and record its answer in the measurement.
 
         Raises:
             AnswerError: the answer is an error, or not complete.
@@ -58,12 +58,12 @@ class HttpClient:
             decoder = SseDecoder()
             async for data in _body(reader):
                 for event in decoder.feed(data):
-                    note_event(event, tally)
+                    note_event(event, measurement)
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
             raise AnswerError("connection", f"the answer broke off: {error}") from error
         finally:
             writer.close()
-        if not tally.done:
+        if not measurement.done:
             raise AnswerError("incomplete", "the stream ended without [DONE]")
 
     def _request_bytes(self, request: BenchRequest, host: str) -> bytes:
@@ -120,8 +120,8 @@ async def _plain(reader: asyncio.StreamReader, length: str | None) -> AsyncItera
         yield data
 
 
-def note_event(event: Event, tally: Tally) -> None:
-    """Record an event in the tally.
+def note_event(event: Event, measurement: ResponseMeasurement) -> None:
+    """Record an event in the measurement.
 
     A server that numbers its events (`<request>/<next index>/<digest>`) may put several tokens into one event, so the
     numbers of tokens are taken from the usage.
@@ -131,18 +131,18 @@ def note_event(event: Event, tally: Tally) -> None:
         ValueError: the event is not JSON.
     """
     if event.data == DONE:
-        tally.done = True
+        measurement.done = True
         return
     body = json.loads(event.data)
     if error := body.get("error"):
         raise AnswerError("stream error", str(error.get("message", error)) if isinstance(error, dict) else str(error))
     if usage := body.get("usage"):
-        tally.output_tokens = usage["completion_tokens"]
-        tally.input_tokens = usage["prompt_tokens"]
+        measurement.output_tokens = usage["completion_tokens"]
+        measurement.input_tokens = usage["prompt_tokens"]
     if event.id.split("/")[1:2] == ["0"]:  # the opening, before any token
         return
     for choice in body.get("choices") or ():
         if choice.get("finish_reason") == "error":
             raise AnswerError("stream error", "finish_reason is error")
         if choice.get("text") or choice.get("finish_reason") is None:
-            tally.times_s.append(time.perf_counter() - tally.began)
+            measurement.times_s.append(time.perf_counter() - measurement.began_s)

@@ -7,8 +7,8 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
+from pagestream_cli.bench.measurement import AnswerError, LoadClient, ResponseMeasurement, outcome_of
 from pagestream_cli.bench.stats import Outcome
-from pagestream_cli.bench.tally import AnswerError, LoadClient, Tally, outcome_of
 from pagestream_cli.bench.workload import BenchRequest
 
 
@@ -57,15 +57,15 @@ def sorted_by_due(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
 
 
 async def _ask(client: LoadClient, request: BenchRequest, start: float, timeout_s: float) -> Outcome:
-    tally = Tally(began=time.perf_counter())
+    measurement = ResponseMeasurement(began_s=time.perf_counter())
     error = ("", "")
     try:
         async with asyncio.timeout(timeout_s):
-            await client.ask(request, tally)
+            await client.ask(request, measurement)
     except AnswerError as failure:
         error = (failure.kind, str(failure))
     except TimeoutError:
         error = ("timeout", f"no complete answer within {timeout_s:.0f} s")
     except OSError as failure:
         error = ("connection", str(failure))
-    return outcome_of(request, tally, start, error)
+    return outcome_of(request, measurement, start, error)

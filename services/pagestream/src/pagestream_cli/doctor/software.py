@@ -53,7 +53,7 @@ def check_torch() -> Iterator[Finding]:
         yield warning(
             "gpu",
             "nvidia-smi is installed, but torch sees no GPU",
-            "install torch's CUDA build (README, Which torch), and check the driver with nvidia-smi",
+            "install torch's CUDA build (docs/getting-started.md, Which torch), and check the driver with nvidia-smi",
         )
     else:
         yield ok("gpu", f"none: models run on the CPU ({os.cpu_count()} cores)")

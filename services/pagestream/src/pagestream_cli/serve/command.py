@@ -15,10 +15,10 @@ from pagestream_cli.datadir import DataDirLock
 from pagestream_cli.errors import UsageError
 from pagestream_cli.serve.deployment import Deployment
 from pagestream_cli.serve.engines import engines_left_behind
-from pagestream_cli.serve.layout import Layout, lay_out
 from pagestream_cli.serve.model import choose_model
 from pagestream_cli.serve.options import ServeOptions, parse_options
 from pagestream_cli.serve.plan import Plan
+from pagestream_cli.serve.port_plan import PortPlan, assign_ports
 from pagestream_cli.serve.redis_server import check_redis, redis_command
 from pagestream_cli.serve.report import Reporter
 
@@ -44,9 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
         dead_engines = engines_left_behind(options.data_dir)
         options.data_dir.serve_file.unlink(missing_ok=True)
         model = choose_model(options.model, options.served_model_name)
-        layout = lay_out(options)
-        command = _redis(options, layout)
-        plan = Plan(options, layout, model)
+        ports = assign_ports(options)
+        command = _redis(options, ports)
+        plan = Plan(options, ports, model)
         reporter = Reporter(started=started, verbose=options.verbose)
         asyncio.run(_serve(plan, Deployment(plan, command, reporter, dead_engines), reporter))
     return 0
@@ -108,8 +108,8 @@ def _stop(deployment: Deployment, reporter: Reporter) -> None:
     deployment.supervisor.stop()
 
 
-def _redis(options: ServeOptions, layout: Layout) -> list[str] | None:
-    return None if layout.redis_port is None else redis_command(options.data_dir.redis, layout.redis_port)
+def _redis(options: ServeOptions, ports: PortPlan) -> list[str] | None:
+    return None if ports.redis_port is None else redis_command(options.data_dir.redis, ports.redis_port)
 
 
 def _set_title() -> None:

@@ -35,7 +35,7 @@ class Deployment:
         self._plan = plan
         self._dead_engines = dead_engines
         self._reporter = reporter
-        self._redis = RedisActions(plan.layout.redis_url, reporter.say)
+        self._redis = RedisActions(plan.ports.redis_url, reporter.say)
         self._engine_logs = EngineLogs()
         self._started = time.time()
         self._ready = False
@@ -56,7 +56,7 @@ class Deployment:
             for view in self.supervisor.views
         )
         return ServeRecord(
-            plan.model.name, plan.layout.redis_url, plan.options.host, (serve, *parts), self._started, self._ready
+            plan.model.name, plan.ports.redis_url, plan.options.host, (serve, *parts), self._started, self._ready
         )
 
     async def run(self) -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from pagestream_cli.serve.layout import Layout
 from pagestream_cli.serve.model import ModelChoice
 from pagestream_cli.serve.options import ServeOptions
+from pagestream_cli.serve.port_plan import PortPlan
 from pagestream_cli.servefile import dial_host
 from pagestream_cli.supervisor import PartSpec
 
@@ -40,12 +40,12 @@ class Plan:
     """What serve starts."""
 
     options: ServeOptions
-    layout: Layout
+    ports: PortPlan
     model: ModelChoice
 
     def redis(self, command: Sequence[str]) -> PartSpec:
         """Return the part of serve's own Redis, which is started by `command`."""
-        port = self.layout.redis_port or 0
+        port = self.ports.redis_port or 0
         return PartSpec(
             name=REDIS,
             argv=tuple(command),
@@ -64,14 +64,14 @@ class Plan:
         return [self._engine(i, claims) for i in range(self.options.engines)]
 
     def _gateway(self, index: int) -> PartSpec:
-        ports = self.layout.gateways[index]
+        ports = self.ports.gateways[index]
         name = f"gateway-{index}"
         argv = [
             sys.executable,
             "-m",
             "pagestream_gateway",
             "--redis",
-            self.layout.redis_url,
+            self.ports.redis_url,
             "--host",
             self.options.host,
         ]
@@ -98,12 +98,12 @@ class Plan:
 
     def _engine(self, index: int, claims: Callable[[str], bool]) -> PartSpec:
         name = f"engine-{index}"
-        metrics = self.layout.engine_metrics[index]
+        metrics = self.ports.engine_metrics[index]
 
         async def probe() -> bool:
             return claims(name)
 
-        argv = [sys.executable, "-m", "pagestream_worker", self.model.source, "--redis", self.layout.redis_url]
+        argv = [sys.executable, "-m", "pagestream_worker", self.model.source, "--redis", self.ports.redis_url]
         argv += [
             "--served-model-name",
             self.model.name,

@@ -18,7 +18,7 @@ class GatewayPorts:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PortPlan:
     """Ports of all processes."""
 
     redis_url: str
@@ -29,7 +29,7 @@ class Layout:
     """One element for each engine; None without metrics."""
 
 
-def lay_out(options: ServeOptions) -> Layout:
+def assign_ports(options: ServeOptions) -> PortPlan:
     """Choose the ports and check that they are free.
 
     Raises:
@@ -53,9 +53,9 @@ def lay_out(options: ServeOptions) -> Layout:
     asked.update({_option("--metrics-port", i): port for i, port in enumerate(metrics) if port is not None})
     require_free(options.host, asked)
     if options.redis_url is not None:
-        return Layout(options.redis_url, None, gateways, engine_metrics)
+        return PortPlan(options.redis_url, None, gateways, engine_metrics)
     redis_port = free_port()
-    return Layout(f"redis://127.0.0.1:{redis_port}/0", redis_port, gateways, engine_metrics)
+    return PortPlan(f"redis://127.0.0.1:{redis_port}/0", redis_port, gateways, engine_metrics)
 
 
 def _port(first: int, offset: int, host: str) -> int:
