@@ -8,7 +8,7 @@ from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
 from pagestream_streams import Broker, GatewaySession
 from pagestream_telemetry.instruments import Point
 from pagestream_telemetry.process import Telemetry, silent_telemetry
-from pagestream_worker.gauges import EngineGauges, EngineView
+from pagestream_worker.gauges import EngineGauges, EngineReaders
 from pagestream_worker.health import Health
 from pagestream_worker.serving.outputs import EngineFailed
 from pagestream_worker.telemetry import WorkerTelemetry
@@ -87,8 +87,8 @@ async def test_gauges_follow_what_the_engine_holds(
     async with GatewaySession(broker) as gateway:
         async with w.running_worker(broker, tmp_path, w.SlowRunner, telemetry=telemetry, **options) as running:
             thread = running.thread
-            view = EngineView(thread.stats, lambda: thread.fragmentation, {"kv_pool": 5}, lambda: 7)
-            process.registry.on_collect(EngineGauges(process.registry, w.MODEL, view, health).set)
+            readers = EngineReaders(thread.stats, lambda: thread.fragmentation, {"kv_pool": 5}, lambda: 7)
+            process.registry.on_collect(EngineGauges(process.registry, w.MODEL, readers, health).update)
             idle = {point.attributes["state"]: point.value for point in points(process, "pagestream.kv.blocks")}
             assert idle == {"used": 0, "cached": 0, "free": 32}
             spec = await w.accepted(gateway, list(range(1, 20)), max_tokens=200)

@@ -11,8 +11,8 @@ from pagestream_worker.health import Health
 
 
 @dataclass(frozen=True)
-class EngineView:
-    """Where the values are read. All functions are called on the thread that collects."""
+class EngineReaders:
+    """Functions that return an engine's current figures. All are called on the thread that collects."""
 
     stats: Callable[[], EngineStats]
     fragmentation: Callable[[], float]
@@ -53,18 +53,18 @@ def _utilization() -> float | None:
 class EngineGauges:
     """Sets the gauges, and the counters that the engine keeps."""
 
-    def __init__(self, registry: Registry, model: str, view: EngineView, health: Health) -> None:
-        self._view = view
+    def __init__(self, registry: Registry, model: str, readers: EngineReaders, health: Health) -> None:
+        self._readers = readers
         self._health = health
         self._model = model
         self._number = registry.number
 
-    def set(self) -> None:
+    def update(self) -> None:
         """Read everything once. For `Registry.on_collect`."""
-        stats = self._view.stats()
+        stats = self._readers.stats()
         for metric, value in (
             (catalog.KV_UTILIZATION, stats.kv_utilization),
-            (catalog.KV_FRAGMENTATION, self._view.fragmentation()),
+            (catalog.KV_FRAGMENTATION, self._readers.fragmentation()),
             (catalog.PREFIX_QUERIES, stats.prefix_query_tokens),
             (catalog.PREFIX_HITS, stats.prefix_hit_tokens),
             (catalog.REQUESTS_RUNNING, stats.num_running),
@@ -75,7 +75,7 @@ class EngineGauges:
             (catalog.DRAINING, int(self._health.is_draining)),
         ):
             self._number(metric).series(self._model).set(value)
-        self._number(catalog.RECLAIMS).series().set(self._view.num_reclaimed())
+        self._number(catalog.RECLAIMS).series().set(self._readers.num_reclaimed())
         blocks = {
             "used": stats.num_blocks - stats.num_free_blocks,
             "cached": stats.num_cached_blocks,
@@ -83,7 +83,7 @@ class EngineGauges:
         }
         for state, count in blocks.items():
             self._number(catalog.KV_BLOCKS).series(self._model, state).set(count)
-        for kind, size in self._view.memory_bytes.items():
+        for kind, size in self._readers.memory_bytes.items():
             self._number(catalog.MEMORY_USAGE).series(self._model, kind).set(size)
         self._set_gpu()
 

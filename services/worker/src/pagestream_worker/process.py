@@ -21,7 +21,7 @@ from pagestream_telemetry.endpoint import Endpoint, Probes
 from pagestream_telemetry.process import Telemetry, running_telemetry
 
 from pagestream_worker.card import build_card
-from pagestream_worker.gauges import EngineGauges, EngineView
+from pagestream_worker.gauges import EngineGauges, EngineReaders
 from pagestream_worker.health import Health
 from pagestream_worker.settings import ProcessSettings, WorkerSettings
 from pagestream_worker.stepping.engine_thread import EngineThread
@@ -129,11 +129,11 @@ async def _serve(process: ProcessSettings, stop: asyncio.Event, instruments: Ins
             max_model_len=engine.max_model_len,
         )
         await _unless_stopped(_when_redis_answers(lambda: stack.enter_async_context(session)), stop)
-        view = EngineView(
+        readers = EngineReaders(
             thread.stats, lambda: thread.fragmentation, engine.memory_bytes(), lambda: session.num_reclaimed
         )
         registry = instruments.telemetry.registry
-        registry.on_collect(EngineGauges(registry, settings.served_model_name, view, instruments.health).set)
+        registry.on_collect(EngineGauges(registry, settings.served_model_name, readers, instruments.health).update)
         logger.info("ready", extra={"model": settings.served_model_name, "engine_id": session.engine_id})
         try:
             await worker.run(session, stop)
