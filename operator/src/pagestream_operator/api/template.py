@@ -1,4 +1,4 @@
-"""The parts of an engine pod that are the user's."""
+"""User-configurable fields of engine pods."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Quantity = Annotated[
     ),
 ]
 Text = Annotated[str, Field(max_length=4096)]
-Texts = Annotated[dict[str, Text], Field(max_length=64)]
-AsInPods = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
+LabelMap = Annotated[dict[str, Text], Field(max_length=64)]
+PodFragment = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
 """An object that is passed on to the pod as it is, and checked by the API server there."""
 
 
@@ -57,7 +57,7 @@ class EnvironmentVariable(ApiModel):
     """Its name, such as `PAGESTREAM_WORKER__PARTITIONS`."""
     value: Annotated[str, Field(max_length=32_768)] | None = None
     """Its value. `$(NAME)` is replaced by the value of an earlier variable."""
-    value_from: AsInPods | None = None
+    value_from: PodFragment | None = None
     """Where its value comes from, as in a pod: secretKeyRef, configMapKeyRef, fieldRef or resourceFieldRef."""
 
 
@@ -110,25 +110,25 @@ class PodTemplate(ApiModel):
     """Requests and limits of the engine's container."""
     gpu: Gpu | None = None
     """GPUs of each pod. Unset: none."""
-    node_selector: Texts | None = None
+    node_selector: LabelMap | None = None
     """Labels that nodes must have."""
     tolerations: Annotated[list[Toleration], Field(max_length=64)] | None = None
     """Taints that pods tolerate."""
-    affinity: AsInPods | None = None
+    affinity: PodFragment | None = None
     """Affinity to nodes and other pods, as in a pod."""
-    topology_spread_constraints: Annotated[list[AsInPods], Field(max_length=16)] | None = None
+    topology_spread_constraints: Annotated[list[PodFragment], Field(max_length=16)] | None = None
     """Spread over nodes and zones, as in a pod. Unset: over nodes as far as possible."""
     priority_class_name: Annotated[str, Field(max_length=253)] | None = None
     """Priority class of the pods."""
     runtime_class_name: Annotated[str, Field(max_length=253)] | None = None
     """Runtime class of the pods, such as `nvidia`."""
-    volumes: Annotated[list[AsInPods], Field(max_length=64)] | None = None
+    volumes: Annotated[list[PodFragment], Field(max_length=64)] | None = None
     """Further volumes, as in a pod."""
     volume_mounts: Annotated[list[VolumeMount], Field(max_length=64)] | None = None
     """Where `volumes` are mounted."""
     env: Annotated[list[EnvironmentVariable], Field(max_length=64)] | None = None
     """Further variables of the engine's container, such as PAGESTREAM_BROKER__RETENTION_S."""
-    labels: Texts | None = None
+    labels: LabelMap | None = None
     """Further labels of the pods."""
     annotations: Annotated[dict[str, Annotated[str, Field(max_length=32_768)]], Field(max_length=64)] | None = None
     """Further annotations of the pods."""

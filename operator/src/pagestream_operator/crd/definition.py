@@ -29,7 +29,9 @@ _COLUMNS = [
     _column("Ready", "integer", ".status.readyReplicas", "Pods that take requests."),
     _column("Draining", "integer", ".status.drainingReplicas", "Pods that are ending.", wide=True),
     _column("KV", "string", ".status.kvUtilization", "Mean KV utilization of the ready pods."),
-    _column("Limiting", "string", ".status.scaling.limiting", "What the number of pods comes from."),
+    _column(
+        "Limiting", "string", ".status.scaling.limiting", "The scaling term or limit that decided the number of pods."
+    ),
     _column("Healthy", "string", '.status.conditions[?(@.type=="Ready")].status', "Condition Ready."),
     _column("Reason", "string", ".status.scaling.reason", "Of the last scaling decision.", wide=True),
     _column("Age", "date", ".metadata.creationTimestamp", "Time since its creation."),

@@ -11,8 +11,10 @@ from pagestream_scaling import PodObservation, PodSample, PodState
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _ENDED = ("Succeeded", "Failed")
-_HOPELESS = frozenset({"CrashLoopBackOff", "ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName",
-                       "CreateContainerConfigError", "CreateContainerError", "RunContainerError"})  # fmt: skip
+_PERMANENT_WAITING_REASONS = frozenset({
+    "CrashLoopBackOff", "ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName",
+    "CreateContainerConfigError", "CreateContainerError", "RunContainerError",
+})  # fmt: skip
 """Reasons of a waiting container that don't end without an administrator."""
 
 
@@ -25,10 +27,10 @@ class Pod:
     created_s: float
     ready_s: float | None
     """When it became ready; None if it isn't."""
-    is_ending: bool
-    has_ended: bool
+    is_terminating: bool
+    is_terminated: bool
     deletion_cost: str | None
-    trouble: str | None
+    blocking_reason: str | None
     """Why it can't start without an administrator, if so."""
 
     @classmethod
@@ -42,16 +44,16 @@ class Pod:
             uid=metadata["uid"],
             created_s=unix_seconds(metadata["creationTimestamp"]),
             ready_s=unix_seconds(ready["lastTransitionTime"]) if ready.get("status") == "True" else None,
-            is_ending=metadata.get("deletionTimestamp") is not None,
-            has_ended=status.get("phase") in _ENDED,
+            is_terminating=metadata.get("deletionTimestamp") is not None,
+            is_terminated=status.get("phase") in _ENDED,
             deletion_cost=(metadata.get("annotations") or {}).get(DELETION_COST),
-            trouble=_trouble(status, conditions),
+            blocking_reason=_blocking_reason(status, conditions),
         )
 
     @property
     def state(self) -> PodState:
         """Its state for the scaling law."""
-        if self.is_ending:
+        if self.is_terminating:
             return PodState.DRAINING
         return PodState.STARTING if self.ready_s is None else PodState.READY
 
@@ -65,10 +67,10 @@ def unix_seconds(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def _trouble(status: Mapping[str, Any], conditions: Mapping[str, Any]) -> str | None:
+def _blocking_reason(status: Mapping[str, Any], conditions: Mapping[str, Any]) -> str | None:
     for container in status.get("containerStatuses") or []:
         waiting = (container.get("state") or {}).get("waiting") or {}
-        if waiting.get("reason") in _HOPELESS:
+        if waiting.get("reason") in _PERMANENT_WAITING_REASONS:
             return f"{waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":

@@ -49,7 +49,7 @@ _OK = 200
 _LATENCY = "gen_ai_server_time_to_first_token_seconds_bucket"
 _MODEL_LABEL = "gen_ai_request_model"
 _KEPT_LABELS = frozenset({"partition", "class", "gen_ai_operation_name", "error_type"})
-"""Labels that tell series of one source apart; the others name the source."""
+"""Labels that distinguish series of one source; the others name the source."""
 _logger = logging.getLogger(__name__)
 
 Labels = Mapping[str, str]

@@ -94,7 +94,7 @@ class Accumulator:
             return None
         oldest_known = self.seen[0][1] if len(self.seen) == _REMEMBERED else None
         if oldest_known is not None and time_s <= oldest_known:
-            return None  # too old to tell from a repetition
+            return None  # too old to be distinguished from a repetition
         self.seen.append((start_s, time_s))
         from_s = start_s or (self.time_s if self.time_s is not None and self.time_s < time_s else time_s)
         self.time_s = time_s if self.time_s is None else max(self.time_s, time_s)

@@ -25,7 +25,7 @@ def deletion_costs(pods: Sequence[Pod], observed: Sequence[PodObservation], exce
 
     All other pods have no cost, which counts as 0: costs of an earlier decision that was not carried out are removed.
     """
-    active = {pod.name: pod for pod in pods if not pod.is_ending and not pod.has_ended}
+    active = {pod.name: pod for pod in pods if not pod.is_terminating and not pod.is_terminated}
     ordered = [pod.name for pod in drain_order(pod for pod in observed if pod.name in active)]
     wanted = {name: str(_LOWEST_COST + rank) for rank, name in enumerate(ordered[:excess])}
     return [

@@ -35,7 +35,7 @@ class Scaler:
         return Verdict(decision, observation)
 
     def _observe(self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float) -> PoolObservation:
-        pods = [pod for pod in view.pods if not pod.has_ended]
+        pods = [pod for pod in view.pods if not pod.is_terminated]
         known = self._metrics.observe(
             namespace=pool.namespace,
             pool=pool.name,

@@ -24,7 +24,7 @@ class PoolView:
     @property
     def active(self) -> list[Pod]:
         """Pods that are neither ending nor over."""
-        return [pod for pod in self.pods if not pod.is_ending and not pod.has_ended]
+        return [pod for pod in self.pods if not pod.is_terminating and not pod.is_terminated]
 
     @property
     def ready(self) -> list[Pod]:
@@ -34,7 +34,7 @@ class PoolView:
     @property
     def draining(self) -> list[Pod]:
         """Pods that are ending."""
-        return [pod for pod in self.pods if pod.is_ending and not pod.has_ended]
+        return [pod for pod in self.pods if pod.is_terminating and not pod.is_terminated]
 
     @property
     def updated(self) -> int:
@@ -61,7 +61,7 @@ class PoolView:
     @property
     def trouble(self) -> str | None:
         """Why a pod can't start without an administrator, if so."""
-        return next((f"pod {pod.name}: {pod.trouble}" for pod in self.active if pod.trouble), None)
+        return next((f"pod {pod.name}: {pod.blocking_reason}" for pod in self.active if pod.blocking_reason), None)
 
     @property
     def _status(self) -> Mapping[str, Any]:

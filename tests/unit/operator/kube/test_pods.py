@@ -10,7 +10,7 @@ def test_a_ready_pod_says_since_when() -> None:
     pod = Pod.from_object(pod_body("a"))
     assert pod.state is PodState.READY
     assert pod.ready_s == unix_seconds(CREATED) + 20
-    assert pod.trouble is None
+    assert pod.blocking_reason is None
 
 
 @pytest.mark.parametrize(
@@ -25,28 +25,28 @@ def test_states(body: dict[str, Any], state: PodState) -> None:
     assert Pod.from_object(body).state is state
 
 
-def test_a_container_that_waits_for_a_person_is_trouble() -> None:
+def test_a_container_that_waits_for_an_administrator_is_blocked() -> None:
     body = pod_body("a", ready=False)
     waiting = {"reason": "CrashLoopBackOff", "message": "back-off 10s"}
     body["status"]["containerStatuses"] = [{"state": {"waiting": waiting}}]
-    assert Pod.from_object(body).trouble == "CrashLoopBackOff: back-off 10s"
+    assert Pod.from_object(body).blocking_reason == "CrashLoopBackOff: back-off 10s"
 
 
-def test_a_container_that_is_only_being_made_is_none() -> None:
+def test_a_container_that_is_only_being_created_is_not_blocked() -> None:
     body = pod_body("a", ready=False)
     body["status"]["containerStatuses"] = [{"state": {"waiting": {"reason": "ContainerCreating"}}}]
-    assert Pod.from_object(body).trouble is None
+    assert Pod.from_object(body).blocking_reason is None
 
 
-def test_a_pod_that_fits_nowhere_is_trouble() -> None:
+def test_a_pod_that_fits_nowhere_is_blocked() -> None:
     body = pod_body("a", ready=False)
     body["status"]["conditions"].append(
         {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes"}
     )
-    assert Pod.from_object(body).trouble == "Unschedulable: 0/1 nodes"
+    assert Pod.from_object(body).blocking_reason == "Unschedulable: 0/1 nodes"
 
 
-def test_a_pod_that_has_ended_is_known_as_such() -> None:
+def test_a_pod_that_has_ended_is_terminated() -> None:
     body = pod_body("a")
     body["status"]["phase"] = "Failed"
-    assert Pod.from_object(body).has_ended
+    assert Pod.from_object(body).is_terminated
