@@ -40,20 +40,20 @@ def decide(
         return _hold(policy, observation, trouble), ScalingMemory(startups=memory.startups)
     valid = valid_samples(observation, policy.samples)
     before = with_startups(memory, observation)
-    pods = supply(observation, valid, before, policy.startup)
-    after = with_arrivals(before, valid, pods, policy.backlog)
-    if before.ready != len(pods.ready):
-        after = replace(after, ready=len(pods.ready), ready_since_s=observation.time_s)
+    supplied = supply(observation, valid, before, policy.startup)
+    after = with_arrivals(before, valid, supplied, policy.backlog)
+    if before.ready != len(supplied.ready):
+        after = replace(after, ready=len(supplied.ready), ready_since_s=observation.time_s)
     if before.work_mean is None:  # nothing is known yet: this sample is better than the prior
-        after = with_capacity(after, before, valid, pods, policy.backlog)
-    ready_low = with_lowest(before.ready_low, observation.time_s, len(pods.ready), policy.ttft.window_s)
-    after = with_kv_sum(after, observation.time_s, valid, pods, policy)
+        after = with_capacity(after, before, valid, supplied, policy.backlog)
+    ready_low = with_lowest(before.ready_low, observation.time_s, len(supplied.ready), policy.ttft.window_s)
+    after = with_kv_sum(after, observation.time_s, valid, supplied, policy)
     situation = Situation(
         policy=policy,
         replicas=observation.replicas,
         valid=valid,
-        supply=pods,
-        workload=workload(after, pods, policy.backlog),
+        supply=supplied,
+        workload=workload(after, supplied, policy.backlog),
         ready_low=ready_low[0][1],
         ready_for_s=observation.time_s - (after.ready_since_s or 0.0) if memory.ready is not None else math.inf,
         kv_sum=mean_kv_sum(after),
@@ -61,7 +61,7 @@ def decide(
     terms = [term(situation) for term in TERMS]
     recommendation = _recommendation(situation, observation.time_s, terms)
     if before.work_mean is not None:  # for the next decision: a heavier sample must not look like a faster pod
-        after = with_capacity(after, before, valid, pods, policy.backlog)
+        after = with_capacity(after, before, valid, supplied, policy.backlog)
     after = remember(recommendation, replace(after, ready_low=ready_low), policy)
     limited = limit_recommendation(recommendation, after, policy)
     return _decision(situation, terms, recommendation, limited), after
@@ -82,14 +82,14 @@ def _hold(policy: ScalingPolicy, observation: PoolObservation, trouble: str) -> 
 
 
 def _recommendation(situation: Situation, time_s: float, terms: list[Term]) -> Recommendation:
-    work = any(term.need > 0 for term in terms if term.limit is Limit.WORK)
-    idle = not work and _all_known(situation.valid, situation.supply)
+    has_work = any(term.need > 0 for term in terms if term.limit is Limit.WORK)
+    is_idle = not has_work and _all_known(situation.valid, situation.supply)
     need, floor = max(term.need for term in terms), max(term.floor for term in terms)
-    if situation.replicas == 0 and not work:
+    if situation.replicas == 0 and not has_work:
         need = floor = 0  # what arrived before the pool went to zero brings no pod back
     if need > situation.supply.expected:
         need += min(situation.supply.overdue, situation.policy.startup.replaced_max)
-    return Recommendation(time_s, situation.replicas, need, max(need, floor), work, idle)
+    return Recommendation(time_s, situation.replicas, need, max(need, floor), has_work, is_idle)
 
 
 def _all_known(valid: ValidSamples, pods: Supply) -> bool:

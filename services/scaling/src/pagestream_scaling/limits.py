@@ -20,10 +20,10 @@ class Recommendation:
     replicas: int
     need: int
     floor: int
-    work: bool
-    """Whether there is any."""
-    idle: bool
-    """Whether it is known that there is none."""
+    has_work: bool
+    """Whether requests are queued or running."""
+    is_idle: bool
+    """Whether every source reports no work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def remember(recommendation: Recommendation, memory: ScalingMemory, policy: Scal
 
 
 def _idle_since(recommendation: Recommendation, memory: ScalingMemory) -> float | None:
-    if not recommendation.idle:
+    if not recommendation.is_idle:
         return None
     return recommendation.time_s if memory.idle_since_s is None else memory.idle_since_s
 
@@ -82,7 +82,7 @@ def limit_recommendation(
     panicking = memory.panic_until_s is not None and now < memory.panic_until_s
     desired, limits = _stabilize(recommendation, memory, policy, panicking)
     idle_for = 0.0 if memory.idle_since_s is None else now - memory.idle_since_s
-    to_zero = policy.min_replicas == 0 and recommendation.idle and idle_for >= policy.idle.after_s and not panicking
+    to_zero = policy.min_replicas == 0 and recommendation.is_idle and idle_for >= policy.idle.after_s and not panicking
     if to_zero and replicas > 0:
         desired, limits = 0, [Limit.IDLE]
     slowed = _limit_rate(desired, replicas, memory, policy.rate)
