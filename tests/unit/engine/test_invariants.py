@@ -95,7 +95,7 @@ def test_two_that_write_one_block(cache: CacheManager, seq: Sequence) -> None:
 
 def test_a_copy_that_does_not_hold_its_source(cache: CacheManager, seq: Sequence) -> None:
     other = fork(cache, seq)
-    cache.copy_on_write.part()
+    cache.copy_on_write.assign_own_blocks()
     check_cache(cache.pool, BLOCK_SIZE, [seq, other], cache.copy_on_write)
     cache.pool.release(cache.copy_on_write.copies[0].source)
     with pytest.raises(InvariantViolation, match="tables hold it"):
@@ -104,7 +104,7 @@ def test_a_copy_that_does_not_hold_its_source(cache: CacheManager, seq: Sequence
 
 def test_a_copy_to_a_block_that_no_sequence_holds(cache: CacheManager, seq: Sequence) -> None:
     other = fork(cache, seq)
-    cache.copy_on_write.part()
+    cache.copy_on_write.assign_own_blocks()
     cache.pool.release(other.block_table.pop())
     other.num_computed_tokens = 2
     with pytest.raises(InvariantViolation, match="target of a copy, and no sequence holds it"):

@@ -39,7 +39,7 @@ class NativeLibrary:
             machine: identity of the machine, where the machine code may depend on it.
 
         Raises:
-            NativeBuildError: the compiler can't tell its version.
+            NativeBuildError: the compiler does not report its version.
         """
         version = _run([compiler, "--version"])
         toolchain = _digest(version, " ".join(self.flags).encode(), platform.machine().encode(), machine)

@@ -18,8 +18,8 @@ class BlockCopy(NamedTuple):
 class CopyOnWrite:
     """Forked sequences whose last block is not theirs alone, until each has one of its own.
 
-    `part` gives out the blocks; the copies are due before the next step computes. Until `note_copied` a copy holds a
-    reference to its source, so that a failed step can run again although sequences have left in between.
+    `assign_own_blocks` gives out the blocks; the copies are due before the next step computes. Until `note_copied` a
+    copy holds a reference to its source, so that a failed step can run again although sequences have left in between.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -42,10 +42,10 @@ class CopyOnWrite:
         self._forked.append(seq)
 
     def num_blocks_wanted(self) -> int:
-        """Blocks that `part` takes."""
+        """Blocks that `assign_own_blocks` takes."""
         return len(self._without_own_block()) if self._forked else 0
 
-    def part(self) -> None:
+    def assign_own_blocks(self) -> None:
         """Give every forked sequence a last block of its own; the caller has seen to it that enough are free."""
         for seq in self._without_own_block():
             copy = BlockCopy(seq.block_table[-1], self._pool.allocate())
@@ -60,7 +60,7 @@ class CopyOnWrite:
         self._due.clear()
 
     def forget(self, seq: Sequence) -> None:
-        """Drop a sequence that is about to let go of its blocks."""
+        """Drop a sequence that is about to release its blocks."""
         if seq in self._forked:
             self._forked.remove(seq)
         for entry in [entry for entry in self._due if entry[0] is seq]:

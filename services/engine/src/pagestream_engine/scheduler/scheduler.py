@@ -130,7 +130,9 @@ class Scheduler:
 
     def _make_room(self) -> bool:
         """Cover every decode's next token, and part what was forked; preempt the highest rank until the rest fits.
-        Tells whether it did."""
+
+        Return whether anything was preempted.
+        """
         forks, pool = self._cache.copy_on_write, self._cache.pool
         at_border = self._decode.sequences_at_border()
         preempted = len(at_border) + forks.num_blocks_wanted() > pool.num_free
@@ -141,7 +143,7 @@ class Scheduler:
                 at_border = [seq for seq in at_border if seq.state is SequenceState.RUNNING]
         self._decode.grow(at_border)
         if forks:
-            forks.part()
+            forks.assign_own_blocks()
         return preempted
 
     def _continue_prefills(self, chunks: list[ScheduledSequence], budget: int) -> int:
