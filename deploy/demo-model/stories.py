@@ -1,4 +1,4 @@
-"""Short stories: one of a few plots, told of villagers whose coats, pets and friends are those of the village."""
+"""Short stories: one of a few plots, about villagers whose coats, pets and friends are those of the village."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

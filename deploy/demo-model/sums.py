@@ -1,4 +1,4 @@
-"""Small sums, little sums told as stories, and counting."""
+"""Small sums, little sums in the form of stories, and counting."""
 
 from random import Random
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 KEPT_FAILURES = 50
 
 
@@ -93,10 +95,7 @@ class CampaignResults:
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least this share of the values does not exceed; 0.0 without values."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return float(np.quantile(values, share, method="higher")) if values else 0.0
 
 
 def _listed(counts: Counter[str]) -> str:
