@@ -71,16 +71,16 @@ def check(place: Place) -> None:
     """All that can be checked. Raises SmokeError."""
     end = time.monotonic() + place.limit_s
     if place.keys_asked:
-        _patiently(end, "an HTTP call without a key to be refused", lambda: _refused_by_http(place))
-        _patiently(end, "a gRPC call without a key to be refused", lambda: _refused_by_grpc(place))
+        _with_retries(end, "an HTTP call without a key to be refused", lambda: _refused_by_http(place))
+        _with_retries(end, "a gRPC call without a key to be refused", lambda: _refused_by_grpc(place))
         _say("a call without a key is 401 and UNAUTHENTICATED")
         if not place.api_key:
             _say("no key was given (smoke.existingSecret): streams are not tested")
             return
-    model = place.model or _patiently(end, "a model to be listed", lambda: _first_model(place))
-    text = _patiently(end, f"a stream of {model} over HTTP", lambda: _http_stream(place, model))
+    model = place.model or _with_retries(end, "a model to be listed", lambda: _first_model(place))
+    text = _with_retries(end, f"a stream of {model} over HTTP", lambda: _http_stream(place, model))
     _say(f"{model} over HTTP, twice the same from the log: {text!r}")
-    text = _patiently(end, f"a stream of {model} over gRPC", lambda: _grpc_stream(place, model, end))
+    text = _with_retries(end, f"a stream of {model} over gRPC", lambda: _grpc_stream(place, model, end))
     _say(f"{model} over gRPC: {text!r}")
 
 
@@ -89,14 +89,14 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _patiently(end: float, what: str, attempt: Any) -> Any:
-    """Tries again what may not be up yet, until the limit; what is wrong for good (SmokeError) ends it at once."""
+def _with_retries(end: float, what: str, attempt: Any) -> Any:
+    """Repeat an attempt until `end` while a part may not be up yet; a permanent error raises SmokeError at once."""
     while True:
         try:
             return attempt()
         except (OSError, http.client.HTTPException, grpc.RpcError, _NotYetError) as error:
             if time.monotonic() > end or _is_final(error):
-                raise SmokeError(f"waited in vain for {what}: {error}") from error
+                raise SmokeError(f"waiting for {what} failed: {error}") from error
             time.sleep(_RETRY_S)
 
 

@@ -1,4 +1,4 @@
-"""What sequences ask of the pool: find a prefix, grow, let go, publish full blocks."""
+"""What sequences ask of the pool: find a prefix, grow, release blocks, publish full ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CacheManager:
 
     A full block is published (hashed, and found by others from then on) after its keys and values are computed.
     Publishing waits in a queue of which each step takes a share, so that many sequences that fill a block in the same
-    step make no spike; what a sequence still has in the queue is published when it lets go of its blocks.
+    step make no spike; what a sequence still has in the queue is published when it releases its blocks.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, *, enable_prefix_caching: bool) -> None:
