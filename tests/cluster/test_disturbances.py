@@ -13,7 +13,7 @@ from support.kubernetes.cluster import ClusterError, Object, name_of, process_of
 from support.kubernetes.release import NAMESPACE, Scene
 
 FROZEN_S = 15.0  # longer than an engine's lease lives
-# Inside of the pod: network policies may keep everybody else from its metrics.
+# Inside of the pod: network policies may keep all other pods from its metrics.
 READ_METRICS = f"""
 from urllib.request import urlopen
 print(urlopen("http://127.0.0.1:{METRICS_PORT}/metrics", timeout=5).read().decode())

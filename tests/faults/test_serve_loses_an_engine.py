@@ -122,8 +122,8 @@ def test_the_other_engine_continues_at_once(served: Served, number: signal.Signa
     """After SIGTERM within a second; after SIGKILL before the lease lapses, since serve expires it.
 
     The second may be missed once. The clients, the other engine and what serve restarts share two cores, and a stream
-    that waited for the processor can't be told from one that waited for an engine; but a wait for a lease or for an
-    engine's start would occur every time.
+    that waited for the processor can't be distinguished from one that waited for an engine; but a wait for a lease or
+    for an engine's start would occur every time.
     """
     wait_until(lambda: is_whole(served), "both engines serve", LIMIT_S)
     undisturbed, _, _ = asyncio.run(follow_all(served))

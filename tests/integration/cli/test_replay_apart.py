@@ -62,7 +62,7 @@ async def test_while_every_gateway_is_away_it_ends_no_other_request(
                 await asyncio.sleep(FAST.lease_ms / 1000)
                 replay = asyncio.create_task(_both(arguments(redis_url, past)))
                 [copy] = await engine.claim()
-                assert copy.spec.on_disconnect == ON_DISCONNECT_CONTINUE  # nobody is registered as its reader
+                assert copy.spec.on_disconnect == ON_DISCONNECT_CONTINUE  # no reader is registered
                 assert copy.spec.deadline_ms > LIMIT_S * 1000  # and it ends where the command is killed
                 # Time in which a sweeping gateway would take the dead one's reader for gone, and end the grace.
                 await asyncio.sleep(4 * FAST.lease_ms / 1000)

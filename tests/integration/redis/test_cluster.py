@@ -8,7 +8,7 @@ from support.redis.topologies import Topology, fresh
 
 
 async def patiently_accept(gateway: GatewaySession, partition: int) -> str:
-    """As a client does that is told UNAVAILABLE: again, under the same id."""
+    """Repeat the call under the same id, as a client does after UNAVAILABLE."""
     request = spec(partition=partition)
     async with asyncio.timeout(30):
         while True:

@@ -1,4 +1,4 @@
-"""A master dies and a replica takes its place: streams go on; with `wait_replicas` nothing that was told is lost."""
+"""A master dies and a replica takes its place: streams go on; with `wait_replicas` nothing acknowledged is lost."""
 
 import asyncio
 import dataclasses
@@ -24,7 +24,7 @@ from support.protocol.token_streams import (
 from support.redis.topologies import Topology, num_replicas, role, running_cluster, running_sentinels
 
 COUNT = 40
-# A lease that no busy machine lets lapse: nobody dies here but a master.
+# A lease that no busy machine lets lapse: only masters die here.
 WAITING = dataclasses.replace(FAST, wait_replicas=1, wait_timeout_ms=2000, sweep_gap_ms=500, lease_ms=6000)
 LIMIT_S = 60.0
 

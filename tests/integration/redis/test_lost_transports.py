@@ -1,4 +1,4 @@
-"""Redis closes a connection just before a command is written: uvloop tells it as no other event loop does."""
+"""Redis closes a connection just before a command is written: uvloop reports it with an error of its own."""
 
 from __future__ import annotations
 

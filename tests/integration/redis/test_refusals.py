@@ -74,7 +74,7 @@ async def cut(network: FlakyNetwork) -> AsyncIterator[Broker]:
 
 
 async def test_a_busy_script_is_an_outage_that_ends(broker: Broker, redis_server: EmbeddedRedis) -> None:
-    """BUSY: somebody's script holds the server; ours are refused until it is killed."""
+    """BUSY: another client's script holds the server; ours are refused until it is killed."""
     async with await Broker.connect(redis_server.url, QUICK) as hurried:
         await hold_up(hurried, redis_server)
 
@@ -219,7 +219,7 @@ async def quiet(network: FlakyNetwork) -> AsyncIterator[Broker]:
 
 @contextmanager
 def inside_a_call(server: EmbeddedRedis) -> Iterator[None]:
-    """The server is stopped: its sockets take what it is told, and it goes on with that at the end of the block."""
+    """Stop the server: its sockets take commands, which it runs at the end of the block."""
     assert server.pid is not None
     os.kill(server.pid, signal.SIGSTOP)
     try:

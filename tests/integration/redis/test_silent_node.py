@@ -58,9 +58,9 @@ def silent(topology: Topology, port: int) -> Iterator[None]:
 
 def is_whole(server: Server) -> bool:
     """Whether it takes commands for all slots."""
-    told = server.ask("CLUSTER INFO")
-    assert isinstance(told, dict)
-    return (told["cluster_state"], told["cluster_slots_ok"]) == ("ok", "16384")
+    info = server.ask("CLUSTER INFO")
+    assert isinstance(info, dict)
+    return (info["cluster_state"], info["cluster_slots_ok"]) == ("ok", "16384")
 
 
 def elsewhere(broker: Broker, port: int) -> int:

@@ -93,8 +93,8 @@ async def move_slowly(topology: Topology, where: Partition) -> int:
 async def stream_through(
     topology: Topology, settings: StreamsSettings, disturb: Callable[[Broker], Awaitable[None]]
 ) -> None:
-    """Requests in every partition run while something is done to the cluster: every token once and in order, nobody
-    robbed, no error that isn't a wait.
+    """Requests in every partition run while something is done to the cluster: every token once and in order, no
+    claim taken from a living engine, no error but waits.
     """
     async with await Broker.connect(fresh(topology), settings) as broker:
         await broker.publish_model(card(MODEL), partitions=PARTITIONS)
@@ -219,7 +219,7 @@ async def test_moved_to_who_waits_for_a_replica(topology: Topology) -> None:
 
 
 async def patiently_accept(gateway: GatewaySession, request: RequestSpec) -> None:
-    """As a client does that is told UNAVAILABLE: again, under the same id."""
+    """Repeat the call under the same id, as a client does after UNAVAILABLE."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             try:

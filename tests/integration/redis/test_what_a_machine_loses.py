@@ -42,7 +42,7 @@ from support.protocol.token_streams import (
 from support.redis.servers import skip_for_want_of
 from support.redis.synced_files import WatchedServer, built_watch, is_watched
 
-# A lease that no disk lets lapse: nobody dies here but a server. No command is given up while a disk is stuck.
+# A lease that no disk lets lapse: only servers die here. No command is given up while a disk is stuck.
 CALM = dataclasses.replace(FAST, lease_ms=6000, sweep_gap_ms=4000, command_timeout_s=15.0)
 STUCK_S = 0.3
 """For so long nothing may be heard from a server whose disk is stuck."""
@@ -133,7 +133,7 @@ async def gateway(broker: Broker) -> AsyncIterator[GatewaySession]:
 
 
 class Reader:
-    """A client's stream with what it has seen. Without `keeps_spec` nobody mends what was lost."""
+    """A client's stream with what it has seen. Without `keeps_spec` nothing accepts a lost request again."""
 
     def __init__(self, gateway: GatewaySession, request: RequestSpec, *, keeps_spec: bool) -> None:
         self.seen: list[LogEntry] = []
@@ -305,7 +305,7 @@ class TestTheMachineDies:
     async def test_nothing_that_was_answered_is_lost(
         self, server: WatchedServer, broker: Broker, gateway: GatewaySession
     ) -> None:
-        """The disk is as it is: the machine dies right behind the last answer. Nobody could mend what was lost."""
+        """The disk is as it is: the machine dies right behind the last answer. Lost entries could not be restored."""
         running, waiting = spec(), spec()
         await gateway.accept(running)
         async with reading(gateway, running, keeps_spec=False) as reader, worker(broker) as engine:
@@ -323,7 +323,7 @@ class TestTheMachineDies:
     async def test_what_the_disk_does_not_have_yet_was_not_answered(
         self, server: WatchedServer, broker: Broker, gateway: GatewaySession
     ) -> None:
-        """The disk is stuck: the machine dies in the middle of a sync. Nobody was told what is lost with it."""
+        """The disk is stuck: the machine dies in the middle of a sync. What is lost was never acknowledged."""
         running, waiting = spec(), spec()
         await gateway.accept(running)
         async with reading(gateway, running, keeps_spec=False) as reader, worker(broker) as engine:

@@ -1,4 +1,4 @@
-"""Nobody reads any more: the grace, whom it concerns, and when it counts."""
+"""Requests without readers: the disconnect grace, which requests have one, and when it counts."""
 
 import asyncio
 import dataclasses
@@ -131,7 +131,7 @@ async def test_a_dead_gateway_s_reads_get_their_grace_in_full(broker: Broker) ->
 
 async def test_who_could_not_know_that_its_gateway_died_has_time_to_notice(broker: Broker, redis_url: str) -> None:
     """A client that left said so; that of a silent gateway still waits for an answer."""
-    # A hole in the sweeps would start all graces anew, as if nobody could know.
+    # A hole in the sweeps would start all graces anew, as if no client could have noticed.
     slow = dataclasses.replace(FAST, silence_ms=600_000, lease_ms=2400, sweep_gap_ms=2200)
     async with (
         await Broker.connect(redis_url, slow) as patient,
@@ -200,7 +200,7 @@ async def test_who_leaves_later_does_not_shorten_what_a_silent_gateway_s_client_
 
 
 async def test_a_tool_that_looks_on_is_no_gateway(broker: Broker) -> None:
-    """While no gateway lives nobody can come back, and graces do not count: `serves=False` changes nothing of that."""
+    """While no gateway lives no client can come back, and graces do not count, with `serves=False` too."""
     async with worker(broker) as engine:
         async with GatewaySession(broker) as gateway:
             request = spec(grace_ms=GRACE_MS)

@@ -117,7 +117,7 @@ class TestFenced:
             digest = await a.generate(old, 2)
             await expire_engine(broker, "a")
             entries = tokens([5], digest)
-            assert (await a.append(old, 2, entries)).kind is AppendKind.FENCED, "while nobody has it"
+            assert (await a.append(old, 2, entries)).kind is AppendKind.FENCED, "while no engine has it"
             [new] = await b.claim()
             assert new.epoch == old.epoch + 1
             assert (new.next_index, new.digest, numbers(new.entries)) == (2, digest, [100, 101])
@@ -210,7 +210,7 @@ class TestOneEnd:
             await gateway.accept(other)
             await engine.claim()
             await broker.cancel(other.request_id, TENANT)
-            # A beat may have told of the first one as well, before its append was answered.
+            # A heartbeat may have reported the first one as well, before its append was answered.
             await eventually(lambda: other.request_id in engine.lost)
 
     async def test_cancel_ends_open_choices_only_and_tells_the_usage(self, broker: Broker) -> None:

@@ -39,7 +39,7 @@ class Stage:
         await engine.generate(claim, 2)
 
     async def orphaned(self) -> None:
-        """Its engine died, and nobody knows yet."""
+        """Its engine died, and it is not reclaimed yet."""
         engine, claim = await self._mortal("dead")
         await engine.generate(claim, 2)
         await silence(engine)
@@ -157,5 +157,5 @@ async def test_it_ends_once_and_leaves_nothing(
         left = find_keys(redis_server, PREFIX + "queue:*")
         assert [await broker.connection.execute("XLEN", key) for key in left] == [0] * len(left)
         again = await broker.cancel(request.request_id, TENANT)
-        assert again == expected, "whoever comes later changes nothing"
+        assert again == expected, "later calls change nothing"
     assert await broker.quarantined(MODEL) == []

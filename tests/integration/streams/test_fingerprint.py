@@ -117,7 +117,7 @@ async def test_what_needs_a_longer_context_waits_for_an_engine_that_has_it(redis
     hasty = dataclasses.replace(FAST, fingerprint_grace_ms=200)
     async with await Broker.connect(redis_url, hasty) as impatient, of_context(impatient, 50) as old:
         [claim] = await old.claim()
-        assert claim.request_id == long.request_id, "nobody else came: its engine tells what is wrong"
+        assert claim.request_id == long.request_id, "no other engine came: its own reports the error"
 
 
 @asynccontextmanager

@@ -171,7 +171,7 @@ async def test_an_engine_that_ends_hands_back_a_claim_that_it_never_heard_of(bro
         request = spec()
         async with worker(broker, "first") as engine:
             await gateway.accept(request)
-            # The script runs, and whoever asked for it is gone.
+            # The script runs although its caller has gone.
             await engine.session.claimer.claim_from(HERE, 1, 1000)
             assert request.request_id not in engine.session.active_requests
         async with worker(broker, "second") as engine:

@@ -85,7 +85,7 @@ async def test_a_zombie_notices(broker: Broker) -> None:
 
 
 async def test_reclaim_needs_no_traffic(broker: Broker) -> None:
-    """No other engine lives, nobody accepts, reads or claims: a gateway's timer alone brings it about."""
+    """No other engine lives, and no call accepts, reads or claims: a gateway's timer alone reclaims."""
     async with GatewaySession(broker) as gateway, worker(broker, "a") as a:
         request = spec()
         await gateway.accept(request)
@@ -214,7 +214,7 @@ class TestHandBack:
 
 class TestReconciliation:
     async def test_what_redis_shows_and_the_engine_doesn_t_hold_is_handed_back(self, broker: Broker) -> None:
-        """The reply of a claim was lost: the script ran, and nobody heard of it."""
+        """The reply of a claim was lost: the script ran, but its reply did not arrive."""
         async with GatewaySession(broker) as gateway, worker(broker) as engine:
             request = spec()
             await gateway.accept(request)

@@ -1,5 +1,5 @@
-"""Redis loses its last moment while everybody else keeps theirs: what was lost is accepted or sent again, what was seen
-is compared, and two histories are never mixed.
+"""Redis loses its last moment while clients and engines keep theirs: what was lost is accepted or sent again,
+what was seen is compared, and two histories are never mixed.
 """
 
 import asyncio
@@ -193,7 +193,7 @@ class TestTheRecordIsLost:
     async def test_a_stream_goes_past_the_bounds_a_newcomer_does_not(
         self, server: EmbeddedRedis, broker: Broker, gateway: GatewaySession
     ) -> None:
-        """What was accepted once must not be refused for want of room; whoever only says so is."""
+        """What was accepted once must not be refused for want of room; a request that only claims to have been is."""
         full = dataclasses.replace(FAST, max_queued_requests=1)
         async with await Broker.connect(server.url, full) as narrow, GatewaySession(narrow) as small:
             before, lost = await disk_state(server, broker), spec()

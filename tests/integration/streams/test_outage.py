@@ -1,4 +1,4 @@
-"""An outage is nobody's fault: Redis is killed, stays away for longer than every lease, and comes back on its files."""
+"""Redis is killed, stays away for longer than every lease, and comes back on its files: no engine counts as dead."""
 
 import asyncio
 import dataclasses
@@ -60,7 +60,7 @@ async def generate_stubbornly(engine: Worker, claim: Claim, half_way: asyncio.Ev
 
 
 async def test_streams_go_on_by_the_same_claims(server: EmbeddedRedis, broker: Broker) -> None:
-    """Readers wait, nobody is taken for dead, nobody counts as gone, and no object is made anew."""
+    """Readers wait, no engine is taken for dead, no client counts as gone, and no object is created again."""
     async with GatewaySession(broker) as gateway, worker(broker) as engine:
         requests = [spec(partition=number % 2, grace_ms=int(AWAY_S * 300)) for number in range(6)]
         for request in requests:

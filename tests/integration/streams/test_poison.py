@@ -305,7 +305,7 @@ def ignore(_: object) -> None:
 
 class TestQuarantine:
     async def poisoned(self, broker: Broker, gateway: GatewaySession) -> RequestSpec:
-        """A request that has one token, and kills whoever computes the next."""
+        """A request that has one token, and kills each engine that computes the next."""
         request = await accepted(gateway)
         async with worker(broker, "first") as engine:
             [claim] = await engine.claim()

@@ -1,4 +1,4 @@
-"""What gateways tell of the queue is what is in Redis."""
+"""The queue states that gateways report equal what is in Redis."""
 
 from pagestream_streams import Broker, GatewaySession
 from pagestream_streams.admin.queues import QueueState, queue_states

@@ -1,4 +1,4 @@
-"""Scripts by their hash: a server that has forgotten them is told again."""
+"""Scripts by their hash: they are loaded again into a server that has forgotten them."""
 
 from pagestream_streams import Broker, GatewaySession
 from support.protocol.token_streams import TENANT, numbers, read_all, spec, worker

@@ -86,7 +86,7 @@ async def test_what_is_claimed_or_cancelled_no_longer_counts(narrow: Broker) -> 
         await gateway.accept(request)
         assert await fill(gateway, "a") == 4
         await narrow.cancel(request.request_id, "b")
-        assert await fill(gateway, "a") == 4, "nobody else waits any more"
+        assert await fill(gateway, "a") == 4, "no other tenant waits any more"
         await engine.claim(8)
         left = await narrow.connection.execute("HGETALL", PREFIX + "tenants:0")
         weights = await narrow.connection.execute("HGET", PREFIX + "meta", "weights:0")

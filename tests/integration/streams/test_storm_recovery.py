@@ -30,6 +30,6 @@ def test_a_hundred_suspects_have_run_soon_after_a_storm(client: Redis, seed: int
 
 
 def test_an_engine_that_kept_what_has_passed_would_make_them_wait(client: Redis) -> None:
-    """The measure can tell."""
+    """Without `chains_trials` the last suspect waits longer, and the measure shows it."""
     outcome = Storm(client, 0, chains_trials=False).run(STORM_MS, LIMIT_MS)
     assert outcome.last_suspect_s > 25

@@ -59,7 +59,7 @@ def wait_for(what: str, attempt: Callable[[], T | None], *, limit_s: float) -> T
         if found is not None and found is not False:
             return found
         time.sleep(POLL_S)
-    raise ClusterError(f"waited {limit_s:.0f} s in vain for {what}" + (f"; last: {seen}" if seen else ""))
+    raise ClusterError(f"waited {limit_s:.0f} s for {what} without success" + (f"; last: {seen}" if seen else ""))
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def structure(state: Content) -> None:
         if key.startswith("queue:"):
             must(value["pending"] == 0, f"{key} keeps entries that were taken")
         if key.startswith("owned:"):
-            must(key[6:] in state.get("leases", {}), f"{key} has no lease: nobody would reclaim it")
+            must(key[6:] in state.get("leases", {}), f"{key} has no lease: it would never be reclaimed")
             for request in value:
                 must(records.get(request, {}).get("owner") == key[6:], f"{key} has {request}, which another owns")
         if key.startswith("reads:"):

@@ -164,7 +164,7 @@ class Protocol:
         return [request, f"spec-{request}", given.tenant, given.priority, 3, given.choices, *numbers]
 
     def _steal(self, gateway: str, request: str) -> None:
-        """Accept, cancel, view and read another tenant's request id, in vain."""
+        """Accept, cancel, view and read another tenant's request id: all are refused."""
         if request not in requests(self.state):
             return
         before, arguments = self.state, self._accept_arguments(gateway, request, 1)
@@ -258,7 +258,7 @@ class Protocol:
         must(running == {row[0] for row in rows}, "the reply and the records differ")
         if rows:
             must(self.state["leases"][engine] == world.now + LEASE, "the claiming engine's lease")
-        for request, spec, epoch, following, digest, attempts, _, alone, _, told in rows:
+        for request, spec, epoch, following, digest, attempts, _, alone, _, waited_ms in rows:
             old, new, [place] = records[request], after[request], waiting(before)[request]
             must(old["state"] == "queued" and new["state"] == "running", f"claimed {request}, which is {old['state']}")
             must(epoch == int(old["epoch"]) + 1 == int(new["epoch"]), f"{request}: epoch {epoch} after {old['epoch']}")
@@ -274,7 +274,7 @@ class Protocol:
             must(its_kind or not retired, f"{request}: an engine that ends took it from {place}")
             since = before["suspects"][request] if alone else int(place.split()[1].split("-")[0])
             waited = world.now - since if world.now >= since else PATIENCE
-            must(told == max(0, world.now - since), f"{request}: is said to have waited {told} ms")
+            must(waited_ms == max(0, world.now - since), f"{request}: reported to have waited {waited_ms} ms")
             must(self._may_run(name, old, waited), f"{request}: goes on by other numbers")
             must(new["print"] == PRINTS[name], f"{request}: whose numbers?")
             if not lost:
@@ -327,7 +327,7 @@ class Protocol:
         old, before = requests(self.state).get(request), log(self.state, request)
         [[outcome, following, _]] = self.call("append", *arguments)
         must(outcome == _expected(old, before, held, first, entries), f"append answered {outcome} at {first}: {old}")
-        must(following == len(log(self.state, request)), f"append told {following}")
+        must(following == len(log(self.state, request)), f"append returned {following}")
         if outcome == OK:
             written = [_values(fields) for fields in log(self.state, request)]
             must(written[first : first + len(entries)] == entries, "acknowledged what the log hasn't")
@@ -468,7 +468,9 @@ class Protocol:
         runnable = bool(waited) and _control_over(self.state, world.now)
         must((wanted > 0) == runnable, f"heartbeat wants {wanted} of {waited}")
         must(wanted < 2 or before.get("vacating", engine) == engine, "two engines were chosen")
-        must(wanted == 2 or not (runnable and can and max(waited) >= 500) or "vacating" in before, "nobody was chosen")
+        must(
+            wanted == 2 or not (runnable and can and max(waited) >= 500) or "vacating" in before, "no engine was chosen"
+        )
         held = world.held[name]
         for request in [each for each in held if each not in owned]:
             self._drop(held, request)
@@ -576,7 +578,7 @@ class Protocol:
         for request, old in requests(before).items():
             if old["state"] != "finished" and gone & set(old.get("readers", "").split()):
                 silent = int(requests(self.state)[request]["silent"])
-                must(silent == world.now + SILENCE, f"{request}: nobody remembers that its gateway fell silent")
+                must(silent == world.now + SILENCE, f"{request}: no record that its gateway fell silent")
         must(
             set(late) == {each for each, at in self.state.get("deadlines", {}).items() if at <= world.now}, "deadlines"
         )
@@ -588,7 +590,7 @@ class Protocol:
             self._is_poison(before, request)
         if "verdicts" in self.state and _control_over(self.state, world.now):
             left = {each for each, at in self.state["verdicts"].items() if at <= world.now}
-            must(left == {row[0] for row in poison}, "a verdict that nobody speaks")
+            must(left == {row[0] for row in poison}, "due verdicts and requests to quarantine differ")
 
     def _is_poison(self, before: Content, request: str) -> None:
         record = requests(self.state)[request]

@@ -25,7 +25,7 @@ KILLED = Death(lived_s=1.0, was_ready=True, exit_code=-signal.SIGKILL)
 
 @contextmanager
 def lost_pipe() -> Iterator[TextIO]:
-    """Nobody reads: `serve 2>&1 | tee log` after the end of tee."""
+    """A pipe without a reader: `serve 2>&1 | tee log` after the end of tee."""
     reading, writing = os.pipe()
     stream = os.fdopen(writing, "w")
     os.close(reading)

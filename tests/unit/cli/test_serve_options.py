@@ -100,7 +100,7 @@ def test_a_folder_that_is_not_there_is_refused(model: str) -> None:
 
 
 def first_of_three_free() -> int:
-    """Below the range from which connections get theirs: nobody takes one of them meanwhile."""
+    """Below the range from which connections get theirs, so that none takes one of them meanwhile."""
     starts = range(20_000 + os.getpid() % 1000 * 10, 32_000, 3)
     return next(base for base in starts if all(is_free("127.0.0.1", base + more) for more in range(3)))
 

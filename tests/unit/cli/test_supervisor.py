@@ -25,7 +25,7 @@ QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.02, stable_s=60.0)
 
 
 class Journal:
-    """Keeps what a supervisor tells."""
+    """Records what a supervisor reports."""
 
     def __init__(self) -> None:
         self.deaths: list[tuple[str, int, float]] = []
@@ -279,7 +279,7 @@ async def test_a_very_long_line_and_a_cut_one_arrive(tmp_path: Path) -> None:
 
 
 class Forgotten(Journal):
-    """Its terminal has gone: it fails with whatever it tells."""
+    """Its terminal has gone: every report fails."""
 
     def changed(self, views: Sequence[PartView]) -> None:
         super().changed(views)

@@ -142,7 +142,7 @@ def appending(first_index: int, entry: LogEntry) -> Append:
 
 
 def test_cost_nothing_in_a_process_that_was_not_started_for_them() -> None:
-    """One comparison: no other function runs, in Python or in C, and there is no line to anybody."""
+    """One comparison: no other function runs, in Python or in C, and no connection is open."""
     assert not fault_points.IS_ON
     calls: list[str] = []
 

@@ -141,7 +141,7 @@ async def test_a_partition_that_was_away_long_ago_has_its_whole_time_again() -> 
         now = 1000.0
         patch.setattr(time, "monotonic", lambda: now)
         await readers.maintain()
-        now += 60  # of which nothing is known but that nobody waited
+        now += 60  # no follower waited meanwhile
         for _ in range(2):
             await readers.maintain()
             assert stranded.failure is None
