@@ -30,7 +30,7 @@ from pagestream.v1.inference_pb2 import (
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, ModelCard, RequestSpec
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, Unavailable
 from pagestream_streams.protocol import digests
-from pagestream_streams.tasks import cancel
+from pagestream_streams.tasks import cancel, raise_if_cancelled
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 MODEL = "synthetic"
@@ -173,6 +173,7 @@ class SyntheticEngine:
 
     async def _claim_forever(self) -> None:
         while True:
+            raise_if_cancelled()  # a task group cancels once, and redis-py may swallow that
             try:
                 claims = await self._session.claim(max_requests=256, max_prompt_tokens=_ANY_TOKENS)
             except Unavailable:
@@ -188,6 +189,7 @@ class SyntheticEngine:
     async def _step_forever(self) -> None:
         due = time.perf_counter()
         while True:
+            raise_if_cancelled()
             batch = self._next_batch()
             if not batch:
                 self._has_work.clear()
