@@ -8,7 +8,8 @@ STAMP := .venv/.setup-done
 PACKAGES := proto kernels services/scaling services/telemetry services/streams services/engine \
             services/worker services/gateway services/client services/simulator services/pagestream operator
 PYTEST := $(BIN)/python -m pytest
-# An index that offers PyTorch's CPU build, for machines without an NVIDIA GPU (see docs/getting-started.md, "Which torch").
+# An index that offers PyTorch's CPU build, for machines without an NVIDIA GPU
+# (see docs/getting-started.md, "Which torch").
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 # pytest's exit status where a choice of ours leaves one of the two parts without a test; without a choice that fails.

@@ -85,7 +85,7 @@ class CacheManager:
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let a sequence without blocks share those of its first tokens, which `parent` has too, and has computed.
 
-        Where the last block is not full, it is shared only until `copy_on_write.part`.
+        Where the last block is not full, it is shared only until `copy_on_write.assign_own_blocks`.
         """
         blocks = parent.block_table[: self.num_blocks_for(num_tokens)]
         for block in blocks:
