@@ -18,6 +18,7 @@ from pagestream_client import (
     Unavailable,
 )
 from pagestream_client.http import AsyncHttpClient, HttpClient
+from pagestream_client.http.answers import chunk_of
 from support.clients.scripted_gateway import REQUEST_ID, ScriptedGateway
 from support.processes.waiting import until
 
@@ -248,6 +249,25 @@ async def test_closing_ends_a_read_of_another_task(silent: ScriptedGateway) -> N
         await until(lambda: len(silent.calls) == 2, "the second call")
         await stream.aclose()
         assert (await reading).text == "Once upon"
+
+
+async def test_a_stream_may_be_closed_again_while_it_closes(silent: ScriptedGateway) -> None:
+    async with AsyncHttpClient(silent.url, reconnection=QUICK) as client:
+        stream = client.generate("demo", "Tell")
+        reading = asyncio.create_task(stream.collect())
+        await until(lambda: len(silent.calls) == 2, "the second call")
+        for _ in range(5):
+            await stream.aclose()
+            await asyncio.sleep(0)
+        assert (await reading).text == "Once upon"
+
+
+def test_a_running_count_of_tokens_does_not_end_an_answer() -> None:
+    """Some servers send the usage in each chunk."""
+    place = Position("r", 1, "d")
+    usage = {"prompt_tokens": 3, "completion_tokens": 1}
+    assert chunk_of({"choices": [{"index": 0, "text": "a"}], "usage": usage}, place).usage is None
+    assert chunk_of({"choices": [], "usage": usage}, place).usage is not None
 
 
 async def test_closing_ends_a_read_of_another_thread(silent: ScriptedGateway) -> None:

@@ -197,3 +197,13 @@ def test_a_gateways_own_fault_is_tried_three_times() -> None:
 def test_limits_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="first_delay_s"):
         Reconnection(first_delay_s=3.0, max_delay_s=1.0)
+
+
+def test_a_gateway_that_took_the_call_has_the_whole_limit() -> None:
+    """A queued request gets no event yet; its gateway's restart is an outage, not a missing server."""
+    policy = Reconnection(limit_s=60.0, first_contact_s=1.0, first_delay_s=0.1, max_delay_s=2.0)
+    bench = Bench("a:1", policy=policy)
+    bench.retry.answered()
+    started = bench.clock.now
+    while bench.clock.now < started + 10.0:
+        bench.fail()

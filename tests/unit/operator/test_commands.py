@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pagestream_operator.commands
 import pytest
+from pagestream_operator.commands import delete_pools
 from pagestream_operator.commands.once import run_once, wait_until
 from pagestream_operator.errors import ApiUnavailable, Rejected
 from pagestream_operator.kube.client import KubeClient
@@ -58,3 +59,10 @@ def test_without_access_the_error_says_what_to_set(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("KUBECONFIG", "/nothing/here")
     with pytest.raises(SystemExit, match="set KUBECONFIG, or run in a pod"):
         run_once(act)
+
+
+@pytest.mark.parametrize("namespaces", ["", ","])
+def test_pools_are_deleted_in_named_namespaces_alone(namespaces: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        delete_pools(["--namespaces", namespaces])
+    assert "names no namespace" in capsys.readouterr().err

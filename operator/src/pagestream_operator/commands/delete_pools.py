@@ -25,7 +25,9 @@ def delete_pools(arguments: Sequence[str]) -> None:
     parser.add_argument("--selector", default="", metavar="LABELS", help="which pools; all unless given")
     parser.add_argument("--limit-s", type=float, default=120.0, metavar="SECONDS", help="for the operator to drain")
     options = parser.parse_args(arguments)
-    namespaces = options.namespaces.split(",")
+    namespaces = [name for name in options.namespaces.split(",") if name]
+    if not namespaces:
+        parser.error(f"--namespaces {options.namespaces!r} names no namespace: give one or more, separated by commas")
     run_once(lambda client: remove_pools(client, namespaces, options.selector, limit_s=options.limit_s))
 
 

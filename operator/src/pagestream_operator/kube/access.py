@@ -34,7 +34,16 @@ def find_access(**_: Any) -> kopf.ConnectionInfo:
         raise SettingsError(
             "no access to Kubernetes, neither a pod's service account nor a kubeconfig: set KUBECONFIG, or run in a pod"
         )
+    if found.server.startswith("https:") and not _has_credentials(found):
+        raise SettingsError(
+            "the kubeconfig's user has no token, no password and no client certificate; exec plugins and tokenFile are "
+            "not supported: give one of the former, or run in a pod"
+        )
     return found
+
+
+def _has_credentials(found: kopf.ConnectionInfo) -> bool:
+    return bool(found.token or found.username or found.certificate_path or found.certificate_data)
 
 
 def _by_address(account: kopf.ConnectionInfo) -> kopf.ConnectionInfo:

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeAlias
 
 import aiohttp
 
-from pagestream_operator.errors import ApiFailure, ApiUnavailable, Conflict, Gone, Rejected
+from pagestream_operator.errors import ApiFailure, ApiUnavailable, Conflict, Gone, Rejected, SettingsError
 from pagestream_operator.kube.access import find_access
 from pagestream_operator.kube.kinds import Kind
 
@@ -18,7 +18,7 @@ Object: TypeAlias = dict[str, Any]
 
 _JSON, _MERGE, _APPLY = "application/json", "application/merge-patch+json", "application/apply-patch+yaml"
 _UNAUTHORIZED, _NOT_FOUND, _CONFLICT = 401, 404, 409
-_FIRST_ERROR = 400
+_FIRST_ERROR = 300  # redirects are not followed: they would turn a POST into a GET
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
 _NO_ANSWER = 0
 _MALFORMED = "failed to create typed patch object"
@@ -71,9 +71,13 @@ class KubeClient:
         """Calls by verb and HTTP status; 0: there was no answer."""
 
     async def __aenter__(self) -> Self:
-        """Open the session. Nothing is connected before the first call."""
+        """Open the session. Nothing is connected before the first call. SettingsError: a certificate can't be read."""
+        try:
+            tls = self._access.as_ssl_context()
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"the certificates of the access to Kubernetes can't be read: {error}") from error
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._access.as_ssl_context()),
+            connector=aiohttp.TCPConnector(ssl=tls),
             timeout=self._timeout,
             proxy=self._access.proxy_url,
             trust_env=self._access.trust_env,
@@ -157,10 +161,10 @@ class KubeClient:
         await self._send(_Request("delete", "DELETE", kind, namespace, name))
 
     async def _send(self, request: _Request) -> Object:
-        status = _NO_ANSWER
+        status, used = _NO_ANSWER, self._access.as_http_headers()
         try:
             status, text, retry_after = await self._exchange(request)
-            if status == _UNAUTHORIZED and self._has_new_access():
+            if status == _UNAUTHORIZED and self._has_new_access(used):
                 status, text, retry_after = await self._exchange(request)
             if status >= _FIRST_ERROR:
                 raise failure_of(str(request), status, _message(text), retry_after)
@@ -179,14 +183,15 @@ class KubeClient:
             self._access.server.rstrip("/") + request.path,
             params=request.query,
             data=None if request.body is None else json.dumps(request.body).encode(),
+            allow_redirects=False,
             headers={**self._access.as_http_headers(), "Content-Type": request.content, "Accept": _JSON},
         ) as response:
             return response.status, await response.read(), response.headers.get("Retry-After")
 
-    def _has_new_access(self) -> bool:
-        before = self._access.as_http_headers()
+    def _has_new_access(self, used: Mapping[str, str]) -> bool:
+        """Read the access again; returns whether it differs from what was `used`, perhaps since another call's 401."""
         self._access = find_access()
-        return self._access.as_http_headers() != before
+        return self._access.as_http_headers() != used
 
 
 def failure_of(what: str, status: int, message: str, retry_after: str | None = None) -> ApiFailure:

@@ -48,6 +48,10 @@ class RetryState:
         self._failing_since, self._num_tries, self._num_internal = None, 0, 0
         self._is_answered = True
 
+    def answered(self) -> None:
+        """Note that a gateway has taken the call, though it made no progress yet: later failures are an outage."""
+        self._is_answered = True
+
     def next_delay(self, failure: Failure, target: str, *, lasted_s: float = 0.0) -> float:
         """Return the seconds to wait before the next try, which goes to `endpoints.current`.
 
@@ -99,7 +103,7 @@ class RetryState:
 
     def _gives_up(self, failure: Failure, limit_s: float) -> PagestreamError:
         error = error_of(failure)
-        if isinstance(error, Unavailable):
+        if isinstance(error, Unavailable) and (limit_s or not failure.reason):
             where = ", ".join(self._endpoints.targets)
             waited = f" for {limit_s:g} s" if limit_s else ""
             error = Unavailable(f"no answer from {where}{waited}; the last error: {failure.message}")

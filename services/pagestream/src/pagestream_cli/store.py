@@ -48,13 +48,16 @@ async def opened(url: str) -> AsyncIterator[Broker]:
 
     Raises:
         CliError: Redis does not answer, or has no such request or model.
-        UsageError: `url` is malformed.
+        UsageError: `url` or a variable of the environment is malformed.
     """
     from dataclasses import replace
 
     from pagestream_streams import Broker, ModelNotFound, RequestNotFound, StreamsError, settings_from_environment
 
-    settings = replace(settings_from_environment(os.environ), connect_timeout_s=CONNECT_LIMIT_S)
+    try:
+        settings = replace(settings_from_environment(os.environ), connect_timeout_s=CONNECT_LIMIT_S)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     try:
         connected = await Broker.connect(url, settings)
     except ValueError as error:

@@ -110,7 +110,7 @@ def parse_value(variable: str, text: str, kind: Any) -> Any:
         value = kind(text)
         if math.isfinite(value):
             return value
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         pass
     raise VariableError(variable, f"{text!r} was given, {_expected(kind)} is expected")
 

@@ -106,8 +106,10 @@ class Worker:
             on_step=self._telemetry.step,
             on_prefill=PrefillLookahead(session, self._thread, self._budget).on_prefill,
         )
-        thread_ended = asyncio.wrap_future(self._thread.ended)
-        thread_ended.add_done_callback(lambda ended: self._outputs.end(ended.exception()))
+        # Not asyncio.wrap_future: in Python 3.11 an asyncio future refuses StopIteration, and the end would be lost.
+        self._thread.ended.add_done_callback(
+            lambda ended: loop.call_soon_threadsafe(self._outputs.end, ended.exception())
+        )
 
     async def _watch(self) -> None:
         await watchdog(self._health, self._thread.step_age_s, self._settings.stall_timeout_s)

@@ -4,6 +4,7 @@ import kopf
 import pytest
 from pagestream_operator.errors import SettingsError
 from pagestream_operator.kube.access import find_access
+from pagestream_operator.kube.client import KubeClient
 from support.kubernetes.api import write_kubeconfig
 
 
@@ -51,3 +52,19 @@ def test_a_kubeconfig_that_is_none_is_named(text: str, tmp_path: Path, monkeypat
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     with pytest.raises(SettingsError, match="can't be read"):
         find_access()
+
+
+def test_a_user_without_credentials_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kopf knows no exec plugins: their users would call anonymously."""
+    write_kubeconfig(tmp_path / "config", "https://kube", token="")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    with pytest.raises(SettingsError, match="exec plugins and tokenFile are not supported"):
+        find_access()
+
+
+async def test_certificates_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    account = kopf.ConnectionInfo(server="https://kube", token="t", ca_path=str(tmp_path / "none.crt"))
+    monkeypatch.setattr(kopf, "login_with_service_account", lambda **_: account)
+    with pytest.raises(SettingsError, match="certificates of the access"):
+        async with KubeClient(1.0):
+            pass

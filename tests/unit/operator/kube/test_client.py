@@ -97,6 +97,28 @@ async def test_a_token_that_was_renewed_is_read_again(kubeconfig: Path) -> None:
         assert client.calls == {("get", 401): 1, ("get", 200): 1}
 
 
+async def test_all_calls_that_met_an_old_token_are_made_again(kubeconfig: Path) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if request.headers["Authorization"] == "Bearer first":
+            await asyncio.sleep(0.05)  # all of them have asked by now
+            write_kubeconfig(kubeconfig, server, token="second")
+            return web.json_response({"message": "no"}, status=401)
+        return web.json_response({"kind": "Pod"})
+
+    async with serving(answer, kubeconfig) as server, KubeClient(5.0) as client:
+        found = await asyncio.gather(*(client.get(POD, "ns", name) for name in "abcd"))
+    assert found == [{"kind": "Pod"}] * 4
+
+
+async def test_a_redirect_is_not_followed(kubeconfig: Path) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        raise web.HTTPFound("/elsewhere")
+
+    async with serving(answer, kubeconfig), KubeClient(5.0) as client:
+        with pytest.raises(Rejected, match="302"):
+            await client.get(POD, "ns", "a")
+
+
 async def test_a_list_is_read_page_by_page(kubeconfig: Path) -> None:
     asked: list[dict[str, str]] = []
 

@@ -11,6 +11,7 @@ from pagestream_streams import Append, AppendOutcome, Claim, EngineSession
 from pagestream_telemetry.process import silent_telemetry
 from pagestream_worker.health import Health
 from pagestream_worker.serving import shutdown
+from pagestream_worker.serving.outputs import EngineFailed
 from pagestream_worker.settings import WorkerSettings
 from pagestream_worker.stepping.engine_thread import EngineThread, Stop
 from pagestream_worker.telemetry import WorkerTelemetry
@@ -30,7 +31,7 @@ class IdleThread:
         pass
 
     def submit(self, command: object) -> None:
-        if isinstance(command, Stop):
+        if isinstance(command, Stop) and not self.ended.done():
             self.ended.set_result(None)
 
     def stats(self) -> SimpleNamespace:
@@ -49,6 +50,7 @@ class ScriptedSession:
         self.waits = True
         self.is_answered = False
         self.looks = 0
+        self.failed: list[bool] = []
 
     async def retire(self) -> bool:
         return True
@@ -68,7 +70,7 @@ class ScriptedSession:
         await asyncio.sleep(min(timeout_s, 0.01))
 
     async def hand_back(self, request_ids: Collection[str], *, failed: bool = False) -> None:
-        pass
+        self.failed.append(failed)
 
     async def mark(self, **_: object) -> None:
         pass
@@ -89,3 +91,19 @@ async def test_the_last_engine_of_a_fingerprint_waits_for_the_answer_of_its_last
     async with asyncio.timeout(10):
         await worker.run(cast(EngineSession, session), stop)
     assert (session.waits, session.is_answered) == (False, True)
+
+
+@pytest.mark.parametrize("error", [KeyError("a defect"), StopIteration()])
+async def test_whatever_ends_the_engine_ends_the_worker(error: Exception) -> None:
+    """An asyncio future refuses StopIteration, which an engine can raise as any other error."""
+    thread, session = IdleThread(), ScriptedSession()
+    session.waits = False
+    telemetry = WorkerTelemetry(silent_telemetry(), "model", "engine")
+    worker = Worker(cast(EngineThread, thread), WorkerSettings("m", "", "model", "engine"), Health(60.0), telemetry)
+    running = asyncio.create_task(worker.run(cast(EngineSession, session), asyncio.Event()))
+    await asyncio.sleep(0)
+    thread.ended.set_exception(error)
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineFailed):
+            await running
+    assert session.failed == [True]

@@ -46,7 +46,8 @@ def chunk_of(body: Mapping[str, Any], position: Position) -> Chunk:
         logprobs=(),
         finish_reason=finish_reason_of(choice.get("finish_reason")),
         stop_reason=str(choice.get("stop_reason") or ""),
-        usage=usage_of(body["usage"]) if body.get("usage") else None,
+        # Some servers count in each chunk; the usage that ends an answer comes without choices.
+        usage=usage_of(body["usage"]) if body.get("usage") and not body.get("choices") else None,
         error=None,
     )
 

@@ -16,13 +16,10 @@ from pagestream_client.http.configuration import HttpConfiguration, call_failure
 from pagestream_client.http.failures import CallRefused, failure_of_answer
 from pagestream_client.http.library import import_httpx2
 from pagestream_client.http.sse import Event, SseDecoder
-from pagestream_client.http.stream_state import HttpStreamState
+from pagestream_client.http.stream_state import END_LIMIT_S, HttpStreamState
 
 if TYPE_CHECKING:
     import httpx2
-
-_END_LIMIT_S = 1.0
-"""Seconds to wait for the end of the body after the last chunk: gateways count a call without one as disconnected."""
 
 
 class AsyncHttpStream(AsyncStream):
@@ -93,14 +90,14 @@ class AsyncHttpStream(AsyncStream):
         try:
             # The log has ended; how the connection ends changes nothing.
             with suppress(TimeoutError, import_httpx2().TransportError):
-                async with asyncio.timeout(_END_LIMIT_S):
+                async with asyncio.timeout(END_LIMIT_S):
                     while self._pieces is not None and await anext(self._pieces, None) is not None:
                         pass
         finally:
             await self._hang_up()
 
     def _interrupt(self) -> None:
-        if self._reading is not None:
+        if self._reading is not None and not self._reading.expired():
             self._reading.reschedule(asyncio.get_running_loop().time())
 
     async def _hang_up(self) -> None:

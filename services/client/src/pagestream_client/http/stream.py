@@ -16,7 +16,7 @@ from pagestream_client.http.configuration import HttpConfiguration, call_failure
 from pagestream_client.http.failures import CallRefused, failure_of_answer
 from pagestream_client.http.library import import_httpx2
 from pagestream_client.http.sse import Event, SseDecoder
-from pagestream_client.http.stream_state import HttpStreamState
+from pagestream_client.http.stream_state import END_LIMIT_S, HttpStreamState
 from pagestream_client.stream import Stream
 
 if TYPE_CHECKING:
@@ -70,11 +70,15 @@ class HttpStream(Stream):
         return call_failure(error)
 
     def _finish(self) -> None:
+        response = self._response
+        limit = threading.Timer(END_LIMIT_S, lambda: None if response is None else _shut_down(response))
+        limit.start()
         try:
             with suppress(import_httpx2().TransportError):  # the log has ended; how the connection ends changes nothing
                 for _ in self._pieces:
                     pass
         finally:
+            limit.cancel()
             self._hang_up()
 
     def _hang_up(self) -> None:
@@ -88,8 +92,13 @@ class HttpStream(Stream):
             finally:
                 self._reading.release()
         else:  # another thread waits for bytes: end its wait, and it closes the response
-            stream = response.extensions.get("network_stream")
-            connection = stream.get_extra_info("socket") if stream is not None else None
-            if connection is not None:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+            _shut_down(response)
+
+
+def _shut_down(response: httpx2.Response) -> None:
+    """End the wait of the thread that reads the response."""
+    stream = response.extensions.get("network_stream")
+    connection = stream.get_extra_info("socket") if stream is not None else None
+    if connection is not None:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)

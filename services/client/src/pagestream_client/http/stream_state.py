@@ -15,6 +15,9 @@ from pagestream_client.http.sse import Event
 from pagestream_client.resumable_stream import ResumableStream
 from pagestream_client.retry import RetryState
 
+END_LIMIT_S = 1.0
+"""Seconds to wait for the end of the body after the last chunk: gateways count a call without one as disconnected."""
+
 
 @dataclass(frozen=True)
 class HttpCall:
@@ -65,6 +68,7 @@ class HttpStreamState(ResumableStream):
 
     def opened(self, request_id: str) -> None:
         """Note that a gateway answers with a stream; the request id is its header's, empty where there is none."""
+        self._retry.answered()
         if request_id:
             self.accept(request_id)
 
