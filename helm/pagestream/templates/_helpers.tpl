@@ -61,22 +61,56 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 
-{{/* The security contexts that Pod Security "restricted" requires. The user is that of the images. */}}
-{{- define "pagestream.podSecurityContext" -}}
-runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
-fsGroup: 65532
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
+{{/* Whether the platform chooses the users of pods: OpenShift gives each namespace its own range of ids. */}}
+{{- define "pagestream.arbitraryUser" -}}
+{{- $given := .Values.security.openshift | toString -}}
+{{- if or (eq $given "true") (and (eq $given "auto") (.Capabilities.APIVersions.Has "security.openshift.io/v1")) -}}
+true
+{{- end -}}
 {{- end -}}
 
+{{/* Fields of the second map over those of the first: (list map map). null takes a field away. */}}
+{{- define "pagestream.overlaid" -}}
+{{- $fields := dict -}}
+{{- range $layer := . -}}
+{{- range $field, $value := $layer -}}
+{{- if kindIs "invalid" $value -}}{{- $_ := unset $fields $field -}}{{- else -}}{{- $_ := set $fields $field $value -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $fields -}}
+{{- end -}}
+
+{{/* The security context of a component's pods: (dict "root" $ "values" .Values.gateway). */}}
+{{- define "pagestream.podSecurityContext" -}}
+{{- $common := .root.Values.security.podSecurityContext -}}
+{{- if include "pagestream.arbitraryUser" .root -}}
+{{- $common = omit $common "runAsUser" "runAsGroup" "fsGroup" -}}
+{{- end -}}
+{{- include "pagestream.overlaid" (list $common (.values.podSecurityContext | default dict)) -}}
+{{- end -}}
+
+{{/* The security context of a component's containers: (dict "root" $ "values" .Values.gateway). */}}
 {{- define "pagestream.containerSecurityContext" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
+{{- include "pagestream.overlaid" (list .root.Values.security.securityContext (.values.securityContext | default dict)) -}}
+{{- end -}}
+
+{{/* The probes of a component's container, see `gateway.probes`. */}}
+{{- define "pagestream.probes" -}}
+{{- range $name := list "startup" "liveness" "readiness" -}}
+{{- with index $.probes $name }}
+{{ $name }}Probe:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+{{- end -}}
+
+{{/* Annotations of a component's ServiceAccount: (dict "values" .Values.gateway). */}}
+{{- define "pagestream.serviceAccountAnnotations" -}}
+{{- with .values.serviceAccount.annotations -}}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end -}}
 {{- end -}}
 
 {{/* The placement of pods: (dict "root" $ "component" "gateway" "values" .Values.gateway "spread" true). */}}

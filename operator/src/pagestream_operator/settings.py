@@ -37,6 +37,8 @@ class OperatorVariables:
     """Always, IfNotPresent or Never, for pools that set none."""
     engine_image_pull_secrets: str = ""
     """Names of image pull Secrets, separated by commas, for pools that set none."""
+    engine_arbitrary_user: bool = False
+    """Whether the platform chooses the users of engine pods, as OpenShift does: the pods then name none."""
     engine_config_map: str = ""
     """ConfigMap with variables that engines share with gateways. It may be missing in a pool's namespace."""
     redis_secret: str = "pagestream-redis"  # noqa: S105 - a Secret's name
@@ -109,6 +111,8 @@ class EngineDefaults:
     config_map: str
     redis_secret: str
     otlp_endpoint: str
+    arbitrary_user: bool = False
+    """Whether the platform chooses the users of pods."""
     shared: Mapping[str, str] = field(default_factory=dict)
     """Variables of the shared ConfigMap, which this process has as well: engines are replaced when they change."""
 
@@ -153,6 +157,7 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
             image_pull_policy=variables.engine_image_pull_policy,
             pull_secrets=_split(variables.engine_image_pull_secrets),
             config_map=variables.engine_config_map,
+            arbitrary_user=variables.engine_arbitrary_user,
             redis_secret=variables.redis_secret,
             otlp_endpoint=variables.otlp_endpoint,
             shared=shared if variables.engine_config_map else {},

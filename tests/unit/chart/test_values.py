@@ -13,7 +13,7 @@ from support.kubernetes.chart import CHART
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 # Where Kubernetes itself takes any name, and the two places that others check: the collector, and Helm.
-OPEN = ("strings", "quantities", "hashes", "pools", "tenantWeights", "exporters", "global")
+OPEN = ("strings", "fragment", "quantities", "hashes", "pools", "tenantWeights", "exporters", "global")
 
 
 def objects(schema: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
@@ -85,6 +85,8 @@ def schema_at(path: tuple[str, ...]) -> Any:
         while "$ref" in schema:
             schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
         schema = schema.get("properties", {}).get(key, schema.get("additionalProperties"))
+        if schema is True:  # a part of a pod
+            return {}
         if not isinstance(schema, dict):
             return None
     return schema

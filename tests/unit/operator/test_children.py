@@ -19,7 +19,7 @@ GPU: dict[str, Any] = {
     "engine": {"maxNumSeqs": 64, "deterministic": True},
     "template": {
         "image": "registry.example/pagestream-engine-cuda:1",
-        "gpu": {"count": 2, "type": "NVIDIA-H200"},
+        "gpu": {"count": 1, "type": "NVIDIA-H200"},
         "resources": {"requests": {"cpu": "4"}, "limits": {"memory": "64Gi"}},
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
         "env": [{"name": "PAGESTREAM_BROKER__RETENTION_S", "value": "600"}, {"name": "HOME", "value": "/cache"}],
@@ -136,6 +136,36 @@ def test_pods_meet_the_restricted_standard(manifests: tuple[Manifest, ...]) -> N
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
+
+
+def test_a_platform_may_choose_the_users_of_pods() -> None:
+    left = EngineDefaults(**{**vars(DEFAULTS), "arbitrary_user": True})
+    context = template(children(pool(), left))["spec"]["securityContext"]
+    assert context == {
+        "runAsNonRoot": True,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def test_a_pools_security_contexts_and_annotations_go_over_the_operators_own() -> None:
+    given = pool(
+        template={
+            "podSecurityContext": {"runAsUser": 1000, "fsGroup": None},
+            "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+            "serviceAccountAnnotations": {"example.com/role": "reader"},
+        }
+    )
+    manifests = children(given, DEFAULTS)
+    spec = template(manifests)["spec"]
+    assert spec["securityContext"]["runAsUser"] == 1000
+    assert spec["securityContext"]["runAsGroup"] == 65532
+    assert "fsGroup" not in spec["securityContext"]
+    (container,) = spec["containers"]
+    assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    account = by_kind(manifests)["ServiceAccount"]
+    assert account["metadata"]["annotations"]["example.com/role"] == "reader"
 
 
 @pytest.mark.parametrize(

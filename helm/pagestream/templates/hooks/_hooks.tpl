@@ -33,7 +33,7 @@ spec:
       {{- . | nindent 6 }}
       {{- end }}
       securityContext:
-        {{- include "pagestream.podSecurityContext" .root | nindent 8 }}
+        {{- include "pagestream.podSecurityContext" (dict "root" .root "values" .root.Values.operator) | nindent 8 }}
       containers:
         - name: hook
           image: {{ include "pagestream.image" (dict "root" .root "image" .root.Values.operator.image) }}
@@ -51,7 +51,8 @@ spec:
             limits:
               memory: 256Mi
           securityContext:
-            {{- include "pagestream.containerSecurityContext" .root | nindent 12 }}
+            {{- include "pagestream.containerSecurityContext" (dict
+              "root" .root "values" .root.Values.operator) | nindent 12 }}
           volumeMounts:
             - name: tmp
               mountPath: /tmp

@@ -40,8 +40,8 @@ class Resources(ApiModel):
 class Gpu(ApiModel):
     """GPUs of each pod."""
 
-    count: Annotated[int, Field(ge=0, le=16)] = 1
-    """Number of GPUs. 0: the engine runs on the CPU."""
+    count: Annotated[int, Field(ge=0, le=1)] = 1
+    """Number of GPUs: 1, since an engine uses one. 0: the engine runs on the CPU."""
     type: Annotated[str, Field(min_length=1, max_length=63)] | None = None
     """GPU product, such as `NVIDIA-H200`: pods run on nodes whose label `typeLabel` has this value."""
     type_label: Annotated[str, Field(min_length=1, max_length=253)] = "nvidia.com/gpu.product"
@@ -97,8 +97,8 @@ _OWN_VARIABLE = (
 
 
 class PodTemplate(ApiModel):
-    """The configurable parts of an engine pod. The operator sets the rest: command, probes, ports, security context. A
-    change replaces the pods, one by one."""
+    """The configurable parts of an engine pod. The operator sets the rest: command, probes, ports. A change
+    replaces the pods, one by one."""
 
     image: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     """Image of the engine. Unset: the operator's default."""
@@ -128,6 +128,12 @@ class PodTemplate(ApiModel):
     """Where `volumes` are mounted."""
     env: Annotated[list[EnvironmentVariable], Field(max_length=64)] | None = None
     """Further variables of the engine's container, such as PAGESTREAM_BROKER__RETENTION_S."""
+    pod_security_context: PodFragment | None = None
+    """Fields of the pods' security context, over the operator's own; null takes one away."""
+    security_context: PodFragment | None = None
+    """Fields of the container's security context, over the operator's own; null takes one away."""
+    service_account_annotations: Annotated[dict[str, Text], Field(max_length=64)] | None = None
+    """Annotations of the pods' ServiceAccount, such as a cloud's role with which they read the model."""
     labels: LabelMap | None = None
     """Further labels of the pods."""
     annotations: Annotated[dict[str, Annotated[str, Field(max_length=32_768)]], Field(max_length=64)] | None = None

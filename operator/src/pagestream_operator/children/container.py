@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pagestream_operator.api import EnginePool
@@ -14,6 +15,11 @@ METRICS_PORT = 9400
 _CACHES = {"HOME": "/tmp", "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor", "TRITON_CACHE_DIR": "/tmp/triton"}  # noqa: S108
 """Caches in the pod's emptyDir: the root file system is read-only."""
 
+_SECURITY_CONTEXT = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
 _HAND_BACK_S = 10
 """Seconds that a pod needs to hand its requests back and to exit."""
 
@@ -37,13 +43,15 @@ def engine_container(pool: EnginePool, defaults: EngineDefaults) -> dict[str, An
         # Each second: until its readiness is seen, a pod that was ordered serves nothing.
         "readinessProbe": _probe("/readyz", period_s=1, timeout_s=2, failures=3),
         "resources": _resources(pool),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": overlaid(_SECURITY_CONTEXT, given.security_context),
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *model_mounts(pool.spec.model), *mounts],  # noqa: S108
     }
+
+
+def overlaid(own: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The fields of `given` over `own`; None takes a field away."""
+    merged = {**own, **(given or {})}
+    return {name: value for name, value in merged.items() if value is not None}
 
 
 def _probe(path: str, *, period_s: int, timeout_s: int, failures: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagestream_operator.api import GROUP, EnginePool
-from pagestream_operator.children.container import engine_container
+from pagestream_operator.children.container import engine_container, overlaid
 from pagestream_operator.children.manifest import Manifest, digest, engine_name, labels, manifest, selector
 from pagestream_operator.children.model_files import model_volumes
 from pagestream_operator.settings import EngineDefaults
@@ -73,14 +73,7 @@ def _pod_spec(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": pool.spec.drain.grace_seconds,
         "imagePullSecrets": [{"name": name} for name in secrets],
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": _USER_ID,
-            "runAsGroup": _USER_ID,
-            "fsGroup": _USER_ID,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": overlaid(_security_context(defaults), given.pod_security_context),
         "containers": [engine_container(pool, defaults)],
         "volumes": [{"name": "tmp", "emptyDir": {}}, *model_volumes(pool.spec.model), *(given.volumes or [])],
         "nodeSelector": _node_selector(pool),
@@ -91,6 +84,16 @@ def _pod_spec(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
         "runtimeClassName": given.runtime_class_name,
     }
     return {name: value for name, value in spec.items() if value not in (None, [], {})}
+
+
+def _security_context(defaults: EngineDefaults) -> dict[str, Any]:
+    users = {"runAsUser": _USER_ID, "runAsGroup": _USER_ID, "fsGroup": _USER_ID}
+    return {
+        "runAsNonRoot": True,
+        **({} if defaults.arbitrary_user else users),
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
 
 
 def _node_selector(pool: EnginePool) -> dict[str, str]:

@@ -11,7 +11,9 @@ def service_account(pool: EnginePool) -> Manifest:
     """The ServiceAccount of a pool's pods. It has no rights; each pool has its own, so that it can be given some, or
     access to an image registry.
     """
-    return manifest(pool, "v1", "ServiceAccount", engine_name(pool.name), {"automountServiceAccountToken": False})
+    account = manifest(pool, "v1", "ServiceAccount", engine_name(pool.name), {"automountServiceAccountToken": False})
+    annotations = pool.spec.template.service_account_annotations
+    return {**account, "metadata": {**account["metadata"], "annotations": annotations}} if annotations else account
 
 
 def config_map(pool: EnginePool) -> Manifest:
