@@ -39,7 +39,7 @@ class TestAnyGatewayAtAnyOffset:
         """Whether it is in the log already, comes while reading, or both; the gateway is not the one that accepted."""
 
         async def run() -> None:
-            quick = dataclasses.replace(FAST, read_batch=batch, buffer_entries=3)
+            quick = dataclasses.replace(FAST, read_batch=batch, buffer_bytes=500)
             async with await Broker.connect(fresh(redis_server), quick) as broker:
                 await broker.publish_model(ModelCard(name=MODEL, max_model_len=10), partitions=2)
                 async with GatewaySession(broker) as one, GatewaySession(broker) as other, worker(broker) as engine:
@@ -155,7 +155,7 @@ async def rest_of(reading: AsyncIterator[list[LogEntry]]) -> list[LogEntry]:
 
 
 async def test_a_slow_reader_is_bounded_in_memory_and_holds_back_nobody(redis_url: str, broker: Broker) -> None:
-    small = dataclasses.replace(FAST, buffer_entries=4, read_batch=7)
+    small = dataclasses.replace(FAST, buffer_bytes=600, read_batch=7)
     async with await Broker.connect(redis_url, small) as narrow, GatewaySession(narrow) as gateway:
         async with worker(broker) as engine:
             request = spec()

@@ -151,3 +151,9 @@ class WakeUp(_message.Message):
     SLICES_FIELD_NUMBER: _ClassVar[int]
     slices: _containers.RepeatedCompositeFieldContainer[LogSlice]
     def __init__(self, slices: _Optional[_Iterable[_Union[LogSlice, _Mapping]]] = ...) -> None: ...
+
+class PackedWakeUp(_message.Message):
+    __slots__ = ("slices",)
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    slices: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, slices: _Optional[_Iterable[bytes]] = ...) -> None: ...

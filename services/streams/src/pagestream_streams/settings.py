@@ -91,8 +91,14 @@ class StreamsSettings:
     """Milliseconds without a wake-up after which a reader's log is polled."""
     read_batch: int = 512
     """Most entries of one read of a log."""
-    buffer_entries: int = 1024
-    """Most entries that a slow reader keeps in memory; beyond, it reads the log."""
+    read_bytes: int = 16 * 1024
+    """Bytes of packed entries that a reader takes at once, about. Parsed and written as JSON they take ten times as
+    much, which a client that has stopped reading holds.
+    """
+    buffer_bytes: int = 64 * 1024
+    """Most bytes of wake-ups that wait for a slow reader; beyond, they are dropped and the log is read instead."""
+    buffers_bytes: int = 64 * 1024 * 1024
+    """Most bytes of wake-ups that wait for all readers of a process."""
     outage_limit_s: float = 120.0
     """Seconds that a reader waits for Redis to come back."""
     accepted_unread_ms: int = 5000

@@ -5,22 +5,31 @@ from collections.abc import Sequence
 
 import pytest
 from pagestream.v1.records_pb2 import LogEntry, LogSlice
+from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import DigestMismatch
 from pagestream_streams.gateway.follower import Follower
+from pagestream_streams.gateway.slice_buffer import ReadLimits
 from pagestream_streams.protocol.keys import Partition
 from support.protocol.token_streams import ending, numbers, tokens
 
 LOG = tokens(range(100, 110))
 
 
-def follower(from_index: int = 0, digest: str = "") -> Follower:
-    made = Follower(Partition("m", 0), "r", tenant="t", from_index=from_index, digest=digest, buffer_entries=100)
+def limits(budget: ByteBudget | None = None, *, buffer_bytes: int = 10_000, batch_bytes: int = 10_000) -> ReadLimits:
+    return ReadLimits(
+        buffer_bytes=buffer_bytes, batch_bytes=batch_bytes, page_entries=100, budget=budget or ByteBudget(100_000)
+    )
+
+
+def follower(from_index: int = 0, digest: str = "", bounds: ReadLimits | None = None) -> Follower:
+    made = Follower(Partition("m", 0), "r", tenant="t", from_index=from_index, digest=digest, limits=bounds or limits())
     assert made.take_log_read_request()
     return made
 
 
-def log_slice(first: int, entries: Sequence[LogEntry], previous: str = "") -> LogSlice:
-    return LogSlice(request_id="r", first_index=first, entries=entries, previous_digest=previous)
+def log_slice(first: int, entries: Sequence[LogEntry], previous: str = "") -> bytes:
+    made = LogSlice(request_id="r", first_index=first, entries=entries, previous_digest=previous)
+    return made.SerializeToString()
 
 
 def test_a_slice_that_follows_is_taken_and_a_gap_sends_to_the_log() -> None:
@@ -86,3 +95,55 @@ async def test_waiting_ends_with_news_or_with_time() -> None:
     await reader.wait(0.001)
     reader.request_log_read()
     await reader.wait(20.0)
+
+
+def test_a_reader_whose_consumer_has_stopped_keeps_nothing() -> None:
+    """The budget of all readers is the sum of what they hold, and is free again when they read on or leave."""
+    budget = ByteBudget(1500)
+    bounds = limits(budget, buffer_bytes=700)
+    stopped, other = follower(bounds=bounds), follower(bounds=bounds)
+    entries = tokens(range(100))
+    for number, entry in enumerate(entries):
+        stopped.offer(log_slice(number, [entry]))
+        assert stopped.buffer.num_bytes == budget.held_bytes <= 700
+    assert budget.held_bytes == 0, "the log has it all"
+    assert stopped.take_log_read_request()
+    assert numbers(stopped.take_logged(0, entries)) == list(range(100))
+    crowd = [follower(bounds=bounds) for _ in range(100)]
+    for each in crowd:
+        each.offer(log_slice(0, entries[:4]))
+        assert budget.held_bytes == sum(each.buffer.num_bytes for each in crowd) <= 1500
+    other.offer(log_slice(0, entries[:4]))
+    assert other.take_log_read_request(), "there is no room for it"
+    assert numbers(crowd[0].take_buffered()) == [0, 1, 2, 3]
+    for each in crowd:
+        each.buffer.clear()
+    assert budget.held_bytes == 0
+
+
+def test_a_consumer_gets_parts_of_what_waits() -> None:
+    entries = tokens(range(40))
+    reader = follower(bounds=limits(batch_bytes=1))
+    for first in range(0, 40, 10):
+        reader.offer(log_slice(first, entries[first : first + 10]))
+    parts = []
+    while part := reader.take_buffered():
+        parts.append(numbers(part))
+    assert parts == [list(range(first, first + 10)) for first in range(0, 40, 10)]
+
+
+def test_what_is_no_slice_sends_to_the_log() -> None:
+    for broken in (b"\xff\xff", log_slice(0, [])):
+        reader = follower()
+        reader.offer(broken)
+        assert reader.take_buffered() == []
+        assert reader.take_log_read_request()
+
+
+def test_pages_of_the_log_are_as_large_as_its_entries_are_small() -> None:
+    reader = follower(bounds=limits(batch_bytes=16_400))
+    first = reader.page_entries
+    reader.note_page(first, first * 100)
+    assert (first, reader.page_entries) == (16, 100)
+    reader.note_page(100, 100 * 9_936)
+    assert reader.page_entries == 1

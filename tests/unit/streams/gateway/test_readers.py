@@ -57,7 +57,7 @@ def readers_of(topology: HalfATopology, settings: StreamsSettings = SETTINGS) ->
 
 def follower(readers: Readers, where: Partition, request_id: str) -> Follower:
     """One that has read its log to the third entry, and waits."""
-    made = Follower(where, request_id, tenant="t", from_index=0, digest="", buffer_entries=100)
+    made = Follower(where, request_id, tenant="t", from_index=0, digest="", limits=readers.limits)
     made.take_log_read_request()
     made.waiting_since = float("-inf")
     readers.join(made)

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Sequence
 
+from google.protobuf.message import DecodeError
 from pagestream.v1.records_pb2 import LogEntry, LogSlice, RequestSpec
 
 from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, StreamsError
+from pagestream_streams.gateway.slice_buffer import ReadLimits, SliceBuffer
 from pagestream_streams.protocol.digests import chain
 from pagestream_streams.protocol.keys import Partition
 
+_ENTRY_BYTES = 64  # of an entry beside its values
+_FIRST_PAGE_ENTRIES = 16  # of a log whose entries' size is not known yet
+
 
 class Follower:
-    """Yields entries in order, each once, and only if their digests continue those of the entries before."""
+    """Yields entries in order, each once, and only if their digests continue those of the entries before.
+
+    What wake-ups bring waits for the consumer in `buffer`. Where that is full it is dropped, and the log is read
+    instead.
+    """
 
     def __init__(
         self,
@@ -25,7 +33,7 @@ class Follower:
         tenant: str,
         from_index: int,
         digest: str,
-        buffer_entries: int,
+        limits: ReadLimits,
         spec: RequestSpec | None = None,
     ) -> None:
         """Create a follower that reads the log first.
@@ -36,7 +44,7 @@ class Follower:
             tenant: its tenant.
             from_index: index of the first entry to yield.
             digest: digest of the log before `from_index`; "" for unknown.
-            buffer_entries: most entries kept from wake-ups.
+            limits: bounds on what it keeps and yields.
             spec: the request to accept again if Redis has lost it.
         """
         self.where = where
@@ -55,9 +63,9 @@ class Follower:
         self._anchored = from_index == 0
         self._length: int | None = None  # of the finished log, if known before its end entry is taken
         self._log_read_requested = True
-        self._slices: deque[LogSlice] = deque()
-        self._buffered = 0
-        self._limit = buffer_entries
+        self._limits = limits
+        self.buffer = SliceBuffer(limits)
+        self._entry_bytes = 0.0  # of an entry in the last page of the log
         self._is_woken = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -66,30 +74,33 @@ class Follower:
         """Index from which the log has to be read."""
         return self.next_index if self._anchored else self.next_index - 1
 
-    def offer(self, log_slice: LogSlice) -> None:
-        """Buffer the entries of a wake-up. Beyond `buffer_entries`, drop the buffer and read the log instead."""
+    @property
+    def page_entries(self) -> int:
+        """Entries to read of the log at once."""
+        if not self._entry_bytes:
+            return min(_FIRST_PAGE_ENTRIES, self._limits.page_entries)
+        return max(1, min(self._limits.page_entries, int(self._limits.batch_bytes / self._entry_bytes)))
+
+    def offer(self, packed: bytes) -> None:
+        """Buffer the LogSlice of a wake-up. Beyond the bounds, drop the buffer and read the log instead."""
         if self._log_read_requested:
             self._wake()
             return  # the log will be read, and has them
-        count = len(log_slice.entries)
-        # Before the first read, wake-ups only show that the log has reached the position.
-        passes = log_slice.first_index + count > self.next_index
-        if not count or self._buffered + count > self._limit or (passes and not self._anchored):
+        if not self._anchored:
+            # Before the first read, wake-ups only show that the log has reached the position.
+            log_slice = LogSlice.FromString(packed)
+            count = len(log_slice.entries)
+            if not count or log_slice.first_index + count > self.next_index:
+                self.request_log_read()
+                return
+        if self.buffer.append(packed):
+            self._wake()
+        else:
             self.request_log_read()
-            return
-        if self._slices:
-            # A copy: a part of a protobuf message keeps the whole message in memory, other requests' slices included.
-            waiting = LogSlice()
-            waiting.CopyFrom(log_slice)
-            log_slice = waiting
-        self._slices.append(log_slice)
-        self._buffered += count
-        self._wake()
 
     def request_log_read(self) -> None:
         """Drop the buffer and read the log next."""
-        self._slices.clear()
-        self._buffered = 0
+        self.buffer.clear()
         self._log_read_requested = True
         self._wake()
 
@@ -143,18 +154,20 @@ class Follower:
         return requested
 
     def take_buffered(self) -> list[LogEntry]:
-        """Return buffered entries that continue the position. Any others make it read the log."""
+        """Return buffered entries that continue the position, of about `batch_bytes`. Others make it read the log."""
         taken: list[LogEntry] = []
-        while self._slices and self._anchored:
-            log_slice = self._slices.popleft()
-            entries = log_slice.entries
-            self._buffered -= len(entries)
-            skipped = self.next_index - log_slice.first_index
-            if skipped == 0 and self._digest and log_slice.previous_digest == self._digest and not self.ended:
-                self._take(entries, taken)
-            elif skipped < 0 or not self._chain(entries[skipped:], taken):
+        taken_bytes = 0
+        while self.buffer and self._anchored and taken_bytes < self._limits.batch_bytes:
+            packed = self.buffer.pop()
+            taken_bytes += len(packed)
+            if not self._take_slice(packed, taken):
                 self.request_log_read()
         return taken
+
+    def note_page(self, num_entries: int, num_bytes: int) -> None:
+        """Note the size of a page's values, so that the next one has about `batch_bytes`."""
+        if num_entries:
+            self._entry_bytes = num_bytes / num_entries + _ENTRY_BYTES
 
     def take_logged(self, first_index: int, entries: Sequence[LogEntry]) -> list[LogEntry]:
         """Return the entries of a read from `first_index` that continue the position.
@@ -190,6 +203,21 @@ class Follower:
         self._is_woken = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _take_slice(self, packed: bytes, taken: list[LogEntry]) -> bool:
+        """Take a slice's entries; return whether they continue the position."""
+        try:
+            log_slice = LogSlice.FromString(packed)
+        except DecodeError:
+            return False
+        entries = log_slice.entries
+        skipped = self.next_index - log_slice.first_index
+        if not entries or skipped < 0:
+            return False
+        if skipped == 0 and self._digest and log_slice.previous_digest == self._digest and not self.ended:
+            self._take(entries, taken)
+            return True
+        return self._chain(entries[skipped:], taken)
 
     def _take(self, entries: Sequence[LogEntry], taken: list[LogEntry]) -> None:
         """Take entries that are known to continue the position."""

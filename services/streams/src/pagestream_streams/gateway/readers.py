@@ -8,9 +8,10 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
-from pagestream.v1.records_pb2 import LogEntry, RequestSpec, WakeUp
+from pagestream.v1.records_pb2 import LogEntry, LogSlice, PackedWakeUp, RequestSpec
 
 from pagestream_streams.admin.broker import Broker
+from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import RequestNotFound, Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.gateway.follower import Follower
@@ -18,12 +19,14 @@ from pagestream_streams.gateway.open_reads import OpenReads
 from pagestream_streams.gateway.polling import LONGEST_WAIT_S, Poller
 from pagestream_streams.gateway.registrations import Registrations
 from pagestream_streams.gateway.reservations import renew, renewal_s
+from pagestream_streams.gateway.slice_buffer import ReadLimits
 from pagestream_streams.protocol.entries import from_stream_fields
 from pagestream_streams.tasks import Periodic, raise_if_cancelled
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+_REQUEST_ID_TAG = LogSlice.REQUEST_ID_FIELD_NUMBER << 3 | 2  # a field of bytes on the wire
 _RETRY_PAUSE_S = 0.1
 _RENEWAL_RETRY_S = 5.0
 
@@ -52,6 +55,12 @@ class Readers:
         self._accept_again = accept_again
         limit_s = 2 * self._settings.beat_limit_s  # a round must not wait for one node, or one lost connection
         self._limit_s = limit_s
+        self.limits = ReadLimits(
+            buffer_bytes=self._settings.buffer_bytes,
+            batch_bytes=self._settings.read_bytes,
+            page_entries=self._settings.read_batch,
+            budget=ByteBudget(self._settings.buffers_bytes),
+        )
         self.reads = OpenReads()
         self.registrations = Registrations(broker, gateway_id, self.reads, limit_s, serves=serves)
         self.poller = Poller(broker.connection, broker.settings, self.reads, limit_s)
@@ -77,9 +86,9 @@ class Readers:
 
     def wake(self, message: bytes) -> None:
         """Pass the slices of a wake-up to their reads."""
-        for log_slice in WakeUp.FromString(message).slices:
-            for follower in self.reads.of(log_slice.request_id):
-                follower.offer(log_slice)
+        for packed in PackedWakeUp.FromString(message).slices:
+            for follower in self.reads.of(_request_id(packed)):
+                follower.offer(packed)
 
     def on_gap(self) -> None:
         """Poll now: wake-ups may have been lost."""
@@ -99,7 +108,7 @@ class Readers:
             tenant=tenant,
             from_index=from_index,
             digest=digest,
-            buffer_entries=self._settings.buffer_entries,
+            limits=self.limits,
             spec=spec,
         )
         self.join(follower)
@@ -131,6 +140,7 @@ class Readers:
             raise refused
 
     def _leave(self, follower: Follower) -> None:
+        follower.buffer.clear()
         if self.reads.remove(follower) and not follower.ended:
             self.registrations.leave(follower.where, follower.request_id)
             self.timer.nudge()
@@ -154,11 +164,12 @@ class Readers:
                 await follower.wait(LONGEST_WAIT_S)
 
     async def _from_log(self, follower: Follower) -> list[LogEntry]:
-        start, batch = follower.log_start, self._settings.read_batch
+        start, batch = follower.log_start, follower.page_entries
         log = follower.where.log(follower.request_id)
         rows = await self._broker.connection.read_acknowledged(
             follower.where.prefix, "XRANGE", log, f"{start + 1}-0", "+", "COUNT", batch
         )
+        follower.note_page(len(rows), sum(len(value) for _, fields in rows for value in fields.values()))
         if len(rows) == batch:
             follower.request_log_read()
         return follower.take_logged(start, [from_stream_fields(fields) for _, fields in rows])
@@ -206,3 +217,10 @@ class Readers:
                 if self._closed or time.monotonic() > limit:
                     raise
                 await asyncio.sleep(_RETRY_PAUSE_S)
+
+
+def _request_id(packed: bytes) -> str:
+    """Return the request of a packed LogSlice: by convention its first field, and shorter than 128 bytes."""
+    if len(packed) > 2 and packed[0] == _REQUEST_ID_TAG and packed[1] < 0x80:
+        return packed[2 : 2 + packed[1]].decode()
+    return LogSlice.FromString(packed).request_id
