@@ -32,6 +32,6 @@ async def test_gateways_permit_the_probes(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(grpc.aio, "server", recorded)
     gateway: Any = SimpleNamespace(settings=Settings())
-    GrpcServer(gateway)
+    GrpcServer(gateway, max_connections=1)
     least_s = given["grpc.http2.min_ping_interval_without_data_ms"] / 1000
     assert Transport().keepalive_s >= least_s + JITTER_S

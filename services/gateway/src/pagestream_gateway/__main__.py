@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import resource
 import sys
 
 import setproctitle
@@ -13,6 +14,7 @@ from pagestream_gateway.lifecycle import serve
 from pagestream_gateway.settings import load_settings
 
 _YOUNG_OBJECTS = 20_000  # between two collections; a few MB
+_OPEN_FILES = 2**16
 EXIT_BAD_OPTIONS = 2
 
 
@@ -26,6 +28,7 @@ def main() -> None:
         settings = load_settings()
         configure_logs(settings.telemetry)
         _tune_collector()
+        _raise_file_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
     except SettingsError as error:
@@ -42,6 +45,14 @@ def _tune_collector() -> None:
     """
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS)
+
+
+def _raise_file_limit() -> None:
+    """Let the process open more files, where it may: each connection is one, and many systems begin with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,10 @@
     |- Unauthenticated        no API key, or an unknown one
     |- BodyTooLarge           more bytes than the gateway reads
     |- WrongContentType       the Content-Type is not application/json
+    |- HeaderTooLarge         more bytes or fields in a request's header than the gateway reads
+    |- RequestTimeout         a request's header or body took too long to arrive
+    |- MalformedHttp          the bytes of a connection are not HTTP/1.1
+    |- TooManyConnections     this process has as many connections as it keeps
     |- Overloaded             too many requests wait for the tokenizer
     |- GatewayStopping        this process is stopping; any other gateway serves the same ids
     |- GenerationFailed       the log of an accepted request ended with an error
@@ -68,6 +72,32 @@ class WrongContentType(GatewayError):
 
     def __init__(self, given: str) -> None:
         super().__init__(f"Content-Type is {given or 'missing'}; send application/json")
+
+
+class HeaderTooLarge(GatewayError):
+    """A request's header has more bytes or fields than the gateway reads."""
+
+    def __init__(self, limit_bytes: int, limit_fields: int | None = None) -> None:
+        limit = f"{limit_bytes} bytes" if limit_fields is None else f"{limit_fields} fields"
+        super().__init__(f"the request's header is larger than the limit of {limit}")
+
+
+class RequestTimeout(GatewayError):
+    """A request's header or body took longer to arrive than the gateway waits."""
+
+
+class MalformedHttp(GatewayError):
+    """What came over a connection is not HTTP/1.1, or not in a form that the gateway reads."""
+
+    def __init__(self) -> None:
+        super().__init__("this is not an HTTP/1.1 request that the gateway can read")
+
+
+class TooManyConnections(GatewayError):
+    """This process has as many connections as it keeps; try again, or on another gateway."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"this gateway has {limit} open connections, its limit; try again")
 
 
 class Overloaded(GatewayError):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from pagestream_telemetry.process import Telemetry, running_telemetry
 
 from pagestream_gateway.api.app import build_app, build_metrics_app
 from pagestream_gateway.api.grpc.server import GrpcServer
+from pagestream_gateway.api.http_protocol import ConnectionLimits
 from pagestream_gateway.api.http_server import HttpServer
 from pagestream_gateway.core.auth import Authenticator, read_key_file
 from pagestream_gateway.core.calls import Calls
@@ -36,6 +38,7 @@ from pagestream_gateway.tls import Certificate
 logger = logging.getLogger(__name__)
 _HEALTH_PERIOD_S = 1.0
 _SERVICE = "pagestream-gateway"
+_OWN_FILES = 256  # open files beside those of clients' connections: to Redis, to the collector, logs
 
 
 @dataclass(frozen=True)
@@ -145,15 +148,22 @@ async def _servers(gateway: Gateway, certificate: Certificate | None) -> AsyncIt
     listen, limit_s = gateway.settings.gateway, gateway.settings.shutdown.close_limit_s
     async with contextlib.AsyncExitStack() as stack:
         tls, credentials = (certificate.context, certificate.grpc_credentials()) if certificate else (None, None)
-        http = HttpServer(build_app(gateway), close_limit_s=limit_s, tls=tls)
+        max_connections = _max_connections(gateway.settings)
+        limits = ConnectionLimits(
+            gateway.settings.connections,
+            gateway.settings.limits.max_body_bytes,
+            max_connections,
+            on_refusal=lambda code: gateway.calls.begin("http", "", {}).end(code),
+        )
+        http = HttpServer(build_app(gateway), limits, close_limit_s=limit_s, tls=tls)
         http_port = await http.start(listen.host, listen.http_port)
         stack.push_async_callback(http.stop)
         metrics_port = None
         if listen.metrics_port is not None:
-            metrics = HttpServer(build_metrics_app(gateway), close_limit_s=limit_s)
+            metrics = HttpServer(build_metrics_app(gateway), limits, close_limit_s=limit_s)
             metrics_port = await metrics.start(listen.host, listen.metrics_port)
             stack.push_async_callback(metrics.stop)
-        grpc_server = GrpcServer(gateway)
+        grpc_server = GrpcServer(gateway, max_connections=max_connections)
         stack.push_async_callback(grpc_server.stop, limit_s)
         grpc_port = await grpc_server.start(listen.host, listen.grpc_port, credentials)
         timers = [Periodic("health", _HEALTH_PERIOD_S, lambda: _set_health(gateway, grpc_server))]
@@ -165,6 +175,19 @@ async def _servers(gateway: Gateway, certificate: Certificate | None) -> AsyncIt
             timer.start()
             stack.push_async_callback(timer.stop)
         yield Ports(http_port, grpc_port, metrics_port)
+
+
+def _max_connections(settings: Settings) -> int:
+    """Return how many connections each API may keep, with as many files as the process may open."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return settings.connections.max_connections
+    found = min(settings.connections.max_connections, max(1, (most - _OWN_FILES) // 2))
+    if found < settings.connections.max_connections:
+        logger.warning(
+            "each API keeps at most %d connections, since the process may open %d files (ulimit -n)", found, most
+        )
+    return found
 
 
 async def _set_health(gateway: Gateway, server: GrpcServer) -> None:

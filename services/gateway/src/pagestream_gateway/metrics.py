@@ -35,8 +35,8 @@ class Metrics:
     def count_request(self, api: str, outcome: str) -> None:
         """Count a call that ended.
 
-        `api` is "chat", "completions", "resume", "grpc" or another name of a gRPC method; `outcome` is "ok",
-        "disconnected" or an error's code.
+        `api` is "chat", "completions", "resume", "grpc" or another name of a gRPC method, or "http" for a connection
+        that is refused before there is a call; `outcome` is "ok", "disconnected" or an error's code.
         """
         self._requests.series(api, outcome).add()
 

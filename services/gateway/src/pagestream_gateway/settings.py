@@ -81,6 +81,32 @@ class LimitSettings:
 
 
 @dataclass(frozen=True)
+class ConnectionSettings:
+    """Bounds on a connection: what a client may send before the gateway works for it, and how long that may take."""
+
+    max_header_bytes: int = 32 * 1024
+    """Bytes of a request's line and header; of a gRPC call's metadata."""
+    max_header_fields: int = 128
+    """Fields of an HTTP request's header. Each takes far more memory than its bytes."""
+    header_timeout_s: float = 10.0
+    """Seconds from a connection's begin, or from a further request's first byte, until the header is complete; and
+    for the handshake of TLS or HTTP/2.
+    """
+    body_timeout_s: float = 60.0
+    """Seconds from the header's end until the body is complete. The largest body then needs 140 kB a second."""
+    idle_timeout_s: float = 75.0
+    """Seconds that an HTTP connection without a request stays open after an answer. Above the 60 s of many proxies: who
+    closes first must be the side that sends the requests.
+    """
+    max_connections: int = 8192
+    """Open connections of each port. One more is answered with 503, or closed on the gRPC port. Fewer are kept where
+    the process may not open as many files.
+    """
+    max_grpc_streams: int = 8192
+    """Calls that are open at once on one gRPC connection; further ones wait in the client."""
+
+
+@dataclass(frozen=True)
 class StreamSettings:
     """How answers are streamed."""
 
@@ -110,6 +136,7 @@ class Settings:
 
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     limits: LimitSettings = field(default_factory=LimitSettings)
+    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     stream: StreamSettings = field(default_factory=StreamSettings)
     shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
@@ -120,6 +147,7 @@ class Settings:
 _OWN_GROUPS = {
     "gateway": GatewaySettings,
     "limits": LimitSettings,
+    "connections": ConnectionSettings,
     "stream": StreamSettings,
     "shutdown": ShutdownSettings,
 }
@@ -188,7 +216,7 @@ def _check(settings: Settings) -> None:
         raise SettingsError(f"gateway.redis (--redis): expected {', '.join(SCHEMES)}..., got {scheme[:40]!r}")
     if not settings.gateway.answer_limit_s > 0:
         raise SettingsError(f"gateway.answer_limit_s: {settings.gateway.answer_limit_s} must be above 0")
-    for group in ("limits", "stream", "shutdown"):
+    for group in ("limits", "connections", "stream", "shutdown"):
         for name, value in dataclasses.asdict(getattr(settings, group)).items():
             if not value > 0:
                 raise SettingsError(f"{group}.{name}: {value} must be above 0")

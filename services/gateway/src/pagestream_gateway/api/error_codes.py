@@ -49,6 +49,10 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     errors.Unauthenticated: ErrorCode(401, _Status.UNAUTHENTICATED, _INVALID, "invalid_api_key"),
     errors.BodyTooLarge: ErrorCode(413, _Status.RESOURCE_EXHAUSTED, _INVALID, "body_too_large"),
     errors.WrongContentType: ErrorCode(415, _Status.INVALID_ARGUMENT, _INVALID, "wrong_content_type"),
+    errors.HeaderTooLarge: ErrorCode(431, _Status.RESOURCE_EXHAUSTED, _INVALID, "header_too_large"),
+    errors.RequestTimeout: ErrorCode(408, _Status.DEADLINE_EXCEEDED, _INVALID, "request_timeout"),
+    errors.MalformedHttp: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "malformed_http"),
+    errors.TooManyConnections: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "too_many_connections"),
     errors.Overloaded: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "overloaded"),
     errors.GatewayStopping: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "gateway_stopping"),
     errors.GenerationFailed: ErrorCode(500, _Status.INTERNAL, _SERVER, "engine_error"),
@@ -101,6 +105,6 @@ def _message(error: Exception) -> str:
 def _retry_after_s(error: Exception) -> float | None:
     if isinstance(error, errors.Overloaded | streams.QueueFull):
         return error.retry_after_s
-    if isinstance(error, errors.GatewayStopping | streams.Unavailable):
+    if isinstance(error, errors.GatewayStopping | errors.TooManyConnections | streams.Unavailable):
         return _UNAVAILABLE_RETRY_S
     return None

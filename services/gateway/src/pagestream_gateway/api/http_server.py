@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import socket
 import ssl
 from collections.abc import Iterator
@@ -9,21 +10,40 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from pagestream_gateway.api.http_protocol import BoundedHttpProtocol, ConnectionLimits
 from pagestream_gateway.errors import StartupError
 
 _BACKLOG = 4096  # thousands of streams may reconnect at once when another gateway has gone
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process, and sets `serving` once it accepts connections."""
+    """Leaves signals to the process, bounds its connections, and sets `serving` once it accepts them."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, tls: ssl.SSLContext | None) -> None:
         super().__init__(config)
         self.serving = asyncio.Event()
+        self._limits = limits
+        self._tls = tls
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """Accept connections from the sockets. In place of uvicorn's, which knows no limit on TLS handshakes."""
+        loop = asyncio.get_running_loop()
+        handshake_s = self._limits.settings.header_timeout_s if self._tls else None
+        self.servers = [
+            await loop.create_server(
+                self._connection,
+                sock=listener,
+                ssl=self._tls,
+                ssl_handshake_timeout=handshake_s,
+                backlog=self.config.backlog,
+            )
+            for listener in sockets or []
+        ]
+        self.started = True
         self.serving.set()
+
+    def _connection(self) -> BoundedHttpProtocol:
+        return BoundedHttpProtocol(self._limits, self.config, self.server_state, self.lifespan.state)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -33,7 +53,9 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """A server with its port. Call `start`, then `stop`."""
 
-    def __init__(self, app: ASGIApp, *, close_limit_s: float, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, limits: ConnectionLimits, *, close_limit_s: float, tls: ssl.SSLContext | None = None
+    ) -> None:
         """`close_limit_s`: seconds that open connections get when the server stops."""
         config = uvicorn.Config(
             app,
@@ -43,11 +65,11 @@ class HttpServer:
             lifespan="off",
             ws="none",
             backlog=_BACKLOG,
+            timeout_keep_alive=math.ceil(limits.settings.idle_timeout_s),
             timeout_graceful_shutdown=round(close_limit_s),
         )
         config.load()
-        config.ssl = tls
-        self._server = _Server(config)
+        self._server = _Server(config, limits, tls)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:

@@ -13,11 +13,18 @@ _KEEP_ALIVE_MS = 30_000  # below the 60 s after which many proxies drop a silent
 
 
 class GrpcServer:
-    """A server with its port. Call `start`, then `stop`."""
+    """A server with its port. Call `start`, then `stop`; it refuses connections beyond `max_connections`."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, *, max_connections: int) -> None:
+        bounds = gateway.settings.connections
         options = (
             ("grpc.max_receive_message_length", gateway.settings.limits.max_body_bytes),
+            # Above the first bound gRPC refuses calls at random, above the second all.
+            ("grpc.max_metadata_size", bounds.max_header_bytes),
+            ("grpc.absolute_max_metadata_size", bounds.max_header_bytes),
+            ("grpc.max_concurrent_streams", bounds.max_grpc_streams),
+            ("grpc.max_allowed_incoming_connections", max_connections),
+            ("grpc.server_handshake_timeout_ms", round(bounds.header_timeout_s * 1000)),
             ("grpc.max_send_message_length", -1),
             # With it a second process on the same port would start, and take half of the calls.
             ("grpc.so_reuseport", 0),

@@ -1,0 +1,216 @@
+"""HTTP/1.1 connections with limits on what a client sends, and on the time that it takes to send it."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from pagestream_gateway.api.error_codes import error_report
+from pagestream_gateway.api.openai.errors import error_response
+from pagestream_gateway.errors import (
+    BodyTooLarge,
+    GatewayError,
+    HeaderTooLarge,
+    MalformedHttp,
+    RequestTimeout,
+    TooManyConnections,
+)
+from pagestream_gateway.settings import ConnectionSettings
+
+# Requests that a client sends ahead of the answers on one connection; each takes kilobytes from its header on.
+_MAX_PIPELINED = 8
+# A body in more chunks than this, of fewer bytes than that on average, costs more time than its bytes are worth: the
+# parser calls back for each chunk.
+_MAX_SMALL_CHUNKS = 1024
+_SMALL_CHUNK_BYTES = 16
+# After a refusal the connection stays for so long, and drops so much, that a client which is still sending sees the
+# answer: closing at once would reset the connection under it.
+_LINGER_S = 2.0
+_LINGER_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What each connection of a server is held to, and whom a refusal is reported to."""
+
+    settings: ConnectionSettings
+    max_body_bytes: int
+    """Bytes of a body that are still read once the request is answered."""
+    max_connections: int
+    """Open connections of the server."""
+    on_refusal: Callable[[str], None]
+    """Called with the error's code for each request or connection that is refused here."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which sets no limits, with those of ConnectionSettings.
+
+    The parser joins the pieces of a header's value in quadratic time, so a header is refused by the bytes that came
+    without completing anything, before they are many; and again, exactly, by name and value.
+    """
+
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+    ) -> None:
+        super().__init__(config=config, server_state=server_state, app_state=app_state)
+        self._limits = limits
+        self._in_body = False
+        """Whether a request's header is complete, and its body is not."""
+        self._is_refused = False
+        self._unfinished_bytes = 0  # since the parser last completed a header, a part of a body, or a request
+        self._header_bytes = 0
+        self._body_bytes = 0
+        self._num_chunks = 0
+        self._dropped_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    # -- what the transport calls
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request, or refuse the connection where there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            self._refuse(TooManyConnections(self._limits.max_connections))
+        else:
+            self._start_timer(self._limits.settings.header_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came; the requests that it completes begin."""
+        if self._is_refused:
+            self._drop(len(data))
+            return
+        self._unset_keepalive_if_required()
+        self._unfinished_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # There is no other protocol, and the parser reads no further: answer, then close.
+            self.cycle.keep_alive = False
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            self._refuse(cause if isinstance(cause, GatewayError) else MalformedHttp())
+            return
+        if self._unfinished_bytes > self._limits.settings.max_header_bytes:
+            self._refuse(HeaderTooLarge(self._limits.settings.max_header_bytes))
+        elif self._unfinished_bytes and not self._in_body and self._timer is None:
+            self._start_timer(self._limits.settings.header_timeout_s)
+
+    # -- what the parser calls; an error that one of these raises ends the parsing
+
+    def on_message_begin(self) -> None:
+        """Begin a request. Raises MalformedHttp where too many wait for their answers."""
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            raise MalformedHttp
+        super().on_message_begin()
+        self._header_bytes = self._body_bytes = self._num_chunks = 0
+
+    def on_url(self, url: bytes) -> None:
+        """Take a part of the URL. Raises HeaderTooLarge."""
+        self._count_header(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a field of the header, or of a chunked body's trailer. Raises HeaderTooLarge."""
+        self._count_header(len(name) + len(value))
+        if len(self.headers) >= self._limits.settings.max_header_fields:
+            raise HeaderTooLarge(self._limits.settings.max_header_bytes, self._limits.settings.max_header_fields)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begin to answer, and to wait for the body."""
+        self._unfinished_bytes = 0
+        self._in_body = True
+        self._start_timer(self._limits.settings.body_timeout_s)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body.
+
+        Raises MalformedHttp for too many small chunks, BodyTooLarge for a long body that no one reads any more.
+        """
+        self._unfinished_bytes = 0
+        self._num_chunks += 1
+        self._body_bytes += len(body)
+        if self._num_chunks > max(_MAX_SMALL_CHUNKS, self._body_bytes // _SMALL_CHUNK_BYTES):
+            raise MalformedHttp
+        if self.cycle.response_complete and self._body_bytes > self._limits.max_body_bytes:
+            raise BodyTooLarge(self._limits.max_body_bytes)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """End the body."""
+        self._unfinished_bytes = 0
+        self._in_body = False
+        self._stop_timer()
+        super().on_message_complete()
+
+    # -- limits
+
+    def _count_header(self, num_bytes: int) -> None:
+        self._header_bytes += num_bytes
+        if self._header_bytes > self._limits.settings.max_header_bytes:
+            raise HeaderTooLarge(self._limits.settings.max_header_bytes)
+
+    def _start_timer(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._time_is_over)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _time_is_over(self) -> None:
+        self._timer = None
+        settings = self._limits.settings
+        if self._in_body and self.pipeline:  # is not read before the answers ahead of it are written
+            self._start_timer(settings.body_timeout_s)
+        elif self._in_body:
+            self._refuse(RequestTimeout(f"the request's body took longer than {settings.body_timeout_s:g} s"))
+        elif self._unfinished_bytes:
+            self._refuse(RequestTimeout(f"the request's header took longer than {settings.header_timeout_s:g} s"))
+        else:  # never asked for anything: an answer might be read as that of a later request
+            self.transport.close()
+
+    def _refuse(self, error: GatewayError) -> None:
+        """Answer with an error where no other answer has begun, and close the connection."""
+        self._is_refused = True
+        self._stop_timer()
+        self._limits.on_refusal(error_report(error).code)
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if not self._in_body or cycle.response_started or self.pipeline:
+                self.transport.abort()
+                return
+            cycle.disconnected = True  # this answer takes the place of the application's
+            cycle.message_event.set()
+        self._answer(error)
+
+    def _answer(self, error: GatewayError) -> None:
+        response = error_response(error)
+        head = b"".join(b"%b: %b\r\n" % (name, value) for name, value in response.raw_headers)
+        status_line = STATUS_LINE[response.status_code]
+        self.transport.write(b"".join((status_line, head, b"connection: close\r\n\r\n", bytes(response.body))))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
+
+    def _drop(self, num_bytes: int) -> None:
+        self._dropped_bytes += num_bytes
+        if self._dropped_bytes > _LINGER_BYTES:
+            self.transport.abort()

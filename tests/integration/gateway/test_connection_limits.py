@@ -1,0 +1,208 @@
+"""What a connection may send, and how long it may take: limits come before work, and other clients notice nothing."""
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from pagestream.v1 import inference_pb2 as api
+from pagestream_gateway import Settings
+from pagestream_gateway.settings import ConnectionSettings
+from support.clients.gateway_clients import Address, grpc_stub, issue_certificate, post_events
+from support.engines.synthetic_engine import MODEL, SyntheticEngine
+
+LIMIT_S = 10.0
+SHORT_S = 0.2
+MAX_HEADER = 4096
+GET = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+CONNECTIONS = ConnectionSettings(
+    max_header_bytes=MAX_HEADER,
+    max_header_fields=16,
+    header_timeout_s=SHORT_S,
+    body_timeout_s=SHORT_S,
+    idle_timeout_s=SHORT_S,
+    max_connections=3,
+)
+Another = Callable[[Settings], AbstractAsyncContextManager[Address]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP answer before the connection's end; the status is 0 where there was none."""
+
+    status: int
+    code: str = ""
+
+
+class Connection:
+    """A TCP connection to a gateway's HTTP port."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        """Write bytes. Raises ConnectionError where the gateway has closed."""
+        self._writer.write(data)
+        async with asyncio.timeout(LIMIT_S):
+            await self._writer.drain()
+
+    async def send_many(self, data: bytes, times: int) -> None:
+        """Write the same bytes again and again. Raises ConnectionError where the gateway has closed."""
+        for _ in range(times):
+            await self.send(data)
+
+    async def end(self) -> Answer:
+        """Return the answer that the gateway closes the connection with."""
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                received = await self._reader.read()
+        except ConnectionError:
+            return Answer(0)
+        head, _, body = received.partition(b"\r\n\r\n")
+        if not head:
+            return Answer(0)
+        assert b"connection: close" in head.lower()
+        return Answer(int(head.split()[1]), json.loads(body)["error"]["code"])
+
+
+@asynccontextmanager
+async def connect(address: Address) -> AsyncIterator[Connection]:
+    """Open a connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", address.http_port)
+    try:
+        yield Connection(reader, writer)
+    finally:
+        writer.close()
+
+
+@pytest.fixture
+async def address(engine: SyntheticEngine, settings: Settings, another: Another) -> AsyncIterator[Address]:
+    """Run a gateway with short limits."""
+    async with another(replace(settings, connections=CONNECTIONS)) as running:
+        yield running
+
+
+async def end_of(address: Address, *parts: bytes) -> Answer:
+    """Return how a connection ends over which this was sent."""
+    async with connect(address) as connection:
+        try:
+            for part in parts:
+                await connection.send(part)
+        except ConnectionError:
+            pass  # the answer may have come before the end
+        return await connection.end()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [b"X-A: " + b"a" * (2 * MAX_HEADER), b"\r\n\r\n"],
+        [b"X-A: ", *[b"a" * MAX_HEADER] * 128],
+        [b"X-%d: 1\r\n" % number for number in range(100)],
+    ],
+    ids=["long", "endless", "many-fields"],
+)
+async def test_a_large_header_is_refused_before_its_end(address: Address, header: list[bytes]) -> None:
+    assert await end_of(address, GET, *header) == Answer(431, "header_too_large")
+
+
+async def test_a_header_of_64_mib_is_not_read(address: Address) -> None:
+    async with connect(address) as connection:
+        await connection.send(GET + b"X-A: ")
+        with pytest.raises(ConnectionError):
+            await connection.send_many(b"a" * 2**20, 64)
+
+
+async def test_an_endless_trailer_and_an_endless_chunk_extension_are_refused(address: Address) -> None:
+    chunked = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+    for tail in (b"2\r\n{}\r\n0\r\nX-A: ", b"2;a="):
+        assert await end_of(address, chunked + tail, *[b"a" * 2**18] * 2) == Answer(431, "header_too_large")
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"", Answer(0)),
+        (b"\r\n", Answer(408, "request_timeout")),
+        (GET + b"X-A", Answer(408, "request_timeout")),
+        (POST + b"Content-Length: 5\r\n\r\n{", Answer(408, "request_timeout")),
+        (b"nonsense\r\n\r\n", Answer(400, "malformed_http")),
+    ],
+    ids=["nothing", "no-line", "header", "body", "nonsense"],
+)
+async def test_a_stalled_request_ends(address: Address, sent: bytes, answer: Answer) -> None:
+    assert await end_of(address, sent) == answer
+
+
+async def test_a_stalled_connection_leaves_streams_alone(address: Address, engine: SyntheticEngine) -> None:
+    engine.hold_at = 2
+    async with httpx.AsyncClient(base_url=address.url, timeout=LIMIT_S) as client:
+        body = {"model": MODEL, "prompt": "hi", "max_tokens": 6}
+        stream = asyncio.create_task(post_events(client, "/v1/completions", body))
+        for _ in range(3):
+            assert (await end_of(address, GET)).status == 408
+        assert not stream.done()
+        engine.go_on()
+        _, events = await stream
+    assert events[-1].data == "[DONE]"
+
+
+async def test_a_body_that_nobody_reads_ends(address: Address, settings: Settings) -> None:
+    most = settings.limits.max_body_bytes
+    async with connect(address) as connection:
+        await connection.send(GET + b"Content-Length: 100000000000\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            await connection.send_many(b"a" * 2**20, most // 2**20 + 64)
+
+
+async def test_pipelined_requests_and_tiny_chunks_are_bounded(address: Address) -> None:
+    assert (await end_of(address, (GET + b"\r\n") * 1000)).status == 0
+    tiny = POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 5000
+    assert await end_of(address, tiny) == Answer(400, "malformed_http")
+
+
+async def test_connections_are_bounded(address: Address) -> None:
+    held = [await asyncio.open_connection("127.0.0.1", address.http_port) for _ in range(3)]
+    assert await end_of(address, GET + b"\r\n") == Answer(503, "too_many_connections")
+    for reader, writer in held:  # are closed by the gateway, since they ask for nothing
+        async with asyncio.timeout(LIMIT_S):
+            assert await reader.read() == b""
+        writer.close()
+    assert (await end_of(address, GET)).status == 408
+
+
+async def test_a_stalled_handshake_ends(
+    settings: Settings, engine: SyntheticEngine, another: Another, tmp_path: Path
+) -> None:
+    certificate, key = issue_certificate(tmp_path, 1)
+    listen = replace(settings.gateway, tls_certificate=certificate, tls_key=key)
+    async with another(replace(settings, gateway=listen, connections=CONNECTIONS)) as address:
+        for port in (address.http_port, address.grpc_port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            async with asyncio.timeout(LIMIT_S):
+                assert await reader.read() == b""
+            writer.close()
+        context = ssl.create_default_context(cafile=str(certificate))
+        async with httpx.AsyncClient(verify=context) as client:
+            assert (await client.get(f"https://127.0.0.1:{address.http_port}/healthz")).status_code == 200
+
+
+async def test_grpc_metadata_and_connections_are_bounded(address: Address) -> None:
+    async with grpc_stub(address) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.ListModels(api.ListModelsRequest(), metadata=(("x-a", "a" * (2 * MAX_HEADER)),))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await stub.ListModels(api.ListModelsRequest(), metadata=(("x-a", "a" * (MAX_HEADER // 2)),))
+    held = [await asyncio.open_connection("127.0.0.1", address.grpc_port) for _ in range(3)]
+    reader, writer = await asyncio.open_connection("127.0.0.1", address.grpc_port)
+    async with asyncio.timeout(LIMIT_S):
+        assert await reader.read() == b""
+    for _, each in [*held, (reader, writer)]:
+        each.close()
