@@ -15,7 +15,7 @@ from pagestream_gateway.core.queue_monitor import QueueMonitor
 from pagestream_gateway.tls import Certificate
 from pagestream_streams import Broker, StreamsSettings, Unavailable
 from pagestream_streams.admin.queues import queue_states
-from pagestream_streams.protocol import keys
+from pagestream_streams.protocol.keys import Keyspace
 from pagestream_telemetry.instruments import Registry
 from redis.asyncio import Redis
 from support.clients.gateway_clients import Address, issue_certificate
@@ -48,7 +48,7 @@ async def test_queue_metrics_go_and_come_back_with_the_models(
         execute, lost = broker.connection.execute, asyncio.Event()
 
         async def lose(*command: Any) -> Any:
-            if command == ("HGETALL", keys.MODELS) and not lost.is_set():
+            if command == ("HGETALL", Keyspace().models) and not lost.is_set():
                 lost.set()
                 await redis.flushall()
                 await asyncio.sleep(settings.directory_ttl_s)

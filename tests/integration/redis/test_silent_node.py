@@ -12,8 +12,7 @@ from pagestream.v1.inference_pb2 import REQUEST_STATE_QUEUED
 from pagestream_streams import Append, AppendKind, Broker, GatewaySession, StreamsSettings
 from pagestream_streams.connection.cluster import ClusterTopology
 from pagestream_streams.connection.embedded import ServerBinary
-from pagestream_streams.protocol import keys
-from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.keys import Keyspace, Partition
 from support.protocol.token_streams import MODEL, TENANT, card, eventually, numbers, read_all, spec, tokens, worker
 from support.redis.topologies import Server, Topology, fresh, running_cluster, until
 
@@ -70,7 +69,7 @@ def elsewhere(broker: Broker, port: int) -> int:
     return next(number for number, each in ports.items() if each != port)
 
 
-@pytest.mark.parametrize("key", [keys.MODELS, keys.model(MODEL), keys.engines(MODEL)])
+@pytest.mark.parametrize("key", [Keyspace().models, Keyspace().model(MODEL), Keyspace().engines(MODEL)])
 async def test_the_dead_of_other_partitions_are_reclaimed(topology: Topology, broker: Broker, key: str) -> None:
     """Whatever else the silent one has: the names of the models, their cards, who serves them."""
     port = port_of(broker, key)
@@ -92,7 +91,7 @@ async def test_the_dead_of_other_partitions_are_reclaimed(topology: Topology, br
 async def test_streams_of_other_partitions_go_on(topology: Topology, broker: Broker) -> None:
     """Also where the silent node has the channel of the reader's gateway: nothing waits for a wake-up to be sent."""
     gateway = GatewaySession(broker)
-    port = port_of(broker, keys.wake_ups(gateway.gateway_id))
+    port = port_of(broker, Keyspace().wake_ups(gateway.gateway_id))
     async with gateway, worker(broker) as engine:
         request = spec(partition=elsewhere(broker, port))
         await gateway.accept(request)

@@ -16,7 +16,8 @@ from pagestream_streams import (
     RequestNotFound,
     Unavailable,
 )
-from pagestream_streams.protocol import ids, keys
+from pagestream_streams.protocol import ids
+from pagestream_streams.protocol.keys import Keyspace
 from support.protocol.token_streams import FAST, MODEL, TENANT, eventually, numbers, read_all, spec, worker
 from support.redis.topologies import Place, ask_all
 
@@ -210,7 +211,7 @@ class TestIdempotencyKey:
         async with await Broker.connect(redis_url, settings) as brief, GatewaySession(brief) as gateway:
             first = await gateway.accept_once(spec(key="k"), body_digest="d")
             reader = asyncio.create_task(read_with(gateway, first))
-            reserved = keys.idempotency(TENANT, "k")
+            reserved = Keyspace().idempotency(TENANT, "k")
             begun = time.monotonic()
 
             async def has_run_long() -> bool:
@@ -228,7 +229,7 @@ class TestIdempotencyKey:
     async def test_what_nobody_reads_keeps_its_key_for_a_day(self, broker: Broker) -> None:
         async with GatewaySession(broker) as gateway:
             await gateway.accept_once(spec(key="k", on_disconnect=ON_DISCONNECT_CONTINUE), body_digest="d")
-            assert await broker.connection.execute("TTL", keys.idempotency(TENANT, "k")) > 86_000
+            assert await broker.connection.execute("TTL", Keyspace().idempotency(TENANT, "k")) > 86_000
 
     async def test_many_at_once_are_one(self, broker: Broker) -> None:
         async with GatewaySession(broker) as gateway:

@@ -8,9 +8,9 @@ import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_STOP, FinishReason
 from pagestream.v1.records_pb2 import LogEntry, WakeUp
 from pagestream_streams import AppendKind, Broker, GatewaySession, expire_engine
-from pagestream_streams.protocol import keys
 from pagestream_streams.protocol.digests import chain
 from pagestream_streams.protocol.entries import from_stream_fields
+from pagestream_streams.protocol.keys import Keyspace
 from pagestream_streams.protocol.records import Append
 from support.protocol.token_streams import TENANT, ending, eventually, numbers, read_all, spec, token, tokens, worker
 
@@ -45,7 +45,7 @@ async def test_durable_before_visible(broker: Broker) -> None:
         forged = LogEntry(token_id=999, digest="0" * 16)
         message = WakeUp()
         message.slices.add(request_id=request.request_id, first_index=20, entries=[forged])
-        await broker.connection.execute("PUBLISH", keys.wake_ups(gateway.gateway_id), message.SerializeToString())
+        await broker.connection.execute("PUBLISH", Keyspace().wake_ups(gateway.gateway_id), message.SerializeToString())
         await engine.append(claim, 20, ending(digest, count=20))
         await asyncio.wait_for(reading, 10)
         assert numbers(seen) == list(range(100, 120))

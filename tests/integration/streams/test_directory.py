@@ -7,12 +7,12 @@ import pytest
 from pagestream_streams import Broker
 from pagestream_streams.connection.connection import Call
 from pagestream_streams.errors import ModelNotFound
-from pagestream_streams.protocol import keys
+from pagestream_streams.protocol.keys import Keyspace
 from support.protocol.token_streams import MODEL, card
 
 
 async def lose_models(broker: Broker) -> None:
-    for key in (keys.MODELS, keys.model(MODEL)):
+    for key in (Keyspace().models, Keyspace().model(MODEL)):
         await broker.connection.execute("DEL", key)
 
 

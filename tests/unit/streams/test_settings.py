@@ -68,3 +68,9 @@ def test_an_error_names_the_variable(variable: str, text: str) -> None:
 def test_values_that_do_not_fit_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="lease_ms"):
         settings_from_environment({"PAGESTREAM_BROKER__LEASE_MS": "1000"})
+
+
+@pytest.mark.parametrize("prefix", ["", "a:b", "a{b}", "a b", "x" * 129])
+def test_a_key_prefix_that_another_part_of_a_key_could_hold_is_refused(prefix: str) -> None:
+    with pytest.raises(ValueError, match=r"PAGESTREAM_BROKER__\*: key_prefix: expected 1 to 128"):
+        settings_from_environment({"PAGESTREAM_BROKER__KEY_PREFIX": prefix})

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from pagestream_telemetry.environment import fields_of, out_of_range, read_environment, variable_of
 
+from pagestream_streams.protocol.keys import DEFAULT_PREFIX, Keyspace
+
 GROUP = "BROKER"
 
 
@@ -21,6 +23,9 @@ class StreamsSettings:
     """Seconds after which a command without a reply counts as lost."""
     max_connections: int = 64
     """Most connections of a process, one for each command in flight."""
+
+    key_prefix: str = DEFAULT_PREFIX
+    """Begins every key and channel. Deployments on one Redis need different ones; a change hides what is stored."""
 
     # -- durability of writes before their client hears of them, see docs/durability.md --
     wait_replicas: int = 0
@@ -127,6 +132,7 @@ class StreamsSettings:
 
     def __post_init__(self) -> None:
         """Refuse values that make a living engine look dead after an outage, and bounds that admit nothing."""
+        Keyspace(self.key_prefix)
         if self.control_leases * self.lease_ms <= self.lease_ms + self.sweep_ms:
             raise ValueError(
                 f"control_leases ({self.control_leases}) must be longer than a lease and sweep_ms ({self.sweep_ms}): "

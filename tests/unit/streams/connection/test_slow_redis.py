@@ -13,7 +13,7 @@ from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.connection import Connection
 from pagestream_streams.connection.wakeups import WakeUpSender
 from pagestream_streams.protocol import ids
-from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.keys import Keyspace, Partition
 from support.protocol.token_streams import eventually
 
 SETTINGS = StreamsSettings(directory_ttl_s=0.0)
@@ -21,6 +21,8 @@ SETTINGS = StreamsSettings(directory_ttl_s=0.0)
 
 class SlowModels:
     """Redis with models, which answers after `delay_s`."""
+
+    keyspace = Keyspace()
 
     def __init__(self) -> None:
         self.names = ["a"]
@@ -77,6 +79,8 @@ async def test_a_gateway_that_hears_slowly_has_one_message_on_its_way() -> None:
     release = asyncio.Event()
 
     class Slow:
+        keyspace = Keyspace()
+
         async def pipeline(self, commands: Sequence[Any], limit_s: float) -> list[int]:
             nonlocal open_now, most
             [(_, channel, data)] = commands

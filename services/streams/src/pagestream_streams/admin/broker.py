@@ -21,7 +21,6 @@ from pagestream_streams.connection import wakeups
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import END, EXPIRE, VIEW
 from pagestream_streams.errors import RequestNotFound
-from pagestream_streams.protocol import keys
 from pagestream_streams.protocol.finish_reasons import parse_finish_reason
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import ModelInfo, QuarantinedRequest, RequestView
@@ -200,6 +199,6 @@ async def expire_engine(broker: Broker, engine_id: str) -> None:
     calls = []
     for name in await broker.directory.names():
         for where in await broker.directory.all_partitions(name):
-            arguments = engine_id, keys.doorbell(name), where.number, broker.settings.control_ms
+            arguments = engine_id, where.doorbell, where.number, broker.settings.control_ms
             calls.append(Call(EXPIRE, where.prefix, arguments))
     await broker.connection.run_many(calls)

@@ -12,7 +12,7 @@ from pagestream.v1.records_pb2 import ModelCard
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import REGISTRY
 from pagestream_streams.errors import ModelNameRefused, ModelNotFound, RequestNotFound, Unavailable
-from pagestream_streams.protocol import ids, keys
+from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import ModelInfo
 from pagestream_streams.settings import StreamsSettings
@@ -38,6 +38,7 @@ class ModelDirectory:
     def __init__(self, connection: Connection, settings: StreamsSettings) -> None:
         """Create it empty; the first use reads the models."""
         self._connection = connection
+        self._keyspace = connection.keyspace
         self._ttl = settings.directory_ttl_s
         self._limit_s = settings.beat_limit_s / 2  # heartbeats and sweeps wait for it
         self._entries: dict[str, _Entry] = {}
@@ -50,15 +51,15 @@ class ModelDirectory:
         """Store a model's card; see Broker.publish_model."""
         _check(card.name, partitions)
         tag = ids.model_tag(card.name)
-        await self._connection.execute("HSETNX", keys.MODELS, tag, card.name)
-        holder = (await self._connection.execute("HGET", keys.MODELS, tag)).decode()
+        await self._connection.execute("HSETNX", self._keyspace.models, tag, card.name)
+        holder = (await self._connection.execute("HGET", self._keyspace.models, tag)).decode()
         if holder != card.name:
             raise ModelNameRefused(
                 f"the name {card.name!r} has the same tag {tag} as {holder!r}; serve the model under another name"
             )
         stored = card.SerializeToString(deterministic=True)
         digest = hashlib.sha256(stored).hexdigest()
-        key, (seconds, _) = keys.model(card.name), await self._connection.execute("TIME")
+        key, (seconds, _) = self._keyspace.model(card.name), await self._connection.execute("TIME")
         await self._connection.pipeline(
             [
                 ("HSETNX", key, "created", seconds),
@@ -79,14 +80,14 @@ class ModelDirectory:
 
     async def all_partitions(self, name: str) -> list[Partition]:
         """Return a model's partitions. ModelNotFound."""
-        return [Partition(name, number) for number in range(await self.partitions(name))]
+        return [self._keyspace.partition(name, number) for number in range(await self.partitions(name))]
 
     async def card(self, name: str) -> ModelCard:
         """Return a model's card, fetched once for each digest; don't change it. ModelNotFound."""
         entry = await self._entry(name)
         card = self._cards.get(entry.digest)
         if card is None:
-            stored, digest = await self._connection.execute("HMGET", keys.model(name), "card", "digest")
+            stored, digest = await self._connection.execute("HMGET", self._keyspace.model(name), "card", "digest")
             if stored is None or digest is None:  # Redis has lost it since the entry was read
                 raise ModelNotFound(name)
             card = ModelCard.FromString(stored)
@@ -97,7 +98,9 @@ class ModelDirectory:
         """Return all models, sorted by name, with the number of engines that live now."""
         await self._refresh()
         models = sorted(self._entries.items())  # a copy: the entries may change while the engines are counted
-        living = await self._connection.run_many([Call(REGISTRY, keys.engines(name), ("", 0)) for name, _ in models])
+        living = await self._connection.run_many(
+            [Call(REGISTRY, self._keyspace.engines(name), ("", 0)) for name, _ in models]
+        )
         return [
             ModelInfo(name, entry.created, entry.digest, len(engines), entry.partitions)
             for (name, entry), engines in zip(models, living, strict=True)
@@ -118,7 +121,7 @@ class ModelDirectory:
         name = self._tags.get(parts.model_tag)
         if name is None:
             raise RequestNotFound(request_id)
-        return Partition(name, parts.partition)
+        return self._keyspace.partition(name, parts.partition)
 
     async def _entry(self, name: str) -> _Entry:
         await self._refresh()
@@ -142,9 +145,11 @@ class ModelDirectory:
             self._read_at, self._is_stale = time.monotonic(), True
 
     async def _read(self) -> None:
-        found = await self._connection.execute("HGETALL", keys.MODELS)
+        found = await self._connection.execute("HGETALL", self._keyspace.models)
         tags = {tag.decode(): name.decode() for tag, name in found.items()}
-        rows = await self._connection.pipeline([("HMGET", keys.model(name), *_FIELDS) for name in tags.values()])
+        rows = await self._connection.pipeline(
+            [("HMGET", self._keyspace.model(name), *_FIELDS) for name in tags.values()]
+        )
         # A first publication writes the name before the row.
         self._entries = {
             name: _Entry(int(row[0]), row[1].decode(), int(row[2]))

@@ -11,7 +11,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams.connection.connection import Connection
 from pagestream_streams.connection.scripts import REVIVE
 from pagestream_streams.errors import RequestNotFound
-from pagestream_streams.protocol import ids, keys
+from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import QuarantinedRequest
 
@@ -59,7 +59,7 @@ async def requeue(connection: Connection, where: Partition, request_id: str) -> 
         spec.deadline_ms,
         spec.disconnect_grace_ms,
         1,
-        keys.doorbell(where.model),
+        where.doorbell,
         where.number,
     )
     if made is None:

@@ -12,7 +12,6 @@ from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
 from pagestream_streams.connection.scripts import SWEEP
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.protocol import keys
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.tasks import Periodic
 
@@ -121,7 +120,7 @@ class Sweeper:
         settings = self._broker.settings
         # Half an interval: of sweepers that tick together only one does the work, and a single one skips no tick.
         least = settings.sweep_ms // 2
-        lease, batch, bell = settings.lease_ms, settings.sweep_batch, keys.doorbell(where.model)
+        lease, batch, bell = settings.lease_ms, settings.sweep_batch, where.doorbell
         times = settings.control_ms, settings.storm_ms, settings.silence_ms
         return Call(
             SWEEP, where.prefix, (least, settings.sweep_gap_ms, lease, lease, batch, bell, where.number, *times)

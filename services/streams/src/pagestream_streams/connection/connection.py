@@ -17,6 +17,7 @@ from pagestream_streams.connection.scripts import Script
 from pagestream_streams.connection.topologies import open_topology
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.protocol.entries import Argument
+from pagestream_streams.protocol.keys import Keyspace
 from pagestream_streams.settings import StreamsSettings
 
 _RECONNECT_PAUSE_S = 0.1
@@ -43,6 +44,7 @@ class Connection:
         `topology`: used in place of the URL's.
         """
         self.url = url
+        self.keyspace = Keyspace(settings.key_prefix)
         self._connect_timeout = settings.connect_timeout_s
         self._durability = Durability.of(settings)
         self.topology = topology or open_topology(url, settings)

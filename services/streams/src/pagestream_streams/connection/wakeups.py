@@ -10,7 +10,6 @@ from pagestream.v1.records_pb2 import LogSlice, WakeUp
 
 from pagestream_streams.connection.connection import Connection
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.protocol import keys
 from pagestream_streams.tasks import cancel
 
 _log = logging.getLogger(__name__)
@@ -90,7 +89,8 @@ def _packed(slices: Iterable[tuple[LogSlice, bytes]]) -> dict[str, WakeUp]:
 
 async def _send(connection: Connection, messages: dict[str, WakeUp], limit_s: float | None = None) -> None:
     commands = [
-        ("PUBLISH", keys.wake_ups(gateway), message.SerializeToString()) for gateway, message in messages.items()
+        ("PUBLISH", connection.keyspace.wake_ups(gateway), message.SerializeToString())
+        for gateway, message in messages.items()
     ]
     try:
         await connection.pipeline(commands, limit_s)

@@ -18,7 +18,6 @@ from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.protocol import keys
 from pagestream_streams.protocol.entries import Argument, to_append_values
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import Append, AppendKind, AppendOutcome
@@ -56,9 +55,14 @@ class Appender:
         for place, each in enumerate(appends):
             places[self._identity.partition_of(each.request_id)].append(place)
         retention_ms = self._settings.retention_s * 1000
+        channels = self._connection.keyspace.wake_ups("")
         wakes = not self._connection.waits_for_durability
         calls = [
-            Call(APPEND, where.prefix, _arguments(retention_ms, [appends[i] for i in mine], wakes=wakes))
+            Call(
+                APPEND,
+                where.prefix,
+                _arguments(retention_ms, [appends[i] for i in mine], channels=channels, wakes=wakes),
+            )
             for where, mine in places.items()
         ]
         fault_points.before_append(appends)
@@ -94,14 +98,14 @@ class Appender:
             await wakeups.publish(self._connection, slices)
 
 
-def _arguments(retention_ms: int, appends: Sequence[Append], *, wakes: bool) -> list[Argument]:
+def _arguments(retention_ms: int, appends: Sequence[Append], *, channels: str, wakes: bool) -> list[Argument]:
     """Return append.lua's arguments for appends to one partition.
 
-    `wakes`: the script publishes the wake-ups of first entries. It must not where writes have to wait for disk or
-    replicas.
+    `channels`: prefix of the gateways' channels. `wakes`: the script publishes the wake-ups of first entries. It must
+    not where writes have to wait for disk or replicas.
     """
     values: list[str | int] = []
-    arguments: list[Argument] = [retention_ms, "", keys.wake_ups("")]
+    arguments: list[Argument] = [retention_ms, "", channels]
     for each in appends:
         cached = "" if each.cached_tokens is None else each.cached_tokens
         values += (each.request_id, str(each.epoch), each.nonce, each.first_index, cached, len(each.entries))

@@ -66,7 +66,7 @@ class Claimer:
                     break
                 asked_at = time.monotonic()
                 idle = not (claims or len(self._active_requests) or self._assignment.is_retired)
-                where = Partition(self._identity.model, number)
+                where = self._identity.keyspace.partition(self._identity.model, number)
                 try:
                     found = await self.claim_from(where, room, max_prompt_tokens, idle=idle)
                 except Unavailable as error:

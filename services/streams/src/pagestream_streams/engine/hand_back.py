@@ -10,7 +10,6 @@ from pagestream_streams.connection.connection import Call
 from pagestream_streams.connection.scripts import HAND_BACK
 from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.identity import EngineIdentity
-from pagestream_streams.protocol import keys
 from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.protocol.keys import Partition
 
@@ -36,7 +35,7 @@ class HandBack:
                 by_partition[where] += []
         # If the script's run is lost, the next heartbeats find requests that Redis shows and that aren't held.
         self._active_requests.drop(request_ids)
-        bell, why = keys.doorbell(identity.model), "failed" if failed else "stop"
+        bell, why = identity.keyspace.doorbell(identity.model), "failed" if failed else "stop"
         control_ms = self._broker.settings.control_ms
         await self._broker.connection.run_many(
             [

@@ -16,7 +16,6 @@ from pagestream_streams.engine.hand_back import HandBack
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
 from pagestream_streams.errors import ModelNotFound, Unavailable
-from pagestream_streams.protocol import keys
 from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.tasks import Periodic, within
@@ -82,7 +81,10 @@ class Heartbeat:
         lease_ms, short_s = self._settings.lease_ms, None if limit_s is None else limit_s / 2
         partitions = assignment.partitions = await self._read_partitions(short_s)
         before = self._active_requests.snapshot()
-        registry, registered = keys.engines(identity.model), "" if assignment.is_retired else identity.engine_id
+        registry, registered = (
+            identity.keyspace.engines(identity.model),
+            "" if assignment.is_retired else identity.engine_id,
+        )
         calls = [Call(REGISTRY, registry, (registered, lease_ms)), *self._calls(partitions)]
         living, *replies = await connection.run_each(calls, limit_s)
         failure = living if isinstance(living, Unavailable) else None
@@ -163,5 +165,5 @@ class Heartbeat:
         fields: list[Argument] = ["model", self._identity.model, FINGERPRINT_FIELD, self._identity.fingerprint]
         for name, value in load.items():
             fields += [name, str(value)]
-        key = keys.engine(self._identity.engine_id)
+        key = self._identity.keyspace.engine(self._identity.engine_id)
         await self._broker.connection.pipeline([("HSET", key, *fields), ("PEXPIRE", key, lease_ms)])

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.protocol import ids
-from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.keys import Keyspace, Partition
 
 
 @dataclass(frozen=True)
@@ -22,20 +22,23 @@ class EngineIdentity:
     """Names what decides the bits of the engine's results (model, mode, kernels, machine); "" matches any."""
     max_model_len: int
     """Longest context in tokens that the engine holds; 0 for no limit."""
+    keyspace: Keyspace
 
     @classmethod
-    def create(cls, name: str, *, model: str, fingerprint: str, max_model_len: int) -> EngineIdentity:
+    def create(
+        cls, name: str, *, model: str, fingerprint: str, max_model_len: int, keyspace: Keyspace
+    ) -> EngineIdentity:
         """Add a boot nonce to a name. ValueError for a name with white space or a colon."""
         if any(character.isspace() or character == ":" for character in name):
             raise ValueError(f"expected an engine id without spaces and colons, got {name!r}")
-        return cls(f"{name}:{secrets.token_hex(8)}", model, fingerprint, max_model_len)
+        return cls(f"{name}:{secrets.token_hex(8)}", model, fingerprint, max_model_len, keyspace)
 
     def partition_of(self, request_id: str) -> Partition:
         """Return the partition that a claimed request's id names, without asking Redis, which may have lost the model.
 
         RequestNotFound for a malformed id.
         """
-        return Partition(self.model, _partition_number(request_id))
+        return self.keyspace.partition(self.model, _partition_number(request_id))
 
 
 @lru_cache(maxsize=8192)

@@ -10,7 +10,6 @@ from pagestream_streams.engine.assignment import Assignment
 from pagestream_streams.engine.hand_back import HandBack
 from pagestream_streams.engine.heartbeat import FINGERPRINT_FIELD, Heartbeat
 from pagestream_streams.engine.identity import EngineIdentity
-from pagestream_streams.protocol import keys
 
 
 class Retirement:
@@ -38,11 +37,12 @@ class Retirement:
         """Give up the partitions and claim nothing new; see EngineSession.retire."""
         identity, connection = self._identity, self._broker.connection
         self._assignment.retire()
-        registry = keys.engines(identity.model)
+        keyspace = connection.keyspace
+        registry = keyspace.engines(identity.model)
         await connection.execute("ZREM", registry, identity.engine_id)
         living = await connection.run(REGISTRY, registry, "", 0)
         fingerprints = await connection.pipeline(
-            [("HGET", keys.engine(each.decode()), FINGERPRINT_FIELD) for each in living]
+            [("HGET", keyspace.engine(each.decode()), FINGERPRINT_FIELD) for each in living]
         )
         alike = {identity.fingerprint.encode(), b"", None}  # None: an engine that has not published it yet
         others_differ = bool(fingerprints and identity.fingerprint) and not any(each in alike for each in fingerprints)
@@ -63,5 +63,5 @@ class Retirement:
         partitions = await self._broker.directory.all_partitions(self._identity.model)
         await self._hand_back.hand_back({*self._active_requests, *await self._heartbeat.owned(partitions)})
         await connection.run_many([Call(LEAVE, where.prefix, (engine_id,)) for where in partitions])
-        await connection.execute("ZREM", keys.engines(self._identity.model), engine_id)
-        await connection.execute("DEL", keys.engine(engine_id))
+        await connection.execute("ZREM", connection.keyspace.engines(self._identity.model), engine_id)
+        await connection.execute("DEL", connection.keyspace.engine(engine_id))

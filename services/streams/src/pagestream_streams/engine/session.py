@@ -23,7 +23,6 @@ from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
 from pagestream_streams.engine.retirement import Retirement
 from pagestream_streams.errors import ModelNotFound, Unavailable
-from pagestream_streams.protocol import keys
 from pagestream_streams.protocol.records import Append, AppendOutcome, Claim
 
 
@@ -69,7 +68,11 @@ class EngineSession:
         connection, settings = broker.connection, broker.settings
         self._broker = broker
         self.identity = EngineIdentity.create(
-            engine_id or "engine", model=model, fingerprint=fingerprint, max_model_len=max_model_len
+            engine_id or "engine",
+            model=model,
+            fingerprint=fingerprint,
+            max_model_len=max_model_len,
+            keyspace=connection.keyspace,
         )
         self.assignment = Assignment()
         self.active_requests = ActiveRequests()
@@ -112,7 +115,7 @@ class EngineSession:
             hand_back=self.handing_back,
             heartbeat=self.heartbeat,
         )
-        self.subscription = Subscription(connection, [keys.doorbell(model)], self._ring, self._on_gap)
+        self.subscription = Subscription(connection, [connection.keyspace.doorbell(model)], self._ring, self._on_gap)
         self.sweeper = Sweeper(broker, lambda: broker.directory.all_partitions(model))
 
     @property

@@ -12,7 +12,7 @@ from pagestream_streams.connection.scripts import ACCEPT
 from pagestream_streams.errors import QueueFull, RequestNotFound
 from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.gateway.reservations import reserve
-from pagestream_streams.protocol import ids, keys, placement
+from pagestream_streams.protocol import ids, placement
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.settings import StreamsSettings
 
@@ -62,7 +62,7 @@ class Acceptor:
             settings.lease_ms,
             settings.max_queued_requests,
             settings.max_queued_prompt_tokens,
-            keys.doorbell(where.model),
+            where.doorbell,
             where.number,
             settings.tenant_weights.get(spec.tenant, 1),
             settings.tenant_alone_percent,
@@ -88,9 +88,9 @@ class Acceptor:
         return same
 
     def _is_overloaded(self, model: str, first: int, second: int) -> bool:
-        settings = self._broker.settings
-        here = self.queued.get(Partition(model, first), 0)
-        there = self.queued.get(Partition(model, second), 0)
+        settings, keyspace = self._broker.settings, self._broker.connection.keyspace
+        here = self.queued.get(keyspace.partition(model, first), 0)
+        there = self.queued.get(keyspace.partition(model, second), 0)
         return here > settings.overload_requests and here > settings.overload_factor * there
 
 

@@ -9,7 +9,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.connection.connection import Connection
 from pagestream_streams.errors import IdempotencyConflict, Unavailable
-from pagestream_streams.protocol import keys
+from pagestream_streams.protocol.keys import Keyspace
 
 _UNREAD_MS = 86_400_000  # longest wait and run of a request without readers, which would renew it
 _TRIES = 3  # a reservation can expire between SET and GET
@@ -25,7 +25,7 @@ async def reserve(connection: Connection, spec: RequestSpec, *, body_digest: str
         IdempotencyConflict: the key was used with another body.
         Unavailable: a retry is harmless.
     """
-    name, length_ms = _name(spec), _length_ms(spec, retention_s)
+    name, length_ms = _name(connection.keyspace, spec), _length_ms(spec, retention_s)
     value = f"{spec.request_id} {body_digest}"
     for _ in range(_TRIES):
         if await connection.execute("SET", name, value, "NX", "PX", length_ms):
@@ -41,7 +41,8 @@ async def reserve(connection: Connection, spec: RequestSpec, *, body_digest: str
 
 async def renew(connection: Connection, specs: Iterable[RequestSpec], retention_s: int, limit_s: float) -> None:
     """Renew the reservations of running requests that have a key. Unavailable, also after `limit_s` seconds."""
-    lengths = {_name(spec): _length_ms(spec, retention_s) for spec in specs if spec.idempotency_key}
+    keyspace = connection.keyspace
+    lengths = {_name(keyspace, spec): _length_ms(spec, retention_s) for spec in specs if spec.idempotency_key}
     await connection.pipeline([("PEXPIRE", name, length_ms) for name, length_ms in lengths.items()], limit_s)
 
 
@@ -50,8 +51,8 @@ def renewal_s(retention_s: int) -> float:
     return retention_s / 8
 
 
-def _name(spec: RequestSpec) -> str:
-    return keys.idempotency(spec.tenant, spec.idempotency_key)
+def _name(keyspace: Keyspace, spec: RequestSpec) -> str:
+    return keyspace.idempotency(spec.tenant, spec.idempotency_key)
 
 
 def _length_ms(spec: RequestSpec, retention_s: int) -> int:

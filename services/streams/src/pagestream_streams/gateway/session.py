@@ -15,7 +15,6 @@ from pagestream_streams.connection.subscription import Subscription
 from pagestream_streams.gateway.acceptance import Acceptor
 from pagestream_streams.gateway.heartbeat import GatewayHeartbeat
 from pagestream_streams.gateway.readers import Readers
-from pagestream_streams.protocol import keys
 from pagestream_streams.protocol.keys import Partition
 
 
@@ -44,7 +43,7 @@ class GatewaySession:
         self.acceptor = Acceptor(broker, self._id if serves else "")
         self.readers = Readers(broker, self._id, self._accept, serves=serves)
         self.subscription = Subscription(
-            broker.connection, [keys.wake_ups(self._id)], self.readers.wake, self.readers.on_gap
+            broker.connection, [broker.connection.keyspace.wake_ups(self._id)], self.readers.wake, self.readers.on_gap
         )
         self.heartbeat = GatewayHeartbeat(
             broker.connection,

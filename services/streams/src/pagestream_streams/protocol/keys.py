@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from dataclasses import dataclass
 from typing import NamedTuple
 
-MODELS = "ps:models"
+DEFAULT_PREFIX = "ps"
+
+_PREFIX = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class Partition(NamedTuple):
@@ -13,11 +17,18 @@ class Partition(NamedTuple):
 
     model: str
     number: int
+    key_prefix: str = DEFAULT_PREFIX
+    """Its keyspace's, see Keyspace."""
 
     @property
     def prefix(self) -> str:
         """Prefix of all its keys."""
-        return f"ps:{{{self.model}/{self.number}}}:"
+        return f"{self.key_prefix}:{{{self.model}/{self.number}}}:"
+
+    @property
+    def doorbell(self) -> str:
+        """The channel of its model's new work."""
+        return Keyspace(self.key_prefix).doorbell(self.model)
 
     def reads(self, gateway_id: str) -> str:
         """Return the set of requests of which a gateway is registered as a reader."""
@@ -46,31 +57,47 @@ class Partition(NamedTuple):
         return f"{self.prefix}dead"
 
 
-def model(name: str) -> str:
-    """Return the hash of a model's card and number of partitions."""
-    return f"ps:model:{name}"
+@dataclass(frozen=True)
+class Keyspace:
+    """The keys and channels of one deployment. Deployments that share a Redis have different prefixes."""
 
+    prefix: str = DEFAULT_PREFIX
+    """Before the first colon of every key and channel."""
 
-def engines(model_name: str) -> str:
-    """Return the sorted set of a model's living engines, scored by the end of their leases."""
-    return f"ps:engines:{model_name}"
+    def __post_init__(self) -> None:
+        """Refuse a prefix that would be read as another part of a key, or as a hash tag."""
+        if not _PREFIX.fullmatch(self.prefix):
+            raise ValueError(f"key_prefix: expected 1 to 128 of the characters A-Z a-z 0-9 . _ -, got {self.prefix!r}")
 
+    @property
+    def models(self) -> str:
+        """The hash of all models: tag -> name."""
+        return f"{self.prefix}:models"
 
-def engine(engine_id: str) -> str:
-    """Return the hash of an engine's published load. It expires, and says nothing about ownership."""
-    return f"ps:engine:{engine_id}"
+    def partition(self, model_name: str, number: int) -> Partition:
+        """Return one of a model's partitions."""
+        return Partition(model_name, number, self.prefix)
 
+    def model(self, name: str) -> str:
+        """Return the hash of a model's card and number of partitions."""
+        return f"{self.prefix}:model:{name}"
 
-def doorbell(model_name: str) -> str:
-    """Return the channel of a model's new work: partition numbers, delivered at most once."""
-    return f"ps:bell:{model_name}"
+    def engines(self, model_name: str) -> str:
+        """Return the sorted set of a model's living engines, scored by the end of their leases."""
+        return f"{self.prefix}:engines:{model_name}"
 
+    def engine(self, engine_id: str) -> str:
+        """Return the hash of an engine's published load. It expires, and says nothing about ownership."""
+        return f"{self.prefix}:engine:{engine_id}"
 
-def wake_ups(gateway_id: str) -> str:
-    """Return the channel of a gateway's wake-ups, delivered at most once."""
-    return f"ps:gateway:{gateway_id}"
+    def doorbell(self, model_name: str) -> str:
+        """Return the channel of a model's new work: partition numbers, delivered at most once."""
+        return f"{self.prefix}:bell:{model_name}"
 
+    def wake_ups(self, gateway_id: str) -> str:
+        """Return the channel of a gateway's wake-ups, delivered at most once."""
+        return f"{self.prefix}:gateway:{gateway_id}"
 
-def idempotency(tenant: str, key: str) -> str:
-    """Return the reservation of an idempotency key: a hash, since both texts come from clients and have any length."""
-    return "ps:idem:" + hashlib.sha256(f"{len(tenant)}:{tenant}{key}".encode()).hexdigest()
+    def idempotency(self, tenant: str, key: str) -> str:
+        """Return the reservation of an idempotency key: a hash, since both texts come from clients, of any length."""
+        return f"{self.prefix}:idem:" + hashlib.sha256(f"{len(tenant)}:{tenant}{key}".encode()).hexdigest()
