@@ -212,6 +212,22 @@ http://{{ include "pagestream.fullname" . }}-operator-sink.{{ .Release.Namespace
 {{- $model | default "MODEL" -}}
 {{- end -}}
 
+{{/* What begins all keys in Redis; empty: the default, `ps`. With a Redis of their own releases may share it, so each
+     has a prefix by its namespace and name. A release that was installed without one keeps the default. */}}
+{{- define "pagestream.keyPrefix" -}}
+{{- if .Values.broker.keyPrefix -}}
+{{- .Values.broker.keyPrefix -}}
+{{- else if not .Values.redis.bundled.enabled -}}
+{{- $name := printf "%s-settings" (include "pagestream.fullname" .) -}}
+{{- $stored := lookup "v1" "ConfigMap" .Release.Namespace $name -}}
+{{- if $stored -}}
+{{- dig "data" "PAGESTREAM_BROKER__KEY_PREFIX" "" $stored -}}
+{{- else -}}
+{{- printf "%s.%s" .Release.Namespace .Release.Name -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Refuses values that contradict each other, before anything is rendered. */}}
 {{- define "pagestream.check" -}}
 {{- $external := or .Values.redis.external.url .Values.redis.external.existingSecret -}}

@@ -118,6 +118,13 @@ def test_changed_shared_settings_replace_the_pods() -> None:
     assert template(children(pool(), other))["metadata"]["annotations"][SHARED_HASH] != before
 
 
+def test_the_key_prefix_reaches_pods_without_the_shared_config_map() -> None:
+    """It may be missing in the pool's namespace; without the prefix the pod would serve another queue."""
+    shared = {"PAGESTREAM_BROKER__KEY_PREFIX": "llm.a"}
+    made = template(children(pool(), EngineDefaults(**{**vars(SHARED), "shared": shared})))
+    assert {"name": "PAGESTREAM_BROKER__KEY_PREFIX", "value": "llm.a"} in made["spec"]["containers"][0]["env"]
+
+
 def test_options_are_the_config_map() -> None:
     data = by_kind(children(pool(engine={"maxNumSeqs": 8, "dtype": "float32"}), DEFAULTS))["ConfigMap"]["data"]
     assert data == {"PAGESTREAM_ENGINE__DTYPE": "float32", "PAGESTREAM_ENGINE__MAX_NUM_SEQS": "8"}

@@ -20,6 +20,8 @@ _SECURITY_CONTEXT = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
+_KEY_PREFIX = "PAGESTREAM_BROKER__KEY_PREFIX"
+
 _HAND_BACK_S = 10
 """Seconds that a pod needs to hand its requests back and to exit."""
 
@@ -86,6 +88,7 @@ def _env(pool: EnginePool, defaults: EngineDefaults) -> list[dict[str, Any]]:
         {"name": "PAGESTREAM_WORKER__ENGINE_ID", "value": "$(POD_NAME)"},
         {"name": "PAGESTREAM_WORKER__METRICS_PORT", "value": str(METRICS_PORT)},
         *_finish_timeout(pool),
+        *_key_prefix(defaults),
         *_telemetry(defaults),
         *model_variables(pool.spec.model),
         *(variable.to_object() for variable in pool.spec.template.env or []),
@@ -97,6 +100,12 @@ def _finish_timeout(pool: EnginePool) -> list[dict[str, Any]]:
     """The time for finishing requests that no pod of other numerics can continue, before the rest is handed back."""
     seconds = pool.spec.drain.grace_seconds - _HAND_BACK_S
     return [{"name": "PAGESTREAM_WORKER__FINISH_TIMEOUT_S", "value": str(seconds)}] if seconds > 0 else []
+
+
+def _key_prefix(defaults: EngineDefaults) -> list[dict[str, Any]]:
+    """The gateways' key prefix: without it, pods in a namespace without the shared ConfigMap would see no queue."""
+    prefix = defaults.shared.get(_KEY_PREFIX)
+    return [{"name": _KEY_PREFIX, "value": prefix}] if prefix else []
 
 
 def _telemetry(defaults: EngineDefaults) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 -- Helpers that are prepended to every script.
 --
--- KEYS[1] is the prefix of one partition's keys, "<key prefix>:{<model>/<partition>}:". Every key is made from it, so that all
--- keys of a script carry the same hash tag. KEYS[2] is never a key: it is there for clusters, see Connection in
--- connection.py. All times are milliseconds of Redis' own clock.
+-- KEYS[1] is the prefix of one partition's keys, "<key prefix>:{<model>/<partition>}:". Every key is made from it, so
+-- that all keys of a script carry the same hash tag. KEYS[2] is never a key: it is there for clusters, see Connection
+-- in connection.py. All times are milliseconds of Redis' own clock.
 
 -- == Time, memory, digests ==
 
