@@ -51,4 +51,4 @@ def test_clients_reconnect_and_miss_nothing(tmp_path: Path, num_gateways: int) -
     for before, after in zip(undisturbed, disturbed, strict=True):
         assert (after.text, after.finish_reason, after.usage) == (before.text, before.finish_reason, before.usage)
         assert after.indices == sorted(after.indices)
-        assert after.last_event_id.split("/")[1:] == before.last_event_id.split("/")[1:]
+        assert after.position.split("/")[1:] == before.position.split("/")[1:]

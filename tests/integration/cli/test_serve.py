@@ -117,14 +117,11 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
             running.process.wait(60)
 
 
-def events(response: httpx.Response) -> Iterator[tuple[str, str]]:
-    """Id and data of each event."""
-    last_id = ""
+def events(response: httpx.Response) -> Iterator[str]:
+    """Data of each event."""
     for line in response.iter_lines():
-        if line.startswith("id: "):
-            last_id = line.removeprefix("id: ")
-        elif line.startswith("data: "):
-            yield last_id, line.removeprefix("data: ")
+        if line.startswith("data: "):
+            yield line.removeprefix("data: ")
 
 
 def text_of(data: str) -> str:
@@ -139,11 +136,11 @@ def complete(serve: Serve, interrupt: str | None = None) -> tuple[str, list[int]
     timeout = httpx.Timeout(60.0)
     with httpx.stream("POST", f"{serve.url}/v1/completions", json=LONG, timeout=timeout) as response:
         assert response.status_code == 200, response.read()
-        for event_id, data in events(response):
+        for data in events(response):
             if data == "[DONE]":
                 return "".join(pieces), indices
             pieces.append(text_of(data))
-            indices.append(int(event_id.split("/")[1]))
+            indices.append(int(json.loads(data)["stream_position"].split("/")[1]))
             if interrupt is not None and len(pieces) == 10:
                 serve.kill(interrupt)
     raise AssertionError("the stream ended without [DONE]")

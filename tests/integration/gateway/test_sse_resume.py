@@ -1,4 +1,4 @@
-"""Streams over HTTP: ids, resuming on another gateway, cancelling."""
+"""Streams over HTTP: positions, ids, resuming on another gateway, cancelling."""
 
 import asyncio
 from dataclasses import replace
@@ -17,18 +17,30 @@ TEXT = "abcdefghijklmnopqrst"
 NUM_ENTRIES = 22  # tokens, finish, end
 
 
-async def test_ids_count_log_entries_and_done_repeats_the_last(http: httpx.AsyncClient) -> None:
+async def test_positions_count_log_entries(http: httpx.AsyncClient) -> None:
     request_id, events = await post_events(
         http, "/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}
     )
-    assert events[0].id == f"{request_id}/0/"
+    assert events[0].position == f"{request_id}/0/"
     indices = [event.next_index for event in events[:-1]]
     assert indices == sorted(set(indices))
     assert events[-2].next_index == NUM_ENTRIES
     assert events[-1].data == "[DONE]"
-    assert events[-1].id == events[-2].id
     assert {event.body["id"] for event in events[:-1]} == {request_id}
+    assert {event.id for event in events} == {""}
     assert chat_text(events) == TEXT
+
+
+async def test_ids_repeat_the_positions_where_they_are_asked_for_and_on_every_resume(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/chat/completions", json={**CHAT, "stream": True}, headers={"X-Stream-Ids": "true"})
+    events = [event async for event in sse_events(answer)]
+    again = await get_events(http, answer.headers["X-Request-Id"])
+    for seen in (events, again):
+        assert [event.id for event in seen[:-1]] == [event.position for event in seen[:-1]]
+        assert (seen[-1].id, seen[-1].data) == (seen[-2].id, "[DONE]"), "[DONE] repeats the last id"
+    assert again[0] == events[0]
+    refused = await http.post("/v1/chat/completions", json={**CHAT, "stream": True}, headers={"X-Stream-Ids": "1"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "X-Stream-Ids")
 
 
 async def test_another_gateway_goes_on_after_each_event(http: httpx.AsyncClient, other_gateway: Address) -> None:
@@ -36,13 +48,12 @@ async def test_another_gateway_goes_on_after_each_event(http: httpx.AsyncClient,
         http, "/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}
     )
     async with httpx.AsyncClient(base_url=other_gateway.url) as other:
-        for number, event in enumerate(events):
-            more = await get_events(other, request_id, after=event.id)
+        for number, event in enumerate(events[:-1]):
+            more = await get_events(other, request_id, after=event.position)
             assert chat_text(events[: number + 1]) + chat_text(more) == TEXT
-            assert more[-1].data == "[DONE]"
-            assert more[-1].id == events[-1].id
+            assert (more[-1].data, more[-1].id) == ("[DONE]", events[-2].position)
         whole = await get_events(other, request_id)
-    assert whole[0] == events[0]
+    assert whole[0].data == events[0].data
     assert chat_text(whole) == TEXT
 
 
@@ -90,7 +101,7 @@ async def test_a_stream_goes_on_elsewhere_while_it_is_made(
     view = (await http.get(f"/v1/requests/{request_id}")).json()
     assert (view["state"], view["next_index"], view["finish_reason"], view["attempts"]) == ("running", 5, None, 1)
     async with httpx.AsyncClient(base_url=other_gateway.url) as other:
-        reading = asyncio.create_task(get_events(other, request_id, after=seen[-1].id))
+        reading = asyncio.create_task(get_events(other, request_id, after=seen[-1].position))
         engine.go_on()
         more = await reading
     assert chat_text(seen) + chat_text(more) == TEXT
@@ -126,20 +137,20 @@ async def test_completions_keep_their_form(http: httpx.AsyncClient) -> None:
         assert texts == {0: "xab", 1: "yhi"}
 
 
-async def test_silence_is_filled_with_comments(engine: SyntheticEngine, settings: Settings, another: Any) -> None:
+async def test_silence_is_filled_with_empty_lines(engine: SyntheticEngine, settings: Settings, another: Any) -> None:
     engine.hold_at = 1
     quick = replace(settings, stream=StreamSettings(keep_alive_s=0.05))
-    comments = 0
+    lines = []
     async with (
         another(quick) as address,
         httpx.AsyncClient(base_url=address.url) as client,
         client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response,
     ):
         async for line in response.aiter_lines():
-            comments += line == ": keep-alive"
-            if comments == 2:
+            lines.append(line)
+            if lines[-6:] == [""] * 6:
                 engine.go_on()
-    assert comments >= 2
+    assert all(not line or line.startswith("data: ") for line in lines)
 
 
 async def test_a_stopping_gateway_tells_its_streams_to_go_on_elsewhere(
@@ -159,7 +170,7 @@ async def test_a_stopping_gateway_tells_its_streams_to_go_on_elsewhere(
     assert [event.body["error"]["code"] for event in rest] == ["gateway_stopping"]
     engine.go_on()
     request_id = response.headers["X-Request-Id"]
-    assert chat_text(seen) + chat_text(await get_events(http, request_id, after=rest[-1].id)) == TEXT
+    assert chat_text(seen) + chat_text(await get_events(http, request_id, after=rest[-1].position)) == TEXT
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -38,6 +38,7 @@ class Event:
     """A server-sent event."""
 
     id: str
+    """Empty where it has none."""
     data: str
 
     @property
@@ -46,8 +47,14 @@ class Event:
         return body
 
     @property
+    def position(self) -> str:
+        """Position after the event; empty for [DONE], which has none."""
+        return "" if self.data == "[DONE]" else str(self.body["stream_position"])
+
+    @property
     def next_index(self) -> int:
-        return int(self.id.split("/")[1])
+        """Index of that position; -1 for [DONE]."""
+        return int(self.position.split("/")[1]) if self.position else -1
 
 
 @dataclass(frozen=True)

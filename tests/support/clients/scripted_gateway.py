@@ -10,7 +10,7 @@ from typing import Any, Self
 REQUEST_ID = "2a97516c-0000-0123456789abcdef0123456789abcdef"
 HEAD = "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nConnection: close\r\n{more}"
 
-_COMMENT_S = 0.05
+_SIGN_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class ScriptedGateway:
 
     tokens: list[str] = field(default_factory=lambda: ["Once", " upon", " a", " time"])
     breaks: list[int | float | str] = field(default_factory=list)
-    """How each connection in turn ends: cut after a number of events (int), cut after seconds of comments (float), or
-    with an error event of this code (str). Connections beyond the list run to their end."""
+    """How each connection in turn ends: cut after a number of events (int), cut after seconds of empty lines (float),
+    or with an error event of this code (str). Connections beyond the list run to their end."""
     refusals: list[tuple[int, str]] = field(default_factory=list)
     """Status and message of the answers to the first requests."""
     models: list[str] = field(default_factory=lambda: ["demo"])
@@ -72,23 +72,22 @@ class ScriptedGateway:
         ending = self.breaks.pop(0) if self.breaks else None
         more = f"Transfer-Encoding: chunked\r\nX-Request-Id: {REQUEST_ID}\r\n\r\n"
         writer.write(HEAD.format(status="200 OK", kind="text/event-stream", more=more).encode())
-        _chunk(writer, ": accepted\n\n")
         if isinstance(ending, str):
-            _chunk(writer, _event(_start(call), {"error": {"message": "later", "code": ending}}))
+            _chunk(writer, _event(call, _start(call), {"error": {"message": "later", "code": ending}}))
             return
         if isinstance(ending, float):
-            for _ in range(max(1, round(ending / _COMMENT_S))):
-                await asyncio.sleep(_COMMENT_S)
-                _chunk(writer, ": keep-alive\n\n")
+            for _ in range(max(1, round(ending / _SIGN_S))):
+                await asyncio.sleep(_SIGN_S)
+                _chunk(writer, "\n\n")
             ending = 0
-        events = [_event(i + 1, self._body(call, i)) for i in range(_start(call), len(self.tokens) + 2)]
+        events = [_event(call, i + 1, self._body(call, i)) for i in range(_start(call), len(self.tokens) + 2)]
         for event in events if ending is None else events[:ending]:
             _chunk(writer, event)
             await writer.drain()
         if ending is not None:
             writer.transport.abort()
             return
-        _chunk(writer, f"id: {REQUEST_ID}/{len(self.tokens) + 2}/d\ndata: [DONE]\n\n")
+        _chunk(writer, "data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
 
     def _body(self, call: Call, index: int) -> dict[str, Any]:
@@ -106,8 +105,10 @@ def _start(call: Call) -> int:
     return int(last.split("/")[1]) if last else 0
 
 
-def _event(next_index: int, body: dict[str, Any]) -> str:
-    return f"id: {REQUEST_ID}/{next_index}/d{next_index}\ndata: {json.dumps(body)}\n\n"
+def _event(call: Call, next_index: int, body: dict[str, Any]) -> str:
+    position = f"{REQUEST_ID}/{next_index}/d{next_index}"
+    head = f"id: {position}\n" if call.method == "GET" else ""
+    return f"{head}data: {json.dumps({**body, 'stream_position': position})}\n\n"
 
 
 def _chunk(writer: asyncio.StreamWriter, text: str) -> None:

@@ -101,21 +101,13 @@ class GrpcReader:
         seen.next_index, seen.digest = chunk.next_index, chunk.digest
 
 
-@dataclass
-class Event:
-    """One SSE event."""
-
-    event_id: str
-    data: str
-
-
 class SseReader:
     """Reads one chat completion as server-sent events; resumes with Last-Event-ID at the next gateway."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = urls
         self.request_id = ""
-        self.last_event_id = ""
+        self.position = ""
         self.text = ""
         self.finish_reason: str | None = None
         self.usage: dict[str, int] | None = None
@@ -134,15 +126,16 @@ class SseReader:
                     await self._read(url, body, on_event)
                 if self.is_done:
                     return self
-                self.reconnects += 1 if self.last_event_id else 0
+                self.reconnects += 1 if self.request_id else 0
                 await asyncio.sleep(RETRY_S)
         raise StreamBrokenError("the stream has no end")
 
     async def _read(self, url: str, body: dict[str, object], on_event: Callable[["SseReader"], None] | None) -> None:
         async with httpx.AsyncClient(timeout=30.0) as client:
-            if self.last_event_id:
+            if self.request_id:
                 path = f"{url}/v1/requests/{self.request_id}/events"
-                request = client.build_request("GET", path, headers={"Last-Event-ID": self.last_event_id})
+                headers = {"Last-Event-ID": self.position} if self.position else {}
+                request = client.build_request("GET", path, headers=headers)
             else:
                 request = client.build_request("POST", f"{url}/v1/chat/completions", json=body)
             response = await client.send(request, stream=True)
@@ -152,27 +145,22 @@ class SseReader:
                 if response.status_code != httpx.codes.OK:
                     raise StreamBrokenError(f"{response.status_code}: {(await response.aread())!r}")
                 self.request_id = response.headers["X-Request-Id"]
-                event = Event("", "")
                 async for line in response.aiter_lines():
-                    if line.startswith("id:"):
-                        event.event_id = line[3:].strip()
-                    elif line.startswith("data:"):
-                        event.data = line[5:].strip()
-                    elif not line and event.data:
-                        self._take(event)
-                        event = Event("", "")
-                        if on_event is not None:
-                            on_event(self)
+                    if not line.startswith("data: "):
+                        continue
+                    self._take(line.removeprefix("data: "))
+                    if on_event is not None:
+                        on_event(self)
             finally:
                 await response.aclose()
 
-    def _take(self, event: Event) -> None:
-        self.last_event_id = event.event_id
-        if event.data == "[DONE]":
+    def _take(self, data: str) -> None:
+        if data == "[DONE]":
             self.is_done = True
             return
-        self.indices.append(int(event.event_id.split("/")[1]))
-        body = json.loads(event.data)
+        body = json.loads(data)
+        self.position = body["stream_position"]
+        self.indices.append(int(self.position.split("/")[1]))
         if body.get("usage"):
             self.usage = body["usage"]
         for choice in body["choices"]:

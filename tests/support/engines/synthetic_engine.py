@@ -160,9 +160,9 @@ class SyntheticEngine:
         self._has_work = asyncio.Event()
         self._session = EngineSession(broker, model=card.name, on_lost=self._drop)
 
-    def go_on(self) -> None:
-        """Let streams that are held, and all later ones, run to their end."""
-        self.hold_at = None
+    def go_on(self, hold_at: int | None = None) -> None:
+        """Let streams that are held, and all later ones, run to the entry `hold_at`; None: to their end."""
+        self.hold_at = hold_at
         self._has_work.set()
 
     async def run(self) -> None:

@@ -192,16 +192,16 @@ class SseClient(FeatureClient):
         self, row: FeatureRow, addresses: Sequence[str], *, model: str, key: str, seed: int | None = None
     ) -> None:
         super().__init__(row, addresses, model=model, key=key, seed=seed)
-        self._last_event_id = ""
+        self._position = ""
 
     async def _read(self, address: str) -> None:
         # Loading the certificate store takes longer than a stream, and there is no TLS here.
         async with httpx.AsyncClient(timeout=SILENCE_LIMIT_S, verify=False) as client:  # noqa: S501
-            if self._last_event_id:
+            if self._position:
                 request = client.build_request(
                     "GET",
                     f"{address}/v1/requests/{self.request_id}/events",
-                    headers={"Last-Event-ID": self._last_event_id},
+                    headers={"Last-Event-ID": self._position},
                 )
             else:
                 body = http_body(self.row, model=self._model, seed=self._seed)
@@ -222,17 +222,11 @@ class SseClient(FeatureClient):
         if response.status_code != httpx.codes.OK:
             raise StreamBrokenError(f"{self.name}: {response.status_code}: {(await response.aread())!r}")
         self.request_id = response.headers["X-Request-Id"]
-        event_id = data = ""
         async for line in response.aiter_lines():
-            if line.startswith("id:"):
-                event_id = line[3:].strip()
-            elif line.startswith("data:"):
-                data = line[5:].strip()
-            elif not line and data:
-                self._take(event_id, data)
-                event_id = data = ""
+            if line.startswith("data: "):
+                self._take(line.removeprefix("data: "))
 
-    def _take(self, event_id: str, data: str) -> None:
+    def _take(self, data: str) -> None:
         if data == "[DONE]":
             self.is_done = True
             return
@@ -242,18 +236,19 @@ class SseClient(FeatureClient):
                 raise StreamBrokenError(f"{self.name}: {body['error']}")
             return
         self.progress.append(time.monotonic())
-        request_id, index, digest = event_id.split("/")
+        position = body["stream_position"]
+        request_id, index, digest = position.split("/")
         opens = (
             int(index) == self.transcript.next_index == 0
         )  # the event with the role or the echoed prompt, before the first entry
         if self.row.is_chat and opens:
-            self._last_event_id = event_id
+            self._position = position
             return
-        if self.row.echo and opens and not self._last_event_id:
+        if self.row.echo and opens and not self._position:
             self.transcript.next_index = -1
         if request_id != self.request_id or int(index) <= self.transcript.next_index:
-            raise StreamBrokenError(f"{self.name}: event {event_id} after {self._last_event_id}")
-        self._last_event_id = event_id
+            raise StreamBrokenError(f"{self.name}: position {position} after {self._position}")
+        self._position = position
         self.transcript.next_index, self.transcript.digest = int(index), "" if self.row.is_list else digest
         if body.get("usage"):
             self.transcript.usage = (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"])

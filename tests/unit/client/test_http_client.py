@@ -148,7 +148,7 @@ async def test_waiting_in_a_queue_through_gateways_that_end_is_no_loss(ask: Ask)
 
 
 @pytest.mark.usefixtures("_ten_times_faster")
-async def test_comments_of_connections_that_end_at_once_are_no_progress(ask: Ask) -> None:
+async def test_signs_of_life_of_connections_that_end_at_once_are_no_progress(ask: Ask) -> None:
     policy = Reconnection(limit_s=0.4, first_delay_s=0.01, max_delay_s=0.02)
     async with ScriptedGateway(breaks=[1, *[0.05] * 100]) as gateway:
         with pytest.raises(Unavailable):
@@ -237,7 +237,7 @@ def test_another_address_is_refused() -> None:
 
 @pytest.fixture
 async def silent() -> AsyncIterator[ScriptedGateway]:
-    """A gateway that sends two tokens, and then comments for a minute."""
+    """A gateway that sends two tokens, and then empty lines for a minute."""
     async with ScriptedGateway(breaks=[2, 60.0]) as gateway:
         yield gateway
 

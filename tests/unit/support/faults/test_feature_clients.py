@@ -73,12 +73,16 @@ def test_grpc_detects_an_invalid_stream(wrong: pb.TokenChunk) -> None:
 def test_sse_detects_an_invalid_stream() -> None:
     client = SseClient(FEATURE_ROWS[0], [""], model="demo", key="k")
     client.request_id = "r"
-    data = json.dumps({"choices": [{"index": 0, "text": "x", "finish_reason": None}]})
-    client._take("r/2/d", data)
-    for event_id in ("r/2/d", "r/1/d", "other/3/d"):
+
+    def data(position: str) -> str:
+        choice = {"index": 0, "text": "x", "finish_reason": None}
+        return json.dumps({"choices": [choice], "stream_position": position})
+
+    client._take(data("r/2/d"))
+    for position in ("r/2/d", "r/1/d", "other/3/d"):
         with pytest.raises(StreamBrokenError):
-            client._take(event_id, data)
+            client._take(data(position))
     with pytest.raises(StreamBrokenError, match="digest_mismatch"):
-        client._take("r/2/d", json.dumps({"error": {"code": "digest_mismatch"}}))
-    client._take("r/2/d", json.dumps({"error": {"code": "unavailable"}}))
+        client._take(json.dumps({"error": {"code": "digest_mismatch"}, "stream_position": "r/2/d"}))
+    client._take(json.dumps({"error": {"code": "unavailable"}, "stream_position": "r/2/d"}))
     assert client.transcript.choices[0].text == "x"

@@ -26,10 +26,19 @@ def body_of(event: Event) -> Mapping[str, Any]:
     return body
 
 
-def position_of(event_id: str, default: Position) -> Position:
-    """Return the place that an event's id names; `default` where the server does not number its events."""
-    request_id, _, place = event_id.partition("/")
-    index, _, digest = place.partition("/")
+def place_of(event: Event, body: Mapping[str, Any]) -> str:
+    """Return the place after an event, `<request id>/<next index>/<digest>`: that of its body, else its id.
+
+    It is empty where the server numbers nothing.
+    """
+    place = body.get("stream_position")
+    return place if isinstance(place, str) else event.id
+
+
+def position_of(place: str, default: Position) -> Position:
+    """Return the position that a place stands for; `default` where it stands for none."""
+    request_id, _, rest = place.partition("/")
+    index, _, digest = rest.partition("/")
     return Position(request_id, int(index), digest) if index.isdecimal() else default
 
 

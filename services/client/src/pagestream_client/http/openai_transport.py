@@ -42,6 +42,8 @@ class _ResumableCall:
         self._request = request
         self._configuration = configuration
         self._decoder = SseDecoder()
+        # A resumed stream has ids always; its reader gets them where the first one has them.
+        self._with_ids = request.headers.get("x-stream-ids", "").lower() == "true"
         self.state: HttpStreamState = configuration.stream_state(
             HttpRequest(request.url.path, json.loads(request.content), key)
         )
@@ -67,7 +69,7 @@ class _ResumableCall:
         self.state.note_sign()
         for event in self._decoder.feed(data):
             self.state.take(event, self.target)
-            yield _encode(event)
+            yield _encode(event, with_id=self._with_ids)
 
     def delay_s(self, error: Exception | None) -> float:
         """Return the seconds until the next call, after one that failed, or that ended too early (None).
@@ -295,6 +297,6 @@ def _headers(response: httpx2.Response) -> list[tuple[str, str]]:
     ]
 
 
-def _encode(event: Event) -> bytes:
+def _encode(event: Event, *, with_id: bool) -> bytes:
     data = "".join(f"data: {line}\n" for line in event.data.split("\n"))
-    return (f"id: {event.id}\n" if event.id else "").encode() + f"{data}\n".encode()
+    return (f"id: {event.id}\n" if with_id and event.id else "").encode() + f"{data}\n".encode()

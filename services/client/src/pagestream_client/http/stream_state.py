@@ -8,7 +8,7 @@ from typing import Any
 
 from pagestream_client.chunks import Chunk
 from pagestream_client.errors import Position
-from pagestream_client.http.answers import DONE, body_of, chunk_of, failed_chunk, position_of
+from pagestream_client.http.answers import DONE, body_of, chunk_of, failed_chunk, place_of, position_of
 from pagestream_client.http.failures import CallRefused, failure_of_event
 from pagestream_client.http.requests import HttpRequest
 from pagestream_client.http.sse import Event
@@ -92,16 +92,17 @@ class HttpStreamState(ResumableStream):
         if error and (failure := failure_of_event(error)):
             raise CallRefused(failure)
         self.progressed(target)
-        position = position_of(event.id, self.position)
+        place = place_of(event, body)
+        position = position_of(place, self.position)
         self.accept(position.request_id)
-        self._last_event_id = event.id or self._last_event_id
+        self._last_event_id = place or self._last_event_id
         if error:
             chunk = failed_chunk(error, position)
             self.advance(chunk)
             self.end(chunk)
             return chunk
         chunk = chunk_of(body, position)
-        is_opening = event.id and position.next_index == 0 and not chunk.text
+        is_opening = place and position.next_index == 0 and not chunk.text
         self.advance(chunk)
         return None if is_opening else chunk
 

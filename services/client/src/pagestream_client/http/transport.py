@@ -12,7 +12,7 @@ class HttpTransport:
     connect_timeout_s: float = 5.0
     """Until a gateway that does not answer at all counts as failed."""
     read_timeout_s: float = 35.0
-    """Longest silence of a stream. A gateway sends a comment every 15 s while a request waits, so one that is silent
-    for longer may be dead."""
+    """Longest silence of a stream. A gateway sends a sign of life every 15 s while a request waits, so one that is
+    silent for longer may be dead."""
     answer_timeout_s: float = 10.0
     """Time-out of a call that is no stream."""

@@ -8,8 +8,8 @@ from pagestream_gateway.api.openai.errors import install_error_handlers
 from pagestream_gateway.core.gateway import Gateway
 
 _ABOUT = (
-    "OpenAI's API over a durable token stream. Each answer's X-Request-Id names its request; each event's id is "
-    "a place from which GET /v1/requests/<request id>/events goes on, on any gateway."
+    "OpenAI's API over a durable token stream. Each answer's X-Request-Id names its request; each event's "
+    "stream_position is a Last-Event-ID with which GET /v1/requests/<request id>/events goes on, on any gateway."
 )
 
 

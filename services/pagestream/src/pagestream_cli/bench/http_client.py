@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from pagestream_client.http.answers import DONE
+from pagestream_client.http.answers import DONE, place_of
 from pagestream_client.http.failures import error_message
 from pagestream_client.http.sse import Event, SseDecoder
 
@@ -123,8 +123,8 @@ async def _plain(reader: asyncio.StreamReader, length: str | None) -> AsyncItera
 def note_event(event: Event, measurement: ResponseMeasurement) -> None:
     """Record an event in the measurement.
 
-    A server that numbers its events (`<request>/<next index>/<digest>`) may put several tokens into one event, so the
-    numbers of tokens are taken from the usage.
+    A server that numbers its events (`stream_position`: `<request>/<next index>/<digest>`) may put several tokens into
+    one event, so the numbers of tokens are taken from the usage.
 
     Raises:
         AnswerError: the event is an error.
@@ -139,7 +139,7 @@ def note_event(event: Event, measurement: ResponseMeasurement) -> None:
     if usage := body.get("usage"):
         measurement.output_tokens = usage["completion_tokens"]
         measurement.input_tokens = usage["prompt_tokens"]
-    if event.id.split("/")[1:2] == ["0"]:  # the opening, before any token
+    if place_of(event, body).split("/")[1:2] == ["0"]:  # the opening, before any token
         return
     for choice in body.get("choices") or ():
         if choice.get("finish_reason") == "error":

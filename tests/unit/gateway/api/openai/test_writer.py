@@ -13,6 +13,7 @@ from pagestream.v1.records_pb2 import (
     LogEnd,
     RequestSpec,
 )
+from pagestream_gateway.api.openai.position import Position
 from pagestream_gateway.api.openai.requests import writer_of
 from pagestream_gateway.api.openai.writer import AnswerWriter
 from pagestream_gateway.api.runs import Run
@@ -30,6 +31,7 @@ def test_any_text_survives(text: str, choice: int) -> None:
     run = Run(choice, 1, "d", text=text, token_ids=[1])
     chat = json.loads(writer(API_FORM_CHAT_COMPLETIONS).chunk(run))
     assert chat["choices"] == [{"index": choice, "delta": {"content": text}, "logprobs": None, "finish_reason": None}]
+    assert chat["stream_position"] == "r/1/d"
     assert (chat["object"], chat["model"], chat["id"], chat["created"]) == ("chat.completion.chunk", 'm"x', "r", 5)
     completion = json.loads(writer(API_FORM_COMPLETIONS).chunk(run))
     assert completion["choices"] == [{"index": choice, "text": text, "logprobs": None, "finish_reason": None}]
@@ -47,10 +49,10 @@ def test_finishes() -> None:
 
 def test_usage_only_where_it_was_asked_for() -> None:
     end = LogEnd(usage=Usage(prompt_tokens=3, completion_tokens=4, cached_tokens=2))
-    assert writer(API_FORM_COMPLETIONS).usage(end) is None
+    assert writer(API_FORM_COMPLETIONS).usage(end, Position(5, "d")) is None
     asked = writer(API_FORM_COMPLETIONS, include_usage=True)
-    body = json.loads(asked.usage(end) or "")
-    assert body["choices"] == []
+    body = json.loads(asked.usage(end, Position(5, "d")) or "")
+    assert (body["choices"], body["stream_position"]) == ([], "r/5/d")
     assert body["usage"] == {
         "prompt_tokens": 3,
         "completion_tokens": 4,
@@ -61,7 +63,9 @@ def test_usage_only_where_it_was_asked_for() -> None:
 
 
 def test_openings() -> None:
-    roles = json.loads(writer(API_FORM_CHAT_COMPLETIONS, n=2).opening() or "")["choices"]
+    opening = json.loads(writer(API_FORM_CHAT_COMPLETIONS, n=2).opening() or "")
+    assert opening["stream_position"] == "r/0/"
+    roles = opening["choices"]
     assert [(choice["index"], choice["delta"]["role"]) for choice in roles] == [(0, "assistant"), (1, "assistant")]
     echo = json.loads(writer(API_FORM_COMPLETIONS, n=2, echo=["p"]).opening() or "")["choices"]
     assert [(choice["index"], choice["text"]) for choice in echo] == [(0, "p"), (1, "p")]

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai.errors import error_response, log_unexpected
-from pagestream_gateway.api.openai.position import START, Position
+from pagestream_gateway.api.openai.position import START, Position, position_after
 from pagestream_gateway.api.openai.writer import AnswerWriter
 from pagestream_gateway.api.runs import Run, split_runs
 from pagestream_gateway.core.calls import DISCONNECTED, OK, Call
@@ -40,6 +40,8 @@ class Reading:
     """The position from which the client reads on."""
     with_opening: bool = True
     """Whether the chunk before the first entry is still to be sent."""
+    with_ids: bool = True
+    """Whether each event has its position as its `id` too, as an EventSource needs it."""
     is_complete: bool = False
     """Whether the log has ended at `start`."""
 
@@ -120,7 +122,7 @@ class LogAnswer(Response):
         self._last_send_s = asyncio.get_running_loop().time()
 
     def _advance(self, run: Run) -> None:
-        self._position = Position(run.next_index, run.digest)
+        self._position = position_after(run)
 
 
 class WholeAnswer(LogAnswer):

@@ -42,9 +42,9 @@ def error_response(error: Exception, request_id: str = "") -> Response:
     return JSONResponse(error_body(report), report.http_status, headers)
 
 
-def error_data(error: Exception) -> str:
-    """Return the error's body as the data of a stream's event."""
-    return json.dumps(error_body(error_report(error)))
+def error_data(error: Exception, stream_position: str) -> str:
+    """Return the error's body as the data of a stream's event, with the position from which a reader resumes."""
+    return json.dumps({**error_body(error_report(error)), "stream_position": stream_position})
 
 
 def log_unexpected(error: Exception, request_id: str = "") -> None:

@@ -145,6 +145,7 @@ async def generate(
     """
     try:
         tenant = gateway.tenant(request.headers.get("authorization"))
+        with_ids = _wants_ids(request.headers)
         parsed = await _parsed(gateway, request, parse)
         try:
             spec = await gateway.submission.submit(parsed.draft, tenant, call)
@@ -152,7 +153,7 @@ async def generate(
             if error.field is not None:
                 error.field = parsed.field_names.get(error.field, error.field)
             raise
-        reading = Reading(spec, tenant, call, writer(spec))
+        reading = Reading(spec, tenant, call, writer(spec), with_ids=with_ids)
         return EventStream(gateway, reading) if parsed.stream else WholeAnswer(gateway, reading)
     except asyncio.CancelledError:
         call.end(DISCONNECTED)
@@ -170,6 +171,14 @@ async def _parsed(gateway: Gateway, request: Request, parse: Parser) -> ParsedRe
         return parse(parse_json(data), request.headers)
 
     return work() if len(data) <= _SMALL_BODY_BYTES else await gateway.pool.run(work)
+
+
+def _wants_ids(headers: Mapping[str, str]) -> bool:
+    """Return whether a stream's events are to have `id:` lines. Raises InvalidRequest."""
+    text = headers.get("x-stream-ids", "false")
+    if text.lower() not in ("true", "false"):
+        raise InvalidRequest("X-Stream-Ids", f"must be true or false, got {text[:40]!r}")
+    return text.lower() == "true"
 
 
 def _deadline_ms(text: str | None) -> int:

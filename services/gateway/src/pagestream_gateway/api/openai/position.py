@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
+from pagestream_gateway.api.runs import Run
 from pagestream_gateway.errors import InvalidRequest
 
 _MAX_INDEX = 2**63
@@ -18,7 +19,7 @@ class Position:
     """Rolling digest of the entries before it; an empty one is not compared."""
 
     def event_id(self, request_id: str) -> str:
-        """Return the `id` of the event whose last entry stands before this position."""
+        """Return the `stream_position`, and the `id`, of the event whose last entry stands before this position."""
         return f"{request_id}/{self.next_index}/{self.digest}"
 
     @classmethod
@@ -38,6 +39,11 @@ class Position:
 
 
 START = Position()
+
+
+def position_after(run: Run) -> Position:
+    """Return the position after a run's last entry."""
+    return Position(run.next_index, run.digest)
 
 
 def _index(text: str, field: str) -> int:

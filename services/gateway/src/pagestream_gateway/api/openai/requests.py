@@ -24,7 +24,7 @@ _EVENTS_PARAMETERS: dict[str, Any] = {
             "name": "Last-Event-ID",
             "in": "header",
             "schema": {"type": "string"},
-            "description": "The id of the last event that was seen: `<request id>/<next index>/<digest>`.",
+            "description": "The stream_position of the last event that was seen: `<request id>/<next index>/<digest>`.",
         },
         {
             "name": "from",

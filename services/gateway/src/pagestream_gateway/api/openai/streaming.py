@@ -10,21 +10,27 @@ from starlette.types import Receive, Scope, Send
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai.answers import LogAnswer, Reading, failure
 from pagestream_gateway.api.openai.errors import error_data
+from pagestream_gateway.api.openai.position import position_after
 from pagestream_gateway.api.runs import split_runs
 from pagestream_gateway.core.calls import OK
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.errors import GatewayError
 
+KEEP_ALIVE = b"\n\n"
+"""Empty lines: every reader of events skips them, also those that take each other line for an event's JSON."""
+
 
 class EventStream(LogAnswer):
-    """An answer of events whose ids are the positions after their last log entries.
+    """An answer of events, each one `data:` line and an empty line, as OpenAI's.
 
-    A client that lost its connection reads on from the last id, on any gateway.
+    Each chunk holds the position after its last log entry; with `Reading.with_ids` it is the event's `id` too. A client
+    that lost its connection reads on from there, on any gateway.
     """
 
     def __init__(self, gateway: Gateway, reading: Reading) -> None:
         super().__init__(gateway, reading)
         self._headers_sent = False
+        self._owes_opening = reading.with_opening
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Write all events; return the outcome for the metrics."""
@@ -33,18 +39,19 @@ class EventStream(LogAnswer):
             if not self._reading.is_complete:
                 await self._send_log(send)
         except (GatewayError, StreamsError) as error:
-            # No [DONE]: a client that sees the end of the body without it goes on from its last id.
-            await self._send(send, self._event(error_data(error)), more=False)
+            # No [DONE]: a client that sees the end of the body without it resumes from its last position.
+            await self._send(send, self._opening() + self._error(error), more=False)
             return error_report(error).code
-        await self._send(send, self._event("[DONE]"), more=False)
+        await self._send(send, self._opening() + self._event("[DONE]"), more=False)
         return OK
 
     async def keep_alive(self, send: Send) -> None:
-        """Send a comment, once the headers are out."""
+        """Send empty lines, once the headers are out."""
         if self._headers_sent:
-            await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
+            await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
 
     async def _start(self, send: Send) -> None:
+        """Send the headers, which name the request, before there is any event."""
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
@@ -53,9 +60,6 @@ class EventStream(LogAnswer):
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._headers_sent = True
-        opening = self._writer.opening() if self._reading.with_opening else None
-        # Without an opening chunk a comment carries the headers out at once.
-        await self._send(send, self._event(opening) if opening is not None else ": accepted\n\n")
 
     async def _send_log(self, send: Send) -> None:
         with self._gateway.streams.entered():
@@ -77,23 +81,39 @@ class EventStream(LogAnswer):
                     return
 
     def _events(self, batch: list[LogEntry]) -> str:
-        events = []
+        events = [self._opening()]
         runs = split_runs(self._position.next_index, batch)
         self._reading.call.tokens(sum(len(run.token_ids) for run in runs))
         for run in runs:
             if run.end is None:
                 data: str | None = self._writer.chunk(run)
             elif run.end.reason == FINISH_REASON_ERROR:
-                data = error_data(failure(run.end))
+                data = error_data(failure(run.end), position_after(run).event_id(self._request_id))
             else:
-                data = self._writer.usage(run.end)
+                data = self._writer.usage(run.end, position_after(run))
             # An end that shows nothing has no event, so that [DONE] repeats the last id that was sent.
             if data is not None:
                 self._advance(run)
                 events.append(self._event(data))
         return "".join(events)
 
+    def _opening(self) -> str:
+        """Return the event before the first log entry, where it was not sent yet.
+
+        It goes out with the first entries, so that the first event marks the first token for those who measure.
+        """
+        if not self._owes_opening:
+            return ""
+        self._owes_opening = False
+        opening = self._writer.opening()
+        return "" if opening is None else self._event(opening)
+
+    def _error(self, error: Exception) -> str:
+        return self._event(error_data(error, self._position.event_id(self._request_id)))
+
     def _event(self, data: str) -> str:
+        if not self._reading.with_ids:
+            return f"data: {data}\n\n"
         return f"id: {self._position.event_id(self._request_id)}\ndata: {data}\n\n"
 
     async def _send(self, send: Send, text: str, *, more: bool = True) -> None:

@@ -15,6 +15,7 @@ from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, RequestSpec
 from pagestream_streams.protocol.finish_reasons import finish_reason_name
 
 from pagestream_gateway.api.openai.logprobs import Logprobs
+from pagestream_gateway.api.openai.position import START, Position, position_after
 from pagestream_gateway.api.runs import Run
 
 
@@ -49,7 +50,7 @@ class AnswerWriter(ABC):
         shared = {"created": spec.answer.created, "model": spec.model}
         self._head = _compact({"id": spec.request_id, "object": self.chunk_object, **shared})[:-1] + ',"choices":['
         # With include_usage each chunk says that its usage is still to come.
-        self._tail = '],"usage":null}' if spec.answer.include_usage else "]}"
+        self._tail = '],"usage":null' if spec.answer.include_usage else "]"
 
     @property
     def needs_history(self) -> bool:
@@ -78,7 +79,7 @@ class AnswerWriter(ABC):
             f'{{"index":{number},{part},"logprobs":null,"finish_reason":null}}'
             for number, part in enumerate(self.opening_parts())
         ]
-        return self._head + ",".join(choices) + self._tail if choices else None
+        return f"{self._head}{','.join(choices)}{self._tail}{self._position(START)}" if choices else None
 
     def chunk(self, run: Run) -> str:
         """Return the chunk of a run that is not the log's end."""
@@ -86,13 +87,14 @@ class AnswerWriter(ABC):
         if self._logprobs.is_asked:
             logprobs = _compact(self._logprobs.write(run))
         finish = '"finish_reason":null' if run.finish is None else _finish_fields(run.finish)
-        return f'{self._head}{{"index":{run.choice},{self.delta(run)},"logprobs":{logprobs},{finish}}}{self._tail}'
+        choice = f'{{"index":{run.choice},{self.delta(run)},"logprobs":{logprobs},{finish}}}'
+        return f"{self._head}{choice}{self._tail}{self._position(position_after(run))}"
 
-    def usage(self, end: LogEnd) -> str | None:
-        """Return the chunk with the usage, where it was asked for."""
+    def usage(self, end: LogEnd, position: Position) -> str | None:
+        """Return the chunk with the usage, where it was asked for; `position` is the one after the log's end."""
         if not self.spec.answer.include_usage:
             return None
-        return f'{self._head}],"usage":{_compact(usage_body(end.usage))}}}'
+        return f'{self._head}],"usage":{_compact(usage_body(end.usage))}{self._position(position)}'
 
     def whole(self, choices: Sequence[Sequence[Run]], usage: Usage) -> dict[str, Any]:
         """Return the body of an answer that is not streamed, from the runs of each choice."""
@@ -104,6 +106,10 @@ class AnswerWriter(ABC):
             "choices": [self._choice(number, runs) for number, runs in enumerate(choices)],
             "usage": usage_body(usage),
         }
+
+    def _position(self, position: Position) -> str:
+        """Return the end of a chunk: the position after it, from which a reader resumes."""
+        return f',"stream_position":"{position.event_id(self.spec.request_id)}"}}'
 
     def _choice(self, number: int, runs: Sequence[Run]) -> dict[str, Any]:
         finish = next((run.finish for run in reversed(runs) if run.finish is not None), ChoiceFinish())
