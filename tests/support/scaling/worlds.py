@@ -48,7 +48,8 @@ def queue(
     time_s: float = NOW, depth: float = 0.0, tokens: float = 0.0, age_s: float = 0.0, **more: float
 ) -> QueueSample:
     """A queue; empty by default."""
-    return QueueSample(time_s, depth, tokens, age_s, more.get("running", 0.0), more.get("drain", 0.0))
+    known = {name: more[name] for name in ("longest_tokens", "drain_longest_per_s") if name in more}
+    return QueueSample(time_s, depth, tokens, age_s, more.get("running", 0.0), more.get("drain", 0.0), **known)
 
 
 def pool(

@@ -300,7 +300,7 @@ def test_a_backlog_is_measured_against_what_a_pod_drains() -> None:
 
 
 def test_the_oldest_age_asks_for_pods_even_where_tokens_do_not() -> None:
-    shown = pool([0.5] * 4, queue(depth=1, tokens=10, age_s=3.0, drain=2000))
+    shown = pool([0.5] * 4, queue(depth=2, tokens=10, age_s=3.0, drain=2000))
     decision, _ = decide(CALM, shown, ScalingMemory())
     assert (decision.desired, decision.limiting) == (6, Limit.AGE)
 

@@ -29,7 +29,9 @@ class ScalingMemory:
     queue_time_s: float | None = None
     """Time of the last valid queue sample."""
     queue_tokens: float = 0.0
-    """Prompt tokens that waited then."""
+    """Prompt tokens that waited then, of long prompts what counts as arriving load."""
+    requests_high: Window = ()
+    """Most requests queued or owned by engines in the arrival window."""
     arrivals: tuple[tuple[float, float], ...] = ()
     """(time, prompt tokens per second), one for each queue sample."""
     kv_sums: tuple[tuple[float, float], ...] = ()

@@ -65,6 +65,10 @@ class QueueSample:
     """Requests owned by engines."""
     drain_tokens_per_s: float | None = None
     """Prompt tokens that engines claim per second; None before a measurement."""
+    longest_tokens: float | None = None
+    """Prompt tokens of the largest request that waits; None: unknown."""
+    drain_longest_per_s: float | None = None
+    """The part of `drain_tokens_per_s` that the largest claimed request makes up; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

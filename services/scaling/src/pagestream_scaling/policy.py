@@ -78,6 +78,8 @@ class BacklogPolicy:
     """Least length of the short window in start-up times: shorter noise is over before new pods are ready."""
     generated_weight: float = 4.0
     """Prompt tokens that an engine computes in the time of one generated token."""
+    prompt_s: float = 2.0
+    """Seconds of a pod's work that one prompt counts as arriving load at most: a single long prompt is no rate."""
     trend: float = 0.0
     """How far a rise from the long to the short mean is extrapolated over a start-up time; 0 not at all, 1 fully."""
     oldest_age_s: float = 2.0
@@ -105,6 +107,7 @@ class BacklogPolicy:
             "oldest_age_s",
             "settle_s",
             "forget_s",
+            "prompt_s",
         ):
             _require_seconds(f"backlog.{name}", getattr(self, name))
         _require_seconds("backlog.saturated_age_s", self.saturated_age_s, positive=False)

@@ -98,7 +98,15 @@ def _queue_trouble(queue: QueueSample | None, now_s: float, policy: SamplesPolic
     late = _time_trouble(queue.time_s, now_s, policy)
     if late is not None:
         return late
-    amounts = (queue.depth, queue.tokens, queue.age_s, queue.running, queue.drain_tokens_per_s)
+    amounts = (
+        queue.depth,
+        queue.tokens,
+        queue.age_s,
+        queue.running,
+        queue.drain_tokens_per_s,
+        queue.longest_tokens,
+        queue.drain_longest_per_s,
+    )
     return None if all(map(_is_amount, amounts)) else "an absurd sample"
 
 

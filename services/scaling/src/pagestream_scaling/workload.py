@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from pagestream_scaling.memory import ScalingMemory
+from pagestream_scaling.memory import ScalingMemory, with_highest
 from pagestream_scaling.observation import PodSample, QueueSample
 from pagestream_scaling.policy import BacklogPolicy
 from pagestream_scaling.samples import ValidSamples
@@ -29,6 +29,8 @@ class Workload:
     """Of one pod."""
     measured: bool
     """Whether the capacity was measured rather than assumed."""
+    requests: int | None
+    """Most requests queued or running of late: more pods could not work at once. None: unknown."""
 
 
 def throughput(valid: ValidSamples, supply: Supply) -> float | None:
@@ -38,6 +40,17 @@ def throughput(valid: ValidSamples, supply: Supply) -> float | None:
     rates = [sample.prompt_tokens_per_s for sample in _ready_samples(valid, supply)]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known else None
+
+
+def divisible_tokens(queue: QueueSample, most_each: float) -> float:
+    """Queued prompt tokens, of each prompt at most `most_each`: a prompt is computed by one pod.
+
+    Only the largest one's size is known. Of the others the mean counts.
+    """
+    if queue.depth <= 0:
+        return queue.tokens
+    excess = max(0.0, (queue.longest_tokens or 0.0) - most_each)
+    return min(max(0.0, queue.tokens - excess), queue.depth * most_each)
 
 
 def work_done(valid: ValidSamples, supply: Supply, policy: BacklogPolicy) -> float | None:
@@ -69,8 +82,11 @@ def with_arrivals(memory: ScalingMemory, valid: ValidSamples, supply: Supply, po
         return memory
     arrivals = memory.arrivals
     left = throughput(valid, supply) or 0.0
+    each = max(_CAPACITY_MIN, _capacity(memory, policy))
+    left -= max(0.0, (queue.drain_longest_per_s or 0.0) - each * policy.prompt_s / policy.short_window_s)
+    tokens = divisible_tokens(queue, each * policy.prompt_s)
     if memory.queue_time_s is not None:
-        grown = (queue.tokens - memory.queue_tokens) / (queue.time_s - memory.queue_time_s)
+        grown = (tokens - memory.queue_tokens) / (queue.time_s - memory.queue_time_s)
         arrivals = (*arrivals, (queue.time_s, max(0.0, left + grown)))
     elif left > 0:
         arrivals = ((queue.time_s, left),)  # the first sample: no growth is known yet
@@ -79,7 +95,10 @@ def with_arrivals(memory: ScalingMemory, valid: ValidSamples, supply: Supply, po
         memory,
         arrivals=tuple(recent[-_ARRIVALS_KEPT:]),
         queue_time_s=queue.time_s,
-        queue_tokens=queue.tokens,
+        queue_tokens=tokens,
+        requests_high=with_highest(
+            memory.requests_high, queue.time_s, math.ceil(queue.depth + queue.running), policy.arrival_window_s
+        ),
     )
 
 
@@ -145,7 +164,13 @@ def workload(memory: ScalingMemory, supply: Supply, policy: BacklogPolicy) -> Wo
     """Estimate arrivals and capacity from what is remembered."""
     level = _level(memory, supply.startup_s, policy)
     held_for = max(level / policy.busy, level + _rise(memory, policy))
-    return Workload(level, held_for, max(_CAPACITY_MIN, _capacity(memory, policy)), memory.capacity is not None)
+    return Workload(
+        arrivals=level,
+        held_for=held_for,
+        capacity=max(_CAPACITY_MIN, _capacity(memory, policy)),
+        measured=memory.capacity is not None,
+        requests=memory.requests_high[0][1] if memory.requests_high else None,
+    )
 
 
 def _level(memory: ScalingMemory, startup_s: float, policy: BacklogPolicy) -> float:

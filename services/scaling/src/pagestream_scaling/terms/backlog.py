@@ -5,15 +5,19 @@ from __future__ import annotations
 from pagestream_scaling.decision import Limit
 from pagestream_scaling.supply import Supply
 from pagestream_scaling.terms.term import Situation, Term, pods_for
-from pagestream_scaling.workload import Workload
+from pagestream_scaling.workload import Workload, divisible_tokens
 
 
 def backlog_term(situation: Situation) -> Term:
     """Pods for the work that arrives, and for the backlog that is left when a pod ordered now is ready."""
     policy, work, queue = situation.policy.backlog, situation.workload, situation.valid.queue
     tokens = queue.tokens if queue is not None else 0.0
-    left = _left_at_horizon(tokens, situation.supply, work)
-    need = pods_for((work.held_for + left / _drain_s(situation)) / work.capacity)
+    drain_s = _drain_s(situation)
+    divisible = divisible_tokens(queue, work.capacity * drain_s) if queue is not None else 0.0
+    left = _left_at_horizon(divisible, situation.supply, work)
+    need = pods_for((work.held_for + left / drain_s) / work.capacity)
+    if work.requests is not None:
+        need = min(need, work.requests)
     wait_s = tokens / (work.capacity * len(situation.supply.ready)) if situation.supply.ready else 0.0
     keeps_up = queue is not None and (
         tokens <= 0 or (wait_s <= policy.oldest_age_s and len(situation.supply.ready) > 0)
@@ -51,14 +55,16 @@ def _left_at_horizon(tokens: float, supply: Supply, work: Workload) -> float:
 def age_term(situation: Situation) -> Term:
     """Pods for an oldest request that has waited too long. It needs no estimate of a pod's capacity.
 
-    It asks once, waits until the pods that it asked for are ready, and then for the time that a backlog may take.
+    It asks once, waits until the pods that it asked for are ready, and then for the time that a backlog may take. It
+    asks for no more pods in addition than requests wait.
     """
     policy, queue, ready = situation.policy.backlog, situation.valid.queue, len(situation.supply.ready)
     age_s = queue.age_s if queue is not None and queue.depth > 0 else 0.0
     late = age_s > policy.oldest_age_s
     factor = min(policy.age_factor_max, age_s / policy.oldest_age_s)
     waits = bool(situation.supply.arriving_s) or (ready > 0 and situation.ready_for_s < _drain_s(situation))
-    need = 0 if not late else situation.supply.expected if waits else max(1, pods_for(ready * factor))
+    wanted = max(1, min(pods_for(ready * factor), ready + pods_for(queue.depth))) if queue is not None else 0
+    need = 0 if not late else situation.supply.expected if waits else wanted
     sentence = f"the oldest request has waited {age_s:.1f} s, at most {policy.oldest_age_s:g} s wanted: {need} needed"
     return Term(Limit.AGE, need, max(need, situation.replicas) if late else 0, sentence, {"queue_age_s": age_s})
 
