@@ -3,6 +3,11 @@
 {{- .Values.fullnameOverride | default .Release.Name | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
+{{/* The name of this release in its cluster: the controllerClass of its pools, and an attribute of its metrics. */}}
+{{- define "pagestream.release" -}}
+{{ .Release.Namespace }}.{{ include "pagestream.fullname" . }}
+{{- end -}}
+
 {{/* A component's selector: (dict "root" $ "component" "gateway"). */}}
 {{- define "pagestream.selector" -}}
 app.kubernetes.io/name: pagestream-{{ .component }}
@@ -200,7 +205,8 @@ http://{{ include "pagestream.fullname" . }}-operator-sink.{{ .Release.Namespace
     fieldRef:
       fieldPath: metadata.uid
 - name: OTEL_RESOURCE_ATTRIBUTES
-  value: k8s.namespace.name={{ .Release.Namespace }},k8s.pod.name=$(POD_NAME),k8s.pod.uid=$(POD_UID)
+  value: k8s.namespace.name={{ .Release.Namespace }},k8s.pod.name=$(POD_NAME),k8s.pod.uid=$(POD_UID),pagestream.release={{
+    include "pagestream.release" . }}
 {{- end -}}
 
 {{/* The model that the notes name as an example. */}}

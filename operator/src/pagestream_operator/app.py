@@ -55,7 +55,7 @@ class App:
     async def run(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set, then stop in order: the pools, the lease, the watches."""
         variables = self._settings.variables
-        metrics = MetricsStore()
+        metrics = MetricsStore(release=self._settings.release)
         sink = MetricsSink(metrics, SinkSettings(host=variables.otlp_host, port=variables.otlp_port))
         with ExitStack() as stack:
             running = stack.enter_context(
@@ -117,7 +117,7 @@ class App:
             self._trouble = "stopping"
             try:
                 async with asyncio.timeout(self._settings.variables.shutdown_s / 2):
-                    await release_finalizers(context.client, context.store)
+                    await release_finalizers(context.client, context.store, self._settings.release)
             except (TimeoutError, ApiFailure) as error:
                 logger.warning("can't release finalizers: %s", error)
             stop_leading.set()

@@ -55,7 +55,7 @@ def export_state(
     def collect() -> None:
         leads = leadership.is_leading
         leader.series().set(int(leads))
-        pools = dict(manager.pools)
+        pools = {key: reconciler for key, reconciler in manager.pools.items() if reconciler.is_served}
         for key, reconciler in pools.items():
             ready.series(*key).set(reconciler.ready)
             # All replicas decide; only the leader's decision is carried out.

@@ -31,6 +31,9 @@ class OperatorVariables:
     """Namespace of the lease."""
     lease_name: str = "pagestream-operator"
     """Name of the Lease by which the replicas elect a leader."""
+    release: str = ""
+    """The release of Pagestream whose pools this operator serves, and whose queues it scales by: the controllerClass of
+    its pools, and the resource attribute pagestream.release of its gateways. Empty: POD_NAMESPACE.LEASE_NAME."""
     engine_image: str = "pagestream-engine:latest"
     """Image of engines whose pool names none."""
     engine_image_pull_policy: str = "IfNotPresent"
@@ -105,6 +108,7 @@ class OperatorVariables:
 class EngineDefaults:
     """Defaults for pods. None may depend on the operator's version: a change replaces all pods."""
 
+    release: str
     image: str
     image_pull_policy: str
     pull_secrets: tuple[str, ...]
@@ -133,6 +137,11 @@ class Settings:
         return names or (self.variables.pod_namespace,)
 
     @property
+    def release(self) -> str:
+        """The release that this operator belongs to; one of its own for each lease."""
+        return self.engine.release
+
+    @property
     def identity(self) -> str:
         """This replica's name."""
         return self.variables.pod_name or socket.gethostname()
@@ -153,6 +162,7 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
     return Settings(
         variables,
         EngineDefaults(
+            release=_release_of(variables),
             image=variables.engine_image,
             image_pull_policy=variables.engine_image_pull_policy,
             pull_secrets=_split(variables.engine_image_pull_secrets),
@@ -163,6 +173,10 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
             shared=shared if variables.engine_config_map else {},
         ),
     )
+
+
+def _release_of(variables: OperatorVariables) -> str:
+    return variables.release or f"{variables.pod_namespace}.{variables.lease_name}"
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from pagestream_operator.settings import EngineDefaults
 CREATED = "2026-01-01T00:00:00Z"
 
 DEFAULTS = EngineDefaults(
+    release="default.pagestream-operator",
     image="registry.example/pagestream-engine:1",
     image_pull_policy="IfNotPresent",
     pull_secrets=(),

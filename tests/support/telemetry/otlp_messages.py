@@ -76,13 +76,14 @@ def histogram(  # noqa: PLR0917 -- as a point is said
 
 
 def resource(metrics: Iterable[Metric], **identity: str) -> ResourceMetrics:
-    """`identity` by short names: namespace, pool, pod, uid, instance."""
+    """`identity` by short names: namespace, pool, pod, uid, instance, release."""
     keys = {
         "namespace": "k8s.namespace.name",
         "pool": "pagestream.pool",
         "pod": "k8s.pod.name",
         "uid": "k8s.pod.uid",
         "instance": "service.instance.id",
+        "release": "pagestream.release",
     }
     named = {keys[name]: value for name, value in identity.items()}
     return ResourceMetrics(

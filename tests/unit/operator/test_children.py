@@ -31,6 +31,7 @@ GPU: dict[str, Any] = {
     "rollout": {"maxSurge": 0, "maxUnavailable": 1},
 }
 SHARED = EngineDefaults(
+    release="pagestream.pagestream",
     image="registry.example/pagestream-engine:1",
     image_pull_policy="Always",
     pull_secrets=("registry",),

@@ -13,6 +13,7 @@ from pagestream_operator.api.model import Model
 from pagestream_operator.api.scaling import Scaling
 from pagestream_operator.api.template import PodTemplate
 
+ControllerClass = Annotated[str, Field(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
 Replicas = Annotated[int, Field(ge=0, le=10_000)]
 
 
@@ -21,6 +22,9 @@ class EnginePoolSpec(ApiModel):
 
     model: Model
     """The model that the pool serves."""
+    controller_class: ControllerClass | None = None
+    """The release whose operator serves the pool, as NAMESPACE.RELEASE of its chart. Unset: the first operator that
+    sees the pool, which is then in `status.controllerClass`."""
     engine: EngineOptions = Field(default_factory=EngineOptions)
     """Options of the engine, under the names of `pagestream-engine`'s flags."""
     template: PodTemplate = Field(default_factory=PodTemplate)

@@ -17,6 +17,7 @@ class ConditionType(StrEnum):
     PROGRESSING = "Progressing"
     DEGRADED = "Degraded"
     SCALING_ACTIVE = "ScalingActive"
+    CONTESTED = "Contested"
 
 
 class Condition(ApiModel):
@@ -24,7 +25,8 @@ class Condition(ApiModel):
 
     type: Annotated[str, Field(max_length=316)]
     """Ready: as many pods are ready as desired. Progressing: pods are being created, replaced or drained. Degraded:
-    something needs an administrator. ScalingActive: the number of pods follows the load."""
+    something needs an administrator. ScalingActive: the number of pods follows the load. Contested: an operator that
+    does not serve the pool would."""
     status: Literal["True", "False", "Unknown"]
     """Whether the condition holds."""
     reason: Annotated[str, Field(max_length=1024)]
@@ -65,7 +67,9 @@ class EnginePoolStatus(ApiModel):
         default_factory=list,
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
-    """The conditions Ready, Progressing, Degraded and ScalingActive."""
+    """The conditions Ready, Progressing, Degraded and ScalingActive; Contested where an operator was refused."""
+    controller_class: str | None = None
+    """The release whose operator serves the pool."""
     replicas: int = 0
     """Number of pods, without draining ones."""
     ready_replicas: int = 0

@@ -12,6 +12,8 @@ from pagestream_operator.api import API_VERSION, GROUP, KIND, EnginePool
 Manifest = dict[str, Any]
 
 POOL_LABEL = f"{GROUP}/pool"
+CLASS_ANNOTATION = f"{GROUP}/controller-class"
+"""The release whose operator has written an object."""
 HASH_ANNOTATION = f"{GROUP}/manifest-hash"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGER = "pagestream-operator"

@@ -14,6 +14,8 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
 Attributes: TypeAlias = tuple[tuple[str, str], ...]
 
+RELEASE_ATTRIBUTE = "pagestream.release"
+
 _NO_RECORDED_VALUE = metrics_pb2.DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
 _DELTA = metrics_pb2.AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
 _CUMULATIVE = metrics_pb2.AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
@@ -34,6 +36,8 @@ class Source:
     pod: str
     uid: str
     instance: str
+    release: str = ""
+    """The release of Pagestream that the process belongs to."""
 
     @property
     def name(self) -> str:
@@ -68,6 +72,7 @@ _IDENTITY = {
     "k8s.pod.name": "pod",
     "k8s.pod.uid": "uid",
     "service.instance.id": "instance",
+    RELEASE_ATTRIBUTE: "release",
 }
 
 

@@ -77,6 +77,7 @@ class PrometheusSettings:
     pool_labels: tuple[str, ...] = ("pagestream_pool",)
     pod_labels: tuple[str, ...] = ("k8s_pod_name", "pod")
     instance_labels: tuple[str, ...] = ("service_instance_id", "instance")
+    release_labels: tuple[str, ...] = ("pagestream_release",)
 
 
 class PrometheusSource:
@@ -193,6 +194,7 @@ class PrometheusSource:
             pod=_first(labels, settings.pod_labels),
             uid="",
             instance=_first(labels, settings.instance_labels),
+            release=_first(labels, settings.release_labels),
         )
         return source if source.name else None
 

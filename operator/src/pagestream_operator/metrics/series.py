@@ -29,6 +29,8 @@ class Taken(Enum):
     OVERFLOW = "overflow"
     """More attribute sets than this metric may have."""
     FUTURE = "future"
+    FOREIGN = "foreign"
+    """About the queue of another release."""
     ABSURD = "absurd"
 
 

@@ -96,18 +96,33 @@ class MetricsStore:
     """Stores points, and answers `observe`. For one event loop.
 
     `outcomes` counts points by outcome: accepted, duplicate (or late), unknown (a metric that isn't used), future,
-    absurd, overflow (over a bound), anonymous (its source has no name); and malformed exports.
+    absurd, overflow (over a bound), foreign (the queue of another release), anonymous (its source has no name); and
+    malformed exports.
     """
 
-    def __init__(self, settings: StoreSettings | None = None, *, clock: Callable[[], float] = time.time) -> None:
-        """`clock` gives Unix seconds."""
+    def __init__(
+        self,
+        settings: StoreSettings | None = None,
+        *,
+        release: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Create an empty store.
+
+        Args:
+            settings: bounds.
+            release: whose queues and latencies are kept, wherever its gateways run. A gateway that names no release
+                counts for each; without a release of its own the store keeps all.
+            clock: Unix seconds.
+        """
         self.settings = settings or StoreSettings()
+        self._release = release
         self.outcomes: Tally[str] = Tally()
         self._clock = clock
         self._watched_s = clock()
         self._pools: dict[tuple[str, str], _Pods] = {}
         self._num_pods = 0
-        self._models: dict[tuple[str, str], _ModelState] = {}
+        self._models: dict[str, _ModelState] = {}
         self._swept_s = self._watched_s
 
     # -- storing points
@@ -118,7 +133,7 @@ class MetricsStore:
         if trouble is not None:
             return trouble
         if name in QUEUE_GAUGES:
-            return self._take_queue(source, name, point)
+            return self._take_queue(source, name, point) if self._is_own(source) else Taken.FOREIGN
         state = self._engine(source)
         if state is None:
             return Taken.OVERFLOW
@@ -142,15 +157,16 @@ class MetricsStore:
 
     def _take_queue(self, source: Source, name: str, point: Number) -> Taken:
         model, rest = _split_model(point)
-        state = self._model(source.namespace, model)
+        state = self._model(model)
         if state is None:
             return Taken.OVERFLOW
-        gauges = state.gateways.get(source.name)
+        gateway = f"{source.namespace}/{source.name}"
+        gauges = state.gateways.get(gateway)
         if gauges is None:
             if len(state.gateways) >= self.settings.max_gateways:
                 return Taken.OVERFLOW
-            gauges = state.gateways[source.name] = {}
-        state.heard_s[source.name] = self._clock()
+            gauges = state.gateways[gateway] = {}
+        state.heard_s[gateway] = self._clock()
         gauge = gauges.get(name)
         if gauge is None:
             gauge = gauges[name] = Gauge(QUEUE_GAUGES[name], self.settings.max_attribute_sets)
@@ -161,12 +177,17 @@ class MetricsStore:
         trouble = self._time_trouble(point.time_s)
         if trouble is not None:
             return trouble
+        if not self._is_own(source):
+            return Taken.FOREIGN
         model, rest = _split_model(point)
-        state = self._model(source.namespace, model)
+        state = self._model(model)
         if state is None:
             return Taken.OVERFLOW
         plain = Histogram(rest, point.start_s, point.time_s, point.bounds, point.counts)
-        return state.latencies.take(f"{source.name}/{source.instance}", plain, delta=delta)
+        return state.latencies.take(f"{source.namespace}/{source.name}/{source.instance}", plain, delta=delta)
+
+    def _is_own(self, source: Source) -> bool:
+        return not self._release or source.release in ("", self._release)
 
     def _time_trouble(self, time_s: float) -> Taken | None:
         return Taken.FUTURE if time_s > self._clock() + self.settings.future_s else None
@@ -190,9 +211,8 @@ class MetricsStore:
                 del instances[min(instances, key=lambda each: instances[each].heard_s)]
         return state
 
-    def _model(self, namespace: str, model: str) -> _ModelState | None:
-        key = (namespace, model)
-        state = self._models.get(key)
+    def _model(self, model: str) -> _ModelState | None:
+        state = self._models.get(model)
         if state is None:
             if len(self._models) >= self.settings.max_models:
                 self.sweep()
@@ -200,7 +220,7 @@ class MetricsStore:
                 return None
             settings = self.settings
             latencies = Latencies(settings.latency_kept_s, self._watched_s, settings.max_latency_series)
-            state = self._models[key] = _ModelState(latencies)
+            state = self._models[model] = _ModelState(latencies)
         return state
 
     def sweep(self) -> None:
@@ -225,11 +245,11 @@ class MetricsStore:
                 del self._pools[key]
 
     def _sweep_models(self, alive: float) -> None:
-        for key, state in list(self._models.items()):
+        for model, state in list(self._models.items()):
             for name in [name for name, heard_s in state.heard_s.items() if heard_s < alive]:
                 del state.gateways[name], state.heard_s[name]
             if not state.gateways and not state.latencies.is_alive(alive):
-                del self._models[key]
+                del self._models[model]
 
     # -- answering
 
@@ -245,7 +265,8 @@ class MetricsStore:
     ) -> PoolMetrics:
         """Return the newest samples of a pool's pods and of its model's queue, however old.
 
-        Processes without a namespace (outside a cluster) count for every namespace.
+        Engines without a namespace (outside a cluster) count for every namespace. A model's queue is the release's: its
+        gateways may run in another namespace than the pool.
         """
         now = self._clock() if now_s is None else now_s
         known = [self._pools[key] for key in ((namespace, pool), ("", pool)) if key in self._pools]
@@ -255,7 +276,7 @@ class MetricsStore:
             sample = _newest_sample([state for each in known for state in _states_of(each, ref)])
             if sample is not None:
                 samples[ref.name] = sample
-        state = self._models.get((namespace, model)) or self._models.get(("", model))
+        state = self._models.get(model)
         if state is None:
             return PoolMetrics(samples, None, None)
         return PoolMetrics(samples, self._queue(state), state.latencies.read(now, ttft_window_s))

@@ -11,14 +11,15 @@ from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.kinds import CONFIG_MAP, POOL
 from pagestream_operator.kube.ownership import SCALER
 from pagestream_operator.kube.store import ObjectStore, PoolKey
+from pagestream_operator.pool.claim import claim_on
 
 logger = logging.getLogger(__name__)
 
 FINALIZER = f"{GROUP}/drain"
 
 
-async def release_finalizers(client: KubeClient, store: ObjectStore) -> None:
-    """Remove the finalizer from all pools of namespaces that are being deleted.
+async def release_finalizers(client: KubeClient, store: ObjectStore, release: str) -> None:
+    """Remove the finalizer from all pools of this release in namespaces that are being deleted.
 
     The operator ends with its namespace, and then its pools would keep the namespace for ever. Their pods end with the
     namespace, and drain on SIGTERM.
@@ -26,9 +27,10 @@ async def release_finalizers(client: KubeClient, store: ObjectStore) -> None:
     Each replica does it when it ends, leading or not: the lease is deleted with the namespace, and a finalizer that is
     removed twice harms nothing.
     """
-    for namespace in sorted({key.namespace for key in store.pools()}):
+    keys = [key for key in store.pools() if claim_on(store.get(POOL, *key) or {}, release).is_served]
+    for namespace in sorted({key.namespace for key in keys}):
         if await _is_terminating(client, namespace):
-            for key in [key for key in store.pools() if key.namespace == namespace]:
+            for key in [key for key in keys if key.namespace == namespace]:
                 await _release(client, store, key)
 
 

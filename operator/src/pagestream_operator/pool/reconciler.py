@@ -27,17 +27,18 @@ from pagestream_operator.kube.ownership import SCALER
 from pagestream_operator.kube.pods import DELETION_COST, unix_seconds
 from pagestream_operator.kube.store import ObjectStore, PoolKey
 from pagestream_operator.metrics import MetricsStore
-from pagestream_operator.pool.conditions import Trouble, findings
+from pagestream_operator.pool.claim import Claim, claim_on, contested
+from pagestream_operator.pool.conditions import Trouble, findings, stamped
 from pagestream_operator.pool.deletion_cost import deletion_costs
 from pagestream_operator.pool.finalizer import FINALIZER
 from pagestream_operator.pool.scaler import Scaler, Verdict, first_replicas
-from pagestream_operator.pool.status import changed, differs, differs_in_substance, pool_status
+from pagestream_operator.pool.status import api_time, changed, differs, differs_in_substance, pool_status
 from pagestream_operator.pool.view import PoolView
 from pagestream_operator.settings import EngineDefaults
 
 logger = logging.getLogger(__name__)
 
-_WARNINGS = {ConditionType.DEGRADED: "True", ConditionType.READY: "False"}
+_WARNINGS = {ConditionType.DEGRADED: "True", ConditionType.READY: "False", ConditionType.CONTESTED: "True"}
 """Conditions that are reported as warnings, and the status in which they are."""
 
 
@@ -76,6 +77,8 @@ class Reconciler:
     context: Context
     desired: int = 0
     ready: int = 0
+    is_served: bool = False
+    """Whether this release's operator serves the pool."""
     _scaler: Scaler = field(init=False)
     _reading: _Reading | None = None
     _done: tuple[str, int] | None = None
@@ -98,6 +101,12 @@ class Reconciler:
         body = self.context.store.get(POOL, *self.key)
         if body is None:
             return
+        claim = claim_on(body, self.context.defaults.release)
+        self.is_served = claim.is_served
+        if not claim.is_served:
+            if claim is Claim.REFUSED and self.context.leadership.is_leading:
+                await self._contest(EnginePool.without_spec(body), dict(body))
+            return
         reading = self._read(body)
         view = self._view()
         verdict = None
@@ -107,7 +116,9 @@ class Reconciler:
         if not self.context.leadership.is_leading:
             return
         pool = reading.pool or EnginePool.without_spec(body)
-        if pool.is_deleted:
+        if claim is Claim.FREE:
+            await self._claim(pool, dict(body))
+        elif pool.is_deleted:
             await self._delete(pool, dict(body), view)
         elif reading.pool is None:
             await self._report_invalid(pool, dict(body), reading.error)
@@ -129,6 +140,28 @@ class Reconciler:
     def _view(self) -> PoolView:
         store, key = self.context.store, self.key
         return PoolView(store.get(DEPLOYMENT, key.namespace, engine_name(key.name)), store.pods(key))
+
+    # -- which release serves the pool
+
+    async def _claim(self, pool: EnginePool, body: dict[str, Any]) -> None:
+        """Write the release into the status. Of two operators that do, the API server refuses the later one."""
+        release, holder = self.context.defaults.release, pool.status.controller_class
+        left = [each for each in pool.status.conditions if each.type != ConditionType.CONTESTED]
+        status = pool.status.model_copy(update={"controller_class": release, "conditions": left})
+        await self._write_status(body, status, pool.status)
+        if holder is not None:
+            await self._event(body, "Moved", f"from the operator of {holder} to that of {release}", action="Claim")
+
+    async def _contest(self, pool: EnginePool, body: dict[str, Any]) -> None:
+        """Write, once, that the pool is left to another release."""
+        found = contested(pool, self.context.defaults.release)
+        known = pool.status.conditions
+        if any(each.type == found.type and each.message == found.message for each in known):
+            return
+        others = [each for each in known if each.type != found.type]
+        written = stamped([found], [], pool.generation, api_time(self.context.clock()))
+        status = pool.status.model_copy(update={"conditions": [*others, *written]})
+        await self._write_status(body, status, pool.status)
 
     # -- objects and replicas
 
@@ -300,7 +333,7 @@ class Reconciler:
     async def _publish_transition(self, body: dict[str, Any], kind: str, status: str, before: Any, now: Any) -> None:
         """Publish a changed condition as an event; not the steps of a rollout, nor a new pool's first state."""
         is_bad = _WARNINGS.get(ConditionType(kind)) == status
-        is_first_state = before is None and not (is_bad and kind == ConditionType.DEGRADED)
+        is_first_state = before is None and not (is_bad and kind != ConditionType.READY)
         if kind == ConditionType.PROGRESSING or is_first_state:
             return
         await self._event(body, now.reason, f"{kind} is {status}: {now.message}", action="Observe", warning=is_bad)

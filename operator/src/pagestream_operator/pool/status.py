@@ -7,13 +7,16 @@ from statistics import fmean
 
 from pagestream_scaling import Decision, PoolObservation
 
-from pagestream_operator.api import Condition, EnginePool, EnginePoolStatus, ScalingStatus
+from pagestream_operator.api import Condition, ConditionType, EnginePool, EnginePoolStatus, ScalingStatus
 from pagestream_operator.children.manifest import selector
+from pagestream_operator.kube.pods import unix_seconds
 from pagestream_operator.pool.conditions import Finding, stamped
 from pagestream_operator.pool.view import PoolView
 
 _DIGITS = 3
 """Decimal places of numbers in a status: a rate that fades must stop changing."""
+_CONTESTED_KEPT_S = 600.0
+"""Seconds for which the condition of a refused operator is kept. That one writes it again while it is refused."""
 _VOLATILE = ("kv_utilization", "scaling")
 
 
@@ -38,7 +41,8 @@ def pool_status(
     labels = selector(pool.name)
     return EnginePoolStatus(
         observed_generation=pool.generation,
-        conditions=stamped(found, pool.status.conditions, pool.generation, now),
+        conditions=[*stamped(found, pool.status.conditions, pool.generation, now), *_foreign_conditions(pool, now_s)],
+        controller_class=pool.status.controller_class,
         replicas=len(view.active),
         ready_replicas=len(view.ready),
         desired_replicas=desired,
@@ -49,6 +53,17 @@ def pool_status(
         scaling=pool.status.scaling if decision is None else _scaling(decision, now),
         leader_term=term,
     )
+
+
+def _foreign_conditions(pool: EnginePool, now_s: float) -> list[Condition]:
+    """What a refused operator has written about this generation of the pool, if that isn't long ago."""
+    return [
+        condition
+        for condition in pool.status.conditions
+        if condition.type == ConditionType.CONTESTED
+        and condition.observed_generation == pool.generation
+        and now_s - unix_seconds(condition.last_transition_time) < _CONTESTED_KEPT_S
+    ]
 
 
 def differs_in_substance(new: EnginePoolStatus, old: EnginePoolStatus) -> bool:

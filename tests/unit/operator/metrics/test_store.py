@@ -43,9 +43,10 @@ class Listener:
 
     now: float = START
     settings: StoreSettings = field(default_factory=StoreSettings)
+    release: str = ""
 
     def __post_init__(self) -> None:
-        self.store = MetricsStore(self.settings, clock=lambda: self.now)
+        self.store = MetricsStore(self.settings, release=self.release, clock=lambda: self.now)
 
     def take(self, *resources: ResourceMetrics) -> Intake:
         intake = Intake(self.store)
@@ -263,11 +264,32 @@ def test_a_gateway_that_told_half_is_no_queue(listener: Listener) -> None:
     assert listener.observe().queue is None
 
 
-def test_queues_are_told_apart_by_model_and_namespace(listener: Listener) -> None:
-    listener.take(gateway(START, tokens=5), gateway(START, tokens=7, namespace="other"))
+def test_a_pool_sees_the_queue_of_its_release_from_any_namespace() -> None:
+    listener = Listener(release="home.pagestream")
+    listener.take(
+        gateway(START, tokens=5, namespace="home", release="home.pagestream"),
+        gateway(START, tokens=7, namespace="models", release="models.pagestream"),
+    )
     assert listener.observe(model="unheard").queue is None
-    tokens = [seen.tokens for name in ("ns", "other") if (seen := listener.observe(namespace=name).queue)]
-    assert tokens == [5, 7]
+    seen = [listener.observe(namespace=name).queue for name in ("home", "models")]
+    assert [queue and queue.tokens for queue in seen] == [5, 5]
+    assert listener.store.outcomes["foreign"] == 3
+
+
+def test_a_gateway_that_names_no_release_counts_for_each() -> None:
+    """As those of the version before do during an upgrade."""
+    listener = Listener(release="home.pagestream")
+    listener.take(gateway(START, tokens=5), gateway(START + 1, tokens=4, instance="gw-1", release="home.pagestream"))
+    seen = listener.observe().queue
+    assert seen is not None
+    assert seen.tokens == 5
+
+
+def test_latencies_of_another_release_do_not_count() -> None:
+    listener = Listener(release="home.pagestream")
+    for name, counts in (("home.pagestream", (1, 0, 0, 0)), ("models.pagestream", (0, 0, 0, 9))):
+        listener.take(gateway(START, histogram(TTFT, START, START + 1, BOUNDS, counts, DELTA), release=name))
+    assert listener.ttft() == (1, 0, 0, 0)
 
 
 # -- latencies
