@@ -82,6 +82,7 @@ def _broker_schema() -> dict[str, Any]:
     """Return the settings of the durable streams, in camelCase."""
     known: dict[Any, dict[str, Any]] = {
         bool: {"type": "boolean"},
+        str: {"type": "string"},
         int: {"type": "integer", "minimum": 0},
         float: {"type": "number", "minimum": 0},
     }
