@@ -82,7 +82,7 @@ def _broker_schema() -> dict[str, Any]:
     """Return the settings of the durable streams, in camelCase."""
     known: dict[Any, dict[str, Any]] = {
         bool: {"type": "boolean"},
-        str: {"type": "string"},
+        str: {"type": "string", "pattern": "^[A-Za-z0-9._-]{0,128}$"},
         int: {"type": "integer", "minimum": 0},
         float: {"type": "number", "minimum": 0},
     }
