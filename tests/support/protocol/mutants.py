@@ -24,7 +24,8 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
-    Mutant("accept", "if not known[1] then", "if true then"),
+    Mutant("accept", "if known[1] then\n  although_full()", "if false then\n  although_full()"),
+    Mutant("accept", "if known[1] then\n  although_full()", "if known[1] then"),
     Mutant("accept", "if known[3] and known[3] ~= tenant then", "if false then"),
     Mutant("accept", "requests + 1 > max_requests", "requests > max_requests"),
     Mutant("accept", "mine[1] + 1 > mine[3]", "false"),
@@ -82,6 +83,7 @@ MUTANTS = [
     Mutant("mark", "call('HSET', req, 'step', ARGV[i + 3])", ""),
     Mutant("poll", "found[2] == 'finished'", "false"),
     Mutant("register", "if not finished then", "if true then"),
+    Mutant("register", "  although_full()\n  add_reader", "  add_reader"),
     Mutant("register", "or found[1] ~= ARGV[2]", ""),
     Mutant("register", "call('ZADD', prefix .. 'gateways', now_ms() + ARGV[4], gateway)", ""),
     Mutant("register", "add_reader(id, found[3], gateway)", ""),
@@ -95,6 +97,7 @@ MUTANTS = [
     Mutant("sweep", "postpone('gateways', gateway_lease)\n  restart_graces()", "postpone('gateways', gateway_lease)"),
     Mutant("sweep", "or last[2] ~= run_id", ""),
     Mutant("sweep", "'deserted', 1", "'desert', 1"),
+    Mutant("sweep", "if full or call", "if call"),
     Mutant("sweep", "    note_death(engine, now)\n", ""),
     Mutant("sweep", "call('SADD', lapsed, id)", ""),
     Mutant("sweep", "\n    remove_reader(id, gateway, now)", ""),

@@ -22,6 +22,7 @@ COVER: Mapping[str, tuple[str, ...]] = {
     "test_models": (OLDEST, CLUSTER, SENTINELS),
     "test_memory": (OLDEST, NEWEST),
     "test_shares": (OLDEST, CLUSTER),
+    "test_full_redis": (OLDEST, NEWEST, CLUSTER),
     "test_model_check": (OLDEST, NEWEST),
 }
 """Where a module's tests run in `make test`; those of other modules run on the oldest server.

@@ -114,10 +114,16 @@ class VirtualStreams:
         )
         client.flushall()
 
-    def run(self, name: str, arguments: Sequence[Any], now: int, run_id: str) -> Any:
-        """Run a script; raise redis' ResponseError where it fails."""
+    def run(self, name: str, arguments: Sequence[Any], now: int, run_id: str, *, full: bool = False) -> Any:
+        """Run a script; raise redis' ResponseError where it fails. `full`: Redis is at its memory limit meanwhile."""
         key = REGISTRY_KEY if name == "registry" else PREFIX
-        return text_of(self._client.evalsha(self._sha[name], 3, key, str(now), run_id, *arguments))
+        if full:
+            self._client.config_set("maxmemory", 1)
+        try:
+            return text_of(self._client.evalsha(self._sha[name], 3, key, str(now), run_id, *arguments))
+        finally:
+            if full:
+                self._client.config_set("maxmemory", 0)
 
     def unlist(self, engine: str) -> None:
         """Remove an engine from the registry."""

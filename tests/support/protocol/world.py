@@ -6,10 +6,12 @@ import json
 import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from redis import Redis
+from redis.exceptions import OutOfMemoryError, ResponseError
 from support.protocol.rules import (
     CONTROL,
     GRACE,
@@ -81,9 +83,14 @@ class World:
     retired: tuple[str, ...] = ()  # engines that finish requests begun with their fingerprint, and claim nothing else
     streams: dict[tuple[str, str], list[dict[str, str]]] = field(default_factory=dict)
     late: list[tuple[str, list[Any]]] = field(default_factory=list)
+    full: bool = False  # whether Redis is at its memory limit
 
     def engine(self, name: str) -> str:
         return f"{name}:{self.boots[name]}"
+
+
+class _RefusedError(Exception):
+    """Redis is full, and refused a script that may be refused then."""
 
 
 class Protocol:
@@ -101,7 +108,8 @@ class Protocol:
         """Do one operation; ViolationError where it breaks a rule. An operation that isn't possible does nothing."""
         if self.keeps:
             self.saved = [*self.saved[-5:], self.redis.dump()]
-        getattr(self, f"_{op[0]}")(*op[1:])
+        with suppress(_RefusedError):
+            getattr(self, f"_{op[0]}")(*op[1:])
         structure(self.state)
 
     # -- how scripts run
@@ -109,12 +117,20 @@ class Protocol:
     def call(self, name: str, *arguments: Any) -> Any:
         """Run a script. With `twice`, run it again as after a lost reply, and check that this changes nothing."""
         before, process, now = self.state, f"{self.world.process:x}", self.world.now
-        first = reply = self.redis.run(name, arguments, now, process)
+        try:
+            first = reply = self.redis.run(name, arguments, now, process, full=self.world.full)
+        except ResponseError as error:
+            if not isinstance(error, OutOfMemoryError) and "OOM" not in str(error):  # the latter: before 7.0
+                raise
+            new = name == "accept" and arguments[0] not in requests(before)
+            must(new or name in ("append", "mark", "revive"), f"a full Redis refused {name}")
+            must(self.redis.content() == before, f"{name} was refused and changed something")
+            raise _RefusedError from error
         self.state = self.redis.content()
         steady(before, self.state)
         self._fenced(name, arguments, before)
         if self.twice and name not in ("claim", "revive"):
-            again = self.redis.run(name, arguments, now, process)
+            again = self.redis.run(name, arguments, now, process, full=self.world.full)
             state = self.redis.content()
             must(state == self.state, f"{name} ran twice and changed {difference(self.state, state)}")
             if name == "append":  # an end's readers are returned once; they poll
@@ -585,7 +601,10 @@ class Protocol:
         served = "gateways" in self.state and "deserted" not in meta
         due = {each for each, at in self.state.get("graces", {}).items() if at <= world.now}
         must(set(abandoned) == (due if served else set()), f"abandoned {abandoned} of {due}")
-        must(("deserted" in self.state["meta"]) == ("gateways" not in self.state), "deserted")
+        must(("deserted" in self.state["meta"]) == (world.full or "gateways" not in self.state), "deserted")
+        if "deserted" in meta and served:
+            for request, until in self.state.get("graces", {}).items():
+                must(until == self._full_grace(request), f"the grace of {request} didn't start anew")
         for request, _, _ in poison:
             self._is_poison(before, request)
         if "verdicts" in self.state and _control_over(self.state, world.now):
@@ -604,6 +623,9 @@ class Protocol:
         self.world.now += length
         self.redis.expire(self.world.now)
         self.state = self.redis.content()
+
+    def _fill(self, full: int) -> None:
+        self.world.full = bool(full)
 
     def _clock_back(self) -> None:
         self.world.now -= 3000
@@ -885,7 +907,24 @@ def replaced(chance: random.Random) -> Iterator[Op]:
     yield from [("claim", "b", 4, False), ("leave", "a"), ("claim", "a", 4, False), ("sweep",)]
 
 
-STORIES = (poison, paused, generated, mislaid, stopped, sought, reissued, replaced, None)
+def filled(chance: random.Random) -> Iterator[Op]:
+    """Redis is at its memory limit while a client reconnects, a gateway falls silent, and a request is cancelled."""
+    yield from [
+        ("accept", "g", "p", 1),
+        ("accept", "g", "q", 1),
+        ("beat", "a", 0),
+        ("sweep",),
+        ("claim", "a", 1, False),
+    ]
+    yield from [("append", "a", "p", "1", ""), ("fill", 1), ("append", "a", "p", "1", ""), ("unregister", "g", "p")]
+    yield from [("sweep",), chance.choice([("register", "h", "p"), ("accept", "h", "p", 1), ("gateway_beat", "h")])]
+    yield from [("tick", 600), ("gateway_beat", "h"), ("sweep",), ("tick", 600), ("gateway_beat", "h"), ("sweep",)]
+    yield from [("tick", 600), ("gateway_beat", "h"), ("sweep",), ("accept", "g", "r", 1), ("cancel", "q"), ("sweep",)]
+    yield from [("beat", "a", 0), ("fill", 0), ("gateway_beat", "h"), ("tick", 150), ("sweep",), ("tick", 600)]
+    yield from [("append", "a", "p", "1", ""), ("gateway_beat", "h"), ("sweep",)]
+
+
+STORIES = (poison, paused, generated, mislaid, stopped, sought, reissued, replaced, filled, None)
 
 
 def walk(seed: int) -> list[Op]:

@@ -23,6 +23,7 @@ EXPECTED = [
     "RequestView",
     "ServerBinary",
     "ServerNotFound",
+    "StorageFull",
     "StreamsError",
     "StreamsSettings",
     "Sweeper",

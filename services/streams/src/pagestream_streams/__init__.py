@@ -13,6 +13,7 @@ from pagestream_streams.errors import (
     QueueFull,
     RequestNotFound,
     ServerNotFound,
+    StorageFull,
     StreamsError,
     Unavailable,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "RequestView",
     "ServerBinary",
     "ServerNotFound",
+    "StorageFull",
     "StreamsError",
     "StreamsSettings",
     "Sweeper",

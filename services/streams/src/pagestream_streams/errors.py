@@ -13,6 +13,10 @@ class Unavailable(StreamsError):
     """Redis can't be reached or can't serve now. Try again later."""
 
 
+class StorageFull(Unavailable):
+    """Redis is at its memory limit and refuses what needs memory: new requests and new log entries."""
+
+
 class QueueFull(StreamsError):
     """A queue's bound is reached, or the tenant's share of it while other tenants wait.
 

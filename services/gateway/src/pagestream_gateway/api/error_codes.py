@@ -57,6 +57,7 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     errors.GatewayStopping: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "gateway_stopping"),
     errors.GenerationFailed: ErrorCode(500, _Status.INTERNAL, _SERVER, "engine_error"),
     streams.Unavailable: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "unavailable"),
+    streams.StorageFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "storage_full"),
     streams.QueueFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "queue_full"),
     streams.RequestNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "request_not_found", "request_id"),
     streams.ModelNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "model_not_found", "model"),
@@ -72,6 +73,7 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
 INTERNAL_ERROR = "internal_error"
 _INTERNAL = ErrorCode(500, _Status.INTERNAL, _SERVER, INTERNAL_ERROR)
 _UNAVAILABLE_RETRY_S = 1.0
+_FULL_RETRY_S = 5.0  # memory becomes free when logs expire, or by an operator's hand
 
 
 def error_report(error: Exception) -> ErrorReport:
@@ -97,6 +99,11 @@ def error_report(error: Exception) -> ErrorReport:
 def _message(error: Exception) -> str:
     if isinstance(error, streams.ModelNotFound):
         return f"the model {error.name!r} does not exist; GET /v1/models or ListModels names those that do"
+    if isinstance(error, streams.StorageFull):
+        return (
+            "the durable store is at its memory limit and takes no new requests; those that were accepted go on; "
+            "try again later"
+        )
     if isinstance(error, streams.Unavailable):
         return "the durable store does not answer now; try again"  # what Redis said goes to the log alone
     return str(error)
@@ -105,6 +112,8 @@ def _message(error: Exception) -> str:
 def _retry_after_s(error: Exception) -> float | None:
     if isinstance(error, errors.Overloaded | streams.QueueFull):
         return error.retry_after_s
+    if isinstance(error, streams.StorageFull):
+        return _FULL_RETRY_S
     if isinstance(error, errors.GatewayStopping | errors.TooManyConnections | streams.Unavailable):
         return _UNAVAILABLE_RETRY_S
     return None

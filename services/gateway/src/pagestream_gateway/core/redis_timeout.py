@@ -19,10 +19,16 @@ class RedisTimeout:
     seconds: float
 
     async def wait(self, answer: Awaitable[T]) -> T:
-        """Return a reply of Redis. Raises Unavailable where it takes longer than `seconds`."""
+        """Return a reply of Redis. Raises Unavailable where it refuses, or takes longer than `seconds`.
+
+        What Redis said goes to the log.
+        """
         try:
             async with asyncio.timeout(self.seconds):
                 return await answer
+        except Unavailable as error:
+            logger.warning("refused: %s", error)
+            raise
         except TimeoutError as error:
             logger.warning("Redis took longer to answer than %g s", self.seconds)
             raise Unavailable("Redis took too long to answer") from error

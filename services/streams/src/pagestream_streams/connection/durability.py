@@ -12,6 +12,12 @@ from pagestream_streams.errors import Unavailable
 from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.settings import StreamsSettings
 
+_TOUCH = "redis.call('PERSIST', KEYS[1]) return redis.call('SET', KEYS[1], '1')"
+"""A write that always reaches the replicas and the append-only file.
+
+Redis refuses no write of a script once it has written: PERSIST needs no memory, so SET is let through when it is full.
+"""
+
 
 @dataclass(frozen=True)
 class Durability:
@@ -37,7 +43,7 @@ class Durability:
         WAIT counts the writes of its own connection, and a repeated append or a read has none: hence the write.
         Replicas and the append-only file keep the order: once they have it, they have all that the command saw.
         """
-        touch = ("SET", f"{prefix}waited", "1")
+        touch = ("EVAL", _TOUCH, 1, f"{prefix}waited")
         if self.on_disk:
             return touch, ("WAITAOF", 1, self.replicas, self.timeout_ms)
         return touch, ("WAIT", self.replicas, self.timeout_ms)

@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager, contextmanager
 
 from redis import exceptions
 
-from pagestream_streams.errors import Unavailable
+from pagestream_streams.errors import StorageFull, Unavailable
 
 # Words in replies of a server that runs and can't serve now. Errors raised inside a script carry them behind a prefix.
-_NOT_NOW = ("LOADING", "READONLY", "OOM ", "MISCONF", "BUSY ", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN")
+_NOT_NOW = ("LOADING", "READONLY", "MISCONF", "BUSY ", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN")
+
+_FULL = "OOM "
 
 # What a cluster answers, or redis-py in its stead, while slots move or have no owner.
 _CHANGING = (
@@ -49,16 +51,16 @@ def closed_transport_as_connection_error() -> Iterator[None]:
 
 @asynccontextmanager
 async def translated_errors() -> AsyncIterator[None]:
-    """Raise Unavailable, chained, for every error that means "not now"; let faults of the program pass."""
+    """Raise Unavailable, chained, for every error that means "not now"; let faults of the program pass.
+
+    It is StorageFull where Redis is at its memory limit.
+    """
     try:
         with closed_transport_as_connection_error():
             yield
-    except (
-        exceptions.ConnectionError,
-        exceptions.TimeoutError,
-        exceptions.OutOfMemoryError,
-        exceptions.ReadOnlyError,
-    ) as error:
+    except exceptions.OutOfMemoryError as error:
+        raise StorageFull(f"Redis is at its memory limit: {error}") from error
+    except (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError) as error:
         raise Unavailable(f"Redis can't serve: {error}") from error
     except exceptions.InvalidResponse as error:  # redis-py has closed the connection
         raise Unavailable(f"the server's reply is not Redis protocol: {error}") from error
@@ -67,6 +69,8 @@ async def translated_errors() -> AsyncIterator[None]:
     except _CHANGING as error:
         raise Unavailable(f"the cluster is changing: {error}") from error
     except exceptions.ResponseError as error:
+        if _FULL in str(error):
+            raise StorageFull(f"Redis is at its memory limit: {error}") from error
         if any(word in str(error) for word in _NOT_NOW):
             raise Unavailable(f"Redis can't serve now: {error}") from error
         raise

@@ -1,5 +1,6 @@
 -- Accept a request: write its record and its queue entry, and register the gateway as its reader.
 --
+-- When Redis is full a new request is refused (OOM), and a known one is joined.
 -- A tenant may use a class' bounds up to its share: while no other tenant waits, the share of a tenant alone
 -- (ARGV[17]); else its weight among the weights of all tenants that wait. The first request of a tenant is exempt
 -- from the share.
@@ -38,7 +39,9 @@ local known = call('HMGET', req, 'state', 'readers', 'tenant')
 if known[3] and known[3] ~= tenant then
   return {3}
 end
-if not known[1] then
+if known[1] then
+  although_full()
+else
   local requests = call('XLEN', prefix .. 'queue:' .. class)
   local state = call('HMGET', meta, 'tokens:' .. class, 'classes', 'drain_from', 'drained')
   local queued = tonumber(state[1] or 0)

@@ -20,7 +20,7 @@ local function age(since, now)
 end
 
 -- Lets a script's later writes through when Redis is full, by a first write that needs no memory. For scripts that
--- renew leases or free memory.
+-- renew leases, register readers or free memory.
 local function although_full()
   call('ZREM', prefix .. 'graces', '')
 end

@@ -1,4 +1,4 @@
--- Register a gateway as a reader of a request, which ends its disconnect grace.
+-- Register a gateway as a reader of a request, which ends its disconnect grace. Runs also when Redis is full.
 -- Run by: gateway/registrations.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] request id, [2] tenant, [3] gateway id, [4] gateway lease in ms
@@ -11,6 +11,7 @@ if not found[1] or found[1] ~= ARGV[2] then
 end
 local finished = found[2] == 'finished'
 if not finished then
+  although_full()
   add_reader(id, found[3], gateway)
   call('ZADD', prefix .. 'gateways', now_ms() + ARGV[4], gateway)
 end

@@ -3,7 +3,7 @@
 -- Reclaim what dead engines own, start the graces of dead gateways' reads, and return the requests whose deadline,
 -- grace or verdict is due (end.lua ends them). After a gateway's death no grace starts before its clients can have
 -- noticed. After a hole in the sweeps, or on another Redis process than before, every lease and grace starts anew in
--- full.
+-- full; after a time in which no gateway lived or Redis was full, every grace does.
 -- Run by: admin/sweeper.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] least distance of two sweeps in ms, [2] hole in ms, [3] engine lease in ms, [4] gateway lease in ms
@@ -24,8 +24,16 @@ local restarted = not last[1] or last[2] ~= run_id or now - last[1] > hole or no
 if not restarted and now - last[1] < interval then
   return {{}, {}, {}, 0, {}}
 end
-although_full()
-call('HSET', meta, 'swept', now, 'run_id', run_id)
+-- A write that needs memory comes first, and shows by its refusal that Redis is full.
+local swept = redis.pcall('HSET', meta, 'swept', now, 'run_id', run_id)
+local full = type(swept) == 'table' and swept.err
+if full then
+  if not string.find(full, 'OOM', 1, true) then
+    error(full)
+  end
+  although_full()
+  call('HSET', meta, 'swept', now, 'run_id', run_id)
+end
 
 local function postpone(key, length)
   for _, member in ipairs(call('ZRANGE', prefix .. key, 0, -1)) do
@@ -90,9 +98,9 @@ for _, gateway in ipairs(due('gateways')) do
   end
   call('ZREM', prefix .. 'gateways', gateway)
 end
--- Time in which no gateway lives doesn't count for graces: no client could reconnect.
+-- Time in which no gateway lives, or Redis is full, doesn't count for graces: no client could be sure to reconnect.
 local abandoned = {}
-if call('ZCARD', prefix .. 'gateways') == 0 then
+if full or call('ZCARD', prefix .. 'gateways') == 0 then
   call('HSET', meta, 'deserted', 1)
 elseif last[3] then
   call('HDEL', meta, 'deserted')
