@@ -12,6 +12,7 @@
     |- MalformedHttp          the bytes of a connection are not HTTP/1.1
     |- TooManyConnections     this process has as many connections as it keeps
     |- Overloaded             too many requests wait for the tokenizer
+    |- AnswerTooLarge         an answer that is not streamed takes more memory than all may
     |- GatewayStopping        this process is stopping; any other gateway serves the same ids
     |- GenerationFailed       the log of an accepted request ended with an error
     |- SettingsError          a flag, variable or file that the process was started with is wrong
@@ -106,6 +107,16 @@ class Overloaded(GatewayError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class AnswerTooLarge(GatewayError):
+    """An answer that is not streamed takes more memory than all of them may."""
+
+    def __init__(self, request_id: str, limit_bytes: int) -> None:
+        super().__init__(
+            f"the answer is larger than the {limit_bytes} bytes that this gateway holds of answers that are not "
+            f"streamed; read it as events from GET /v1/requests/{request_id}/events, or ask with stream: true"
+        )
 
 
 class GatewayStopping(GatewayError):

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from pagestream_streams import Broker, GatewaySession
+from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.tasks import Periodic
 from pagestream_telemetry import catalog
@@ -116,6 +117,7 @@ async def _gateway(settings: Settings, authenticator: Authenticator) -> AsyncIte
                 calls=Calls(metrics, telemetry.tracer),
                 queue=QueueMonitor(broker, telemetry.registry),
                 telemetry=telemetry,
+                answer_budget=ByteBudget(settings.stream.whole_answers_bytes),
             )
 
 

@@ -116,6 +116,12 @@ class StreamSettings:
     """
     disconnect_grace_s: float = 10.0
     """Seconds without a reader after which a request is cancelled, unless its `on_disconnect` is "continue"."""
+    whole_answers_bytes: int = 128 * 1024 * 1024
+    """Bytes that all answers that are not streamed may take in memory: about 25 million tokens without log
+    probabilities. Beyond, an answer is read again from its log when it has ended and others are done.
+    """
+    whole_answer_wait_s: float = 60.0
+    """Seconds that such an answer, once complete, waits for that memory."""
 
 
 @dataclass(frozen=True)

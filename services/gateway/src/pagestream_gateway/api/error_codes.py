@@ -53,6 +53,7 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     errors.RequestTimeout: ErrorCode(408, _Status.DEADLINE_EXCEEDED, _INVALID, "request_timeout"),
     errors.MalformedHttp: ErrorCode(400, _Status.INVALID_ARGUMENT, _INVALID, "malformed_http"),
     errors.TooManyConnections: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "too_many_connections"),
+    errors.AnswerTooLarge: ErrorCode(400, _Status.RESOURCE_EXHAUSTED, _INVALID, "answer_too_large"),
     errors.Overloaded: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "overloaded"),
     errors.GatewayStopping: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "gateway_stopping"),
     errors.GenerationFailed: ErrorCode(500, _Status.INTERNAL, _SERVER, "engine_error"),

@@ -28,6 +28,8 @@ _MAX_PIPELINED = 8
 # parser calls back for each chunk.
 _MAX_SMALL_CHUNKS = 1024
 _SMALL_CHUNK_BYTES = 16
+WRITE_BUFFER_BYTES = 16 * 1024
+"""Bytes of an answer that wait for a client before the answer waits itself, in the process and again in its kernel."""
 # After a refusal the connection stays for so long, and drops so much, that a client which is still sending sees the
 # answer: closing at once would reset the connection under it.
 _LINGER_S = 2.0
@@ -78,6 +80,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first request, or refuse the connection where there are too many."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         if len(self.connections) > self._limits.max_connections:
             self._refuse(TooManyConnections(self._limits.max_connections))
         else:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from pagestream_gateway.api.http_protocol import BoundedHttpProtocol, ConnectionLimits
+from pagestream_gateway.api.http_protocol import WRITE_BUFFER_BYTES, BoundedHttpProtocol, ConnectionLimits
 from pagestream_gateway.errors import StartupError
 
 _BACKLOG = 4096  # thousands of streams may reconnect at once when another gateway has gone
@@ -92,6 +92,8 @@ def _bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # its connections inherit it; else the kernel buffers megabytes
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, WRITE_BUFFER_BYTES)
         listener.bind((host, port))
     except OSError as error:
         listener.close()

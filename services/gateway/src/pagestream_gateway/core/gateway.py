@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pagestream_streams import Broker
+from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import Unavailable
 from pagestream_telemetry.process import Telemetry
 
@@ -35,6 +36,8 @@ class Gateway:
     calls: Calls
     queue: QueueMonitor
     telemetry: Telemetry
+    answer_budget: ByteBudget
+    """Bytes of answers that are not streamed."""
 
     def tenant(self, authorization: str | None) -> str:
         """Return the tenant of a call with this Authorization header. Raises GatewayStopping or Unauthenticated."""

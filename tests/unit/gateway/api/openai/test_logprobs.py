@@ -1,6 +1,5 @@
 import json
 from math import inf
-from typing import Any
 
 import pytest
 from pagestream.v1.inference_pb2 import LogprobEntry, SamplingParams, TokenIds, TokenLogprobs
@@ -75,16 +74,6 @@ def test_completions_tell_where_each_token_stands() -> None:
     assert then["text_offset"] == [8]
 
 
-def test_a_whole_choice_has_all_its_tokens() -> None:
-    runs = [run("a", token(("a", -1.0), ("a", -1.0))), run("b", token(("b", -2.0), ("b", -2.0))), run("")]
-    columns: dict[str, Any] | None = CompletionLogprobs(spec(API_FORM_COMPLETIONS, logprobs=1)).whole(runs)
-    assert columns is not None
-    assert (columns["tokens"], columns["text_offset"]) == (["a", "b"], [0, 1])
-    content = ChatLogprobs(spec(API_FORM_CHAT_COMPLETIONS, logprobs=1)).whole(runs)
-    assert content is not None
-    assert [each["token"] for each in content["content"]] == ["a", "b"]
-
-
 # Shown text and the token's own: bytes of a character over two tokens, and text held back while it may be a stop.
 LOG = [("Caf", "Caf"), ("", "\ufffd"), ("\u00e9", "\ufffd"), (" ok", " ok"), ("", "\n"), ("\nB", "B")]
 
@@ -109,7 +98,7 @@ def test_offsets_do_not_depend_on_how_the_log_came(echo: list[str], sizes: list[
 def test_nothing_is_shown_unasked() -> None:
     writer = CompletionLogprobs(spec(API_FORM_COMPLETIONS, logprobs=None))
     assert writer.write(run("a", token(("a", -1.0)))) is None
-    assert writer.whole([run("a", token(("a", -1.0)))]) is None
+    assert writer.lists(run("a", token(("a", -1.0)))) == {}
 
 
 def test_a_reader_that_comes_back_sees_the_same_offsets() -> None:

@@ -74,12 +74,3 @@ def test_openings() -> None:
 
 def test_what_came_over_grpc_reads_as_a_completion() -> None:
     assert json.loads(writer(API_FORM_GRPC).chunk(Run(0, 1, "d", text="x")))["object"] == "text_completion"
-
-
-def test_whole() -> None:
-    finish = ChoiceFinish(reason=FINISH_REASON_STOP)
-    runs = [Run(0, 1, "d", text="h"), Run(0, 3, "d", text="i", finish=finish)]
-    body = writer(API_FORM_CHAT_COMPLETIONS).whole([runs], Usage(prompt_tokens=1, completion_tokens=2))
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": "hi", "refusal": None}
-    assert (body["object"], body["choices"][0]["finish_reason"]) == ("chat.completion", "stop")
-    assert body["usage"]["total_tokens"] == 3

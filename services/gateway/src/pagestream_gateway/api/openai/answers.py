@@ -1,27 +1,21 @@
-"""Answers that follow a request's log while they watch the connection, and the one that is a single JSON body."""
+"""Answers that follow a request's log while they watch the connection."""
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
-from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR
 from pagestream.v1.records_pb2 import LogEnd, LogEntry, RequestSpec
-from pagestream_streams.errors import StreamsError
 from pagestream_streams.tasks import cancel
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pagestream_gateway.api.error_codes import error_report
-from pagestream_gateway.api.openai.errors import error_response, log_unexpected
 from pagestream_gateway.api.openai.position import START, Position, position_after
 from pagestream_gateway.api.openai.writer import AnswerWriter
-from pagestream_gateway.api.runs import Run, split_runs
-from pagestream_gateway.core.calls import DISCONNECTED, OK, Call
+from pagestream_gateway.api.runs import Run
+from pagestream_gateway.core.calls import DISCONNECTED, Call
 from pagestream_gateway.core.gateway import Gateway
-from pagestream_gateway.errors import GatewayError, GenerationFailed
+from pagestream_gateway.errors import GenerationFailed
 
 logger = logging.getLogger(__name__)
 
@@ -123,39 +117,6 @@ class LogAnswer(Response):
 
     def _advance(self, run: Run) -> None:
         self._position = position_after(run)
-
-
-class WholeAnswer(LogAnswer):
-    """One JSON body, once the log has ended."""
-
-    async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
-        """Write the body, or the error that the log or this gateway ended with; return the outcome."""
-        try:
-            with self._gateway.streams.entered():
-                body = await self._collect()
-            response: Response = JSONResponse(body, headers={"X-Request-Id": self._request_id})
-            outcome = OK
-        except (GatewayError, StreamsError) as error:
-            log_unexpected(error, self._request_id)
-            response = error_response(error, self._request_id)
-            outcome = error_report(error).code
-        await response(scope, receive, send)
-        return outcome
-
-    async def _collect(self) -> dict[str, Any]:
-        choices: list[list[Run]] = [[] for _ in range(self._writer.num_choices)]
-        async with aclosing(self.follow()) as batches:
-            async for batch in batches:
-                runs = split_runs(self._position.next_index, batch)
-                self._reading.call.tokens(sum(len(run.token_ids) for run in runs))
-                for run in runs:
-                    self._advance(run)
-                    if run.end is not None:
-                        if run.end.reason == FINISH_REASON_ERROR:
-                            raise failure(run.end)
-                        return self._writer.whole(choices, run.end.usage)
-                    choices[run.choice].append(run)
-        raise GenerationFailed("log_without_end", "the log ended without its finish record")
 
 
 def failure(end: LogEnd) -> GenerationFailed:

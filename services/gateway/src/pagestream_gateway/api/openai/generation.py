@@ -15,10 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagestream_gateway.api.error_codes import error_report
-from pagestream_gateway.api.openai.answers import Reading, WholeAnswer
+from pagestream_gateway.api.openai.answers import Reading
 from pagestream_gateway.api.openai.body import parse_json, read_body
 from pagestream_gateway.api.openai.streaming import EventStream
 from pagestream_gateway.api.openai.strict_body import Body
+from pagestream_gateway.api.openai.whole_answer import WholeAnswer
 from pagestream_gateway.api.openai.writer import AnswerWriter
 from pagestream_gateway.core.calls import DISCONNECTED, Call
 from pagestream_gateway.core.drafts import Draft, now_s

@@ -1,7 +1,7 @@
 """Log probabilities in OpenAI's two forms: the chat's list of tokens, and the four columns of completions."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from pagestream.v1.inference_pb2 import LogprobEntry, TokenLogprobs
 from pagestream.v1.records_pb2 import RequestSpec
@@ -16,6 +16,10 @@ class Logprobs:
 
     depends_on_history = False
     """Whether what is written of a run depends on the runs before it."""
+    list_names: ClassVar[tuple[str, ...]]
+    """Members of `logprobs` that are lists with an item for each token."""
+    other_members: ClassVar[Mapping[str, Any]] = {}
+    """Its other members."""
 
     def __init__(self, spec: RequestSpec) -> None:
         self.is_asked = spec.sampling.HasField("logprobs")
@@ -25,15 +29,12 @@ class Logprobs:
         """Return the `logprobs` of a run's chunk; None where they were not asked for or the run has no token."""
         return self._write(run) if self.is_asked and run.logprobs else None
 
-    def whole(self, runs: Sequence[Run]) -> dict[str, Any] | None:
-        """Return the `logprobs` of a choice that is shown at once."""
-        written = [part for run in runs if (part := self.write(run)) is not None]
-        return self._join(written) if self.is_asked else None
+    def lists(self, run: Run) -> dict[str, list[Any]]:
+        """Return the members of a run's `logprobs` that are lists, one item a token; {} where it has none."""
+        written = self.write(run) or {}
+        return {name: written[name] for name in self.list_names if name in written}
 
     def _write(self, run: Run) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _join(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise NotImplementedError
 
     def _split(self, token: TokenLogprobs) -> tuple[LogprobEntry, Sequence[LogprobEntry]]:
@@ -44,21 +45,22 @@ class Logprobs:
 class ChatLogprobs(Logprobs):
     """A list of tokens, each with the likeliest ones at its place."""
 
+    list_names = ("content",)
+    other_members: ClassVar[Mapping[str, Any]] = {"refusal": None}
+
     def _write(self, run: Run) -> dict[str, Any]:
         content = []
         for token in run.logprobs:
             chosen, best = self._split(token)
             content.append({**_token(chosen), "top_logprobs": [_token(entry) for entry in best]})
-        return {"content": content, "refusal": None}
-
-    def _join(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {"content": [token for part in parts for token in part["content"]], "refusal": None}
+        return {"content": content, **self.other_members}
 
 
 class CompletionLogprobs(Logprobs):
     """Columns: one holds the character of the choice's text at which each token begins, hence the history."""
 
     depends_on_history = True
+    list_names = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 
     def __init__(self, spec: RequestSpec) -> None:
         super().__init__(spec)
@@ -68,7 +70,7 @@ class CompletionLogprobs(Logprobs):
         self._offsets = [length for length in echoes for _ in range(siblings)]
 
     def _write(self, run: Run) -> dict[str, Any]:
-        columns: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        columns: dict[str, list[Any]] = {name: [] for name in self.list_names}
         for token in run.logprobs:
             chosen, best = self._split(token)
             columns["text_offset"].append(self._offsets[run.choice])
@@ -78,10 +80,6 @@ class CompletionLogprobs(Logprobs):
             # By the tokens' own texts: in the shown text a character may come with a later token, or not at all.
             self._offsets[run.choice] += len(chosen.text)
         return columns
-
-    def _join(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        names = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
-        return {name: [value for part in parts for value in part[name]] for name in names}
 
 
 def _token(entry: LogprobEntry) -> dict[str, Any]:

@@ -6,9 +6,8 @@ each token.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pagestream.v1.inference_pb2 import FinishReason, Usage
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, RequestSpec
@@ -45,7 +44,7 @@ class AnswerWriter(ABC):
 
     def __init__(self, spec: RequestSpec) -> None:
         self.spec = spec
-        self._logprobs = self.logprobs_form(spec)
+        self.logprobs = self.logprobs_form(spec)
         self.num_choices = len(spec.prompts) * max(1, spec.sampling.n)
         shared = {"created": spec.answer.created, "model": spec.model}
         self._head = _compact({"id": spec.request_id, "object": self.chunk_object, **shared})[:-1] + ',"choices":['
@@ -55,11 +54,15 @@ class AnswerWriter(ABC):
     @property
     def needs_history(self) -> bool:
         """Whether a chunk depends on the runs before it, so that a reader's start position is not enough."""
-        return self._logprobs.is_asked and self._logprobs.depends_on_history
+        return self.logprobs.is_asked and self.logprobs.depends_on_history
+
+    def again(self) -> Self:
+        """Return a writer of the same answer that has written nothing yet."""
+        return type(self)(self.spec)
 
     def skip(self, run: Run) -> None:
         """Take note of a run that the reader has already."""
-        self._logprobs.write(run)
+        self.logprobs.write(run)
 
     @abstractmethod
     def opening_parts(self) -> list[str]:
@@ -84,8 +87,8 @@ class AnswerWriter(ABC):
     def chunk(self, run: Run) -> str:
         """Return the chunk of a run that is not the log's end."""
         logprobs = "null"
-        if self._logprobs.is_asked:
-            logprobs = _compact(self._logprobs.write(run))
+        if self.logprobs.is_asked:
+            logprobs = _compact(self.logprobs.write(run))
         finish = '"finish_reason":null' if run.finish is None else _finish_fields(run.finish)
         choice = f'{{"index":{run.choice},{self.delta(run)},"logprobs":{logprobs},{finish}}}'
         return f"{self._head}{choice}{self._tail}{self._position(position_after(run))}"
@@ -96,30 +99,30 @@ class AnswerWriter(ABC):
             return None
         return f'{self._head}],"usage":{_compact(usage_body(end.usage))}{self._position(position)}'
 
-    def whole(self, choices: Sequence[Sequence[Run]], usage: Usage) -> dict[str, Any]:
-        """Return the body of an answer that is not streamed, from the runs of each choice."""
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        """Return the members of an answer that is not streamed, without its choices."""
         return {
             "id": self.spec.request_id,
             "object": self.whole_object,
             "created": self.spec.answer.created,
             "model": self.spec.model,
-            "choices": [self._choice(number, runs) for number, runs in enumerate(choices)],
+            "choices": [],
             "usage": usage_body(usage),
+        }
+
+    def whole_choice(self, number: int, text: str, finish: ChoiceFinish) -> dict[str, Any]:
+        """Return the members of a choice that is not streamed, without its log probabilities."""
+        return {
+            "index": number,
+            **self.message(number, text),
+            "logprobs": None,
+            "finish_reason": finish_reason_body(finish.reason),
+            "stop_reason": finish.stop_reason or None,
         }
 
     def _position(self, position: Position) -> str:
         """Return the end of a chunk: the position after it, from which a reader resumes."""
         return f',"stream_position":"{position.event_id(self.spec.request_id)}"}}'
-
-    def _choice(self, number: int, runs: Sequence[Run]) -> dict[str, Any]:
-        finish = next((run.finish for run in reversed(runs) if run.finish is not None), ChoiceFinish())
-        return {
-            "index": number,
-            **self.message(number, "".join(run.text for run in runs)),
-            "logprobs": self._logprobs.whole(runs),
-            "finish_reason": finish_reason_body(finish.reason),
-            "stop_reason": finish.stop_reason or None,
-        }
 
 
 def _compact(body: dict[str, Any] | None) -> str:

@@ -1,0 +1,207 @@
+"""The answer that is a single JSON body, within the memory that all such answers of a process share."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
+from contextlib import aclosing
+
+from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR, Usage
+from pagestream.v1.records_pb2 import LogEnd
+from pagestream_streams.byte_budget import ByteBudget
+from pagestream_streams.errors import DigestMismatch, StreamsError
+from pagestream_streams.tasks import cancel
+from starlette.types import Receive, Scope, Send
+
+from pagestream_gateway.api.error_codes import error_report
+from pagestream_gateway.api.openai.answers import LogAnswer, Reading, failure
+from pagestream_gateway.api.openai.errors import error_response, log_unexpected
+from pagestream_gateway.api.openai.position import START
+from pagestream_gateway.api.openai.whole_body import WholeBody, size_of
+from pagestream_gateway.api.runs import Run, split_runs
+from pagestream_gateway.core.calls import OK
+from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.errors import AnswerTooLarge, GatewayError, GenerationFailed, Overloaded
+
+_PIECE_BYTES = 64 * 1024  # handed to the server at once
+STALL_S = 5.0  # without a piece taken: the rest is dropped, and read again when the client reads on
+_RETRY_AFTER_S = 5.0
+
+
+class _Share:
+    """What one answer holds of the budget."""
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self.budget = budget
+        self.num_bytes = 0
+
+    def grow_to(self, num_bytes: int) -> bool:
+        """Hold more; return False, and hold nothing, where there is no room."""
+        if self.budget.try_take(num_bytes - self.num_bytes):
+            self.num_bytes = num_bytes
+            return True
+        self.release()
+        return False
+
+    async def wait_for(self, num_bytes: int, limit_s: float) -> None:
+        """Hold so much once there is room for it. TimeoutError after `limit_s` seconds."""
+        async with asyncio.timeout(limit_s):
+            await self.budget.take(num_bytes)
+        self.num_bytes = num_bytes
+
+    def release(self) -> None:
+        """Hold nothing."""
+        self.budget.give(self.num_bytes)
+        self.num_bytes = 0
+
+
+class WholeAnswer(LogAnswer):
+    """One JSON body, once the log has ended.
+
+    It is built while the log is followed, as far as there is room. Without room, or while the client does not take
+    it, nothing is held: the log is read again.
+    """
+
+    def __init__(self, gateway: Gateway, reading: Reading) -> None:
+        super().__init__(gateway, reading)
+        self._share = _Share(gateway.answer_budget)
+
+    async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
+        """Write the body, or the error that the log or this gateway ended with; return the outcome."""
+        try:
+            try:
+                with self._gateway.streams.entered():
+                    body, usage = await self._follow_log()
+            except (GatewayError, StreamsError) as error:
+                log_unexpected(error, self._request_id)
+                await error_response(error, self._request_id)(scope, receive, send)
+                return error_report(error).code
+            return await self._send(send, list(body.parts(usage)), usage)
+        finally:
+            self._share.release()
+
+    # -- build the body --
+
+    async def _follow_log(self) -> tuple[WholeBody, Usage]:
+        """Follow the log to its end, and build the body: meanwhile where there is room, else afterwards."""
+        num_bytes = WholeBody.empty_bytes(self._writer)
+        body = WholeBody(self._writer.again()) if self._share.grow_to(num_bytes) else None
+        async with aclosing(self._runs()) as batches:
+            async for runs in batches:
+                self._reading.call.tokens(sum(len(run.token_ids) for run in runs))
+                for run in runs:
+                    if run.end is not None:
+                        return await self._built(body, run.end, num_bytes)
+                    num_bytes += size_of(run)
+                    if body is not None:
+                        body.add(run)
+                if body is not None and not self._share.grow_to(body.num_bytes):
+                    body = None
+                if body is None and num_bytes > self._share.budget.limit_bytes:
+                    raise AnswerTooLarge(self._request_id, self._share.budget.limit_bytes)
+        raise GenerationFailed("log_without_end", "the log ended without its finish record")
+
+    async def _built(self, body: WholeBody | None, end: LogEnd, num_bytes: int) -> tuple[WholeBody, Usage]:
+        if end.reason == FINISH_REASON_ERROR:
+            raise failure(end)
+        return (body, end.usage) if body is not None else (await self._read_again(num_bytes), end.usage)
+
+    async def _read_again(self, num_bytes: int) -> WholeBody:
+        """Build the body from the log, which has ended."""
+        digest, limit_s = self._position.digest, self._gateway.settings.stream.whole_answer_wait_s
+        try:
+            await self._share.wait_for(num_bytes, limit_s)
+        except TimeoutError as error:
+            raise Overloaded(
+                f"the answer is complete, but other answers that are not streamed have used this gateway's memory "
+                f"for {limit_s:g} s; read it as events from GET /v1/requests/{self._request_id}/events, or stream",
+                _RETRY_AFTER_S,
+            ) from error
+        self._position = START
+        body = WholeBody(self._writer.again())
+        async with aclosing(self._runs()) as batches:
+            async for runs in batches:
+                for run in runs:
+                    if run.end is None:
+                        body.add(run)
+        if self._position.digest != digest:
+            raise DigestMismatch(self._request_id, self._position.next_index)
+        return body
+
+    async def _runs(self) -> AsyncGenerator[list[Run], None]:
+        async with aclosing(self.follow()) as batches:
+            async for batch in batches:
+                runs = split_runs(self._position.next_index, batch)
+                self._advance(runs[-1])
+                yield runs
+
+    # -- send it --
+
+    async def _send(self, send: Send, parts: list[bytes], usage: Usage) -> str:
+        """Send the body in pieces; return the outcome."""
+        num_bytes, sent = sum(map(len, parts)), 0
+        headers = [
+            (b"content-length", str(num_bytes).encode()),
+            (b"content-type", b"application/json"),
+            (b"x-request-id", self._request_id.encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while True:
+            sent, stalled = await self._send_from(sent, parts, send)
+            if stalled is not None:
+                parts = []
+                self._share.release()
+                await _result(stalled)
+            if sent == num_bytes:
+                break
+            try:
+                with self._gateway.streams.entered():
+                    parts = list((await self._read_again(num_bytes)).parts(usage))
+            except (GatewayError, StreamsError) as error:
+                log_unexpected(error, self._request_id)
+                return error_report(error).code  # the body is not complete, so the server closes the connection
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return OK
+
+    async def _send_from(self, sent: int, parts: Sequence[bytes], send: Send) -> tuple[int, asyncio.Task[None] | None]:
+        """Send what follows the first `sent` bytes.
+
+        Returns how much is sent, and where the client has stopped reading, the send that waits for it.
+        """
+        for piece in _pieces(parts, sent):
+            message = {"type": "http.response.body", "body": piece, "more_body": True}
+            sending = asyncio.create_task(_awaited(send(message)), name="send a body")
+            try:
+                await asyncio.wait({sending}, timeout=STALL_S)
+            except asyncio.CancelledError:
+                await cancel(sending)
+                raise
+            sent += len(piece)
+            if not sending.done():
+                return sent, sending
+            sending.result()
+        return sent, None
+
+
+async def _awaited(sending: Awaitable[None]) -> None:
+    await sending
+
+
+async def _result(task: asyncio.Task[None]) -> None:
+    """Wait for a task that is cancelled with its waiter."""
+    try:
+        await task
+    finally:
+        await cancel(task)
+
+
+def _pieces(parts: Iterable[bytes], start: int) -> Iterator[bytes]:
+    """Yield the concatenation of parts from a byte on, in pieces of _PIECE_BYTES."""
+    piece = bytearray()
+    for part in parts:
+        for place in range(start, len(part), _PIECE_BYTES):
+            piece += part[place : place + _PIECE_BYTES]
+            if len(piece) >= _PIECE_BYTES:
+                yield bytes(piece)
+                piece.clear()
+        start = max(0, start - len(part))
+    if piece:
+        yield bytes(piece)

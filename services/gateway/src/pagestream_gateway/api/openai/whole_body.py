@@ -1,0 +1,98 @@
+"""The body of an answer that is not streamed, built as bytes while the log is read.
+
+A choice's text and log probabilities are kept as the bytes that are sent: 5 bytes for a token without log
+probabilities, where its entry of the log takes more than 1,000 as objects.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagestream.v1.inference_pb2 import Usage
+from pagestream.v1.records_pb2 import ChoiceFinish
+
+from pagestream_gateway.api.openai.writer import AnswerWriter
+from pagestream_gateway.api.runs import Run
+
+_CHOICE_BYTES = 512  # of an empty choice's buffers, and of its members' names in the body
+# Most bytes of JSON for packed log probabilities: for each token, and for each of their bytes (a text is also a list).
+_TOKEN_BYTES, _JSON_FACTOR = 32, 8
+
+
+def size_of(run: Run) -> int:
+    """Return the bytes that a run takes in a body, at most about: a whole body never takes twice as much."""
+    logprobs = sum(_TOKEN_BYTES + _JSON_FACTOR * token.ByteSize() for token in run.logprobs)
+    return len(run.text.encode()) + logprobs
+
+
+@dataclass
+class _Choice:
+    text: bytearray = field(default_factory=bytearray)
+    logprobs: dict[str, bytearray] = field(default_factory=dict)
+    """The items of each list, as JSON without its brackets."""
+    finish: ChoiceFinish = field(default_factory=ChoiceFinish)
+
+
+class WholeBody:
+    """Collects runs, and gives the body back in parts."""
+
+    def __init__(self, writer: AnswerWriter) -> None:
+        """`writer`: has written nothing yet."""
+        self._writer = writer
+        self._choices = [_Choice() for _ in range(writer.num_choices)]
+        self.num_bytes = self.empty_bytes(writer)
+        """Held, about."""
+
+    @staticmethod
+    def empty_bytes(writer: AnswerWriter) -> int:
+        """Return the bytes that a body has before any run: each choice repeats what it echoes."""
+        siblings = max(1, writer.spec.sampling.n)
+        echoes = siblings * sum(len(text.encode()) for text in writer.spec.answer.echo_texts)
+        return writer.num_choices * _CHOICE_BYTES + echoes
+
+    def add(self, run: Run) -> None:
+        """Add a run that is not the log's end."""
+        choice = self._choices[run.choice]
+        text = run.text.encode()
+        choice.text += text
+        self.num_bytes += len(text)
+        if run.finish is not None:
+            choice.finish = run.finish
+        for name, items in self._writer.logprobs.lists(run).items():
+            column = choice.logprobs.setdefault(name, bytearray())
+            written = _json(items)[1:-1]
+            column += b"," + written if column else written
+            self.num_bytes += len(written) + 1
+
+    def parts(self, usage: Usage) -> Iterator[bytes]:
+        """Yield the body, choice by choice; what is yielded is no longer held here."""
+        self._choices.reverse()
+        opening = b"{"
+        for name, value in self._writer.whole(usage).items():
+            yield opening + _json(name) + b":"
+            opening = b","
+            if name != "choices":
+                yield _json(value)
+                continue
+            for number in range(self._writer.num_choices):
+                yield (b"," if number else b"[") + self._choice(number, self._choices.pop())
+            yield b"]"
+        yield b"}"
+
+    def _choice(self, number: int, choice: _Choice) -> bytes:
+        members = self._writer.whole_choice(number, choice.text.decode(), choice.finish)
+        written = {name: _json(value) for name, value in members.items()}
+        form = self._writer.logprobs
+        if form.is_asked:
+            lists = {name: b"[" + choice.logprobs.get(name, b"") + b"]" for name in form.list_names}
+            written["logprobs"] = _object(lists | {name: _json(value) for name, value in form.other_members.items()})
+        return _object(written)
+
+
+def _object(members: Mapping[str, bytes]) -> bytes:
+    return b"{" + b",".join(_json(name) + b":" + value for name, value in members.items()) + b"}"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
