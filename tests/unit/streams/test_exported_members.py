@@ -13,6 +13,7 @@ EXPECTED = [
     "EngineSession",
     "GatewaySession",
     "IdempotencyConflict",
+    "ModelInUse",
     "ModelInfo",
     "ModelNameRefused",
     "ModelNotFound",
@@ -21,6 +22,7 @@ EXPECTED = [
     "QueueFull",
     "RequestNotFound",
     "RequestView",
+    "RequestsUnfinished",
     "ServerBinary",
     "ServerNotFound",
     "StorageFull",
@@ -32,6 +34,7 @@ EXPECTED = [
     "find_server",
     "server_command",
     "settings_from_environment",
+    "unpublish",
 ]
 
 

@@ -42,6 +42,7 @@ COMMANDS = (
         "simulate",
         "simulate",
     ),
+    Command("models", "list the models, and remove one that no engine serves", "models", "models"),
     Command("dead", "show quarantined requests, and requeue them", "quarantine", "quarantine"),
     Command(
         "doctor", "report what this machine has, what is wrong, and what to do", "doctor.command", "doctor.command"

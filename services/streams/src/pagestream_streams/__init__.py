@@ -2,16 +2,19 @@
 
 from pagestream_streams.admin.broker import Broker, expire_engine
 from pagestream_streams.admin.sweeper import Sweeper
+from pagestream_streams.admin.unpublishing import unpublish
 from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_server, server_command
 from pagestream_streams.engine.session import EngineSession
 from pagestream_streams.errors import (
     DigestMismatch,
     IdempotencyConflict,
+    ModelInUse,
     ModelNameRefused,
     ModelNotFound,
     OffsetOutOfRange,
     QueueFull,
     RequestNotFound,
+    RequestsUnfinished,
     ServerNotFound,
     StorageFull,
     StreamsError,
@@ -40,6 +43,7 @@ __all__ = [
     "EngineSession",
     "GatewaySession",
     "IdempotencyConflict",
+    "ModelInUse",
     "ModelInfo",
     "ModelNameRefused",
     "ModelNotFound",
@@ -48,6 +52,7 @@ __all__ = [
     "QueueFull",
     "RequestNotFound",
     "RequestView",
+    "RequestsUnfinished",
     "ServerBinary",
     "ServerNotFound",
     "StorageFull",
@@ -59,4 +64,5 @@ __all__ = [
     "find_server",
     "server_command",
     "settings_from_environment",
+    "unpublish",
 ]

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class StreamsError(Exception):
     """The root of this package's errors."""
@@ -53,6 +55,26 @@ class ModelNotFound(StreamsError):
         """`name`: as given."""
         super().__init__(f"there is no model {name!r}; Broker.models() lists those that are known")
         self.name = name
+
+
+class ModelInUse(StreamsError):
+    """Engines serve the model, so it can't be removed."""
+
+    def __init__(self, name: str, engines: Sequence[str]) -> None:
+        """`engines`: ids of those that live."""
+        super().__init__(f"{len(engines)} engines serve {name!r}, such as {min(engines)}; stop them first")
+        self.name = name
+        self.engines = tuple(engines)
+
+
+class RequestsUnfinished(StreamsError):
+    """Requests of the model have not finished, so it isn't removed."""
+
+    def __init__(self, name: str, count: int) -> None:
+        """`count`: so many, or more."""
+        super().__init__(f"{count} requests of {name!r} have not finished; let an engine finish them, or end them")
+        self.name = name
+        self.count = count
 
 
 class ModelNameRefused(StreamsError, ValueError):

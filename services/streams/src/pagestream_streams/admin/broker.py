@@ -160,7 +160,7 @@ class Broker:
         Returns:
             The id of the new request; a repeated call returns the same one.
         """
-        return await quarantine.requeue(self.connection, await self.directory.locate(request_id), request_id)
+        return await quarantine.requeue(self.connection, await self.directory.locate_published(request_id), request_id)
 
     async def end(
         self, where: Partition, request_id: str, reason: str, *, tenant: str = "", condition: str = "", error: str = ""

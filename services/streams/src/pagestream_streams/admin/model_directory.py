@@ -69,6 +69,21 @@ class ModelDirectory:
         )
         self._read_at = float("-inf")
 
+    async def stored_partitions(self, name: str) -> int | None:
+        """Return the number of partitions that is stored for a model, also for one that is withdrawn; None for none."""
+        stored = await self._connection.execute("HGET", self._keyspace.model(name), "partitions")
+        return None if stored is None else int(stored)
+
+    async def withdraw(self, name: str) -> None:
+        """Unpublish a model. Its number of partitions stays until `forget`, so that a removal can go on."""
+        await self._connection.execute("HDEL", self._keyspace.model(name), "card", "digest", "created")
+        self._read_at = float("-inf")
+
+    async def forget(self, name: str) -> None:
+        """Delete what is stored for a withdrawn model. Its tag stays: ids of its logs name it."""
+        keyspace = self._keyspace
+        await self._connection.pipeline([("DEL", keyspace.model(name)), ("DEL", keyspace.engines(name))])
+
     async def names(self) -> list[str]:
         """Return the names of all models, sorted."""
         await self._refresh()
@@ -105,6 +120,15 @@ class ModelDirectory:
             ModelInfo(name, entry.created, entry.digest, len(engines), entry.partitions)
             for (name, entry), engines in zip(models, living, strict=True)
         ]
+
+    async def locate_published(self, request_id: str) -> Partition:
+        """Return the partition of a request id as `locate`; RequestNotFound also for a model that was unpublished."""
+        where = await self.locate(request_id)
+        try:
+            await self._entry(where.model)
+        except ModelNotFound as error:
+            raise RequestNotFound(request_id) from error
+        return where
 
     async def locate(self, request_id: str) -> Partition:
         """Return the partition of a request id. RequestNotFound for a malformed id or an unknown model.

@@ -42,7 +42,7 @@ class Acceptor:
 
         `bounded`: whether the queue's bounds apply. `expect` gets the partition and the id before Redis is asked.
         """
-        where = await self._broker.directory.locate(spec.request_id)
+        where = await self._broker.directory.locate_published(spec.request_id)
         expect(where, spec.request_id)
         settings = self._broker.settings
         tokens = sum(len(prompt.ids) for prompt in spec.prompts)

@@ -1,0 +1,94 @@
+"""Unpublish a model: end what is left of its requests, and remove its card and its partitions' bookkeeping."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from pagestream_streams.admin.broker import Broker
+from pagestream_streams.connection.connection import Call
+from pagestream_streams.connection.scripts import FORGET, REGISTRY, UNFINISHED
+from pagestream_streams.errors import ModelInUse, ModelNotFound, RequestsUnfinished
+from pagestream_streams.protocol.keys import Partition
+
+ERROR_CODE = "model_removed"
+"""Code of the error with which unfinished requests end."""
+
+_MESSAGE = "the model was removed while this request waited for an engine; send it again when the model is served"
+_LISTED_AT_ONCE = 256  # ids of one partition in one reply
+_ENDS_AT_ONCE = 32
+_POLL_S = 0.1
+
+
+async def unpublish(broker: Broker, name: str, *, end_requests: bool = False, wait_s: float = 0.0) -> int:
+    """Remove a model that no engine serves. It can be published anew, also with another number of partitions.
+
+    Gateways forget it within settings.directory_ttl_s; this takes twice as long, and ends what they accept meanwhile.
+    Logs of finished requests can be read until their retention ends. Repeat it after any error: it goes on where it
+    stopped.
+
+    Args:
+        broker: the process' connection to Redis.
+        name: the model.
+        end_requests: end unfinished requests with the error `model_removed`.
+        wait_s: seconds to wait for engines that still live to go.
+
+    Returns:
+        The number of requests that were ended.
+
+    Raises:
+        ModelNotFound: it is not published.
+        ModelInUse: engines serve it. It stays published.
+        RequestsUnfinished: requests wait, and `end_requests` is not set. It stays published.
+        Unavailable: a retry is harmless.
+    """
+    connection, directory = broker.connection, broker.directory
+    count = await directory.stored_partitions(name)
+    if count is None:
+        raise ModelNotFound(name)
+    partitions = [connection.keyspace.partition(name, number) for number in range(count)]
+    await _wait_for_engines(broker, name, wait_s)
+    if not end_requests:
+        unfinished = await _unfinished(broker, partitions)
+        if unfinished:
+            raise RequestsUnfinished(name, len(unfinished))
+    await directory.withdraw(name)
+    num_ended = await _end_all(broker, partitions)
+    await asyncio.sleep(2 * broker.settings.directory_ttl_s)
+    num_ended += await _end_all(broker, partitions)
+    await _wait_for_engines(broker, name, 0.0)  # one that came meanwhile has published it again
+    retention_ms = broker.settings.dead_retention_s * 1000
+    await connection.run_many([Call(FORGET, where.prefix, (retention_ms,)) for where in partitions])
+    await directory.forget(name)
+    return num_ended
+
+
+async def _wait_for_engines(broker: Broker, name: str, limit_s: float) -> None:
+    until = time.monotonic() + limit_s
+    while True:
+        living = await broker.connection.run(REGISTRY, broker.connection.keyspace.engines(name), "", 0)
+        if not living:
+            return
+        if time.monotonic() > until:
+            raise ModelInUse(name, [engine.decode() for engine in living])
+        await asyncio.sleep(_POLL_S)
+
+
+async def _unfinished(broker: Broker, partitions: Sequence[Partition]) -> list[tuple[Partition, str]]:
+    calls = [Call(UNFINISHED, where.prefix, (_LISTED_AT_ONCE,)) for where in partitions]
+    replies = await broker.connection.run_many(calls)
+    return [(where, found.decode()) for where, ids in zip(partitions, replies, strict=True) for found in ids]
+
+
+async def _end_all(broker: Broker, partitions: Sequence[Partition]) -> int:
+    num_ended = 0
+    while unfinished := await _unfinished(broker, partitions):
+        for first in range(0, len(unfinished), _ENDS_AT_ONCE):
+            ends = (
+                broker.end(where, request_id, "error", error=f"{ERROR_CODE}\0{_MESSAGE}")
+                for where, request_id in unfinished[first : first + _ENDS_AT_ONCE]
+            )
+            await asyncio.gather(*ends)
+        num_ended += len(unfinished)
+    return num_ended

@@ -1,0 +1,87 @@
+"""The command `pagestream-unpublish`: remove a model from Redis, without loading an engine."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from pagestream_streams import (
+    Broker,
+    ModelInUse,
+    ModelNotFound,
+    RequestsUnfinished,
+    StreamsError,
+    StreamsSettings,
+    settings_from_environment,
+    unpublish,
+)
+
+EXIT_REMOVED, EXIT_UNAVAILABLE, EXIT_BAD_OPTIONS, EXIT_IN_USE, EXIT_UNFINISHED = 0, 1, 2, 3, 4
+
+_REDIS = "PAGESTREAM_WORKER__REDIS"
+_EPILOG = """exit codes: 0 removed, or was not published; 1 Redis doesn't answer; 2 wrong options;
+3 engines serve the model; 4 unfinished requests, and no --end-requests. With 3 and 4 nothing was changed."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of `pagestream-unpublish`."""
+    parser = argparse.ArgumentParser(
+        prog="pagestream-unpublish",
+        description="Removes a model that no engine serves any more. Repeat it after any error.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help="the model, as clients ask for it")
+    parser.add_argument("--redis", metavar="URL", help=f"default: {_REDIS}")
+    parser.add_argument("--end-requests", action="store_true", help="end unfinished requests with an error")
+    parser.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help="for its engines to end")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    environ = os.environ if environ is None else environ
+    options = build_parser().parse_args(arguments)
+    url = options.redis or environ.get(_REDIS, "")
+    try:
+        if not url:
+            raise ValueError(f"--redis is needed; give it, or set {_REDIS}")
+        settings = settings_from_environment(environ)
+        return asyncio.run(_unpublish(url, settings, options))
+    except ModelInUse as error:
+        return _end(EXIT_IN_USE, str(error))
+    except RequestsUnfinished as error:
+        return _end(EXIT_UNFINISHED, f"{error} with --end-requests")
+    except StreamsError as error:
+        return _end(EXIT_UNAVAILABLE, str(error))
+    except ValueError as error:
+        return _end(EXIT_BAD_OPTIONS, str(error))
+
+
+async def _unpublish(url: str, settings: StreamsSettings, options: argparse.Namespace) -> int:
+    async with await Broker.connect(url, settings) as broker:
+        try:
+            ended = await unpublish(broker, options.name, end_requests=options.end_requests, wait_s=options.wait)
+        except ModelNotFound:
+            return _end(EXIT_REMOVED, f"{options.name!r} is not published")
+    return _end(EXIT_REMOVED, f"{options.name!r} was removed; {ended} requests were ended")
+
+
+def _end(code: int, text: str) -> int:
+    print(f"pagestream-unpublish: {text}", file=sys.stderr)  # noqa: T201
+    return code
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} was given, a number of seconds from 0 on is expected")
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())
