@@ -30,17 +30,31 @@ async def test_gauges_follow_the_queue(redis_url: str) -> None:
             await gateway.accept(spec(prompt=range(6), partition=1, priority=1))
             await monitor.refresh(0)
             figures = gauges(registry)
-            assert (figures["depth", "0", "0"], figures["depth", "1", "1"]) == (1, 1)
-            assert figures["depth", "0", "resume"] == figures["depth", "1", "resume"] == 0
+            assert (figures["depth", "0"], figures["depth", "1"], figures["depth", "resume"]) == (1, 1, 0)
             assert (figures["tokens",], figures["running",], figures["drain_rate",]) == (10, 0, 0)
-            assert 0 <= figures["age", "1", "1"] < 30
+            assert 0 <= figures["age", "1"] < 30
             await engine.claim(2)
             await monitor.refresh(3600)
             assert gauges(registry) == figures, "the queue was read in the last hour"
             await monitor.refresh(0)
             figures = gauges(registry)
-            assert (figures["tokens",], figures["running",], figures["depth", "0", "0"]) == (0, 2, 0)
+            assert (figures["tokens",], figures["running",], figures["depth", "0"]) == (0, 2, 0)
             assert 0 < figures["drain_rate",] <= 10
+
+
+async def test_a_class_is_one_series_over_all_partitions(redis_url: str) -> None:
+    registry = Registry()
+    async with await Broker.connect(redis_url) as broker:
+        await broker.publish_model(card(MODEL), partitions=8)
+        async with GatewaySession(broker) as gateway:
+            for partition in range(3):
+                await gateway.accept(spec(prompt=range(4), partition=partition))
+            monitor = QueueMonitor(broker, registry)
+            await monitor.refresh(0)
+    figures = gauges(registry)
+    assert figures["depth", "0"] == 3
+    assert figures["age", "0"] > 0
+    assert all(len(key) <= 2 for key in figures)
 
 
 async def test_without_redis_nothing_is_exported(tmp_path: Path) -> None:

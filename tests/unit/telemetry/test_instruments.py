@@ -46,10 +46,10 @@ def test_a_bucket_holds_what_is_at_most_its_bound() -> None:
 def test_other_series_can_be_removed() -> None:
     registry = Registry()
     depth = registry.number(catalog.QUEUE_DEPTH)
-    for partition in ("0", "1"):
-        depth.series("demo", partition, "0").set(1)
-    depth.forget_others({("demo", "1", "0")})
-    assert [point.attributes["partition"] for point in families(registry)["pagestream.queue.depth"].points] == ["1"]
+    for queue in ("0", "1"):
+        depth.series("demo", queue).set(1)
+    depth.forget_others({("demo", "1")})
+    assert [point.attributes["class"] for point in families(registry)["pagestream.queue.depth"].points] == ["1"]
 
 
 def test_attributes_are_those_of_the_catalog() -> None:

@@ -36,12 +36,17 @@ class Taken(Enum):
 
 @dataclass(slots=True)
 class Gauge:
-    """The newest value for each attribute set."""
+    """The newest value for each attribute set.
+
+    Sets over the limit are kept combined, as one value of the newest export: what they report is never read as 0.
+    Points of a repeated export can't be recognized among these, so a sum over them may be too high.
+    """
 
     combine: Combine
     limit: int
-    """Most attribute sets."""
+    """Most attribute sets that are kept one by one."""
     values: dict[Attributes, tuple[float, float]] = field(default_factory=dict)
+    others: tuple[float, float] | None = None
 
     def take(self, attributes: Attributes, time_s: float, value: float) -> Taken:
         """Store the value if it is newer than the known one."""
@@ -49,9 +54,22 @@ class Gauge:
         if last is not None and time_s <= last[0]:
             return Taken.DUPLICATE
         if last is None and len(self.values) >= self.limit and not self._drop_outdated(time_s):
-            return Taken.OVERFLOW
+            return self._add_to_others(time_s, value)
         self.values[attributes] = (time_s, value)
         return Taken.ACCEPTED
+
+    def _add_to_others(self, time_s: float, value: float) -> Taken:
+        known = self.others
+        if known is None or time_s - known[0] > _SAME_EXPORT_S:
+            self.others = (time_s, value)
+        elif known[0] - time_s > _SAME_EXPORT_S:
+            return Taken.DUPLICATE
+        else:
+            self.others = (max(time_s, known[0]), self._combined([known[1], value]))
+        return Taken.ACCEPTED
+
+    def _combined(self, values: list[float]) -> float:
+        return sum(values) if self.combine is Combine.SUM else max(values)
 
     def _drop_outdated(self, time_s: float) -> bool:
         self.values = {key: entry for key, entry in self.values.items() if time_s - entry[0] <= _SAME_EXPORT_S}
@@ -61,9 +79,9 @@ class Gauge:
         """Return (time, value) of the newest export over its attribute sets; a set that it lacks is gone."""
         if not self.values:
             return None
-        newest = max(time_s for time_s, _ in self.values.values())
-        current = [value for time_s, value in self.values.values() if newest - time_s <= _SAME_EXPORT_S]
-        return newest, sum(current) if self.combine is Combine.SUM else max(current)
+        entries = [*self.values.values(), *([] if self.others is None else [self.others])]
+        newest = max(time_s for time_s, _ in entries)
+        return newest, self._combined([value for time_s, value in entries if newest - time_s <= _SAME_EXPORT_S])
 
 
 @dataclass(frozen=True, slots=True)

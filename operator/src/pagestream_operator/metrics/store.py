@@ -39,7 +39,7 @@ class StoreSettings:
     max_gateways: int = 256
     max_models: int = 256
     max_attribute_sets: int = 128
-    """Of one metric of one process; a queue has one for each partition and class."""
+    """Of one metric of one process; a queue has one for each class. Gauges over the bound are kept combined."""
     max_latency_series: int = 2048
     """Attribute sets of a latency over all gateways of a model."""
     forget_s: float = 300.0

@@ -286,7 +286,7 @@ class Reconciler:
             findings(pool, view, self.desired, shown, trouble),
             desired=self.desired,
             decision=shown,
-            observation=None if verdict is None else verdict.observation,
+            kv_utilization=None if verdict is None else verdict.kv_utilization,
             term=self.context.leadership.term,
             now_s=self.context.clock(),
         )
@@ -314,7 +314,7 @@ class Reconciler:
             tuple(found),
             desired=old.desired_replicas,
             decision=None,
-            observation=None,
+            kv_utilization=None,
             term=self.context.leadership.term,
             now_s=self.context.clock(),
         )

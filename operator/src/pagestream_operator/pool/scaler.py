@@ -5,8 +5,18 @@ only the leader carries the decision out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 
-from pagestream_scaling import Decision, PoolObservation, ScalingMemory, ScalingPolicy, decide
+from pagestream_scaling import (
+    Decision,
+    PodState,
+    PoolObservation,
+    SamplesPolicy,
+    ScalingMemory,
+    ScalingPolicy,
+    decide,
+)
+from pagestream_scaling.samples import valid_samples
 
 from pagestream_operator.api import EnginePool
 from pagestream_operator.metrics import MetricsStore, PodRef
@@ -19,6 +29,8 @@ class Verdict:
 
     decision: Decision
     observation: PoolObservation
+    kv_utilization: float | None
+    """Mean of the ready pods that don't drain, by samples that the law believes; None without any."""
 
 
 class Scaler:
@@ -32,7 +44,7 @@ class Scaler:
         """Observe the pool and decide. Call it about once a second."""
         observation = self._observe(pool, policy, view, now_s)
         decision, self._memory = decide(policy, observation, self._memory)
-        return Verdict(decision, observation)
+        return Verdict(decision, observation, mean_utilization(observation, policy.samples))
 
     def _observe(self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float) -> PoolObservation:
         pods = [pod for pod in view.pods if not pod.is_terminated]
@@ -51,6 +63,14 @@ class Scaler:
             queue=known.queue,
             ttft=known.ttft,
         )
+
+
+def mean_utilization(observation: PoolObservation, policy: SamplesPolicy) -> float | None:
+    """The mean KV utilization of the ready pods that don't drain; stale and absurd samples don't count."""
+    valid = valid_samples(observation, policy).samples
+    ready = {pod.name for pod in observation.pods if pod.state is PodState.READY}
+    shares = [sample.kv_utilization for name, sample in valid.items() if name in ready and not sample.draining]
+    return fmean(shares) if shares else None
 
 
 def first_replicas(pool: EnginePool) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from statistics import fmean
 
-from pagestream_scaling import Decision, PoolObservation
+from pagestream_scaling import Decision
 
 from pagestream_operator.api import Condition, ConditionType, EnginePool, EnginePoolStatus, ScalingStatus
 from pagestream_operator.children.manifest import selector
@@ -32,7 +31,7 @@ def pool_status(
     *,
     desired: int,
     decision: Decision | None,
-    observation: PoolObservation | None,
+    kv_utilization: float | None,
     term: int,
     now_s: float,
 ) -> EnginePoolStatus:
@@ -49,7 +48,7 @@ def pool_status(
         draining_replicas=len(view.draining),
         updated_replicas=view.updated,
         selector=",".join(f"{name}={value}" for name, value in labels.items()),
-        kv_utilization=None if observation is None else _utilization(observation),
+        kv_utilization=None if kv_utilization is None else f"{round(100 * kv_utilization)}%",
         scaling=pool.status.scaling if decision is None else _scaling(decision, now),
         leader_term=term,
     )
@@ -93,12 +92,6 @@ def _scaling(decision: Decision, now: str) -> ScalingStatus:
         missing=list(decision.missing),
         panicking=decision.panicking,
     )
-
-
-def _utilization(observation: PoolObservation) -> str | None:
-    samples = [pod.sample.kv_utilization for pod in observation.pods if pod.sample is not None]
-    sound = [share for share in samples if 0 <= share <= 1]
-    return f"{round(100 * fmean(sound))}%" if sound else None
 
 
 def _substance(status: EnginePoolStatus) -> tuple[EnginePoolStatus, object]:

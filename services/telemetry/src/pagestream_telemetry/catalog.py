@@ -143,16 +143,14 @@ GATEWAY_TOKENS = Metric("pagestream.gateway.tokens", Kind.COUNTER, "{token}", "T
 QUEUE_DEPTH = _gauge(
     "pagestream.queue.depth",
     "{request}",
-    "Queued requests. All gateways export the same value: take one, not the sum.",
-    "partition",
+    "Queued requests over all partitions. All gateways export the same value: take one, not the sum.",
     "class",
 )
 QUEUE_TOKENS = _gauge("pagestream.queue.tokens", "{token}", "Queued prompt tokens. All gateways export the same value.")
 QUEUE_AGE = _gauge(
     "pagestream.queue.age",
     "s",
-    "Age of the oldest queued request. All gateways export the same value.",
-    "partition",
+    "Age of the oldest queued request over all partitions. All gateways export the same value.",
     "class",
 )
 QUEUE_DRAIN_RATE = _gauge(

@@ -429,15 +429,27 @@ def test_pods_are_bounded_and_the_silent_make_room() -> None:
     assert set(listener.observe("pod-0", "pod-1", "pod-2").samples) == {"pod-1", "pod-2"}
 
 
-def test_models_gateways_and_attribute_sets_are_bounded() -> None:
+def test_an_old_entry_counts_however_many_partitions_there_are() -> None:
+    """A gateway of the version before has a series for each partition and class: 1,280 here, of 128 that are kept."""
+    listener = Listener()
+    partitions = [waiting(START, 1, 60 if index == 1000 else 0, str(index)) for index in range(1280)]
+    listener.take(gateway(START, *(metric for pair in partitions for metric in pair), tokens=500))
+    seen = listener.observe().queue
+    assert seen is not None
+    assert (seen.depth, seen.age_s) == (1280, 60)
+    listener.take(gateway(START + 2, *waiting(START + 2, 1, 2), tokens=500))
+    seen = listener.observe().queue
+    assert seen is not None
+    assert (seen.depth, seen.age_s) == (1, 2)
+
+
+def test_models_gateways_and_series_are_bounded() -> None:
     listener = Listener(
-        settings=StoreSettings(max_models=1, max_gateways=1, max_attribute_sets=2, max_latency_series=2)
+        settings=StoreSettings(max_models=1, max_gateways=1, max_attribute_sets=3, max_latency_series=2)
     )
     assert listener.take(gateway(START, tokens=1)).rejected == 0
     assert listener.take(gateway(START, tokens=1, instance="gw-1")).rejected == 3
     assert listener.take(gateway(START, tokens=1, namespace="other")).rejected == 3
-    depths = [metric for index in range(5) for metric in waiting(START, 1, 1, str(index))]
-    assert listener.take(resource(depths, namespace="ns", instance="gw-0")).rejected == 6
     series = [
         histogram(
             TTFT, START, START + 1, BOUNDS, (1, 0, 0, 0), labels={"gen_ai.request.model": "demo", "n": str(index)}
@@ -446,7 +458,7 @@ def test_models_gateways_and_attribute_sets_are_bounded() -> None:
     ]
     assert listener.take(resource(series, namespace="ns", instance="gw-0")).rejected == 3
     counters = [total(PROMPT, START, START + 1, 1, labels={"n": str(index)}) for index in range(5)]
-    assert listener.take(resource(counters, namespace="ns", pool="demo", pod="pod-0")).rejected == 3
+    assert listener.take(resource(counters, namespace="ns", pool="demo", pod="pod-0")).rejected == 2
 
 
 def test_instances_of_one_pod_are_bounded_to_the_last() -> None:

@@ -6,19 +6,11 @@ from pagestream_operator.kube.pods import Pod
 from pagestream_operator.pool.conditions import findings
 from pagestream_operator.pool.status import changed, differs, differs_in_substance, pool_status
 from pagestream_operator.pool.view import PoolView
-from pagestream_scaling import Decision, Limit, PodObservation, PodSample, PodState, PoolObservation
+from pagestream_scaling import Decision, Limit
 from support.kubernetes.pool_objects import deployment_body, pod_body, pool
 
 DECISION = Decision(desired=2, reason="2 do", limiting=Limit.NONE, inputs={"kv": 0.123456, "arrivals": 1e-9})
 NOW = 1_767_225_600.0
-
-
-def observation(*shares: float) -> PoolObservation:
-    pods = tuple(
-        PodObservation(f"p{index}", PodState.READY, 0.0, 1.0, PodSample(NOW, share, 1, 0))
-        for index, share in enumerate(shares)
-    )
-    return PoolObservation(NOW, len(pods), pods)
 
 
 def status(decision: Decision | None = DECISION, now_s: float = NOW, **more: Any) -> EnginePoolStatus:
@@ -31,7 +23,7 @@ def status(decision: Decision | None = DECISION, now_s: float = NOW, **more: Any
         findings(demo, view, 2, decision, None),
         desired=2,
         decision=decision,
-        observation=observation(0.5, 0.7),
+        kv_utilization=0.6,
         term=3,
         now_s=now_s,
         **more,
@@ -78,9 +70,3 @@ def test_transitions_are_told_once() -> None:
         "ScalingActive",
     }
     assert changed(status(), status()) == []
-
-
-def test_absurd_samples_are_not_averaged() -> None:
-    demo, view = pool(), PoolView(deployment_body(1), [])
-    made = pool_status(demo, view, (), desired=1, decision=None, observation=observation(7.0), term=1, now_s=NOW)
-    assert made.kv_utilization is None

@@ -5,7 +5,7 @@ import logging
 import time
 
 from pagestream_streams import Broker
-from pagestream_streams.admin.queues import QueueState, queue_states
+from pagestream_streams.admin.queues import QueueDepth, QueueState, queue_states
 from pagestream_streams.errors import StreamsError
 from pagestream_streams.tasks import Periodic
 from pagestream_telemetry import catalog
@@ -56,12 +56,10 @@ class QueueMonitor:
     def _set(self, states: dict[str, list[QueueState]]) -> None:
         known: set[tuple[str, ...]] = set()
         for model, partitions in states.items():
-            for state in partitions:
-                for waiting in state.waiting:
-                    values = (model, str(state.partition), waiting.queue)
-                    known.add(values)
-                    self._depth.series(*values).set(waiting.requests)
-                    self._age.series(*values).set(waiting.oldest_s)
+            for queue, waiting in _by_queue(partitions).items():
+                known.add((model, queue))
+                self._depth.series(model, queue).set(sum(each.requests for each in waiting))
+                self._age.series(model, queue).set(max(each.oldest_s for each in waiting))
             self._set_sums(model, partitions)
         self._depth.forget_others(known)
         self._age.forget_others(known)
@@ -76,3 +74,12 @@ class QueueMonitor:
         }
         for metric, value in sums.items():
             self._by_model[metric].series(model).set(value)
+
+
+def _by_queue(partitions: list[QueueState]) -> dict[str, list[QueueDepth]]:
+    """What waits by class over all partitions: a series for each of a thousand partitions would tell no more."""
+    found: dict[str, list[QueueDepth]] = {}
+    for state in partitions:
+        for waiting in state.waiting:
+            found.setdefault(waiting.queue, []).append(waiting)
+    return found
