@@ -154,7 +154,25 @@ topologySpreadConstraints:
 
 {{/* The Secret with Redis' address under `url`. */}}
 {{- define "pagestream.redisSecret" -}}
+{{- if .Values.redis.bundled.enabled -}}
+{{- .Values.redis.bundled.existingSecret | default (printf "%s-redis" (include "pagestream.fullname" .)) -}}
+{{- else -}}
 {{- .Values.redis.external.existingSecret | default (printf "%s-redis" (include "pagestream.fullname" .)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The key of that Secret with the address as gateways log in. */}}
+{{- define "pagestream.redisGatewayKey" -}}
+{{- .Values.redis.bundled.enabled | ternary "gateway-url" .Values.redis.external.gatewayKey -}}
+{{- end -}}
+
+{{/* Tells one login of the bundled Redis from the next; empty: the first one, without TLS. */}}
+{{- define "pagestream.redisLogin" -}}
+{{- with .Values.redis.bundled -}}
+{{- if and .enabled (or .tls.enabled (gt (int .passwordGeneration) 1)) -}}
+{{ int .passwordGeneration }}{{ .tls.enabled | ternary "-tls" "" }}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* The Secret with the hashes of API keys under `keys`. */}}
@@ -250,6 +268,11 @@ http://{{ include "pagestream.fullname" . }}-operator-sink.{{ .Release.Namespace
 {{- end -}}
 {{- if and .Values.apiKeys.existingSecret .Values.apiKeys.hashes -}}
 {{- fail "apiKeys: with existingSecret, all hashes lie in that Secret; apiKeys.hashes must be empty" -}}
+{{- end -}}
+{{- $tls := .Values.redis.bundled.tls -}}
+{{- if and $tls.enabled .Values.redis.bundled.existingSecret (not $tls.existingSecret) -}}
+{{- fail (print "redis.bundled.tls: with redis.bundled.existingSecret, name a Secret with the certificate too "
+  "(redis.bundled.tls.existingSecret)") -}}
 {{- end -}}
 {{- if and (not .Values.collector.enabled) (not .Values.telemetry.endpoint) (gt (int .Values.operator.replicas) 1) -}}
 {{- fail (print "telemetry: without a collector, processes reach only one operator; set operator.replicas=1, "

@@ -46,6 +46,8 @@ class OperatorVariables:
     """ConfigMap with variables that engines share with gateways. It may be missing in a pool's namespace."""
     redis_secret: str = "pagestream-redis"  # noqa: S105 - a Secret's name
     """Secret with the Redis address under the key `url`, in each pool's namespace."""
+    redis_login: str = ""
+    """Changes with the address in that Secret: engines are then replaced, and log in anew."""
     otlp_endpoint: str = ""
     """Where engines export telemetry, such as http://collector:4317. Empty: that of the shared ConfigMap."""
     otlp_host: str = "[::]"
@@ -117,6 +119,8 @@ class EngineDefaults:
     otlp_endpoint: str
     arbitrary_user: bool = False
     """Whether the platform chooses the users of pods."""
+    redis_login: str = ""
+    """Tells one address in `redis_secret` from the next."""
     shared: Mapping[str, str] = field(default_factory=dict)
     """Variables of the shared ConfigMap, which this process has as well: engines are replaced when they change."""
 
@@ -169,6 +173,7 @@ def load_settings(environ: Mapping[str, str]) -> Settings:
             config_map=variables.engine_config_map,
             arbitrary_user=variables.engine_arbitrary_user,
             redis_secret=variables.redis_secret,
+            redis_login=variables.redis_login,
             otlp_endpoint=variables.otlp_endpoint,
             shared=shared if variables.engine_config_map else {},
         ),

@@ -21,7 +21,8 @@ DASHBOARDS = sorted((CHART / "files" / "dashboards").glob("*.json"))
 OPERATIONS = ROOT / "docs" / "operations.md"
 LABELS = {"k8s_namespace_name", "k8s_pod_name", "pagestream_pool", "service_name"}  # made of resource attributes
 _SELECTOR = re.compile(r"([a-z_][a-z0-9_]*)(?:\{([^}]*)\})?")
-_NAME = re.compile(r"\b(?:pagestream|gen_ai)_[a-z0-9_]+")
+_NAME = re.compile(r"\b(?:pagestream|gen_ai|redis)_[a-z0-9_]+")
+EXPORTED_OF_REDIS = ("redis_up", "redis_aof_last_write_status")  # see test_redis_users.py
 _ENDINGS = {Kind.COUNTER: ("_total",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
 
 
@@ -32,7 +33,8 @@ def metrics() -> list[Metric]:
 
 def series() -> dict[str, set[str]]:
     """Every series that a process exposes, with its labels."""
-    return {
+    of_redis = {name: LABELS for name in EXPORTED_OF_REDIS}
+    return of_redis | {
         exposed_name(metric) + ending: {name.replace(".", "_") for name in metric.attributes} | LABELS
         for metric in metrics()
         for ending in _ENDINGS[metric.kind]

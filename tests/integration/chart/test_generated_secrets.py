@@ -2,7 +2,9 @@
 
 import base64
 import hashlib
+import json
 from pathlib import Path
+from urllib.parse import quote_plus
 
 import pytest
 from pagestream_gateway.core.auth import read_key_file
@@ -53,8 +55,60 @@ def test_the_gateway_knows_the_key_by_its_hash_alone(admin: Administrator, insta
 
 def test_the_password_opens_the_address(admin: Administrator, installed: str) -> None:
     redis = secret(admin, installed, "llm-redis")
-    assert redis["url"] == f"redis://:{redis['password']}@llm-redis.{installed}.svc:6379/0"
-    assert redis["auth.conf"] == f"requirepass {redis['password']}"
+    for user, key in (("engine", "url"), ("gateway", "gateway-url")):
+        password = valid_passwords(redis)[user][0]
+        assert redis[key] == f"redis://{user}:{password}@llm-redis.{installed}.svc:6379/0"
+    assert valid_passwords(redis)["probe"] == [redis["probe-password"]]
+
+
+def valid_passwords(redis: dict[str, str]) -> dict[str, list[str]]:
+    """By user; the server's file of users must hold the hashes of the same."""
+    found: dict[str, list[str]] = {}
+    kept = json.loads(redis["passwords"])
+    for line in redis["users.acl"].splitlines():
+        name, hashes = line.split()[1], [word[1:] for word in line.split() if word.startswith("#")]
+        if hashes:
+            passwords = [kept["legacy"]] if name == "default" else kept[name]
+            assert [hashlib.sha256(each.encode()).hexdigest() for each in passwords] == hashes
+            found[name] = passwords
+    return found
+
+
+def test_a_new_generation_of_passwords_keeps_the_last_one_valid(admin: Administrator, installed: str) -> None:
+    made = [valid_passwords(secret(admin, installed, "llm-redis"))]
+    for generation in (2, 2, 3, 1):
+        helm(admin, "upgrade", installed, "--set", f"redis.bundled.passwordGeneration={generation}")
+        made.append(valid_passwords(secret(admin, installed, "llm-redis")))
+    first, second, again, third, lower = made
+    for user in ("gateway", "engine", "probe", "metrics"):
+        assert second[user][1:] == first[user]
+        assert again[user] == second[user]
+        assert third[user][1:] == second[user][:1]
+        assert lower[user] == third[user]
+
+
+def test_the_password_of_a_release_without_users_is_valid_until_the_next(admin: Administrator, installed: str) -> None:
+    admin.run("kubectl", "--namespace", installed, "delete", "secret", "llm-redis")
+    admin.run(
+        "kubectl", "--namespace", installed, "create", "secret", "generic", "llm-redis", "--from-literal=password=old"
+    )
+    labels = ("app.kubernetes.io/managed-by=Helm",)
+    owner = ("meta.helm.sh/release-name=llm", f"meta.helm.sh/release-namespace={installed}")
+    admin.run("kubectl", "--namespace", installed, "label", "secret", "llm-redis", *labels)
+    admin.run("kubectl", "--namespace", installed, "annotate", "secret", "llm-redis", *owner)
+    for generation, legacy in ((1, ["old"]), (1, ["old"]), (2, None), (2, None)):
+        helm(admin, "upgrade", installed, "--set", f"redis.bundled.passwordGeneration={generation}")
+        assert valid_passwords(secret(admin, installed, "llm-redis")).get("default") == legacy
+
+
+def test_the_certificate_of_redis_is_kept(admin: Administrator, installed: str) -> None:
+    helm(admin, "upgrade", installed, "--set", "redis.bundled.tls.enabled=true")
+    before = secret(admin, installed, "llm-redis")
+    helm(admin, "upgrade", installed, "--set", "redis.bundled.tls.enabled=true")
+    after = secret(admin, installed, "llm-redis")
+    assert after == before
+    assert after["url"].startswith("rediss://engine:")
+    assert quote_plus(after["ca.crt"].strip()) in after["url"]
 
 
 def test_a_new_installation_has_a_new_key(admin: Administrator, installed: str) -> None:

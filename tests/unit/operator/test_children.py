@@ -126,6 +126,11 @@ def test_the_key_prefix_reaches_pods_without_the_shared_config_map() -> None:
     assert {"name": "PAGESTREAM_BROKER__KEY_PREFIX", "value": "llm.a"} in made["spec"]["containers"][0]["env"]
 
 
+def test_a_new_password_of_redis_replaces_the_pods() -> None:
+    rotated = EngineDefaults(**{**vars(DEFAULTS), "redis_login": "2"})
+    assert template(children(pool(), rotated)) != template(children(pool(), DEFAULTS))
+
+
 def test_options_are_the_config_map() -> None:
     data = by_kind(children(pool(engine={"maxNumSeqs": 8, "dtype": "float32"}), DEFAULTS))["ConfigMap"]["data"]
     assert data == {"PAGESTREAM_ENGINE__DTYPE": "float32", "PAGESTREAM_ENGINE__MAX_NUM_SEQS": "8"}

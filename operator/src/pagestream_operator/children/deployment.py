@@ -17,6 +17,7 @@ _REVISIONS_KEPT = 3
 CONFIG_HASH = f"{GROUP}/config-hash"
 SHARED_HASH = f"{GROUP}/shared-settings-hash"
 MODEL_REVISION = f"{GROUP}/model-revision"
+REDIS_LOGIN = f"{GROUP}/redis-login"
 
 
 def deployment(pool: EnginePool, defaults: EngineDefaults, options: Manifest) -> Manifest:
@@ -52,6 +53,8 @@ def pod_template(pool: EnginePool, defaults: EngineDefaults, options: Manifest) 
     own: dict[str, str] = {CONFIG_HASH: digest(options["data"])}
     if defaults.shared:
         own[SHARED_HASH] = digest(dict(defaults.shared))
+    if defaults.redis_login:
+        own[REDIS_LOGIN] = defaults.redis_login
     if pool.spec.model.revision is not None:
         own[MODEL_REVISION] = pool.spec.model.revision
     return {
