@@ -33,7 +33,7 @@ def metrics() -> list[Metric]:
 
 def series() -> dict[str, set[str]]:
     """Every series that a process exposes, with its labels."""
-    of_redis = {name: LABELS for name in EXPORTED_OF_REDIS}
+    of_redis = dict.fromkeys(EXPORTED_OF_REDIS, LABELS)
     return of_redis | {
         exposed_name(metric) + ending: {name.replace(".", "_") for name in metric.attributes} | LABELS
         for metric in metrics()
