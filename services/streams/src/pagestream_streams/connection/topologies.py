@@ -39,7 +39,8 @@ def open_topology(url: str, settings: StreamsSettings) -> Topology:
 
     Forms: redis://[user:password@]host[:port][/db], unix://path, redis+sentinel://[user:password@]host[:port],.../
     service[/db], redis+cluster://[user:password@]host[:port],... With rediss the connections are TLS; its options are
-    redis-py's, behind a question mark: ssl_ca_certs (a file), ssl_ca_data (PEM), ssl_certfile, ssl_keyfile, ssl_cert_reqs, ssl_check_hostname.
+    redis-py's, behind a question mark: ssl_ca_certs (a file), ssl_ca_data (PEM), ssl_certfile, ssl_keyfile,
+    ssl_cert_reqs, ssl_check_hostname.
     Sentinels are asked without a password unless sentinel_username and sentinel_password give one.
     """
     if not url.startswith(SCHEMES):
