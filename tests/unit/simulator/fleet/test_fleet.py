@@ -123,6 +123,18 @@ def test_any_engine_may_claim_what_an_owner_leaves() -> None:
         assert all(f.engine(engine).generated_tokens > 0 for engine in engines)
 
 
+def test_requests_are_claimed_in_order_of_arrival_over_all_partitions() -> None:
+    """A backlog on partition 0, and one request on partition 3 in the middle of it."""
+    count, late = 60, 30
+    load = make_load([0.2 * index for index in range(count)], [100] * count, [1] * count, partitions=1)
+    load.partition[late] = 3
+    cost = StepCost(fixed_s=1.0, prefill_token_s=0.0, prefill_pair_s=0.0, decode_s=0.0, decode_context_s=0.0)
+    with Fleet(load, EngineProfile(cost, max_num_seqs=1), partitions=4) as fleet:
+        fleet.add_engine(0.0)
+        assert fleet.advance(1000.0)
+        assert list(fleet.first_tokens(0)) == list(range(count))
+
+
 def test_queue_state_has_depth_tokens_and_age() -> None:
     load = make_load([1.0, 2.0], [10, 20], [1, 1])
     with Fleet(load, EngineProfile(COST), partitions=4) as fleet:

@@ -77,8 +77,9 @@ uint64_t mixed(uint64_t x) {  // splitmix64
 class Fleet {
   public:
     Fleet(const Profile& profile, int64_t count, const double* arrival, const int32_t* prompt, const int32_t* output,
-          const int32_t* partition, int partitions, double steal_s, uint64_t seed, double* first_s, double* end_s)
-        : profile_(profile), steal_s_(steal_s), seed_(seed), random_(seed), fresh_(partitions), resumed_(partitions),
+          const int32_t* partition, int partitions, double steal_s, double slack_s, uint64_t seed, double* first_s,
+          double* end_s)
+        : profile_(profile), steal_s_(steal_s), slack_s_(slack_s), seed_(seed), random_(seed), fresh_(partitions), resumed_(partitions),
           owner_(partitions, -1), first_s_(first_s), end_s_(end_s) {
         requests_.reserve(count);
         for (int64_t i = 0; i < count; ++i) {
@@ -217,30 +218,53 @@ class Fleet {
         }
     }
 
+    // Claim the earliest requests over all partitions, begun ones first. Those of other engines' partitions count once
+    // they have waited for steal_s; of what was queued within slack_s the engine's own come first.
     void claim(int id) {
         Engine& engine = engines_[id];
         if (!engine.ready || engine.draining) return;
-        for (bool own : {true, false})
-            for (size_t partition = 0; partition < owner_.size() && depth_; ++partition)
-                if ((owner_[partition] == id) == own) claim_from(engine, static_cast<int>(partition), own ? 0 : steal_s_);
-    }
-
-    void claim_from(Engine& engine, int partition, double least_age) {
-        while (true) {
-            int next = head(partition, least_age);
-            if (next < 0) return;
-            // An idle engine takes a request of any size; another what fits into its free blocks beside the promised
-            // ones, until it holds as many uncomputed tokens as one step takes.
-            if (engine.claimed) {
-                if (engine.claimed >= profile_.max_num_seqs) return;
-                if (engine.promised_tokens >= profile_.claim_tokens) return;
-                if (requests_[next].prompt > engine.free_blocks * profile_.block_size - engine.promised_tokens) return;
+        std::vector<bool> too_large(owner_.size());
+        while (depth_) {
+            int chosen = earliest(id, resumed_, too_large);
+            bool begun = chosen >= 0;
+            if (!begun) chosen = earliest(id, fresh_, too_large);
+            if (chosen < 0) return;
+            auto& waiting = begun ? resumed_[chosen] : fresh_[chosen];
+            int next = waiting.front();
+            if (!fits(engine, next)) {
+                if (is_full(engine)) return;
+                too_large[chosen] = true;
+                continue;
             }
-            auto& waiting = !resumed_[partition].empty() && resumed_[partition].front() == next ? resumed_[partition]
-                                                                                             : fresh_[partition];
             waiting.pop_front();
             take(engine, next);
         }
+    }
+
+    // The partition whose queue has the head that an engine claims next; -1: none that it may claim.
+    int earliest(int id, const std::vector<std::deque<int>>& queues, const std::vector<bool>& too_large) const {
+        int first = -1, own = -1;
+        auto queued = [&](int partition) { return requests_[queues[partition].front()].queued_s; };
+        for (int partition = 0; partition < static_cast<int>(owner_.size()); ++partition) {
+            if (queues[partition].empty() || too_large[partition]) continue;
+            bool is_own = owner_[partition] == id;
+            if (!is_own && now_ - queued(partition) < steal_s_ - 1e-9) continue;
+            if (first < 0 || queued(partition) < queued(first)) first = partition;
+            if (is_own && (own < 0 || queued(partition) < queued(own))) own = partition;
+        }
+        return own >= 0 && queued(own) <= queued(first) + slack_s_ ? own : first;
+    }
+
+    bool is_full(const Engine& engine) const {
+        return engine.claimed >= profile_.max_num_seqs || engine.promised_tokens >= profile_.claim_tokens;
+    }
+
+    // An idle engine takes a request of any size; another what fits into its free blocks beside the promised ones, until
+    // it holds as many uncomputed tokens as one step takes.
+    bool fits(const Engine& engine, int request) const {
+        if (!engine.claimed) return true;
+        if (is_full(engine)) return false;
+        return requests_[request].prompt <= engine.free_blocks * profile_.block_size - engine.promised_tokens;
     }
 
     void take(Engine& engine, int id) {
@@ -412,7 +436,7 @@ class Fleet {
     }
 
     Profile profile_;
-    double steal_s_;
+    double steal_s_, slack_s_;
     uint64_t seed_;
     std::mt19937_64 random_;
     std::vector<Request> requests_;
@@ -432,9 +456,10 @@ class Fleet {
 extern "C" {
 
 Fleet* fleet_new(const Profile* profile, int64_t count, const double* arrival, const int32_t* prompt,
-                 const int32_t* output, const int32_t* partition, int32_t partitions, double steal_s, uint64_t seed,
-                 double* first_s, double* end_s) {
-    return new Fleet(*profile, count, arrival, prompt, output, partition, partitions, steal_s, seed, first_s, end_s);
+                 const int32_t* output, const int32_t* partition, int32_t partitions, double steal_s, double slack_s,
+                 uint64_t seed, double* first_s, double* end_s) {
+    return new Fleet(*profile, count, arrival, prompt, output, partition, partitions, steal_s, slack_s, seed, first_s,
+                     end_s);
 }
 void fleet_free(Fleet* fleet) { delete fleet; }
 int32_t fleet_add_engine(Fleet* fleet, double ready_s) { return fleet->add_engine(ready_s); }

@@ -2,7 +2,7 @@
 
 The model follows the real components event by event:
 
-- The queue has partitions and is first come, first served in each; requests that were handed back go first.
+- The queue has partitions and is first come, first served over all of them; requests that were handed back go first.
 - An engine owns a partition by the highest hash and claims from it immediately; an entry that its owner has left for
   `StreamsSettings.steal_after_ms` may be claimed by any engine.
 - An engine claims as the worker does: a request of any size when it holds none; otherwise what fits into its free
@@ -34,6 +34,8 @@ from pagestream_simulator.traces.load import Load
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
 
+CLAIM_SLACK_S = 0.1
+"""Difference of arrivals that does not count: what lies that close is claimed together, own partitions first."""
 _COSTS = ("fixed_s", "prefill_token_s", "prefill_pair_s", "decode_s", "decode_context_s")
 _LIMITS = ("kv_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "claim_tokens")
 
@@ -98,6 +100,7 @@ class Fleet:
             *(_pointer(column) for column in (load.arrival_s, load.prompt_tokens, load.output_tokens, load.partition)),
             partitions,
             StreamsSettings().steal_after_ms / 1000,
+            CLAIM_SLACK_S,
             seed,
             _pointer(self.first_s),
             _pointer(self.end_s),
@@ -153,7 +156,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_double
     arguments: dict[str, tuple[Sequence[Any], Any]] = {
         "fleet_new": (
-            (pointer, ctypes.c_int64, *[pointer] * 4, number, real, ctypes.c_uint64, pointer, pointer),
+            (pointer, ctypes.c_int64, *[pointer] * 4, number, real, real, ctypes.c_uint64, pointer, pointer),
             pointer,
         ),
         "fleet_free": ((pointer,), None),
