@@ -13,12 +13,15 @@ from pagestream_simulator.fleet import fleet, signals
 from pagestream_simulator.fleet.fleet import Fleet
 from pagestream_simulator.fleet.profile import EngineProfile, StepCost
 from pagestream_simulator.laws import HpaSettings
-from pagestream_simulator.terms import Terms
+from pagestream_simulator.terms import Terms, read_terms
 from pagestream_simulator.traces.load import Load
+from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS
 from pagestream_streams.settings import StreamsSettings
 from pagestream_telemetry.catalog import TIME_TO_FIRST_TOKEN
 from pagestream_telemetry.settings import TelemetrySettings
+from pagestream_worker.settings import WorkerSettings
 
+STUDY = Path(__file__).parents[3] / "docs" / "benchmarks" / "autoscaling-terms.toml"
 SOURCES = sorted(Path(fleet.__file__).parents[1].rglob("*.py"))
 
 
@@ -26,6 +29,8 @@ def test_defaults_are_those_of_their_owners() -> None:
     terms, profile, scheduler = Terms(), EngineProfile(StepCost(1, 0, 0, 0, 0)), SchedulerConfig()
     assert terms.objective.ttft_s == TtftPolicy().objective_s
     assert terms.objective.attainment == TtftPolicy().attainment
+    assert terms.fleet.partitions == WorkerSettings.partitions == DEFAULT_PARTITIONS
+    assert read_terms(STUDY).fleet.partitions == DEFAULT_PARTITIONS
     assert terms.signals.export_s == TelemetrySettings().export_interval_s
     assert terms.signals.decide_s == OperatorVariables().decide_s  # the operator can't be imported by the simulator
     assert HpaSettings().target == KvUtilizationPolicy().target

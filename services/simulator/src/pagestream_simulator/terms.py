@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestream_scaling import TtftPolicy
+from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS
 from pagestream_telemetry.settings import TelemetrySettings
 
 from pagestream_simulator.errors import InputFileInvalidError
@@ -63,7 +64,7 @@ class FleetTerms:
     """Ready when the trace begins."""
     min_engines: int = 1
     max_engines: int = 40
-    partitions: int = 32
+    partitions: int = DEFAULT_PARTITIONS
     """Partitions of the queue."""
 
 

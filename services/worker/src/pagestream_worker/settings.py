@@ -13,6 +13,7 @@ from typing import Any
 from pagestream_engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, EngineConfig, EngineOptions
 from pagestream_engine.errors import ConfigError
 from pagestream_streams import StreamsSettings, settings_from_environment
+from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS
 from pagestream_telemetry.environment import fields_of, out_of_range, read_environment, variable_of
 from pagestream_telemetry.errors import VariableError
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
@@ -29,7 +30,7 @@ class WorkerSettings:
     served_model_name: str
     engine_id: str
     """Name in leases and logs; leases add a boot nonce to it."""
-    partitions: int = 4
+    partitions: int = DEFAULT_PARTITIONS
     """Partitions of a model that Redis does not know yet; a published number stays."""
     metrics_port: int | None = None
     """TCP port of /healthz, /readyz and /metrics; None: no endpoint."""
@@ -139,7 +140,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--redis", metavar="URL", help="such as redis://127.0.0.1:6379/0")
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients ask for (default: the folder's name)")
     parser.add_argument("--engine-id", type=_engine_name, metavar="ID", help="default: host name and process id")
-    parser.add_argument("--partitions", type=_count, metavar="N", help="of a model new to this Redis (default 4)")
+    parser.add_argument(
+        "--partitions", type=_count, metavar="N", help=f"of a model new to this Redis (default {DEFAULT_PARTITIONS})"
+    )
     parser.add_argument("--metrics-port", type=_count, metavar="PORT", help="serve /healthz, /readyz and /metrics")
     parser.add_argument("--profile-dir", type=Path, metavar="DIR", help="for profiles on demand (default: none)")
     parser.add_argument("--otlp-endpoint", metavar="URL", help="send metrics and spans there, by OTLP/gRPC")

@@ -21,6 +21,7 @@ from pagestream_streams.connection import wakeups
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import END, EXPIRE, VIEW
 from pagestream_streams.errors import RequestNotFound
+from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.finish_reasons import parse_finish_reason
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import ModelInfo, QuarantinedRequest, RequestView
@@ -81,7 +82,7 @@ class Broker:
         """Raise Unavailable if Redis doesn't answer."""
         await self.connection.execute("PING")
 
-    async def publish_model(self, card: ModelCard, *, partitions: int = 4) -> None:
+    async def publish_model(self, card: ModelCard, *, partitions: int = ids.DEFAULT_PARTITIONS) -> None:
         """Store a model's card, so that gateways know the model even when no engine runs.
 
         Args:

@@ -14,6 +14,8 @@ _FORM = re.compile(r"([0-9a-f]{8})-([0-9a-f]{4})-([0-9a-f]{32})", re.ASCII)
 
 _RANDOM_DIGITS = 24
 
+DEFAULT_PARTITIONS = 4
+"""Partitions of a new model unless it is published with another number; the autoscaling study uses the same."""
 MAX_PARTITIONS = 0x10000
 
 
