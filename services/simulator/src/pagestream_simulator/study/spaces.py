@@ -46,6 +46,9 @@ _PAGESTREAM: dict[str, tuple[float, ...]] = {
     "backlog.age_factor_max": (1.25, 1.5, 2.0, 4.0),
     "stabilization.down_s": (5.0, *_WINDOWS_S),
     "stabilization.down_startups": (0.0, 0.5, 0.75, 1.0, 2.0),
+    "rate.up_pods": (2, 4, 10, 20, 40),
+    "rate.up_factor": (1.5, 2.0, 4.0),
+    "rate.up_period_s": (5.0, 15.0, 30.0, 60.0),
     "rate.down_fraction": (0.1, 0.25, 0.5),
 }
 
