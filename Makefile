@@ -71,8 +71,8 @@ topologies: $(STAMP) ## The streams' tests on the oldest and newest server, a cl
 faults-campaign: $(STAMP) ## Random kills under continuous load: SEED=1 KILLS=1000; goes on after an interruption
 	$(BIN)/python tests/campaigns/faults.py --seed $(SEED) --kills $(KILLS) $(ARGS)
 
-images: ## Build the images of gateway, operator and engine, each with its list of contents
-	PAGESTREAM_IMAGE_BUILDER="$(IMAGE_BUILDER)" TORCH_INDEX="$(TORCH_INDEX)" deploy/images/build.sh $(ARGS)
+images: ## Build the images of gateway, operator and engine, each with its list of contents; CUDA=1 for GPUs, too
+	PAGESTREAM_IMAGE_BUILDER="$(IMAGE_BUILDER)" TORCH_INDEX="$(TORCH_INDEX)" deploy/images/build.sh $(if $(filter 1,$(CUDA)),--cuda) $(ARGS)
 
 cluster-test: $(STAMP) ## Install the chart on a real cluster and disturb it (KUBECONFIG, PAGESTREAM_IMAGE_LOADER; 25 minutes)
 	PAGESTREAM_IMAGE_BUILDER="$(IMAGE_BUILDER)" TORCH_INDEX="$(TORCH_INDEX)" tests/cluster/prepare.sh

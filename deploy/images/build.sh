@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Builds images: deploy/images/build.sh [NAME=DOCKERFILE...]; without arguments the three of a CPU cluster.
+# Builds images: deploy/images/build.sh [--cuda] [NAME[=DOCKERFILE]...]; without names the three of a CPU cluster, with
+# --cuda the engine for NVIDIA GPUs as well.
 #
 # PAGESTREAM_IMAGE_BUILDER: docker, buildah (default: the one that is installed), or a command that is called as
 #   COMMAND NAME:TAG ARCHIVE [arguments of docker build] CONTEXT and writes a docker archive.
-# IMAGE_TAG (the packages' version), BASE_IMAGE (the Dockerfiles'), TORCH_INDEX (an index with PyTorch's CPU build).
+# IMAGE_TAG (the packages' version), TORCH_INDEX (an index with PyTorch's CPU build), TORCH_INDEX_CUDA (one with its CUDA
+#   build), BASE_IMAGE: by default that of deploy/images/base-image.txt if it names a digest; else the Dockerfiles' tag,
+#   pinned for this run to the digest that docker or skopeo finds in its index. The images' labels name both.
 # Writes build/images/NAME.tar, and beside it NAME.cdx.json, the list of contents that is also in the image.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -20,17 +23,45 @@ if [ -z "$builder" ]; then
   echo "images: neither docker nor buildah is on the PATH; or name a command: make images IMAGE_BUILDER=COMMAND" >&2
   exit 1
 fi
+cuda=()
+if [ "${1:-}" = --cuda ]; then cuda=(pagestream-engine-cuda); shift; fi
 images=("$@")
 if [ ${#images[@]} = 0 ]; then
-  images=(pagestream-{gateway,operator,engine})
+  images=(pagestream-{gateway,operator,engine} "${cuda[@]}")
 fi
 
+digest_of() { # IMAGE: the digest of its index, or nothing where none can be reached
+  if command -v skopeo >/dev/null; then
+    timeout 30 skopeo inspect --format '{{.Digest}}' "docker://docker.io/library/$1" 2>/dev/null
+  elif command -v docker >/dev/null; then
+    timeout 30 docker buildx imagetools inspect --format '{{.Manifest.Digest}}' "$1" 2>/dev/null
+  fi
+}
+
+base=${BASE_IMAGE:-}
+if [ -z "$base" ]; then
+  base=$(grep -v '^#' deploy/images/base-image.txt)
+  if [[ $base != *@sha256:* ]]; then
+    digest=$(digest_of "$base" || true)
+    if [[ $digest == sha256:* ]]; then
+      base=$base@$digest
+    else
+      echo "images: no index tells the digest of $base: images are built on the tag" >&2
+      base=
+    fi
+  fi
+fi
 arguments=()
-if [ -n "${BASE_IMAGE:-}" ]; then arguments+=(--build-arg "BASE_IMAGE=$BASE_IMAGE"); fi
-if [ -n "${TORCH_INDEX:-}" ]; then arguments+=(--build-arg "TORCH_INDEX=$TORCH_INDEX"); fi
+if [ -n "$base" ]; then # else the Dockerfiles' own, or what the builder puts in its place
+  arguments+=(--build-arg "BASE_IMAGE=$base" --label "org.opencontainers.image.base.name=${base%@*}")
+fi
+if [[ $base == *@sha256:* ]]; then arguments+=(--label "org.opencontainers.image.base.digest=${base#*@}"); fi
 
 build() { # NAME DOCKERFILE CONTEXT
-  local name=$1 archive=$out/$1.tar
+  local name=$1 archive=$out/$1.tar index=${TORCH_INDEX:-}
+  if [ "$name" = pagestream-engine-cuda ]; then index=${TORCH_INDEX_CUDA:-}; fi
+  local arguments=("${arguments[@]}")
+  if [ -n "$index" ]; then arguments+=(--build-arg "TORCH_INDEX=$index"); fi
   case $builder in
     docker)
       docker build --tag "$name:$tag" "${arguments[@]}" --file "$2" "$3"
