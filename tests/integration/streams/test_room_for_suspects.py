@@ -14,7 +14,12 @@ OLD, NEW = "0123456789abcdef", "fedcba9876543210"
 
 @asynccontextmanager
 async def still_engine(
-    broker: Broker, name: str, fingerprint: str = "", on_hand_back_all: Callable[[], None] = lambda: None
+    broker: Broker,
+    name: str,
+    fingerprint: str = "",
+    on_hand_back_all: Callable[[], None] = lambda: None,
+    *,
+    max_model_len: int = 0,
 ) -> AsyncIterator[Worker]:
     """Its beats are the test's own."""
     session = EngineSession(
@@ -24,6 +29,7 @@ async def still_engine(
         on_lost=lambda _: None,
         on_hand_back_all=on_hand_back_all,
         fingerprint=fingerprint,
+        max_model_len=max_model_len,
     )
     async with session:
         await session.heartbeat.stop()
@@ -94,3 +100,20 @@ async def test_one_that_was_blocked_by_another_partition_takes_it_first(broker: 
         await busy.session.hand_back([claim.request_id])
         [claim] = await busy.session.claim(max_requests=1, max_prompt_tokens=10**6)
         assert (claim.request_id, claim.isolated) == (suspect.request_id, True)
+
+
+async def test_one_that_needs_a_long_context_is_left_to_an_engine_that_holds_it(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway:
+        suspect = await accepted(gateway, 0, prompt_tokens=100)
+        await make_suspect(broker, suspect)
+        async with (
+            still_engine(broker, "short", max_model_len=100) as short,
+            still_engine(broker, "long", max_model_len=101) as long,
+        ):
+            await short.session.heartbeat.beat()
+            assert short.session.assignment.with_suspects == set()
+            assert await short.session.claim(max_requests=1, max_prompt_tokens=1000) == []
+            await long.session.heartbeat.beat()
+            assert long.session.assignment.with_suspects == {0}
+            [claim] = await long.claim()
+            assert (claim.request_id, claim.isolated) == (suspect.request_id, True)

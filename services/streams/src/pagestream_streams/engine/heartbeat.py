@@ -145,6 +145,7 @@ class Heartbeat:
             settings.control_ms,
             self._identity.fingerprint,
             settings.fingerprint_grace_ms,
+            self._identity.max_model_len,
         )
         return [Call(HEARTBEAT, where.prefix, arguments) for where in partitions]
 

@@ -48,13 +48,13 @@ local function is_mine(print, since)
 end
 
 local function claim_suspect()
-  local id, since = first_suspect(fingerprint, patience, now)
+  local id, since = first_suspect(fingerprint, context, patience, now)
   while id do
     call('ZREM', prefix .. 'suspects', id)
     if own(id, '1', since) then
       return true
     end
-    id, since = first_suspect(fingerprint, patience, now)
+    id, since = first_suspect(fingerprint, context, patience, now)
   end
   return false
 end

@@ -8,6 +8,7 @@
 --       [4] how long a suspect waits for an idle engine in ms, [5] control time in ms (see prelude.lua)
 --       [6] the engine's fingerprint ('': unknown)
 --       [7] how long begun requests wait for an engine with their fingerprint, in ms
+--       [8] the context that the engine holds (0 or none: any)
 -- Returns: {the ids that it owns, whether a suspect that it may run waits here (0: no, 1: yes, for an idle engine,
 --          2: yes, and this engine was chosen to become idle)}.
 -- Retry: harmless, the lease is renewed again.
@@ -59,7 +60,7 @@ local function wanted()
   if call('ZCARD', prefix .. 'suspects') == 0 or not control_is_over(now, control) then
     return 0
   end
-  local id, since = first_suspect(ARGV[6], tonumber(ARGV[7]), now)
+  local id, since = first_suspect(ARGV[6], tonumber(ARGV[8] or 0), tonumber(ARGV[7]), now)
   if not id then
     return 0
   end
