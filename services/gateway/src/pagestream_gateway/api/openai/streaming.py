@@ -40,9 +40,9 @@ class EventStream(LogAnswer):
                 await self._send_log(send)
         except (GatewayError, StreamsError) as error:
             # No [DONE]: a client that sees the end of the body without it resumes from its last position.
-            await self._send(send, self._opening() + self._error(error), more=False)
+            await self._send(send, (self._opening() + self._error(error)).encode(), more=False)
             return error_report(error).code
-        await self._send(send, self._opening() + self._event("[DONE]"), more=False)
+        await self._send(send, (self._opening() + self._event("[DONE]")).encode(), more=False)
         return OK
 
     async def keep_alive(self, send: Send) -> None:
@@ -67,7 +67,9 @@ class EventStream(LogAnswer):
                 await self._read_history()
             async with aclosing(self.follow()) as batches:
                 async for batch in batches:
-                    await self._send(send, self._events(batch))
+                    body = self._events(batch).encode()
+                    batch.clear()  # a client that has stopped reading holds the body alone
+                    await self._send(send, body)
 
     async def _read_history(self) -> None:
         """Read what stands before the start position; wait for it where the log has not come so far."""
@@ -116,7 +118,7 @@ class EventStream(LogAnswer):
             return f"data: {data}\n\n"
         return f"id: {self._position.event_id(self._request_id)}\ndata: {data}\n\n"
 
-    async def _send(self, send: Send, text: str, *, more: bool = True) -> None:
+    async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
         self._note_send()
-        if text or not more:
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+        if body or not more:
+            await send({"type": "http.response.body", "body": body, "more_body": more})

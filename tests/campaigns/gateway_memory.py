@@ -1,0 +1,189 @@
+"""Memory of one gateway process: clients that stop reading, and large answers that are not streamed.
+
+    PYTHONPATH=tests python tests/campaigns/gateway_memory.py [--readers 1000] [--answers 10]
+
+A real gateway and a real Redis; an engine without a model writes the logs (`support/engines/bulk_engine.py`). Printed
+is the most memory that the gateway's process has ever had (VmHWM). Every answer that is read is compared with its log.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import redis.asyncio
+from support.engines.bulk_engine import MODEL, token_text
+from support.processes.stack import Gateway, Part, Stack
+from support.processes.waiting import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+BOUND_MIB = 512
+LIMIT_S = 900.0
+CONNECT_AT_ONCE = 50
+NUM_READ_ON = 20  # of the stalled readers, at the end
+
+
+def peak_mib(gateway: Gateway) -> float:
+    """Return the most resident memory that the process has had."""
+    if gateway.process is None:
+        raise RuntimeError("the gateway is not running")
+    status = Path(f"/proc/{gateway.process.pid}/status").read_text()
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    return int(found[1]) / 1024 if found else 0.0
+
+
+class StalledReader:
+    """Asks for a stream, reads its header, and stops reading until `rest`."""
+
+    def __init__(self, gateway: Gateway, number: int, tokens: int) -> None:
+        self._gateway = gateway
+        self._is_chat = number % 2 == 0
+        self._tokens = tokens
+        self._socket = socket.socket()
+
+    async def open(self) -> None:
+        """Send the request, and read until it is accepted."""
+        loop = asyncio.get_running_loop()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        self._socket.setblocking(False)
+        await loop.sock_connect(self._socket, ("127.0.0.1", self._gateway.http_port))
+        asked: dict[str, Any] = {"model": MODEL, "max_tokens": self._tokens, "ignore_eos": True, "stream": True}
+        if self._is_chat:
+            asked |= {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20}
+        else:
+            asked |= {"prompt": "x", "logprobs": 20}
+        path, body = "/v1/chat/completions" if self._is_chat else "/v1/completions", json.dumps(asked)
+        head = f"POST {path} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        await loop.sock_sendall(self._socket, (head + body).encode())
+        received = b""
+        while not received.endswith(b"\r\n\r\n"):
+            part = await loop.sock_recv(self._socket, 1)
+            if not part:
+                raise RuntimeError(f"refused: {received!r}")
+            received += part
+        if b" 200 " not in received:
+            raise RuntimeError(f"refused: {received!r}")
+
+    async def rest(self) -> None:
+        """Read to the end, and compare. RuntimeError where a token is missing, repeated or out of order."""
+        loop, received = asyncio.get_running_loop(), b""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        while part := await loop.sock_recv(self._socket, 1 << 20):
+            received += part
+        text, num_logprobs = "", 0
+        for event in received.split(b"\n\n"):
+            data = event.partition(b"data: ")[2]
+            for choice in json.loads(data)["choices"] if data.startswith(b"{") else ():
+                text += choice["delta"].get("content", "") if self._is_chat else choice["text"]
+                found = choice["logprobs"] or {}
+                num_logprobs += len(found.get("content" if self._is_chat else "tokens", ()))
+        if text != "".join(map(token_text, range(self._tokens))) or num_logprobs != self._tokens:
+            raise RuntimeError(f"{len(text)} characters with {num_logprobs} log probabilities differ from the log")
+
+    def close(self) -> None:
+        """Leave."""
+        self._socket.close()
+
+
+async def finished_requests(redis_url: str) -> int:
+    """Return the number of logs that have ended: their keys expire."""
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        names = [name async for name in client.scan_iter("*:log:*", count=1000)]
+        return sum([int(await client.ttl(name)) > 0 for name in names])
+
+
+async def stalled_readers(stack: Stack, gateway: Gateway, options: argparse.Namespace) -> str:
+    """Open all readers, wait until their logs are complete, let some read on; return what was seen."""
+    readers = [StalledReader(gateway, number, options.tokens) for number in range(options.readers)]
+    begun = time.monotonic()
+    try:
+        for first in range(0, len(readers), CONNECT_AT_ONCE):
+            await asyncio.gather(*(reader.open() for reader in readers[first : first + CONNECT_AT_ONCE]))
+        async with asyncio.timeout(LIMIT_S):
+            while await finished_requests(stack.redis_url) < len(readers):
+                await asyncio.sleep(1.0)
+        stalled_mib = peak_mib(gateway)
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.gather(*(reader.rest() for reader in readers[:NUM_READ_ON]))
+    finally:
+        for reader in readers:
+            reader.close()
+    return (
+        f"{len(readers)} stalled readers of {options.tokens} tokens with 20 log probabilities: {stalled_mib:.0f} MiB, "
+        f"{min(NUM_READ_ON, len(readers))} read on: {peak_mib(gateway):.0f} MiB ({time.monotonic() - begun:.0f} s)"
+    )
+
+
+async def whole_answers(gateway: Gateway, options: argparse.Namespace) -> str:
+    """Ask for all answers at once, and compare them; return what was seen."""
+    asked = {"model": MODEL, "prompt": "x", "max_tokens": options.answer_tokens, "n": options.choices}
+    expected = "".join(map(token_text, range(options.answer_tokens)))
+    begun = time.monotonic()
+
+    async def answer(client: httpx.AsyncClient) -> int:
+        response = await client.post("/v1/completions", json={**asked, "ignore_eos": True})
+        response.raise_for_status()
+        if [choice["text"] for choice in response.json()["choices"]] != [expected] * options.choices:
+            raise RuntimeError("an answer differs from its log")
+        return len(response.content)
+
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S) as client:
+        sizes = await asyncio.gather(*(answer(client) for _ in range(options.answers)))
+    return (
+        f"{options.answers} answers of n={options.choices} x {options.answer_tokens} tokens, {sizes[0] / 1e6:.1f} MB "
+        f"each: {peak_mib(gateway):.0f} MiB ({time.monotonic() - begun:.0f} s)"
+    )
+
+
+async def run(options: argparse.Namespace, folder: Path) -> int:
+    """Run both parts, each with a fresh gateway. Returns 1 where a bound is exceeded."""
+    stack = Stack(folder, model=Path(), engine_options=())
+    command = [sys.executable, "-m", "support.engines.bulk_engine", "--redis", stack.redis_url]
+    engine = Part("engine", command, folder / "engine.log", {"PYTHONPATH": str(ROOT / "tests")})
+    within = True
+    try:
+        stack.redis.start()
+        engine.start()
+        wait_until(engine.has_said_ready, limit_s=30, what="engine")
+        for number, is_wanted in enumerate((options.readers, options.answers)):
+            if not is_wanted:
+                continue
+            gateway = stack.add_gateway()
+            wait_until(gateway.is_ready, limit_s=30, what="gateway")
+            idle_mib = peak_mib(gateway)
+            if number == 0:
+                seen = await stalled_readers(stack, gateway, options)
+            else:
+                seen = await whole_answers(gateway, options)
+            print(f"idle {idle_mib:.0f} MiB; {seen}", flush=True)
+            within = within and peak_mib(gateway) <= BOUND_MIB
+            gateway.stop()
+    finally:
+        for part in (engine, *stack.parts):
+            part.stop()
+    print(f"within {BOUND_MIB} MiB: {'yes' if within else 'NO'} ({os.cpu_count()} cores)")
+    return 0 if within else 1
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--readers", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=256, help="of each stalled stream")
+    parser.add_argument("--answers", type=int, default=10)
+    parser.add_argument("--choices", type=int, default=128)
+    parser.add_argument("--answer-tokens", type=int, default=4096, help="of each choice")
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(run(parser.parse_args(), Path(folder)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
