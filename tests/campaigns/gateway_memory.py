@@ -23,6 +23,7 @@ import redis.asyncio
 from support.engines.bulk_engine import MODEL, token_text
 from support.processes.stack import Gateway, Part, Stack
 from support.processes.waiting import wait_until
+from support.protocol.token_streams import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND_MIB = 512
@@ -107,9 +108,11 @@ async def stalled_readers(stack: Stack, gateway: Gateway, options: argparse.Name
     try:
         for first in range(0, len(readers), CONNECT_AT_ONCE):
             await asyncio.gather(*(reader.open() for reader in readers[first : first + CONNECT_AT_ONCE]))
-        async with asyncio.timeout(LIMIT_S):
-            while await finished_requests(stack.redis_url) < len(readers):
-                await asyncio.sleep(1.0)
+
+        async def all_are_finished() -> bool:
+            return await finished_requests(stack.redis_url) == len(readers)
+
+        await eventually(all_are_finished, LIMIT_S)
         stalled_mib = peak_mib(gateway)
         async with asyncio.timeout(LIMIT_S):
             await asyncio.gather(*(reader.rest() for reader in readers[:NUM_READ_ON]))
