@@ -30,7 +30,7 @@ from pagestream_gateway.core.queue_monitor import QueueMonitor
 from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.core.requests import AcceptedRequests
 from pagestream_gateway.core.submission import Submission
-from pagestream_gateway.core.tokenization import TokenizePool
+from pagestream_gateway.core.tokenization import PendingRequests, TokenizePool
 from pagestream_gateway.errors import StartupError
 from pagestream_gateway.metrics import Metrics
 from pagestream_gateway.settings import Settings
@@ -113,6 +113,7 @@ async def _gateway(settings: Settings, authenticator: Authenticator) -> AsyncIte
                 submission=Submission(broker, session, models, pool, limit, settings),
                 requests=AcceptedRequests(broker, session, metrics, limit),
                 pool=pool,
+                pending=PendingRequests(limits.max_pending_bytes, limit_s=limits.tokenize_limit_s),
                 streams=OpenStreams(metrics),
                 calls=Calls(metrics, telemetry.tracer),
                 queue=QueueMonitor(broker, telemetry.registry),

@@ -54,6 +54,12 @@ class LimitSettings:
 
     max_body_bytes: int = 8 * 1024 * 1024
     """Bytes of a request. At four bytes a token this is two million tokens, more than any context length."""
+    max_pending_bytes: int = 16 * 1024 * 1024
+    """Bytes of the large bodies that are being read, parsed and tokenized at once; further ones wait, unread. One byte
+    can take thirteen: as a character of four bytes in the text, in what was parsed, and in the rendered prompt.
+    """
+    max_messages: int = 4096
+    """Messages of a conversation. Some chat templates look back from each message over all before it."""
     max_prompts: int = 128
     """Prompts of one completions request."""
     max_n: int = 128
@@ -77,7 +83,9 @@ class LimitSettings:
     tokenize_queue: int = 512
     """Requests that may run in the threads or wait for one. Further ones are refused with RESOURCE_EXHAUSTED."""
     tokenize_limit_s: float = 30.0
-    """Seconds that rendering and tokenizing one request may take, its wait included."""
+    """Seconds that rendering and tokenizing one request may take, its wait included; and those that a large body may
+    wait to be read.
+    """
 
 
 @dataclass(frozen=True)

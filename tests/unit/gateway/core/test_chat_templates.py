@@ -67,3 +67,16 @@ def test_arguments_reach_the_template_but_not_over_the_messages() -> None:
     assert template.render(MESSAGES, arguments={"style": "x", "messages": []}) == "x" + json.dumps(
         MESSAGES, ensure_ascii=False
     )
+
+
+def test_what_a_template_makes_of_a_body_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep: list[object] = []
+    for _ in range(300):
+        deep = [deep]
+    for source in ("{{ tools | tojson(indent=4) }}", "{% for m in messages %}{{ messages }}{% endfor %}"):
+        template = ChatTemplate(source, TOKENS)
+        with monkeypatch.context() as patch:
+            patch.setattr("pagestream_gateway.core.chat_templates._MAX_CHARS", 10_000)
+            with pytest.raises(InvalidRequest, match="more than 10000 characters"):
+                template.render(MESSAGES * 30, arguments={"tools": deep})
+        assert template.render(MESSAGES * 30, arguments={"tools": deep})

@@ -2,7 +2,7 @@ import asyncio
 import threading
 
 import pytest
-from pagestream_gateway.core.tokenization import TokenizePool
+from pagestream_gateway.core.tokenization import SMALL_BYTES, PendingRequests, TokenizePool
 from pagestream_gateway.errors import InvalidRequest, Overloaded
 
 
@@ -42,3 +42,15 @@ async def test_an_abandoned_call_counts_until_its_thread_is_done() -> None:
         with pytest.raises(Overloaded, match="too many"):
             await pool.run(int)
         gate.set()
+
+
+async def test_large_requests_wait_for_each_other_and_small_ones_do_not() -> None:
+    pending = PendingRequests(8 * SMALL_BYTES, limit_s=0.05)
+    async with pending.hold(100 * SMALL_BYTES), pending.hold(SMALL_BYTES):
+        with pytest.raises(Overloaded, match="large requests"):
+            async with pending.hold(2 * SMALL_BYTES):
+                pytest.fail("there was no room")
+        async with pending.hold(SMALL_BYTES):
+            pass
+    async with pending.hold(2 * SMALL_BYTES), pending.hold(6 * SMALL_BYTES):
+        pass

@@ -1,7 +1,8 @@
 """Render a model's Jinja chat template into a prompt, in a sandbox, by the conventions of Hugging Face's tokenizers."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -16,6 +17,11 @@ from pagestream_gateway.errors import InvalidRequest
 # Appended to the message that the model continues, so that its end is found in the rendered text whatever the template
 # puts after it.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
+# Twice the characters of the largest body by default. What a caller sends can grow in a template: indented JSON by the
+# square of its depth.
+_MAX_CHARS = 2**24
+_MAX_RENDER_S = 10.0
 
 
 class _GenerationBlock(Extension):
@@ -41,7 +47,21 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Replace Jinja's filter, which escapes HTML: no model was trained on that."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return encoder.encode(value) if indent is None else _bounded(encoder.iterencode(value))
+
+
+def _bounded(parts: Iterable[str]) -> str:
+    """Join parts of a text. Raises jinja2.TemplateError where it gets too long, or takes too long to make."""
+    kept, num_chars, end = [], 0, time.monotonic() + _MAX_RENDER_S
+    for part in parts:
+        num_chars += len(part)
+        if num_chars > _MAX_CHARS:
+            raise jinja2.TemplateError(f"the rendered prompt has more than {_MAX_CHARS} characters")
+        if time.monotonic() > end:
+            raise jinja2.TemplateError(f"rendering takes longer than {_MAX_RENDER_S:g} s")
+        kept.append(part)
+    return "".join(kept)
 
 
 def _strftime_now(pattern: str) -> str:
@@ -87,7 +107,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            text = self._template.render(values)
+            text = _bounded(self._template.generate(values))
         except jinja2.TemplateError as error:
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error.message}") from error
         except Exception as error:

@@ -76,6 +76,11 @@ def check_draft(draft: Draft, limits: LimitSettings) -> None:
         raise InvalidRequest(draft.prompt_field, "must not be empty")
     if len(draft.prompts) > limits.max_prompts:
         raise InvalidRequest(draft.prompt_field, f"at most {limits.max_prompts} prompts, got {len(draft.prompts)}")
+    for prompt in draft.prompts:
+        if isinstance(prompt, ChatPrompt) and len(prompt.messages) > limits.max_messages:
+            raise InvalidRequest(
+                draft.prompt_field, f"at most {limits.max_messages} messages, got {len(prompt.messages)}"
+            )
     for name in ("client_request_id", "idempotency_key"):
         if len(getattr(draft, name)) > limits.max_id_chars:
             raise InvalidRequest(name, f"at most {limits.max_id_chars} characters, got {len(getattr(draft, name))}")

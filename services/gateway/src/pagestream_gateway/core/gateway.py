@@ -15,7 +15,7 @@ from pagestream_gateway.core.queue_monitor import QueueMonitor
 from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.core.requests import AcceptedRequests
 from pagestream_gateway.core.submission import Submission
-from pagestream_gateway.core.tokenization import TokenizePool
+from pagestream_gateway.core.tokenization import PendingRequests, TokenizePool
 from pagestream_gateway.errors import GatewayStopping
 from pagestream_gateway.settings import Settings
 
@@ -32,6 +32,7 @@ class Gateway:
     submission: Submission
     requests: AcceptedRequests
     pool: TokenizePool
+    pending: PendingRequests
     streams: OpenStreams
     calls: Calls
     queue: QueueMonitor

@@ -1,7 +1,10 @@
 """Models as a gateway knows them: tokenizer, chat template and limits, all from the model card in Redis."""
 
+from __future__ import annotations
+
 import asyncio
 import zlib
+from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -14,6 +17,7 @@ from tokenizers import Tokenizer
 
 from pagestream_gateway.core.chat_templates import ChatTemplate
 from pagestream_gateway.core.redis_timeout import RedisTimeout
+from pagestream_gateway.core.text.encoder import MAX_RUN_CHARS, TextEncoder, TooManyTokensError, UnbrokenTextError
 from pagestream_gateway.core.tokenization import TokenizePool
 from pagestream_gateway.errors import InvalidRequest, PromptTooLong
 
@@ -29,6 +33,7 @@ class LoadedModel:
 
     card: ModelCard
     tokenizer: Tokenizer
+    encoder: TextEncoder
     chat_template: ChatTemplate | None
 
     @property
@@ -46,23 +51,26 @@ class LoadedModel:
         """The model's own sampling defaults; fields that it leaves open are unset."""
         return self.card.default_sampling
 
-    def encode(self, text: str, *, add_special_tokens: bool, limit: int, field: str) -> list[int]:
-        """Return the token ids of `text`. Raises PromptTooLong for `field` when there are more than `limit`.
+    def encode(self, text: str, *, add_special_tokens: bool, limit: int, field: str) -> array[int]:
+        """Return the token ids of `text`.
 
-        `Tokenizer.encode` holds Python's lock for as long as it works; `encode_batch_fast` releases it.
+        Raises PromptTooLong for `field` when there are more than `limit`, InvalidRequest for text that can't be
+        encoded: half of a surrogate pair, or a million letters in a row.
         """
         if not text.isascii():
             check_unicode(text, field)
-        encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        num_tokens = len(encoding)
-        if num_tokens > limit:
+        try:
+            return self.encoder.encode(text, add_special_tokens=add_special_tokens, limit=limit)
+        except TooManyTokensError as error:
             raise PromptTooLong(
                 field,
-                f"the prompt has {num_tokens} tokens, but the model's context length is {self.max_model_len} tokens, "
+                f"the prompt has {error.found}, but the model's context length is {self.max_model_len} tokens, "
                 "prompt and output together",
-            )
-        ids: list[int] = encoding.ids
-        return ids
+            ) from error
+        except UnbrokenTextError as error:
+            raise InvalidRequest(
+                field, f"has more than {MAX_RUN_CHARS} letters in a row; put a space or a line end between them"
+            ) from error
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -81,7 +89,7 @@ def load_model(card: ModelCard) -> LoadedModel:
         raise ValueError(f"the tokenizer of model {card.name!r} is broken: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return LoadedModel(card, tokenizer, template)
+    return LoadedModel(card, tokenizer, TextEncoder(tokenizer), template)
 
 
 def check_unicode(text: str, field: str) -> None:

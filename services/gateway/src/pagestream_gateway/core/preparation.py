@@ -18,7 +18,7 @@ from pagestream_gateway.settings import LimitSettings
 class PreparedRequest:
     """A draft with its prompts as token ids and its sampling parameters complete."""
 
-    prompts: list[list[int]]
+    prompts: Sequence[Sequence[int]]
     sampling: SamplingParams
     echo_texts: list[str]
 
@@ -76,10 +76,10 @@ def build_spec(
     return spec
 
 
-def _encode(prompt: Prompt, prompt_field: str, model: LoadedModel) -> list[int]:
+def _encode(prompt: Prompt, prompt_field: str, model: LoadedModel) -> Sequence[int]:
     match prompt:
         case TokenPrompt(token_ids):
-            ids = _checked_ids(token_ids, prompt_field, model)
+            ids: Sequence[int] = _checked_ids(token_ids, prompt_field, model)
         case TextPrompt(text, add_special_tokens):
             if not text:
                 raise InvalidRequest(prompt_field, "must not be empty")
@@ -91,7 +91,7 @@ def _encode(prompt: Prompt, prompt_field: str, model: LoadedModel) -> list[int]:
     return ids
 
 
-def _tokenize(text: str, add_special_tokens: bool, prompt_field: str, model: LoadedModel) -> list[int]:
+def _tokenize(text: str, add_special_tokens: bool, prompt_field: str, model: LoadedModel) -> Sequence[int]:
     # One token of the context is left for the output.
     return model.encode(text, add_special_tokens=add_special_tokens, limit=model.max_model_len - 1, field=prompt_field)
 

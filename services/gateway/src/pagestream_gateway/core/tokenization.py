@@ -1,14 +1,19 @@
-"""A bounded pool of threads for rendering and tokenizing, which would block the event loop."""
+"""Bounds on the work for requests before they are accepted: threads for what would block the event loop, and bytes."""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
 
+from pagestream_streams.byte_budget import ByteBudget
+
 from pagestream_gateway.errors import Overloaded
 
 T = TypeVar("T")
+SMALL_BYTES = 64 * 1024
+"""Bytes of a request that is parsed in less time than a thread takes to answer."""
 
 
 class TokenizePool:
@@ -54,3 +59,32 @@ class TokenizePool:
 
     def _release(self) -> None:
         self._num_pending -= 1
+
+
+class PendingRequests:
+    """Bounds the bytes of large requests that are read, parsed and tokenized at once; further ones wait in order."""
+
+    def __init__(self, max_bytes: int, *, limit_s: float) -> None:
+        """`limit_s`: seconds that a request may wait."""
+        self._budget = ByteBudget(max_bytes)
+        self._limit_s = limit_s
+
+    @contextlib.asynccontextmanager
+    async def hold(self, num_bytes: int) -> AsyncIterator[None]:
+        """Count a request of so many bytes as pending inside the block; small ones do not count. Raises Overloaded."""
+        num_bytes = 0 if num_bytes <= SMALL_BYTES else min(num_bytes, self._budget.limit_bytes)
+        if num_bytes and not self._budget.try_take(num_bytes):
+            await self._wait(num_bytes)
+        try:
+            yield
+        finally:
+            self._budget.give(num_bytes)
+
+    async def _wait(self, num_bytes: int) -> None:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await self._budget.take(num_bytes)
+        except TimeoutError as error:
+            raise Overloaded(
+                f"large requests of {self._budget.limit_bytes} bytes together are being read", retry_after_s=5.0
+            ) from error

@@ -60,7 +60,8 @@ class InferenceServicer:
         try:
             draft = generate_draft(request, deadline_ms=_deadline_ms(context))
             call.name_operation(CHAT if request.HasField("chat") else TEXT_COMPLETION)
-            spec = await self._gateway.submission.submit(draft, tenant, call)
+            async with self._gateway.pending.hold(len(data)):
+                spec = await self._gateway.submission.submit(draft, tenant, call)
         except InvalidRequest as error:
             raise with_message_path(error) from error.__cause__
         first = api.GenerateResponse(chunk=api.TokenChunk(request_id=spec.request_id), seed=spec.sampling.seed)
@@ -88,7 +89,8 @@ class InferenceServicer:
     async def _accept_again(self, request: api.ResumeRequest, context: Context, tenant: str, call: Call) -> RequestSpec:
         try:
             draft = generate_draft(request.request, deadline_ms=_deadline_ms(context))
-            return await self._gateway.submission.submit_again(draft, tenant, request.request_id, call)
+            async with self._gateway.pending.hold(request.ByteSize()):
+                return await self._gateway.submission.submit_again(draft, tenant, request.request_id, call)
         except InvalidRequest as error:
             named = with_message_path(error)
             named.field = f"request.{named.field}"

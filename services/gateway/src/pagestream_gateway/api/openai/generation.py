@@ -27,9 +27,9 @@ from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.models import check_unicode
 from pagestream_gateway.core.sampling import parameters
 from pagestream_gateway.core.sampling.resolution import sampling_from_json
+from pagestream_gateway.core.tokenization import SMALL_BYTES
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 
-_SMALL_BODY_BYTES = 64 * 1024  # is parsed in less time than a thread takes to answer
 _MAX_TIMEOUT_S = 7 * 24 * 3600.0
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -147,13 +147,14 @@ async def generate(
     try:
         tenant = gateway.tenant(request.headers.get("authorization"))
         with_ids = _wants_ids(request.headers)
-        parsed = await _parsed(gateway, request, parse)
-        try:
-            spec = await gateway.submission.submit(parsed.draft, tenant, call)
-        except InvalidRequest as error:
-            if error.field is not None:
-                error.field = parsed.field_names.get(error.field, error.field)
-            raise
+        async with gateway.pending.hold(_num_bytes(request, gateway.settings.limits.max_body_bytes)):
+            parsed = await _parsed(gateway, request, parse)
+            try:
+                spec = await gateway.submission.submit(parsed.draft, tenant, call)
+            except InvalidRequest as error:
+                if error.field is not None:
+                    error.field = parsed.field_names.get(error.field, error.field)
+                raise
         reading = Reading(spec, tenant, call, writer(spec), with_ids=with_ids)
         return EventStream(gateway, reading) if parsed.stream else WholeAnswer(gateway, reading)
     except asyncio.CancelledError:
@@ -164,6 +165,12 @@ async def generate(
         raise
 
 
+def _num_bytes(request: Request, most: int) -> int:
+    """Return how many bytes the body has, before it is read: `most` where the header does not say."""
+    announced = request.headers.get("content-length", "")
+    return min(int(announced), most) if announced.isdecimal() else most
+
+
 async def _parsed(gateway: Gateway, request: Request, parse: Parser) -> ParsedRequest:
     """Read and parse the body; a large one is parsed outside the event loop."""
     data = await read_body(request, gateway.settings.limits.max_body_bytes)
@@ -171,7 +178,7 @@ async def _parsed(gateway: Gateway, request: Request, parse: Parser) -> ParsedRe
     def work() -> ParsedRequest:
         return parse(parse_json(data), request.headers)
 
-    return work() if len(data) <= _SMALL_BODY_BYTES else await gateway.pool.run(work)
+    return work() if len(data) <= SMALL_BYTES else await gateway.pool.run(work)
 
 
 def _wants_ids(headers: Mapping[str, str]) -> bool:

@@ -1,0 +1,1 @@
+"""Text into tokens, within bounds of time and memory."""

@@ -1,0 +1,140 @@
+"""Encode text in pieces: neither time nor memory grow with more of it than can fit."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from array import array
+from collections.abc import Iterator
+
+from tokenizers import Encoding, Tokenizer
+
+from pagestream_gateway.core.text.bounds import is_separable, most_chars_per_token
+
+PIECE_CHARS = 2**16
+"""Characters that are encoded at once: a token takes about 400 bytes until its encoding is read, an id takes 4."""
+MAX_RUN_CHARS = 2**20
+"""Characters without a place to cut; they are one word to the tokenizer, which takes about 100 bytes for each."""
+# A letter before something that is neither letter nor apostrophe: a word's end for every splitter by categories.
+_WORD_END = re.compile(r"[^\W\d_](?=[^\w'\u2019]|[\d_])")
+_MAX_TRIES = 64
+_WINDOW_CHARS = 256  # on each side of a border, more than any added token; what is beyond has no say in the border
+# Tokens by which a cut at any place can change the count of a text: merges that end at it, and their neighbours.
+_CUT_SLACK = 64
+
+
+class TooManyTokensError(Exception):
+    """The text has more tokens than asked for."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(found)
+        self.found = found
+        """How many tokens or characters there are, such as "more than 1023 tokens"."""
+
+
+class UnbrokenTextError(Exception):
+    """The text has too many letters in a row to be encoded in pieces."""
+
+
+class TextEncoder:
+    """Encodes text of any length as `tokenizer` does, and stops once there are too many tokens.
+
+    `encode_batch_fast` releases Python's lock while it works; `Tokenizer.encode` does not.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Read the tokenizer's definition, for what it says about texts that are not yet known."""
+        definition = json.loads(tokenizer.to_str())
+        longest_added = max((len(token["content"]) for token in definition["added_tokens"]), default=0)
+        self._tokenizer = tokenizer
+        self._chars_per_token = most_chars_per_token(definition)
+        self._frame = self._special_tokens()
+        self._is_separable = is_separable(definition) and self._frame is not None and longest_added <= _WINDOW_CHARS
+
+    def most_chars(self, num_tokens: int) -> int | None:
+        """Return how many characters of text so many tokens can stand for at most; None where any number can."""
+        return None if self._chars_per_token is None else self._chars_per_token * num_tokens
+
+    def encode(self, text: str, *, add_special_tokens: bool, limit: int) -> array[int]:
+        """Return the token ids. Raises TooManyTokensError where there are more than `limit`, UnbrokenTextError."""
+        most = self.most_chars(limit)
+        if most is not None and len(text) > most:
+            raise TooManyTokensError(f"{len(text)} characters, more than {limit} tokens can have")
+        if len(text) <= PIECE_CHARS:
+            return _ids_of(self._encoding(text, add_special_tokens), limit)
+        if self._frame is not None and self._is_separable:
+            before, after = self._frame if add_special_tokens else (_NO_IDS, _NO_IDS)
+            return before + self._in_pieces(text, limit - len(before) - len(after), limit) + after
+        self._check_count(text, limit)
+        return _ids_of(self._encoding(text, add_special_tokens), limit)
+
+    def _in_pieces(self, text: str, room: int, limit: int) -> array[int]:
+        ids = array("I")
+        for piece in self._pieces(text):
+            ids.extend(self._encoding(piece, add_special_tokens=False).ids)
+            if len(ids) > room:
+                raise TooManyTokensError(f"more than {limit} tokens")
+        return ids
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        start = 0
+        while len(text) - start > PIECE_CHARS:
+            end = self._border(text, start)
+            yield text[start:end]
+            start = end
+        yield text[start:]
+
+    def _border(self, text: str, start: int) -> int:
+        """Return where the piece that begins at `start` ends; the end of the text where that is near."""
+        most = min(len(text), start + MAX_RUN_CHARS)
+        for number, found in enumerate(_WORD_END.finditer(text, start + PIECE_CHARS, most)):
+            if number == _MAX_TRIES:
+                break
+            if self._is_border(text, found.end()):
+                return found.end()
+        if most < len(text):
+            raise UnbrokenTextError
+        return most
+
+    def _is_border(self, text: str, place: int) -> bool:
+        """Return whether the tokenizer splits at `place`, tried on the text around it."""
+        if unicodedata.category(text[place]).startswith("M"):
+            return False
+        left, right = text[max(0, place - _WINDOW_CHARS) : place], text[place : place + _WINDOW_CHARS]
+        if self._tokenizer.normalizer is not None:
+            left, right = (self._tokenizer.normalizer.normalize_str(side) for side in (left, right))
+        words = self._tokenizer.pre_tokenizer.pre_tokenize_str(left + right)
+        if all(begin != len(left) for _, (begin, _) in words):
+            return False
+        both = self._tokenizer.encode_batch_fast([left + right, left, right], add_special_tokens=False)
+        whole, *halves = (encoding.ids for encoding in both)
+        return bool(whole == halves[0] + halves[1])
+
+    def _check_count(self, text: str, limit: int) -> None:
+        """Raise TooManyTokensError where the pieces of a text that can't be separated surely have too many together."""
+        least = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            least += len(self._encoding(text[start : start + PIECE_CHARS], add_special_tokens=False)) - _CUT_SLACK
+            if least > limit:
+                raise TooManyTokensError(f"more than {limit} tokens")
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+    def _special_tokens(self) -> tuple[array[int], array[int]] | None:
+        """Return the ids that are added before and after a text; None where more changes than that."""
+        bare, framed = self._encoding("a", False).ids, self._encoding("a", True).ids
+        for place in range(len(framed) - len(bare) + 1):
+            if bare and framed[place : place + len(bare)] == bare:
+                return array("I", framed[:place]), array("I", framed[place + len(bare) :])
+        return None
+
+
+_NO_IDS: array[int] = array("I")
+
+
+def _ids_of(encoding: Encoding, limit: int) -> array[int]:
+    if len(encoding) > limit:
+        raise TooManyTokensError(f"{len(encoding)} tokens")
+    return array("I", encoding.ids)
