@@ -21,6 +21,11 @@ RUN if [ -n "${TORCH_INDEX}" ]; then /opt/builder/bin/python -m pip --python /op
     && find "$packages"/torch -name '*.a' -delete \
     && echo /opt/pagestream > "$packages/pagestream.pth"
 
+# -- the Triton kernels of published models for every GPU family: this layer changes with their folder alone --
+FROM thirdparty AS kernels
+COPY kernels/src/pagestream_kernels /src/pagestream_kernels
+RUN PYTHONPATH=/src /opt/venv/bin/python -m pagestream_kernels.prebuild --out /prebuilt
+
 # -- our packages --
 FROM thirdparty AS ours
 COPY proto proto
@@ -33,13 +38,14 @@ RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation 
       ./proto ./kernels ./services/streams ./services/telemetry ./services/engine ./services/worker \
     && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-deps --no-index \
       --target /opt/pagestream /wheels/*.whl
+COPY --from=kernels /prebuilt /opt/pagestream/pagestream_kernels/prebuilt
 
 FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title="pagestream-engine-cuda" \
       org.opencontainers.image.description="Pagestream's engine for NVIDIA GPUs" \
       org.opencontainers.image.licenses="Apache-2.0"
-# Triton compiles the launchers of its kernels with a C compiler at their first use, so the image keeps one. The kernels'
-# caches go to /tmp.
+# Triton compiles the launchers of its kernels, and kernels of other shapes, with a C compiler at their first use, so the
+# image keeps one. The kernels' caches go to /tmp.
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
     && echo "pagestream:x:65532:65532:Pagestream:/tmp:/usr/sbin/nologin" >> /etc/passwd \

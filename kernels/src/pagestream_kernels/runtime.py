@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
@@ -24,6 +25,7 @@ __all__ = [
     "Backend",
     "Variant",
     "cdiv",
+    "compiling_only",
     "current_backend",
     "exact_dot",
     "jit",
@@ -40,6 +42,8 @@ Backend: TypeAlias = Literal["cuda", "hip"]
 
 INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 """Whether the kernels of this process run under Triton's interpreter; fixed when Triton is imported."""
+
+_is_compiling_only: ContextVar[bool] = ContextVar("is_compiling_only", default=False)
 
 INTERPRETER_PROCESSORS = 4
 """The interpreter runs one program at a time; it plays a small GPU, so that work is split there too."""
@@ -76,9 +80,13 @@ class Variant:
         """Start the kernel; a grid without programs starts nothing."""
         if 0 in grid:
             return
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if _is_compiling_only.get():
+            self.kernel.warmup(**arguments, **self.constants, **options, grid=grid)
+            return
         tensor = next(value for value in arguments.values() if isinstance(value, torch.Tensor))
         with _current_device(tensor.device):
-            self.kernel[grid](**arguments, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+            self.kernel[grid](**arguments, **self.constants, **options)
 
 
 _TRITON_NAMES: Mapping[torch.dtype, str] = {
@@ -95,6 +103,16 @@ def pointer_to(dtype: torch.dtype) -> str:
     return "*" + _TRITON_NAMES[dtype]
 
 
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Within the block a launch on any tensors compiles its kernel for the active driver's GPU, and starts nothing."""
+    token = _is_compiling_only.set(True)
+    try:
+        yield
+    finally:
+        _is_compiling_only.reset(token)
+
+
 def _current_device(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the current device, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -109,6 +127,8 @@ def require_launchable(device: torch.device, *, reference: str) -> None:
     """Raise KernelUnavailableError unless a kernel can run on tensors of `device` in this process."""
     if triton is None:
         raise KernelUnavailableError(f"Triton is not installed; use {reference} or install triton==3.7.1")
+    if _is_compiling_only.get():
+        return
     if device.type != "cuda" and not INTERPRETED:
         raise KernelUnavailableError(
             f"tensors are on {device}, and a compiled kernel needs a GPU; use {reference}, or set TRITON_INTERPRET=1 "

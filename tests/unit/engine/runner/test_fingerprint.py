@@ -31,6 +31,7 @@ NOT_DECIDING = {
     "pagestream_kernels.aot": "compiles kernels for tests",
     "pagestream_kernels.checks": "checks arguments",
     "pagestream_kernels.errors": "exceptions",
+    "pagestream_kernels.prebuild": "calls operators to compile them",
 }
 """Modules of the deciding folders that FINGERPRINTED_SOURCES leaves out, each with the reason."""
 

@@ -38,8 +38,12 @@ def select_backend(name: str, shape: CacheShape, cos_sin: Tensor, *, exact: bool
         raise ConfigError("deterministic", True, "False or None with Triton and on a GPU", _NOT_ON_A_GPU)
     if name == "triton" or (name == "auto" and not on_cpu):
         # Importing the kernels imports Triton: half a second that a CPU's start is spared.
+        from pagestream_kernels.prebuild import take_prebuilt
+
         from pagestream_engine.attention.triton_backend import TritonBackend
 
+        if not on_cpu:
+            take_prebuilt()
         return TritonBackend(shape, cos_sin)
     if name == "auto" and supports(shape.dtype):
         library = load_library(shape.head_dim)

@@ -50,7 +50,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_kernels.paging": 1,
     "pagestream_kernels.rms_norm": 1,
     "pagestream_kernels.rope_and_cache": 1,
-    "pagestream_kernels.runtime": 1,
+    "pagestream_kernels.runtime": 2,
     "pagestream_kernels.silu_and_mul": 1,
 }
 """Version of each source (a Python module, or C++ at that place) that decides tokens, bits of logits, or text.

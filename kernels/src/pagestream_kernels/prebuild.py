@@ -1,0 +1,177 @@
+"""Compile the kernels that published models need, without a GPU, into a Triton cache; and take them from there.
+
+`python -m pagestream_kernels.prebuild --out FOLDER` is what the CUDA image's build runs. Each operator
+is called as the engine calls it, on tensors of the model's shapes with launches turned into compilations, so that a
+launch finds what was compiled: Triton's key has the types, and which pointers and strides are multiples of 16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pagestream_kernels.aot import TARGETS, Target
+from pagestream_kernels.decode_plan import plan_decode
+from pagestream_kernels.errors import KernelUnavailableError
+from pagestream_kernels.paged_decode import paged_decode_attention
+from pagestream_kernels.paged_prefill import paged_prefill_attention
+from pagestream_kernels.rms_norm import rms_norm
+from pagestream_kernels.rope_and_cache import rope_and_cache
+from pagestream_kernels.runtime import INTERPRETED, compiling_only, triton
+from pagestream_kernels.silu_and_mul import silu_and_mul
+
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""Where an image keeps them."""
+_TOKENS, _SEQUENCES, _BLOCKS = 32, 16, 32  # any: a launch's counts are not part of Triton's key
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a model that its kernels depend on."""
+
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+
+
+SHAPES = (
+    ModelShape(2048, 8192, 32, 8, 64),  # Llama 3.2 1B
+    ModelShape(3072, 8192, 24, 8, 128),  # Llama 3.2 3B
+    ModelShape(4096, 14336, 32, 8, 128),  # Llama 3.1 8B, Mistral 7B
+    ModelShape(8192, 28672, 64, 8, 128),  # Llama 3.1 70B
+    ModelShape(896, 4864, 14, 2, 64),  # Qwen2.5 0.5B
+    ModelShape(1536, 8960, 12, 2, 128),  # Qwen2.5 1.5B
+    ModelShape(3584, 18944, 28, 4, 128),  # Qwen2.5 7B
+    ModelShape(4096, 12288, 32, 8, 128),  # Qwen3 8B
+)
+"""Sizes from the configurations that their publishers ship. Other models compile at their first step."""
+
+
+class _AbsentGPU:
+    """What Triton asks of a driver in order to compile: the target, and a device number by which it keeps results."""
+
+    def __init__(self, target: Target, number: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget(target.backend, target.arch, target.warp_size)
+        self._number = number
+
+    def get_current_target(self) -> object:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._number
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def compile_shapes(shapes: Iterable[ModelShape], targets: Sequence[Target]) -> None:
+    """Compile every kernel of the shapes for each target into Triton's cache folder of this process.
+
+    Raises:
+        KernelUnavailableError: this process has no Triton, or interprets.
+    """
+    if triton is None or INTERPRETED:
+        raise KernelUnavailableError("compiling ahead of time needs Triton, imported without TRITON_INTERPRET=1")
+    shapes = tuple(shapes)
+    for number, target in enumerate(targets):
+        triton.runtime.driver.set_active(_AbsentGPU(target, number))
+        with compiling_only():
+            for shape in shapes:
+                _call_each(shape)
+
+
+def _call_each(shape: ModelShape) -> None:
+    def tensor(*sizes: int) -> torch.Tensor:
+        return torch.zeros(sizes, dtype=shape.dtype)
+
+    heads, kv_heads, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    cache = tensor(2, _BLOCKS, kv_heads, shape.block_size, width).transpose(2, 3)
+    keys, values = cache[0], cache[1]
+    # Query, key and value are parts of one product's rows.
+    packed = tensor(_TOKENS, (heads + 2 * kv_heads) * width).unflatten(1, (heads + 2 * kv_heads, width))
+    query, key, value = packed.split((heads, kv_heads, kv_heads), dim=1)
+    long = torch.zeros(_TOKENS, dtype=torch.int64)
+    tables = torch.zeros(_SEQUENCES, _BLOCKS, dtype=torch.int32)
+    lengths = torch.ones(_SEQUENCES, dtype=torch.int32)
+    scale = width**-0.5
+
+    hidden = tensor(_TOKENS, shape.hidden)
+    weight = tensor(shape.hidden)
+    rms_norm(hidden, weight, eps=1e-6)
+    rms_norm(hidden, weight, eps=1e-6, residual=tensor(_TOKENS, shape.hidden))
+    rope_and_cache(query, key, value, torch.zeros(64, width), long, keys, values, long)
+    starts = torch.arange(_SEQUENCES + 1, dtype=torch.int32)
+    paged_prefill_attention(query, keys, values, tables, starts, lengths, max_query_len=16, scale=scale)
+    plan = plan_decode(lengths, num_kv_heads=kv_heads)
+    paged_decode_attention(query[:_SEQUENCES], keys, values, tables, lengths, scale=scale, plan=plan)
+    silu_and_mul(tensor(_TOKENS, 2 * shape.intermediate))
+
+
+def take_prebuilt(folder: Path = PREBUILT) -> int:
+    """Copy prebuilt kernels into Triton's cache folder where it lacks them. Returns how many were copied.
+
+    Raises:
+        OSError: the cache folder can't be written.
+    """
+    if triton is None or not folder.is_dir():
+        return 0
+    cache = Path(triton.knobs.cache.dir)
+    cache.mkdir(parents=True, exist_ok=True)
+    copied = 0
+    for source in folder.iterdir():
+        if (cache / source.name).exists():
+            continue
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:  # whole or not at all: another engine may read it
+            made = Path(scratch, source.name)
+            shutil.copytree(source, made)
+            _relocate(made, cache / source.name)
+            try:
+                made.rename(cache / source.name)
+            except OSError:  # another engine was faster
+                if not (cache / source.name).exists():
+                    raise
+            else:
+                copied += 1
+    return copied
+
+
+def _relocate(folder: Path, target: Path) -> None:
+    """Let the list of a kernel's files, which has absolute paths, point to where the files will be."""
+    for group in folder.glob("__grp__*.json"):
+        listed = json.loads(group.read_text())
+        listed["child_paths"] = {name: str(target / name) for name in listed["child_paths"]}
+        group.write_text(json.dumps(listed))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(description="Compile kernels for GPUs that are not there.")
+    parser.add_argument("--out", type=Path, default=PREBUILT, metavar="FOLDER")
+    parser.add_argument("--targets", default="sm_80,sm_90,sm_100", metavar="NAMES")
+    given = parser.parse_args(arguments)
+    unknown = set(given.targets.split(",")) - set(TARGETS)
+    if unknown:
+        parser.error(f"--targets: {', '.join(sorted(unknown))} was given, {', '.join(TARGETS)} are known")
+    given.out.mkdir(parents=True, exist_ok=True)
+    triton.knobs.cache.dir = str(given.out.resolve())
+    compile_shapes(SHAPES, [TARGETS[name] for name in given.targets.split(",")])
+    print(f"{sum(1 for _ in given.out.iterdir())} kernels in {given.out}")  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

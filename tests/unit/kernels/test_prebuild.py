@@ -1,0 +1,60 @@
+"""Kernels compiled without a GPU are those that launches on one look for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.builds
+
+COMPILE = """
+import sys
+from pagestream_kernels import prebuild
+from pagestream_kernels.aot import TARGETS
+
+tokens, prebuild._SEQUENCES, prebuild._BLOCKS, head_dim = map(int, sys.argv[1:])
+prebuild._TOKENS = tokens
+prebuild.compile_shapes([prebuild.ModelShape(256, 512, 4, 2, head_dim)], [TARGETS["sm_90"]])
+"""
+TAKE = """
+import sys
+from pathlib import Path
+from pagestream_kernels.prebuild import take_prebuilt
+
+print(take_prebuilt(Path(sys.argv[1])))
+"""
+
+
+def run(program: str, cache: Path, *arguments: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    command = [sys.executable, "-c", program, *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_launch_finds_what_was_prebuilt(tmp_path: Path) -> None:
+    prebuilt, cache = tmp_path / "prebuilt", tmp_path / "cache"
+    run(COMPILE, prebuilt, "32", "16", "32", "64")
+    made = names(prebuilt)
+    assert len(made) >= 6  # of each operator one at least
+
+    assert run(TAKE, cache, str(prebuilt)) == str(len(made))
+    assert run(TAKE, cache, str(prebuilt)) == "0"
+    shutil.rmtree(prebuilt)  # what was taken stands alone
+
+    before = {path: path.stat().st_mtime_ns for path in cache.glob("*/*")}
+    run(COMPILE, cache, "80", "48", "64", "64")  # a launch with other counts
+    assert {path: path.stat().st_mtime_ns for path in cache.glob("*/*")} == before
+    run(COMPILE, cache, "32", "16", "32", "128")
+    assert names(cache) > made, "another head size needs other kernels"
