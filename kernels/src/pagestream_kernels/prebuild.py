@@ -102,8 +102,8 @@ def _call_each(shape: ModelShape) -> None:
     cache = tensor(2, _BLOCKS, kv_heads, shape.block_size, width).transpose(2, 3)
     keys, values = cache[0], cache[1]
     # Query, key and value are parts of one product's rows.
-    packed = tensor(_TOKENS, (heads + 2 * kv_heads) * width).unflatten(1, (heads + 2 * kv_heads, width))
-    query, key, value = packed.split((heads, kv_heads, kv_heads), dim=1)
+    packed = tensor(_TOKENS, heads + 2 * kv_heads, width)
+    query, key, value = packed[:, :heads], packed[:, heads : heads + kv_heads], packed[:, heads + kv_heads :]
     long = torch.zeros(_TOKENS, dtype=torch.int64)
     tables = torch.zeros(_SEQUENCES, _BLOCKS, dtype=torch.int32)
     lengths = torch.ones(_SEQUENCES, dtype=torch.int32)
