@@ -19,6 +19,7 @@ COVER: Mapping[str, tuple[str, ...]] = {
     "test_claim": (OLDEST, NEWEST, CLUSTER),
     "test_reading": (OLDEST, CLUSTER, SENTINELS),
     "test_scripts": (OLDEST, NEWEST, CLUSTER, SENTINELS),
+    "test_request_lists": (OLDEST, CLUSTER),
     "test_models": (OLDEST, CLUSTER, SENTINELS),
     "test_memory": (OLDEST, NEWEST),
     "test_shares": (OLDEST, CLUSTER),

@@ -4,6 +4,7 @@
     |- InvalidRequest         a field of the request is wrong
     |  |- PromptTooLong       prompt and output don't fit the model's context
     |  `- UnsupportedField    the field is known, but not supported
+    |- RequestDiffers         an id stands for a request with another body
     |- Unauthenticated        no API key, or an unknown one
     |- BodyTooLarge           more bytes than the gateway reads
     |- WrongContentType       the Content-Type is not application/json
@@ -54,6 +55,16 @@ class UnsupportedField(InvalidRequest):
 
     def __init__(self, field: str, hint: str = "") -> None:
         super().__init__(field, "is not supported" + (f"; {hint}" if hint else ""))
+
+
+class RequestDiffers(GatewayError):
+    """The id stands for a request with other prompts or sampling parameters."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"request {request_id} is there, with another body or seed than these, and is left as it is; "
+            "read it, or send a new request"
+        )
 
 
 class Unauthenticated(GatewayError):

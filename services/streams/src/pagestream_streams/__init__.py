@@ -1,6 +1,7 @@
 """The durable token stream: requests and token logs in Redis."""
 
 from pagestream_streams.admin.broker import Broker, expire_engine
+from pagestream_streams.admin.request_lists import RequestPage, enlist, list_requests
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.admin.unpublishing import unpublish
 from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_server, server_command
@@ -28,6 +29,7 @@ from pagestream_streams.protocol.records import (
     Claim,
     ModelInfo,
     QuarantinedRequest,
+    RequestSummary,
     RequestView,
 )
 from pagestream_streams.settings import StreamsSettings, settings_from_environment
@@ -51,6 +53,8 @@ __all__ = [
     "QuarantinedRequest",
     "QueueFull",
     "RequestNotFound",
+    "RequestPage",
+    "RequestSummary",
     "RequestView",
     "RequestsUnfinished",
     "ServerBinary",
@@ -60,8 +64,10 @@ __all__ = [
     "StreamsSettings",
     "Sweeper",
     "Unavailable",
+    "enlist",
     "expire_engine",
     "find_server",
+    "list_requests",
     "server_command",
     "settings_from_environment",
     "unpublish",

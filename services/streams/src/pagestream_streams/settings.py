@@ -112,6 +112,8 @@ class StreamsSettings:
     # -- retention --
     retention_s: int = 3600
     """Seconds for which a finished log can be read."""
+    max_listed_requests: int = 10_000
+    """Most requests in the list of a tenant, the newest; about 1.2 MB of Redis memory."""
     directory_ttl_s: float = 1.0
     """Seconds after which a process reads the models and engines again."""
 

@@ -65,6 +65,7 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     streams.ModelNameRefused: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "model_not_found", "model"),
     streams.OffsetOutOfRange: ErrorCode(416, _Status.OUT_OF_RANGE, _INVALID, "offset_out_of_range", "next_index"),
     streams.DigestMismatch: ErrorCode(409, _Status.DATA_LOSS, _INVALID, "digest_mismatch", "digest"),
+    errors.RequestDiffers: ErrorCode(409, _Status.ALREADY_EXISTS, _INVALID, "request_differs", "request_id"),
     streams.IdempotencyConflict: ErrorCode(
         409, _Status.ALREADY_EXISTS, _INVALID, "idempotency_conflict", "idempotency_key"
     ),

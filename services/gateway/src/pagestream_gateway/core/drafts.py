@@ -57,6 +57,8 @@ class Draft:
     """Field of the API that holds the prompts, for error messages."""
     sampling: SamplingParams
     answer: AnswerForm
+    chosen_seed: int | None = None
+    """Seed that a gateway chose when it accepted this request for the first time; None for a new request."""
     default_max_tokens: int | None = None
     """max_tokens where neither caller nor model give it; None is what the context leaves."""
     echo: bool = False

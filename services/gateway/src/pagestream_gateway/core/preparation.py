@@ -29,6 +29,8 @@ def prepare(draft: Draft, model: LoadedModel, limits: LimitSettings) -> Prepared
     This is CPU work: call it in the tokenizing pool.
     """
     sampling = resolve_sampling(draft.sampling, model.default_sampling, limits=limits, vocab_size=model.card.vocab_size)
+    if draft.chosen_seed is not None:
+        sampling.seed = draft.chosen_seed
     num_choices = len(draft.prompts) * sampling.n
     if num_choices > limits.max_choices:
         raise InvalidRequest("n", f"prompts times n is {num_choices}, at most {limits.max_choices} are served at once")

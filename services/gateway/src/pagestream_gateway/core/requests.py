@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, FinishReason
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
-from pagestream_streams import Broker, GatewaySession, RequestView
+from pagestream_streams import Broker, GatewaySession, RequestPage, RequestView, list_requests
 from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange
 
 from pagestream_gateway.core.redis_timeout import RedisTimeout
@@ -53,6 +53,10 @@ class AcceptedRequests:
     async def view(self, request_id: str, tenant: str) -> RequestView:
         """Return a request's state. Raises RequestNotFound, Unavailable."""
         return await self.limit.wait(self.broker.view(request_id, tenant))
+
+    async def list(self, tenant: str, *, limit: int, after: str) -> RequestPage:
+        """Return a tenant's requests, newest first. Raises RequestNotFound for an `after` that is not listed."""
+        return await self.limit.wait(list_requests(self.broker, tenant, limit=limit, after=after))
 
     async def cancel(self, request_id: str, tenant: str) -> FinishReason:
         """End a request in whatever state it is; return how it ended. Raises RequestNotFound, Unavailable."""

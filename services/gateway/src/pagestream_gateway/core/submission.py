@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_streams import Broker, GatewaySession
+from pagestream_streams import Broker, GatewaySession, enlist
 from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.protocol import ids
 from pagestream_telemetry.context import TraceContext
@@ -15,7 +15,7 @@ from pagestream_gateway.core.models import LoadedModel, Models
 from pagestream_gateway.core.preparation import PreparedRequest, build_spec, prepare
 from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.core.tokenization import TokenizePool
-from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.errors import InvalidRequest, RequestDiffers
 from pagestream_gateway.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class Submission:
         else:
             spec = await self.limit.wait(self.session.accept_once(spec, body_digest=draft.body_digest))
         call.accepted(spec)
+        await enlist(self.broker, spec.request_id, tenant)
         logger.info(
             "accepted",
             extra={
@@ -61,15 +62,18 @@ class Submission:
         )
         return spec
 
-    async def submit_again(self, draft: Draft, tenant: str, request_id: str, call: Call) -> RequestSpec:
+    async def submit_again(
+        self, draft: Draft, tenant: str, request_id: str, call: Call, *, is_compared: bool = False
+    ) -> RequestSpec:
         """Accept a request that Redis has lost, under the id that it had; one that is there stays as it is.
 
-        The sampling must have the seed of the first time, so that the same tokens follow. Raises InvalidRequest,
-        ModelNotFound, QueueFull, Unavailable, and RequestNotFound for an id that is malformed, of another model, or
-        another tenant's.
+        The draft must have the seed of the first time, its own or the chosen one, so that the same tokens follow.
+        Raises InvalidRequest, ModelNotFound, QueueFull, Unavailable, RequestNotFound for an id that is malformed, of
+        another model, or another tenant's, and where `is_compared` is set RequestDiffers for one that is there with
+        other prompts or sampling parameters.
         """
-        if not draft.sampling.HasField("seed"):
-            raise InvalidRequest("seed", "is needed: repeat the seed that the first message of the stream gave")
+        if not draft.sampling.HasField("seed") and draft.chosen_seed is None:
+            raise InvalidRequest("seed", "is needed: repeat the seed that the first answer gave")
         model, prepared = await self._prepare(draft)
         name = ids.parse(request_id)
         partitions = await self.limit.wait(self.broker.partitions(model.name))
@@ -82,7 +86,11 @@ class Submission:
             raise RequestNotFound(request_id)
         spec = self._spec(draft, prepared, request_id, tenant=tenant, model=model, trace=call.context)
         if not await self.limit.wait(self.session.accept(spec)):  # another reader was sooner
-            return await self.limit.wait(self.broker.spec(request_id, tenant))
+            found = await self.limit.wait(self.broker.spec(request_id, tenant))
+            if is_compared and (found.prompts != spec.prompts or found.sampling != spec.sampling):
+                raise RequestDiffers(request_id)
+            return found
+        await enlist(self.broker, request_id, tenant)
         logger.warning("accepted again", extra={"request_id": request_id, "tenant": tenant, "model": model.name})
         return spec
 

@@ -27,11 +27,12 @@ from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import ModelInfo, QuarantinedRequest, RequestView
 from pagestream_streams.settings import StreamsSettings
 
-_STATES: dict[bytes, RequestState] = {
+STATES: dict[bytes, RequestState] = {
     b"queued": REQUEST_STATE_QUEUED,
     b"running": REQUEST_STATE_RUNNING,
     b"finished": REQUEST_STATE_FINISHED,
 }
+"""By the word that a request's record has."""
 
 
 class Broker:
@@ -118,7 +119,7 @@ class Broker:
             request_id=request_id,
             model=where.model,
             tenant=tenant,
-            state=_STATES[state],
+            state=STATES[state],
             queue_position=None if place < 0 else place,
             finish_reason=parse_finish_reason(reason.decode()),
             next_index=int(next_index),

@@ -33,6 +33,7 @@ def _load(name: str, *, repeat: bool = True) -> Script:
 
 
 ACCEPT = _load("accept")
+ENLIST = _load("enlist")
 CLAIM = _load("claim", repeat=False)  # a second run would claim more
 APPEND = _load("append")
 END = _load("end")

@@ -98,6 +98,10 @@ class Keyspace:
         """Return the channel of a gateway's wake-ups, delivered at most once."""
         return f"{self.prefix}:gateway:{gateway_id}"
 
+    def requests(self, tenant: str) -> str:
+        """Return the list of a tenant's requests: ids by the time of their acceptance."""
+        return f"{self.prefix}:requests:" + hashlib.sha256(tenant.encode()).hexdigest()
+
     def idempotency(self, tenant: str, key: str) -> str:
         """Return the reservation of an idempotency key: a hash, since both texts come from clients, of any length."""
         return f"{self.prefix}:idem:" + hashlib.sha256(f"{len(tenant)}:{tenant}{key}".encode()).hexdigest()

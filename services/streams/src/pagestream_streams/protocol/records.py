@@ -50,6 +50,25 @@ class RequestView:
 
 
 @dataclass(frozen=True)
+class RequestSummary:
+    """What the list of a tenant's requests shows of one."""
+
+    request_id: str
+    model: str
+    state: RequestState
+    finish_reason: FinishReason
+    """UNSPECIFIED unless finished."""
+    next_index: int
+    """Entries in its log."""
+    usage: Usage
+    """So far."""
+    attempts: int
+    """Claims so far."""
+    accepted_at: float
+    """Unix seconds, by Redis' clock."""
+
+
+@dataclass(frozen=True)
 class QuarantinedRequest:
     """A request that was quarantined because engines died of it (docs/decisions/0024)."""
 

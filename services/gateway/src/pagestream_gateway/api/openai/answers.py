@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
 
 from pagestream.v1.records_pb2 import LogEnd, LogEntry, RequestSpec
 from pagestream_streams.tasks import cancel
@@ -38,6 +38,8 @@ class Reading:
     """Whether each event has its position as its `id` too, as an EventSource needs it."""
     is_complete: bool = False
     """Whether the log has ended at `start`."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers of this answer beside those of each answer."""
 
 
 class LogAnswer(Response):
@@ -66,6 +68,14 @@ class LogAnswer(Response):
                 await cancel(watcher)
             finally:
                 await cancel(writer)
+
+    def request_headers(self) -> dict[str, str]:
+        """Return the headers of this answer that name its request."""
+        return {**request_headers(self._reading.spec), **self._reading.headers}
+
+    def header_pairs(self) -> list[tuple[bytes, bytes]]:
+        """Return the same as the server takes them."""
+        return [(name.lower().encode(), value.encode()) for name, value in self.request_headers().items()]
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Write the whole answer; return the outcome for the metrics."""
@@ -117,6 +127,19 @@ class LogAnswer(Response):
 
     def _advance(self, run: Run) -> None:
         self._position = position_after(run)
+
+
+def request_headers(spec: RequestSpec) -> dict[str, str]:
+    """Return the headers of each answer that belongs to an accepted request.
+
+    They are its id, the seed with which it can be accepted again, and the caller's own id, where one was given that a
+    header can hold.
+    """
+    headers = {"X-Request-Id": spec.request_id, "X-Request-Seed": str(spec.sampling.seed)}
+    own = spec.client_request_id
+    if own and own.isascii() and own.isprintable():
+        headers["X-Client-Request-Id"] = own
+    return headers
 
 
 def failure(end: LogEnd) -> GenerationFailed:

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -29,16 +30,14 @@ def _writable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def error_response(error: Exception, request_id: str = "") -> Response:
+def error_response(error: Exception, more_headers: Mapping[str, str] | None = None) -> Response:
     """Return the answer that reports `error`, with Retry-After where a retry may succeed."""
     report = error_report(error)
-    headers: dict[str, str] = {}
+    headers = dict(more_headers or {})
     if report.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(report.retry_after_s)))
     if report.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if request_id:
-        headers["X-Request-Id"] = request_id
     return JSONResponse(error_body(report), report.http_status, headers)
 
 

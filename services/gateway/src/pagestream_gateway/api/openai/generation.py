@@ -3,7 +3,8 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -131,7 +132,7 @@ def shared_draft(
         "on_disconnect": ON_DISCONNECT_CONTINUE if body.on_disconnect == "continue" else ON_DISCONNECT_CANCEL,
         "priority": body.priority or 0,
         "deadline_ms": _deadline_ms(headers.get("x-request-timeout")),
-        "client_request_id": body.request_id or headers.get("x-request-id", ""),
+        "client_request_id": body.request_id or headers.get("x-client-request-id") or headers.get("x-request-id", ""),
         "idempotency_key": key,
         "body_digest": _digest(api, document) if key else "",
     }
@@ -147,14 +148,8 @@ async def generate(
     try:
         tenant = gateway.tenant(request.headers.get("authorization"))
         with_ids = _wants_ids(request.headers)
-        async with gateway.pending.hold(_num_bytes(request, gateway.settings.limits.max_body_bytes)):
-            parsed = await _parsed(gateway, request, parse)
-            try:
-                spec = await gateway.submission.submit(parsed.draft, tenant, call)
-            except InvalidRequest as error:
-                if error.field is not None:
-                    error.field = parsed.field_names.get(error.field, error.field)
-                raise
+        async with parsed_request(gateway, request, parse) as parsed:
+            spec = await gateway.submission.submit(parsed.draft, tenant, call)
         reading = Reading(spec, tenant, call, writer(spec), with_ids=with_ids)
         return EventStream(gateway, reading) if parsed.stream else WholeAnswer(gateway, reading)
     except asyncio.CancelledError:
@@ -163,6 +158,22 @@ async def generate(
     except Exception as error:
         call.end(error_report(error).code)
         raise
+
+
+@asynccontextmanager
+async def parsed_request(gateway: Gateway, request: Request, parse: Parser) -> AsyncIterator[ParsedRequest]:
+    """Read and parse the body, and hold room for it until the block ends, in which the request is accepted.
+
+    Errors of the draft name its fields as the body does. Raises InvalidRequest, Overloaded.
+    """
+    async with gateway.pending.hold(_num_bytes(request, gateway.settings.limits.max_body_bytes)):
+        parsed = await _parsed(gateway, request, parse)
+        try:
+            yield parsed
+        except InvalidRequest as error:
+            if error.field is not None:
+                error.field = parsed.field_names.get(error.field, error.field)
+            raise
 
 
 def _num_bytes(request: Request, most: int) -> int:

@@ -18,6 +18,11 @@ class Position:
     digest: str = ""
     """Rolling digest of the entries before it; an empty one is not compared."""
 
+    @property
+    def is_verified(self) -> bool:
+        """Whether a reader who starts here is refused where the log before differs from what it has read."""
+        return bool(self.digest) or self.next_index == 0
+
     def event_id(self, request_id: str) -> str:
         """Return the `stream_position`, and the `id`, of the event whose last entry stands before this position."""
         return f"{request_id}/{self.next_index}/{self.digest}"

@@ -1,22 +1,32 @@
-"""/v1/requests/<id>: an accepted request's state, its events from any position, and its end."""
+"""/v1/requests: a tenant's requests, and of each its state, its events from any position, its end and its return."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
 from pagestream.v1.inference_pb2 import RequestState
 from pagestream.v1.records_pb2 import API_FORM_CHAT_COMPLETIONS, RequestSpec
-from pagestream_streams import RequestView
+from pagestream_streams import RequestSummary, RequestView
+from pagestream_streams.errors import RequestNotFound
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pagestream_gateway.api.openai.answers import Reading
+from pagestream_gateway.api.error_codes import error_report
+from pagestream_gateway.api.openai import chat_completions, completions
+from pagestream_gateway.api.openai.answers import Reading, request_headers
 from pagestream_gateway.api.openai.chat_completions import ChatWriter
 from pagestream_gateway.api.openai.completions import CompletionWriter
+from pagestream_gateway.api.openai.generation import ParsedRequest, parsed_request
 from pagestream_gateway.api.openai.position import Position
 from pagestream_gateway.api.openai.streaming import EventStream
 from pagestream_gateway.api.openai.writer import AnswerWriter, finish_reason_body, usage_body
-from pagestream_gateway.core.calls import RESUME
+from pagestream_gateway.core.calls import DISCONNECTED, OK, RESUME
+from pagestream_gateway.core.drafts import Draft
 from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.errors import InvalidRequest
+
+_DEFAULT_LISTED, _MAX_LISTED = 20, 100
 
 _EVENTS_PARAMETERS: dict[str, Any] = {
     "parameters": [
@@ -34,22 +44,82 @@ _EVENTS_PARAMETERS: dict[str, Any] = {
         },
     ]
 }
+_LIST_PARAMETERS: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "limit",
+            "in": "query",
+            "schema": {"type": "integer", "minimum": 1, "maximum": _MAX_LISTED, "default": _DEFAULT_LISTED},
+            "description": "Most requests of the page.",
+        },
+        {
+            "name": "after",
+            "in": "query",
+            "schema": {"type": "string"},
+            "description": "The id of the last request of the page before.",
+        },
+    ]
+}
+_AGAIN: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "X-Request-Seed",
+            "in": "header",
+            "schema": {"type": "integer"},
+            "description": "This header of the first answer; may be left out where the body has a seed.",
+        }
+    ]
+}
 
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the resource's routes. The id of another tenant's request is answered as an unknown one: 404."""
     routes = APIRouter(tags=["requests"])
 
+    @routes.get("/v1/requests", openapi_extra=_LIST_PARAMETERS, summary="The caller's requests, newest first")
+    async def list_requests(request: Request) -> Response:
+        tenant = gateway.tenant(request.headers.get("authorization"))
+        limit, after = _limit(request.query_params.get("limit")), request.query_params.get("after", "")
+        try:
+            page = await gateway.requests.list(tenant, limit=limit, after=after)
+        except RequestNotFound as error:
+            raise InvalidRequest("after", f"{after[:100]!r} is not in the list; begin with its first page") from error
+        return JSONResponse(
+            {"object": "list", "data": [_summary_body(each) for each in page.requests], "has_more": page.has_more}
+        )
+
     @routes.get("/v1/requests/{request_id}", summary="Where a request stands")
     async def get_request(request: Request, request_id: str) -> Response:
         tenant = gateway.tenant(request.headers.get("authorization"))
-        return JSONResponse(_view_body(await gateway.requests.view(request_id, tenant)))
+        return _view_answer(await gateway.requests.view(request_id, tenant))
+
+    @routes.put(
+        "/v1/requests/{request_id}",
+        openapi_extra=_AGAIN,
+        summary="Accept a request again that Redis has lost; one that is there stays as it is",
+    )
+    async def accept_again(request: Request, request_id: str) -> Response:
+        call = gateway.calls.begin("accept_again", "", request.headers)
+        outcome = DISCONNECTED
+        try:
+            tenant = gateway.tenant(request.headers.get("authorization"))
+            async with parsed_request(gateway, request, _parse_any) as parsed:
+                draft = replace(parsed.draft, chosen_seed=_seed(request.headers.get("x-request-seed"), parsed.draft))
+                await gateway.submission.submit_again(draft, tenant, request_id, call, is_compared=True)
+            view = await gateway.requests.view(request_id, tenant)
+            outcome = OK
+        except Exception as error:
+            outcome = error_report(error).code
+            raise
+        finally:
+            call.end(outcome)
+        return _view_answer(view)
 
     @routes.delete("/v1/requests/{request_id}", summary="End a request")
     async def cancel_request(request: Request, request_id: str) -> Response:
         tenant = gateway.tenant(request.headers.get("authorization"))
         await gateway.requests.cancel(request_id, tenant)
-        return JSONResponse(_view_body(await gateway.requests.view(request_id, tenant)))
+        return _view_answer(await gateway.requests.view(request_id, tenant))
 
     @routes.get(
         "/v1/requests/{request_id}/events",
@@ -73,6 +143,7 @@ def router(gateway: Gateway) -> APIRouter:
             start=position,
             with_opening=with_opening,
             is_complete=is_complete,
+            headers={"X-Stream-Verified": "true" if position.is_verified else "false"},
         )
         return EventStream(gateway, reading)
 
@@ -93,14 +164,64 @@ def _position(request: Request, request_id: str) -> Position:
     return Position() if text is None else Position.parse_index(text)
 
 
-def _view_body(view: RequestView) -> dict[str, Any]:
-    return {
+def _limit(text: str | None) -> int:
+    if text is None:
+        return _DEFAULT_LISTED
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text[:9]) <= _MAX_LISTED:
+        raise InvalidRequest("limit", f"expected a number from 1 to {_MAX_LISTED}, got {text[:40]!r}")
+    return int(text)
+
+
+def _parse_any(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
+    """Read a body of either resource: a chat has messages."""
+    parse = chat_completions.parse if "messages" in document else completions.parse
+    return parse(document, headers)
+
+
+def _seed(text: str | None, draft: Draft) -> int | None:
+    """Return the seed that a gateway chose: None where the body has its own."""
+    own = draft.sampling.seed if draft.sampling.HasField("seed") else None
+    if text is None:
+        if own is None:
+            raise InvalidRequest("X-Request-Seed", "is needed: repeat this header of the first answer")
+        return None
+    try:
+        seed = int(text[:40])
+    except ValueError as error:
+        raise InvalidRequest("X-Request-Seed", f"must be a whole number, got {text[:40]!r}") from error
+    if not -(2**63) <= seed < 2**63 or own not in (None, seed):
+        expected = "a number of 64 bits" if own is None else f"the body's seed, {own}"
+        raise InvalidRequest("X-Request-Seed", f"must be {expected}, got {seed}")
+    return seed if own is None else None
+
+
+def _view_answer(view: RequestView) -> Response:
+    body = {
         "id": view.request_id,
         "model": view.model,
-        "state": RequestState.Name(view.state).removeprefix("REQUEST_STATE_").lower(),
+        "state": _state_name(view.state),
         "queue_position": view.queue_position,
         "finish_reason": finish_reason_body(view.finish_reason),
         "next_index": view.next_index,
         "usage": usage_body(view.usage),
         "attempts": view.attempts,
+        "client_request_id": view.spec.client_request_id or None,
     }
+    return JSONResponse(body, headers=request_headers(view.spec))
+
+
+def _summary_body(summary: RequestSummary) -> dict[str, Any]:
+    return {
+        "id": summary.request_id,
+        "model": summary.model,
+        "created": int(summary.accepted_at),
+        "state": _state_name(summary.state),
+        "finish_reason": finish_reason_body(summary.finish_reason),
+        "next_index": summary.next_index,
+        "usage": usage_body(summary.usage),
+        "attempts": summary.attempts,
+    }
+
+
+def _state_name(state: RequestState) -> str:
+    return RequestState.Name(state).removeprefix("REQUEST_STATE_").lower()

@@ -56,7 +56,7 @@ class EventStream(LogAnswer):
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            (b"x-request-id", self._request_id.encode()),
+            *self.header_pairs(),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._headers_sent = True

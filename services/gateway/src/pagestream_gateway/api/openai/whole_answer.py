@@ -72,7 +72,7 @@ class WholeAnswer(LogAnswer):
                     body, usage = await self._follow_log()
             except (GatewayError, StreamsError) as error:
                 log_unexpected(error, self._request_id)
-                await error_response(error, self._request_id)(scope, receive, send)
+                await error_response(error, self.request_headers())(scope, receive, send)
                 return error_report(error).code
             return await self._send(send, list(body.parts(usage)), usage)
         finally:
@@ -141,7 +141,7 @@ class WholeAnswer(LogAnswer):
         headers = [
             (b"content-length", str(num_bytes).encode()),
             (b"content-type", b"application/json"),
-            (b"x-request-id", self._request_id.encode()),
+            *self.header_pairs(),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         while True:
