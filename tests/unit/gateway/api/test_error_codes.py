@@ -45,7 +45,7 @@ def test_what_is_full_has_a_retry_delay() -> None:
 
 def test_every_error_of_the_streams_has_its_own_entry() -> None:
     # The root, and those that no call here can raise.
-    unlisted = {streams.StreamsError, streams.ServerNotFound, streams.ModelInUse}
+    unlisted = {streams.StreamsError, streams.ServerNotFound, streams.ModelInUse, streams.RequestsUnfinished}
     for name, kind in vars(streams).items():
         if isinstance(kind, type) and issubclass(kind, streams.StreamsError) and kind not in unlisted:
             made = kind.__new__(kind, *("x",))
