@@ -28,6 +28,8 @@ from pagestream_operator.metrics import (
     MetricsStore,
     PrometheusSettings,
     PrometheusSource,
+    SinkAccess,
+    SinkAccessSettings,
     SinkSettings,
 )
 from pagestream_operator.pool.finalizer import release_finalizers
@@ -56,7 +58,9 @@ class App:
         """Run until `stop` is set, then stop in order: the pools, the lease, the watches."""
         variables = self._settings.variables
         metrics = MetricsStore(release=self._settings.release)
-        sink = MetricsSink(metrics, SinkSettings(host=variables.otlp_host, port=variables.otlp_port))
+        sink = MetricsSink(
+            metrics, SinkSettings(host=variables.otlp_host, port=variables.otlp_port), access=self._sink_access()
+        )
         with ExitStack() as stack:
             running = stack.enter_context(
                 running_telemetry(
@@ -125,12 +129,21 @@ class App:
             stop_watching.set()
             beating.cancel()
 
+    def _sink_access(self) -> SinkAccess:
+        variables = self._settings.variables
+        return SinkAccess(
+            SinkAccessSettings(
+                certificate_file=_file(variables.otlp_certificate_file),
+                key_file=_file(variables.otlp_key_file),
+                token_file=_file(variables.otlp_token_file),
+            )
+        )
+
     def _prometheus(self) -> PrometheusSettings:
         variables = self._settings.variables
-        token = variables.prometheus_token_file
         return PrometheusSettings(
             url=variables.prometheus_url,
-            bearer_token_file=Path(token) if token else None,
+            bearer_token_file=_file(variables.prometheus_token_file),
             matchers=variables.prometheus_matchers,
         )
 
@@ -159,3 +172,7 @@ class App:
         if manager.slowest_s > _STUCK_PASS_S:
             return f"a pass over a pool has taken {manager.slowest_s:.0f} s"
         return ""
+
+
+def _file(path: str) -> Path | None:
+    return Path(path) if path else None

@@ -6,6 +6,7 @@ OperatorError
 |- Blocked            an object of another owner has a name that a pool's object needs
 |- NotLeading         a write was held back: this replica is not, or not surely, the leader
 |- SinkUnavailable    the OTLP port can't be opened
+|- SinkFileInvalid    the OTLP port's certificate or token can't be read
 |- SourceUnavailable  Prometheus can't be asked: try again later
 `- ApiFailure         a call of the API server failed
    |- Rejected        it refused, and would again
@@ -46,6 +47,10 @@ class SinkUnavailable(OperatorError):
         """`address` is host:port."""
         super().__init__(f"the metrics sink can't listen at {address}; does another process listen there?")
         self.address = address
+
+
+class SinkFileInvalid(OperatorError):
+    """A file with the certificate or the token of the OTLP port can't be read, or is empty."""
 
 
 class SourceUnavailable(OperatorError):

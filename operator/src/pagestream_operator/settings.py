@@ -54,6 +54,12 @@ class OperatorVariables:
     """Address of the operator's own OTLP port."""
     otlp_port: int = 4317
     """TCP port on which the operator takes metrics by OTLP/gRPC. 0 takes a free one."""
+    otlp_certificate_file: str = ""
+    """PEM file with that port's certificate, read again for each connection. Empty: plain text."""
+    otlp_key_file: str = ""
+    """PEM file with its private key."""
+    otlp_token_file: str = ""
+    """File with the bearer token that senders must have, read again when it changes. Empty: none is asked for."""
     prometheus_url: str = ""
     """A Prometheus server as a second source of metrics, such as http://prometheus:9090. Empty: OTLP alone."""
     prometheus_token_file: str = ""
@@ -101,6 +107,9 @@ class OperatorVariables:
                 self.lease_duration_s,
                 f"more than lease_renew_s + lease_margin_s ({self.lease_renew_s + self.lease_margin_s:g})",
             )
+        if bool(self.otlp_certificate_file) != bool(self.otlp_key_file):
+            missing = "otlp_key_file" if self.otlp_certificate_file else "otlp_certificate_file"
+            _refuse(missing, "", "a file, as the other one of certificate and key is given")
         for name in ("lease_name", "pod_namespace", "redis_secret", "engine_image"):
             if not getattr(self, name):
                 _refuse(name, "", "a name")

@@ -2,6 +2,7 @@
 
 from pagestream_operator.metrics.prometheus import PrometheusSettings, PrometheusSource
 from pagestream_operator.metrics.sink import MetricsSink, SinkSettings
+from pagestream_operator.metrics.sink_access import SinkAccess, SinkAccessSettings
 from pagestream_operator.metrics.store import MetricsStore, PodRef, PoolMetrics, StoreSettings
 
 __all__ = [
@@ -11,6 +12,8 @@ __all__ = [
     "PoolMetrics",
     "PrometheusSettings",
     "PrometheusSource",
+    "SinkAccess",
+    "SinkAccessSettings",
     "SinkSettings",
     "StoreSettings",
 ]

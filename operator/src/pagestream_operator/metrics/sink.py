@@ -19,6 +19,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 
 from pagestream_operator.errors import SinkUnavailable
 from pagestream_operator.metrics.intake import Intake
+from pagestream_operator.metrics.sink_access import SinkAccess, SinkAccessSettings
 from pagestream_operator.metrics.store import MetricsStore
 
 _SERVICE = metrics_service_pb2.DESCRIPTOR.services_by_name["MetricsService"].full_name
@@ -45,7 +46,7 @@ class SinkSettings:
 class MetricsSink:
     """OTLP's MetricsService, which fills `store`: `async with MetricsSink(store) as sink`.
 
-    It answers INVALID_ARGUMENT to what it can't decode, and RESOURCE_EXHAUSTED to messages that are too large and to
+    It answers UNAUTHENTICATED without its token, INVALID_ARGUMENT to what it can't decode, and RESOURCE_EXHAUSTED to messages that are too large and to
     exports over the concurrency limit. Refused points are counted in the answer (partial success).
     """
 
@@ -54,12 +55,12 @@ class MetricsSink:
         store: MetricsStore,
         settings: SinkSettings | None = None,
         *,
-        credentials: grpc.ServerCredentials | None = None,
+        access: SinkAccess | None = None,
     ) -> None:
-        """Prepare the sink. With `credentials` it uses TLS, without them plain text."""
+        """Prepare the sink. Without `access` it is plain text, and admits all."""
         self._store = store
         self._settings = settings or SinkSettings()
-        self._credentials = credentials
+        self._access = access or SinkAccess(SinkAccessSettings())
         self._server: grpc.aio.Server | None = None
         self._port = 0
 
@@ -86,10 +87,11 @@ class MetricsSink:
         server.add_generic_rpc_handlers((_handler(self._export),))
         address = f"{settings.host}:{settings.port}"
         try:
-            if self._credentials is None:
+            credentials = self._access.server_credentials()
+            if credentials is None:
                 self._port = server.add_insecure_port(address)
             else:
-                self._port = server.add_secure_port(address, self._credentials)
+                self._port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise SinkUnavailable(address) from error
         await server.start()
@@ -113,6 +115,11 @@ class MetricsSink:
     async def _export(
         self, body: bytes, context: grpc.aio.ServicerContext[bytes, ExportMetricsServiceResponse]
     ) -> ExportMetricsServiceResponse:
+        if not self._access.admits(context.invocation_metadata()):
+            self._store.outcomes["unauthenticated"] += 1
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "the header authorization must be `Bearer` and the sink's token"
+            )
         if len(body) > self._settings.max_message_bytes:  # gRPC's own limit holds for what came over the wire
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -97,7 +97,7 @@ class MetricsStore:
 
     `outcomes` counts points by outcome: accepted, duplicate (or late), unknown (a metric that isn't used), future,
     absurd, overflow (over a bound), foreign (the queue of another release), anonymous (its source has no name); and
-    malformed exports.
+    exports that are malformed or unauthenticated.
     """
 
     def __init__(
