@@ -175,6 +175,16 @@ topologySpreadConstraints:
 {{- end -}}
 {{- end -}}
 
+{{/* Whether operators take metrics over TLS and by token; empty: no. Processes that export to them directly can't. */}}
+{{- define "pagestream.sinkIsSecure" -}}
+{{- if and .Values.operator.sink.secure (or .Values.collector.enabled .Values.telemetry.endpoint) -}}true{{- end -}}
+{{- end -}}
+
+{{/* The Secret with the certificate and the token of the operators' port for metrics. */}}
+{{- define "pagestream.sinkSecret" -}}
+{{- .Values.operator.sink.existingSecret | default (printf "%s-operator-sink" (include "pagestream.fullname" .)) -}}
+{{- end -}}
+
 {{/* The Secret with the hashes of API keys under `keys`. */}}
 {{- define "pagestream.keysSecret" -}}
 {{- .Values.apiKeys.existingSecret | default (printf "%s-api-key-hashes" (include "pagestream.fullname" .)) -}}

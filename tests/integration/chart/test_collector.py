@@ -1,5 +1,6 @@
 """The collector's configuration in a real collector: who gets what, and under which names."""
 
+import base64
 import re
 import time
 from collections.abc import Iterator
@@ -22,30 +23,49 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc import (
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
+from pagestream_operator.metrics import SinkAccess, SinkAccessSettings
 from support.kubernetes.api import kube_binary, run_tool
 from support.kubernetes.chart import CHART, one, render
 from support.processes.stack import Part, free_port
 from support.processes.waiting import wait_until
 
 
-def configuration(*options: str) -> str:
-    text: str = one(render(*options), "ConfigMap", "pagestream-collector")["data"]["config.yaml"]
-    return text
+def configuration(folder: Path, *options: str) -> str:
+    """The rendered configuration, with the sink's Secret in a folder of this machine instead of its mount."""
+    manifests = render(*options)
+    text: str = one(manifests, "ConfigMap", "pagestream-collector")["data"]["config.yaml"]
+    for manifest in manifests:
+        if (manifest["kind"], manifest["metadata"]["name"]) == ("Secret", "pagestream-operator-sink"):
+            for name, content in manifest["data"].items():
+                (folder / name).write_bytes(base64.b64decode(content))
+    return text.replace("/etc/pagestream-sink", str(folder))
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("--set", "collector.k8sAttributes.enabled=true"), ("--set", "operator.replicas=1")]
+    "options",
+    [
+        (),
+        ("--set", "collector.k8sAttributes.enabled=true"),
+        ("--set", "operator.replicas=1"),
+        ("--set", "operator.sink.secure=false"),
+    ],
 )
 def test_a_collector_takes_the_configuration(options: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text(configuration(*options))
+    file.write_text(configuration(tmp_path, *options))
     run_tool("otelcol", "validate", f"--config={file}", environment={"TOKEN": "x"})
 
 
 def test_a_collector_takes_exporters_by_value(tmp_path: Path) -> None:
     manifests = render("--values", str(CHART / "ci" / "everything.yaml"))
     file = tmp_path / "config.yaml"
-    file.write_text(one(manifests, "ConfigMap", "llm-collector")["data"]["config.yaml"])
+    file.write_text(
+        one(manifests, "ConfigMap", "llm-collector")["data"]["config.yaml"].replace(
+            "/etc/pagestream-sink", str(tmp_path)
+        )
+    )
+    for name in ("token", "ca.crt"):
+        (tmp_path / name).write_text("x")
     run_tool("otelcol", "validate", f"--config={file}", environment={"TOKEN": "x"})
     pipelines = yaml.safe_load(file.read_text())["service"]["pipelines"]
     assert pipelines["metrics"]["exporters"] == ["prometheus", "otlp_grpc/company"]
@@ -53,18 +73,23 @@ def test_a_collector_takes_exporters_by_value(tmp_path: Path) -> None:
 
 
 class Operator(MetricsServiceServicer):
-    """Stands where an operator's sink stands, and keeps what comes."""
+    """Stands where an operator's sink stands, and keeps what comes with its token."""
 
-    def __init__(self) -> None:
+    def __init__(self, access: SinkAccess) -> None:
         self.heard: dict[str, set[str]] = {}
         self.port = free_port()
         self.server = grpc.server(ThreadPoolExecutor(1))
+        self._access = access
+        credentials = access.server_credentials()
+        assert credentials is not None
         add_MetricsServiceServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]
-        self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.server.add_secure_port(f"127.0.0.1:{self.port}", credentials)
 
     def Export(  # noqa: N802 -- the service's name
         self, request: ExportMetricsServiceRequest, context: grpc.ServicerContext
     ) -> ExportMetricsServiceResponse:
+        if not self._access.admits(context.invocation_metadata()):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
         for of_resource in request.resource_metrics:
             attributes = {each.key: each.value.string_value for each in of_resource.resource.attributes}
             names = self.heard.setdefault(attributes["service.name"], set())
@@ -73,8 +98,10 @@ class Operator(MetricsServiceServicer):
 
 
 @pytest.fixture
-def operators() -> Iterator[list[Operator]]:
-    both = [Operator(), Operator()]
+def operators(tmp_path: Path) -> Iterator[list[Operator]]:
+    configuration(tmp_path)
+    files = SinkAccessSettings(tmp_path / "tls.crt", tmp_path / "tls.key", tmp_path / "token")
+    both = [Operator(SinkAccess(files)), Operator(SinkAccess(files))]
     for operator in both:
         operator.server.start()
     yield both
@@ -86,11 +113,15 @@ def operators() -> Iterator[list[Operator]]:
 def collector(operators: list[Operator], tmp_path: Path) -> Iterator[dict[str, int]]:
     """The collector with the chart's own configuration; only hosts and ports are this machine's."""
     ports = {name: free_port() for name in ("4317", "4318", "8889", "13133")}
-    text = configuration()
+    text = configuration(tmp_path)
     for number, operator in enumerate(operators):
         place = f"pagestream-operator-{number}.pagestream-operator-sink.llm.svc:4317"
         assert place in text
-        text = text.replace(place, f"127.0.0.1:{operator.port}")
+        name = place.removesuffix(":4317")
+        text = text.replace(
+            f"endpoint: {place}\n    tls:\n",
+            f"endpoint: 127.0.0.1:{operator.port}\n    tls:\n      server_name_override: {name}\n",
+        )
     text = re.sub(r"0\.0\.0\.0:(\d+)", lambda match: f"127.0.0.1:{ports[match[1]]}", text)
     file = tmp_path / "config.yaml"
     file.write_text(text)

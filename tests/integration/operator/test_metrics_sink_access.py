@@ -24,13 +24,13 @@ class Clock:
         return self.now
 
 
-async def exported(port: int, *, ca: Path | None = None, token: str | None = None) -> grpc.StatusCode:
+async def exported(port: int, *, ca: bytes | None = None, token: str | None = None) -> grpc.StatusCode:
     """The status of one export over a connection of its own."""
     address = f"127.0.0.1:{port}"
     if ca is None:
         channel = grpc.aio.insecure_channel(address)
     else:
-        channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca.read_bytes()))
+        channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca))
     metadata = [] if token is None else [("authorization", f"Bearer {token}")]
     async with channel:
         try:
@@ -47,23 +47,22 @@ async def test_a_sender_needs_tls_and_the_token(tmp_path: Path) -> None:
     access = SinkAccess(SinkAccessSettings(certificate, key, tmp_path / "token"))
     async with MetricsSink(store, LOCAL, access=access) as sink:
         assert await exported(sink.port, token="right") is grpc.StatusCode.UNAVAILABLE, "plain text"
-        assert await exported(sink.port, ca=certificate) is grpc.StatusCode.UNAUTHENTICATED
-        assert await exported(sink.port, ca=certificate, token="wrong") is grpc.StatusCode.UNAUTHENTICATED
+        assert await exported(sink.port, ca=certificate.read_bytes()) is grpc.StatusCode.UNAUTHENTICATED
+        assert await exported(sink.port, ca=certificate.read_bytes(), token="wrong") is grpc.StatusCode.UNAUTHENTICATED
         assert store.observe(namespace="ns", pool="demo", model="demo", pods=["pod-0"]).samples == {}
-        assert await exported(sink.port, ca=certificate, token="right") is grpc.StatusCode.OK
+        assert await exported(sink.port, ca=certificate.read_bytes(), token="right") is grpc.StatusCode.OK
     assert store.outcomes == {"unauthenticated": 2, "accepted": 3}
 
 
 async def test_a_replaced_certificate_is_used_for_the_next_connection(tmp_path: Path) -> None:
     certificate, key = issue_certificate(tmp_path, 1)
-    old = tmp_path / "old.crt"
-    old.write_bytes(certificate.read_bytes())
+    old = certificate.read_bytes()
     async with MetricsSink(MetricsStore(), LOCAL, access=SinkAccess(SinkAccessSettings(certificate, key))) as sink:
         assert await exported(sink.port, ca=old) is grpc.StatusCode.OK
         key.write_text("half of a key")
         assert await exported(sink.port, ca=old) is grpc.StatusCode.OK, "while the new one is being written"
         issue_certificate(tmp_path, 2)
-        assert await exported(sink.port, ca=certificate) is grpc.StatusCode.OK
+        assert await exported(sink.port, ca=certificate.read_bytes()) is grpc.StatusCode.OK
         assert await exported(sink.port, ca=old) is grpc.StatusCode.UNAVAILABLE
 
 

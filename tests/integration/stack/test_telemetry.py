@@ -154,18 +154,20 @@ def test_every_metric_arrives_under_its_name(collector: Collector, stack: Stack)
     def generated() -> float:
         return max((sample.value for sample in fresh("pagestream.tokens.generated")), default=0)
 
-    def partitions(gateway: str) -> set[str]:
-        """Return the partitions whose queue depth it exported; other classes exist only while requests wait."""
+    def models(gateway: str) -> set[str]:
+        """Return the models whose queue depth it exported; other classes exist only while requests wait."""
         depths = [sample for sample in fresh("pagestream.queue.depth") if sample.instance == gateway]
-        return {sample.attributes["partition"] for sample in depths if sample.attributes["class"] == "resume"}
+        return {
+            sample.attributes["gen_ai.request.model"] for sample in depths if sample.attributes["class"] == "resume"
+        }
 
     wait_until(lambda: not missing(), limit_s=LIMIT_S, what="all metrics")
     wait_until(lambda: generated() >= 20, limit_s=LIMIT_S, what="the tokens")
-    # All gateways export the same values, for the same partitions; each reads them when its own second is over.
+    # All gateways export the same values, for the same models; each reads them when its own second is over.
     wait_until(
-        lambda: partitions("gateway-0") == partitions("gateway-1") != set(),
+        lambda: models("gateway-0") == models("gateway-1") != set(),
         limit_s=LIMIT_S,
-        what="the same partitions from both gateways",
+        what="the same models from both gateways",
     )
     # What the collector calls a metric in Prometheus is what /metrics calls it.
     own = httpx.get(f"{stack.gateways[0].url}/metrics", timeout=5.0).text

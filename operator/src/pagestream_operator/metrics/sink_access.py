@@ -6,7 +6,7 @@ import hmac
 import logging
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,9 +56,9 @@ class SinkAccess:
         if self._pair is None:
             return None
         first = grpc.ssl_server_certificate_configuration([self._pair])
-        return grpc.dynamic_ssl_server_credentials(first, self._renewed)
+        return grpc.dynamic_ssl_server_credentials(first, self._renewed)  # type: ignore[arg-type]
 
-    def admits(self, metadata: Sequence[tuple[str, str | bytes]] | None) -> bool:
+    def admits(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
         """Whether an export with these headers may be stored."""
         if self._settings.token_file is None:
             return True
@@ -68,7 +68,7 @@ class SinkAccess:
         if not text.startswith(_PREFIX):
             return False
         token = text.removeprefix(_PREFIX).strip().encode()
-        return any([hmac.compare_digest(token, known) for known in (*self._tokens, *self._until)])
+        return any(hmac.compare_digest(token, known) for known in (*self._tokens, *self._until))
 
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
         """The certificate for a new connection; None: as before. Called by gRPC, in a thread of its own."""
@@ -88,7 +88,7 @@ class SinkAccess:
         if certificate is None or key is None:
             return None
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)  # the two belong together
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, "")  # the two belong together
             return key.read_bytes(), certificate.read_bytes()
         except OSError as error:
             raise SinkFileInvalid(

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.sdk.metrics.export import (
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _SCOPE = InstrumentationScope("pagestream")
 _CLOSE_LIMIT_S = 1.0  # wait of an ending process for its last export
+CONNECTION_OF_ITS_OWN: Any = (("grpc.use_local_subchannel_pool", 1),)
+"""Without it a new channel shares the connection of the one that it replaces."""
 _EXPORT_LIMIT_S = 5.0  # of one export; never more than an interval: newer values matter more
 
 
@@ -44,7 +47,8 @@ class OtlpMetrics:
         self._registry = registry
         self._resource = Resource(resource)
         self._limit_s = min(_EXPORT_LIMIT_S, settings.export_interval_s)
-        self._exporter = OTLPMetricExporter(endpoint=settings.otlp_endpoint, timeout=self._limit_s)
+        self._endpoint = settings.otlp_endpoint
+        self._exporter = self._new_exporter()
         self._ending = threading.Event()
         self._failures = 0
         self._thread = threading.Thread(target=self._run, name="metrics export", daemon=True)
@@ -55,6 +59,9 @@ class OtlpMetrics:
         self._ending.set()
         self._thread.join(_CLOSE_LIMIT_S)
         self._exporter.shutdown()
+
+    def _new_exporter(self) -> OTLPMetricExporter:
+        return OTLPMetricExporter(endpoint=self._endpoint, timeout=self._limit_s, channel_options=CONNECTION_OF_ITS_OWN)
 
     def _run(self) -> None:
         while not self._ending.wait(self._interval_s):
@@ -69,6 +76,10 @@ class OtlpMetrics:
         elif sent and self._failures:
             logger.info("metrics are exported again after %d failures", self._failures)
         self._failures = 0 if sent else self._failures + 1
+        if not sent:
+            # A collector whose node vanished never closes the connection. A new one may lead to another collector.
+            self._exporter.shutdown()
+            self._exporter = self._new_exporter()
 
 
 def metrics_data(families: Sequence[Family], resource: Resource, started_ns: int) -> MetricsData:

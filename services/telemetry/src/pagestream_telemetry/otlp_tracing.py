@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from pagestream_telemetry import spans
 from pagestream_telemetry.context import TraceContext
+from pagestream_telemetry.otlp_metrics import CONNECTION_OF_ITS_OWN
 from pagestream_telemetry.settings import TelemetrySettings
 from pagestream_telemetry.spans import NO_ATTRIBUTES, Attributes
 
@@ -39,7 +40,7 @@ class OtlpTracing:
         """Create the exporter; it connects at the first export."""
         sampler = ParentBased(TraceIdRatioBased(settings.trace_sample_ratio))
         self._provider = TracerProvider(sampler=sampler, resource=Resource(resource), shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(endpoint=settings.otlp_endpoint, timeout=_EXPORT_LIMIT_S)
+        exporter = ReconnectingSpanExporter(settings.otlp_endpoint)
         self._provider.add_span_processor(
             BatchSpanProcessor(
                 exporter,
@@ -71,6 +72,30 @@ class OtlpTracing:
         ending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         ending.start()
         ending.join(_CLOSE_LIMIT_S)
+
+
+class ReconnectingSpanExporter(SpanExporter):
+    """Exports spans, and after a failed export over a new connection: that of a vanished collector never closes."""
+
+    def __init__(self, endpoint: str) -> None:
+        """Connect at the first export."""
+        self._endpoint = endpoint
+        self._exporter = self._new_exporter()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send a batch."""
+        result = self._exporter.export(spans)
+        if result is not SpanExportResult.SUCCESS:
+            self._exporter.shutdown()
+            self._exporter = self._new_exporter()
+        return result
+
+    def shutdown(self) -> None:
+        """Close the connection."""
+        self._exporter.shutdown()
+
+    def _new_exporter(self) -> OTLPSpanExporter:
+        return OTLPSpanExporter(endpoint=self._endpoint, timeout=_EXPORT_LIMIT_S, channel_options=CONNECTION_OF_ITS_OWN)
 
 
 class OtlpSpan:

@@ -9,6 +9,8 @@ def test_exported_names() -> None:
         "PoolMetrics",
         "PrometheusSettings",
         "PrometheusSource",
+        "SinkAccess",
+        "SinkAccessSettings",
         "SinkSettings",
         "StoreSettings",
     ]
