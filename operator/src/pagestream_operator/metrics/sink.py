@@ -47,7 +47,8 @@ class MetricsSink:
     """OTLP's MetricsService, which fills `store`: `async with MetricsSink(store) as sink`.
 
     It answers UNAUTHENTICATED without its token, INVALID_ARGUMENT to what it can't decode, and RESOURCE_EXHAUSTED to
-    messages that are too large and to exports over the concurrency limit. Refused points are counted in the answer (partial success).
+    messages that are too large and to exports over the concurrency limit. Refused points are counted in the answer
+    (partial success).
     """
 
     def __init__(
