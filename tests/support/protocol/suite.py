@@ -22,6 +22,7 @@ COVER: Mapping[str, tuple[str, ...]] = {
     "test_request_lists": (OLDEST, CLUSTER),
     "test_models": (OLDEST, CLUSTER, SENTINELS),
     "test_memory": (OLDEST, NEWEST),
+    "test_log_quota": (OLDEST, CLUSTER),
     "test_shares": (OLDEST, CLUSTER),
     "test_full_redis": (OLDEST, NEWEST, CLUSTER),
     "test_model_check": (OLDEST, NEWEST),

@@ -13,7 +13,8 @@ from support.kubernetes.chart import CHART
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
 # Where Kubernetes itself takes any name, and the two places that others check: the collector, and Helm.
-OPEN = ("strings", "fragment", "quantities", "hashes", "pools", "tenantWeights", "exporters", "global")
+TENANTS = ("tenantWeights", "tenantLogLimits")
+OPEN = ("strings", "fragment", "quantities", "hashes", "pools", *TENANTS, "exporters", "global")
 
 
 def objects(schema: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:

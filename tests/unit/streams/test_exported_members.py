@@ -13,6 +13,7 @@ EXPECTED = [
     "EngineSession",
     "GatewaySession",
     "IdempotencyConflict",
+    "LogsFull",
     "ModelInUse",
     "ModelInfo",
     "ModelNameRefused",

@@ -9,6 +9,7 @@ from pagestream_streams.engine.session import EngineSession
 from pagestream_streams.errors import (
     DigestMismatch,
     IdempotencyConflict,
+    LogsFull,
     ModelInUse,
     ModelNameRefused,
     ModelNotFound,
@@ -45,6 +46,7 @@ __all__ = [
     "EngineSession",
     "GatewaySession",
     "IdempotencyConflict",
+    "LogsFull",
     "ModelInUse",
     "ModelInfo",
     "ModelNameRefused",

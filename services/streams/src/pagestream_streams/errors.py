@@ -39,6 +39,26 @@ class QueueFull(StreamsError):
         self.retry_after_s = retry_after_s
 
 
+class LogsFull(StreamsError):
+    """What a tenant's logs may take in Redis is used up, or too little for this request alone."""
+
+    def __init__(self, *, wanted: int, held: int, limit: int, retry_after_s: float | None) -> None:
+        """Bytes; `retry_after_s`: seconds until the next log expires, None where no wait helps."""
+        what = f"this request's log may take {wanted} bytes (prompt, tokens times choices, log probabilities)"
+        fewer = "ask for fewer max_tokens, choices or log probabilities"
+        if retry_after_s is None:
+            super().__init__(f"{what}, and all logs of this tenant at most {limit}; {fewer}")
+        else:
+            super().__init__(
+                f"{what}, and {held} of the at most {limit} bytes of this tenant's logs are in use; {fewer}, or try "
+                f"again in {retry_after_s:.1f} s: logs of finished requests expire"
+            )
+        self.wanted = wanted
+        self.held = held
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+
+
 class RequestNotFound(StreamsError):
     """This tenant has no such request: never accepted, another tenant's, malformed, or past its retention."""
 

@@ -73,6 +73,14 @@ class StreamsSettings:
     tenant_alone_percent: int = 100
     """What a tenant may use while no other waits. Less keeps room for the next tenant."""
 
+    # -- what a tenant's logs take in Redis, see docs/decisions/0130 --
+    tenant_log_bytes: int = 0
+    """Most bytes of the records and logs of one tenant, those that are kept and those that may still be written; 0: no
+    limit. Set it where tenants that don't trust each other share a Redis.
+    """
+    tenant_log_limits: Mapping[str, int] = field(default_factory=dict)
+    """That limit for tenants with one of their own."""
+
     # -- requests that kill engines, see docs/decisions/0024 --
     control_leases: float = 4.0
     """How long, in leases, engines run without suspects between two runs of suspects."""
@@ -144,6 +152,8 @@ class StreamsSettings:
             raise ValueError(f"tenant_alone_percent must be 1 to 100, got {self.tenant_alone_percent}")
         if any(weight < 1 for weight in self.tenant_weights.values()):
             raise ValueError(f"tenant_weights must be whole numbers from 1 on, got {dict(self.tenant_weights)}")
+        if any(limit < 1 for limit in self.tenant_log_limits.values()):
+            raise ValueError(f"tenant_log_limits must be bytes from 1 on, got {dict(self.tenant_log_limits)}")
         if self.sweep_gap_ms + 2 * self.heartbeat_ms > self.lease_ms:
             raise ValueError(
                 f"lease_ms ({self.lease_ms}) must not be below sweep_gap_ms + 2 * heartbeat_ms "
@@ -158,7 +168,7 @@ class StreamsSettings:
 
 
 def settings_from_environment(environ: Mapping[str, str]) -> StreamsSettings:
-    """Read `PAGESTREAM_BROKER__<FIELD>`; weights are written "tenant=2,other=1".
+    """Read `PAGESTREAM_BROKER__<FIELD>`; weights and limits are written "tenant=2,other=1".
 
     Raises:
         VariableError: a field is unknown, or a value malformed or negative.

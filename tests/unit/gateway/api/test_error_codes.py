@@ -19,6 +19,8 @@ from pagestream_streams import errors as streams
             429,
             grpc.StatusCode.RESOURCE_EXHAUSTED,
         ),
+        (streams.LogsFull(wanted=2, held=3, limit=4, retry_after_s=2.5), 429, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (errors.AnswerTooLarge("r", 5), 400, grpc.StatusCode.RESOURCE_EXHAUSTED),
         (streams.Unavailable("redis://user:password@host"), 503, grpc.StatusCode.UNAVAILABLE),
         (streams.ModelNotFound("m"), 404, grpc.StatusCode.NOT_FOUND),
         (streams.RequestNotFound("r"), 404, grpc.StatusCode.NOT_FOUND),

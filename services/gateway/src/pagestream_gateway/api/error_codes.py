@@ -60,6 +60,7 @@ ERROR_CODES: dict[type[Exception], ErrorCode] = {
     streams.Unavailable: ErrorCode(503, _Status.UNAVAILABLE, _SERVER, "unavailable"),
     streams.StorageFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "storage_full"),
     streams.QueueFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "queue_full"),
+    streams.LogsFull: ErrorCode(429, _Status.RESOURCE_EXHAUSTED, _RATE, "logs_full"),
     streams.RequestNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "request_not_found", "request_id"),
     streams.ModelNotFound: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "model_not_found", "model"),
     streams.ModelNameRefused: ErrorCode(404, _Status.NOT_FOUND, _INVALID, "model_not_found", "model"),
@@ -112,7 +113,7 @@ def _message(error: Exception) -> str:
 
 
 def _retry_after_s(error: Exception) -> float | None:
-    if isinstance(error, errors.Overloaded | streams.QueueFull):
+    if isinstance(error, errors.Overloaded | streams.QueueFull | streams.LogsFull):
         return error.retry_after_s
     if isinstance(error, streams.StorageFull):
         return _FULL_RETRY_S

@@ -41,6 +41,7 @@ class Readers:
         accept_again: Callable[[RequestSpec, bool], Awaitable[object]],
         *,
         serves: bool = True,
+        on_end: Callable[[str, str], None] = lambda _tenant, _request_id: None,
     ) -> None:
         """Create it stopped.
 
@@ -49,10 +50,12 @@ class Readers:
             gateway_id: the gateway's name and boot nonce.
             accept_again: accepts a request that Redis has lost; its second argument says whether queue bounds apply.
             serves: whether reads are registered, see GatewaySession.
+            on_end: called with tenant and id when a read has come to the end of its log.
         """
         self._broker = broker
         self._settings = broker.settings
         self._accept_again = accept_again
+        self._on_end = on_end
         limit_s = 2 * self._settings.beat_limit_s  # a round must not wait for one node, or one lost connection
         self._limit_s = limit_s
         self.limits = ReadLimits(
@@ -141,6 +144,8 @@ class Readers:
 
     def _leave(self, follower: Follower) -> None:
         follower.buffer.clear()
+        if follower.ended:
+            self._on_end(follower.tenant, follower.request_id)
         if self.reads.remove(follower) and not follower.ended:
             self.registrations.leave(follower.where, follower.request_id)
             self.timer.nudge()

@@ -12,8 +12,10 @@ from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.subscription import Subscription
+from pagestream_streams.errors import QueueFull, RequestNotFound, StorageFull
 from pagestream_streams.gateway.acceptance import Acceptor
 from pagestream_streams.gateway.heartbeat import GatewayHeartbeat
+from pagestream_streams.gateway.log_quota import LogQuota
 from pagestream_streams.gateway.readers import Readers
 from pagestream_streams.protocol.keys import Partition
 
@@ -41,7 +43,8 @@ class GatewaySession:
         self._settings = broker.settings
         self._serves = serves
         self.acceptor = Acceptor(broker, self._id if serves else "")
-        self.readers = Readers(broker, self._id, self._accept, serves=serves)
+        self.quota = LogQuota(broker)
+        self.readers = Readers(broker, self._id, self._accept, serves=serves, on_end=self.quota.note_ended)
         self.subscription = Subscription(
             broker.connection, [broker.connection.keyspace.wake_ups(self._id)], self.readers.wake, self.readers.on_gap
         )
@@ -72,6 +75,7 @@ class GatewaySession:
             self.heartbeat.start()
             self.sweeper.start()
         self.readers.start()
+        self.quota.timer.start()
         await self.subscription.subscribed(self._settings.command_timeout_s)
         return self
 
@@ -83,6 +87,7 @@ class GatewaySession:
         await self.heartbeat.stop()
         await self.subscription.stop()
         await self.readers.stop()
+        await self.quota.timer.stop()
 
     async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str) -> str:
         """Create a request id of the tenant on the partition of the prompt's first tokens.
@@ -104,10 +109,16 @@ class GatewaySession:
 
         Raises:
             QueueFull: the queue's bound, or the tenant's share of it, is reached.
+            LogsFull: the tenant's logs take what they may.
             RequestNotFound: the id is of an unknown model or another tenant.
             Unavailable: the request may have been accepted all the same; a retry is harmless.
         """
-        return await self._accept(spec, True)
+        await self.quota.reserve(spec)
+        try:
+            return await self._accept(spec, True)
+        except (QueueFull, RequestNotFound, StorageFull):
+            await self.quota.give_back(spec)
+            raise
 
     async def accept_once(self, spec: RequestSpec, *, body_digest: str) -> RequestSpec:
         """Accept a request once for its tenant and idempotency key. A retry completes an accept that was interrupted.
@@ -121,7 +132,7 @@ class GatewaySession:
 
         Raises:
             IdempotencyConflict: the key was used with another body.
-            QueueFull, RequestNotFound, Unavailable: as `accept`.
+            QueueFull, LogsFull, RequestNotFound, Unavailable: as `accept`.
         """
         same = await self.acceptor.reserved(spec, body_digest)
         if await self.accept(same):

@@ -288,3 +288,16 @@ local function retire(id, owner, readers, reason, retention)
   call('PEXPIRE', req, retention)
   call('PEXPIRE', prefix .. 'log:' .. id, retention)
 end
+
+-- == What a tenant's logs take, see reserve_log.lua ==
+
+-- Gives a reservation back. Its first write needs no memory, so that it works when Redis is full.
+local function unreserve(id)
+  call('ZREM', prefix .. 'open', id)
+  call('ZREM', prefix .. 'kept', id)
+  local bytes = call('HGET', prefix .. 'bytes', id)
+  if bytes then
+    call('HDEL', prefix .. 'bytes', id)
+    call('DECRBY', prefix .. 'held', bytes)
+  end
+end

@@ -105,3 +105,7 @@ class Keyspace:
     def idempotency(self, tenant: str, key: str) -> str:
         """Return the reservation of an idempotency key: a hash, since both texts come from clients, of any length."""
         return f"{self.prefix}:idem:" + hashlib.sha256(f"{len(tenant)}:{tenant}{key}".encode()).hexdigest()
+
+    def tenant_logs(self, tenant: str) -> str:
+        """Return the prefix of the keys that count what a tenant's logs take; they are on one node."""
+        return f"{self.prefix}:logs:{{{hashlib.sha256(tenant.encode()).hexdigest()}}}:"

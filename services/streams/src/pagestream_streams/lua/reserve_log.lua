@@ -1,0 +1,37 @@
+-- Reserve the bytes that a request's log may take of those that its tenant's logs may take together.
+--
+-- Reservations are in four keys: the hash bytes (request id -> bytes), their sum held, and two sorted sets with each id
+-- in one of them: open (scored by when to look the request up, since it may have ended) and kept (of finished requests,
+-- scored by when their logs expire). All expire when the tenant sends nothing for long.
+-- Run by: gateway/log_quota.py.
+-- KEYS: the prefix of the tenant's keys, and a second name in its slot (see prelude.lua).
+-- ARGV: [1] request id, [2] bytes, [3] bytes that all may take, [4] ms until it is looked up
+--       [5] ms until the keys expire, [6] most ids to look up
+-- Returns: {1, bytes held} reserved, now or before;
+--          {0, bytes held, ms until the next log expires (-1: none is kept), ids to look up...} where it doesn't fit.
+-- Retry: harmless, a request has one reservation.
+local id, bytes, limit, now = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), now_ms()
+local AT_ONCE = 1000 -- expired reservations that are removed
+
+if call('HEXISTS', prefix .. 'bytes', id) == 1 then
+  return {1, tonumber(call('GET', prefix .. 'held') or 0)}
+end
+for _, expired in ipairs(call('ZRANGEBYSCORE', prefix .. 'kept', '-inf', now, 'LIMIT', 0, AT_ONCE)) do
+  unreserve(expired)
+end
+local held = tonumber(call('GET', prefix .. 'held') or 0)
+if held + bytes > limit then
+  local first = call('ZRANGE', prefix .. 'kept', 0, 0, 'WITHSCORES')
+  local out = {0, held, first[2] and math.max(0, first[2] - now) or -1}
+  for _, due in ipairs(call('ZRANGEBYSCORE', prefix .. 'open', '-inf', now, 'LIMIT', 0, ARGV[6])) do
+    out[#out + 1] = due
+  end
+  return out
+end
+call('HSET', prefix .. 'bytes', id, bytes)
+call('ZADD', prefix .. 'open', now + ARGV[4], id)
+call('INCRBY', prefix .. 'held', bytes)
+for _, name in ipairs({'bytes', 'open', 'kept', 'held'}) do
+  call('PEXPIRE', prefix .. name, ARGV[5])
+end
+return {1, held + bytes}

@@ -1,0 +1,170 @@
+"""What a tenant's logs may take: never more is accepted, and whoever dies, what is free again is used again."""
+
+import dataclasses
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+from pagestream.v1.records_pb2 import RequestSpec
+from pagestream_streams import Broker, GatewaySession, LogsFull, QueueFull
+from pagestream_streams.gateway import log_quota
+from pagestream_streams.gateway.log_quota import most_bytes
+from support.protocol.token_streams import FAST, MODEL, TENANT, card, eventually, read_all, spec, worker
+
+NUM_TOKENS = 50
+
+
+@pytest.fixture
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reservation may be looked up at any time."""
+    monkeypatch.setattr(log_quota, "LOOK_UP_AFTER_S", 0.0)
+    monkeypatch.setattr(log_quota, "LOOK_UP_AGAIN_S", 0.0)
+
+
+def request(partition: int = 0, tenant: str = TENANT) -> RequestSpec:
+    made = spec(partition=partition, tenant=tenant)
+    made.sampling.max_tokens = NUM_TOKENS
+    return made
+
+
+EACH = most_bytes(request())
+
+
+@pytest.fixture
+async def narrow(redis_url: str) -> AsyncIterator[Broker]:
+    """Has room for four requests that run."""
+    settings = dataclasses.replace(FAST, tenant_log_bytes=4 * EACH, tenant_log_limits={"rich": 100 * EACH})
+    async with await Broker.connect(redis_url, settings) as broker:
+        await broker.publish_model(card(MODEL), partitions=2)
+        yield broker
+
+
+async def held(broker: Broker, tenant: str = TENANT) -> int:
+    prefix = broker.connection.keyspace.tenant_logs(tenant)
+    found = await broker.connection.execute("GET", f"{prefix}held")
+    values = await broker.connection.execute("HVALS", f"{prefix}bytes")
+    assert int(found or 0) == sum(map(int, values)), "the sum is wrong"
+    return int(found or 0)
+
+
+async def actual(broker: Broker, request_id: str) -> int:
+    where = await broker.directory.locate(request_id)
+    sizes = [
+        await broker.connection.execute("MEMORY", "USAGE", key)
+        for key in (where.request(request_id), where.log(request_id))
+    ]
+    return sum(size or 0 for size in sizes)
+
+
+async def test_a_tenant_is_refused_by_its_own_limit_alone(narrow: Broker) -> None:
+    async with GatewaySession(narrow) as gateway:
+        accepted = [request(partition % 2) for partition in range(4)]
+        for each in accepted:
+            await gateway.accept(each)
+        with pytest.raises(LogsFull, match=f"{4 * EACH} of the at most {4 * EACH} bytes") as refused:
+            await gateway.accept(request())
+        assert 0 < (refused.value.retry_after_s or 0) <= FAST.retry_after_max_s
+        assert await gateway.accept(accepted[0]) is False, "what is accepted can be repeated"
+        await gateway.accept(request(tenant="other"))
+        for _ in range(8):
+            await gateway.accept(request(tenant="rich"))
+        assert await held(narrow) == 4 * EACH
+
+
+async def test_what_can_never_fit_is_refused_without_a_time(narrow: Broker) -> None:
+    large = request()
+    large.sampling.n = 100
+    async with GatewaySession(narrow) as gateway:
+        with pytest.raises(LogsFull, match="fewer max_tokens") as refused:
+            await gateway.accept(large)
+    assert refused.value.retry_after_s is None
+    assert await held(narrow) == 0
+
+
+async def test_an_end_gives_back_what_was_not_written(narrow: Broker) -> None:
+    """The gateway that reads the end does it; a request that nobody reads is looked up."""
+    async with GatewaySession(narrow) as gateway, worker(narrow) as engine:
+        read, unread = request(0), request(1)
+        for each in (read, unread):
+            await gateway.accept(each)
+        for claim in await engine.claim(2):
+            await engine.generate(claim, 3, finish=True)
+        await read_all(gateway, read.request_id)
+        exact = await actual(narrow, read.request_id)
+
+        async def is_settled() -> bool:
+            return await held(narrow) == exact + EACH
+
+        await eventually(is_settled)
+        assert exact < EACH
+
+
+async def test_a_refused_request_keeps_nothing(redis_url: str) -> None:
+    settings = dataclasses.replace(FAST, tenant_log_bytes=100 * EACH, max_queued_requests=1)
+    async with await Broker.connect(redis_url, settings) as broker, GatewaySession(broker) as gateway:
+        await broker.publish_model(card(MODEL), partitions=1)
+        await gateway.accept(request())
+        with pytest.raises(QueueFull):
+            await gateway.accept(request())
+        assert await held(broker) == EACH
+
+
+async def test_an_expired_log_makes_room(redis_url: str, looks_at_once: None) -> None:
+    settings = dataclasses.replace(FAST, tenant_log_bytes=EACH + 100, retention_s=1)
+    async with await Broker.connect(redis_url, settings) as broker, GatewaySession(broker) as gateway:
+        await broker.publish_model(card(MODEL), partitions=1)
+        first = request()
+        await gateway.accept(first)
+        await broker.cancel(first.request_id, TENANT)
+
+        async def fits() -> bool:
+            try:
+                return await gateway.accept(request())
+            except LogsFull:
+                return False
+
+        await eventually(fits)
+        assert await held(broker) == EACH
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_any_order_of_ends_and_deaths(narrow: Broker, looks_at_once: None, seed: int) -> None:
+    """Gateways die between a reservation and its accept. In the end the reservations are what the logs take."""
+    chance = random.Random(seed)
+    running: list[str] = []
+    ended: list[str] = []
+    num_refused = 0
+    async with GatewaySession(narrow) as gateway, worker(narrow) as engine:
+        for _ in range(60):
+            made = request(chance.randrange(2))
+            act = chance.choice(["accept", "accept", "die", "end", "cancel", "read"])
+            try:
+                if act == "accept":
+                    await gateway.accept(made)
+                    running.append(made.request_id)
+                elif act == "die":
+                    await gateway.quota.reserve(made)
+            except LogsFull:
+                num_refused += 1
+                assert sum([await actual(narrow, each) for each in ended]) + len(running) * EACH > 3 * EACH
+            if act == "end" and running:
+                [claim] = await engine.claim()
+                await engine.generate(claim, chance.randrange(1, NUM_TOKENS), finish=True)
+                running.remove(claim.request_id)
+                ended.append(claim.request_id)
+            elif act == "cancel" and running:
+                victim = running.pop(chance.randrange(len(running)))
+                await narrow.cancel(victim, TENANT)
+                ended.append(victim)
+            elif act == "read" and ended:
+                await read_all(gateway, chance.choice(ended))
+            assert await held(narrow) <= 4 * EACH
+        assert num_refused
+        for each in running:
+            await narrow.cancel(each, TENANT)
+        large = request()
+        large.sampling.max_tokens = 4 * (NUM_TOKENS - 1)
+        for _ in range(2):  # nothing is due twice in one try
+            with pytest.raises(LogsFull):
+                await gateway.accept(large)
+        assert await held(narrow) == sum([await actual(narrow, each) for each in (*ended, *running)])
