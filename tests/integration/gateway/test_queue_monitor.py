@@ -33,6 +33,8 @@ async def test_gauges_follow_the_queue(redis_url: str) -> None:
             assert (figures["depth", "0"], figures["depth", "1"], figures["depth", "resume"]) == (1, 1, 0)
             assert (figures["tokens",], figures["running",], figures["drain_rate",]) == (10, 0, 0)
             assert 0 <= figures["age", "1"] < 30
+            assert (figures["takeable.tokens", "0"], figures["takeable.longest", "1"]) == (4, 6)
+            assert 0 <= figures["takeable.age", "1"] < 30
             await engine.claim(2)
             await monitor.refresh(3600)
             assert gauges(registry) == figures, "the queue was read in the last hour"

@@ -1,6 +1,6 @@
 """The queue states that gateways report equal what is in Redis."""
 
-from pagestream_streams import Broker, GatewaySession
+from pagestream_streams import Broker, EngineSession, GatewaySession
 from pagestream_streams.admin.queues import QueueState, queue_states
 from support.protocol.token_streams import MODEL, eventually, spec, worker
 
@@ -49,3 +49,27 @@ async def test_claims_move_from_waiting_to_running_and_set_the_rate(broker: Brok
         [again] = await engine.claim(1)
         assert (again.request_id, again.attempts) == (first.request_id, 2)
         assert again.waited_s < 30, "since it was put back, not since it was accepted"
+
+
+async def test_what_no_living_engine_may_take_is_told_apart(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway:
+        await gateway.accept(spec(prompt=range(40)))
+        [waiting] = [each for each in (await queue_states(broker))[MODEL][0].waiting if each.queue == "0"]
+        assert (waiting.takeable_tokens, waiting.takeable_longest) == (40, 40), "no engine lives: any may come"
+        async with EngineSession(broker, model=MODEL, engine_id="short", max_model_len=16, on_lost=print):
+            await gateway.accept(spec(prompt=range(3)))
+            state = (await queue_states(broker))[MODEL][0]
+            [waiting] = [each for each in state.waiting if each.queue == "0"]
+            assert (waiting.requests, waiting.tokens) == (2, 43)
+            assert (waiting.takeable_tokens, waiting.takeable_longest) == (3, 3)
+            assert waiting.takeable_oldest_s <= waiting.oldest_s
+
+
+async def test_claims_are_counted_by_class_with_the_largest(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        for priority, size in ((0, 3), (2, 5), (2, 9)):
+            await gateway.accept(spec(prompt=range(size), priority=priority))
+        assert len(await engine.claim(3)) == 3
+        state = (await queue_states(broker))[MODEL][0]
+        rates = {each.queue: each.drain_rate for each in state.waiting}
+        assert (rates["0"], rates["2"], state.drain_rate, state.drain_longest_rate) == (3, 14, 17, 9)

@@ -4,6 +4,7 @@ import pagestream_scaling as scaling
 def test_exported_names() -> None:
     assert scaling.__all__ == [
         "BacklogPolicy",
+        "ClassSample",
         "Decision",
         "IdlePolicy",
         "KvUtilizationPolicy",

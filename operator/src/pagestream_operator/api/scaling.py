@@ -60,6 +60,9 @@ class Backlog(ApiModel):
     trend: Annotated[float, Field(ge=0, le=2)] | None = None
     """How far a rise of arrivals is extrapolated over a start-up time: 0 not at all, 1 fully. Unset: the operator's
     default."""
+    class_weights: Annotated[list[Share], Field(min_length=1, max_length=3)] | None = None
+    """By priority class, 0 first: the part of its load that counts. With 0.1 a backlog may take ten times as long, and
+    its oldest request may wait ten times as long. Unset: the operator's default."""
     prior_tokens_per_second: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Prompt tokens per second that a pod is assumed to do until that was measured. Unset: the operator's default."""
 
@@ -194,7 +197,8 @@ def law_name(field: str) -> str:
 
 
 def _given(group: ApiModel) -> dict[str, Any]:
-    return {law_name(name): value for name, value in group.model_dump(exclude_none=True).items()}
+    given = group.model_dump(exclude_none=True)
+    return {law_name(name): tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 __all__ = ["LAW", "PolicyInvalid", "Scaling", "law_name"]

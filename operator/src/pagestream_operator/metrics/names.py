@@ -32,9 +32,15 @@ class Queue(StrEnum):
     AGE = "pagestream.queue.age"
     DRAIN_RATE = "pagestream.queue.drain_rate"
     RUNNING = "pagestream.queue.running"
+    TAKEABLE_TOKENS = "pagestream.queue.takeable.tokens"
+    TAKEABLE_AGE = "pagestream.queue.takeable.age"
+    TAKEABLE_LONGEST = "pagestream.queue.takeable.longest"
+    CLAIMED_RATE = "pagestream.queue.claimed.rate"
+    CLAIMED_LONGEST = "pagestream.queue.claimed.longest"
 
 
 TIME_TO_FIRST_TOKEN = "gen_ai.server.time_to_first_token"  # noqa: S105 -- a metric's name
+CLASS_ATTRIBUTE = "class"
 MODEL_ATTRIBUTE = "gen_ai.request.model"
 
 ENGINE_GAUGES: dict[str, Combine] = {
@@ -51,4 +57,9 @@ QUEUE_GAUGES: dict[str, Combine] = {
     Queue.AGE: Combine.MAX,
     Queue.DRAIN_RATE: Combine.SUM,
     Queue.RUNNING: Combine.SUM,
+    Queue.TAKEABLE_TOKENS: Combine.SUM,
+    Queue.TAKEABLE_AGE: Combine.MAX,
+    Queue.TAKEABLE_LONGEST: Combine.MAX,
+    Queue.CLAIMED_RATE: Combine.SUM,
+    Queue.CLAIMED_LONGEST: Combine.MAX,
 }

@@ -44,6 +44,11 @@ _NAMES: dict[str, str] = {
     "pagestream_queue_age_seconds": Queue.AGE,
     "pagestream_queue_drain_rate_per_second": Queue.DRAIN_RATE,
     "pagestream_queue_running": Queue.RUNNING,
+    "pagestream_queue_takeable_tokens": Queue.TAKEABLE_TOKENS,
+    "pagestream_queue_takeable_age_seconds": Queue.TAKEABLE_AGE,
+    "pagestream_queue_takeable_longest": Queue.TAKEABLE_LONGEST,
+    "pagestream_queue_claimed_rate_per_second": Queue.CLAIMED_RATE,
+    "pagestream_queue_claimed_longest_per_second": Queue.CLAIMED_LONGEST,
 }
 _OK = 200
 _LATENCY = "gen_ai_server_time_to_first_token_seconds_bucket"

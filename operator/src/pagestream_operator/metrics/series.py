@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,12 @@ class Gauge:
         entries = [*self.values.values(), *([] if self.others is None else [self.others])]
         newest = max(time_s for time_s, _ in entries)
         return newest, self._combined([value for time_s, value in entries if newest - time_s <= _SAME_EXPORT_S])
+
+    def read_sets(self) -> tuple[float, dict[Attributes, float]]:
+        """Return the time of the newest export, and its values by attribute set, without those over the limit."""
+        newest = max((time_s for time_s, _ in self.values.values()), default=-math.inf)
+        current = {key: value for key, (time_s, value) in self.values.items() if newest - time_s <= _SAME_EXPORT_S}
+        return newest, current
 
 
 @dataclass(frozen=True, slots=True)

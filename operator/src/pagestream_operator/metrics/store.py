@@ -17,13 +17,11 @@ from pagestream_operator.metrics.names import (
     MODEL_ATTRIBUTE,
     QUEUE_GAUGES,
     Engine,
-    Queue,
 )
 from pagestream_operator.metrics.points import Histogram, Number, Source
+from pagestream_operator.metrics.queue_reports import queue_sample
 from pagestream_operator.metrics.series import Counter, Gauge, Taken
 
-_EXPORT_S = 2.5
-"""An export interval, with a margin."""
 _SWEEP_S = 10.0
 """Seconds by which a silent process may be dropped late."""
 
@@ -279,34 +277,16 @@ class MetricsStore:
         state = self._models.get(model)
         if state is None:
             return PoolMetrics(samples, None, None)
-        return PoolMetrics(samples, self._queue(state), state.latencies.read(now, ttft_window_s))
-
-    def _queue(self, state: _ModelState) -> QueueSample | None:
-        reports = [report for gauges in state.gateways.values() if (report := _report_of(gauges)) is not None]
-        if not reports:
-            return None
-        newest = max(report.time_s for report in reports)
-        current = [report for report in reports if newest - report.time_s <= self.settings.gateways_apart_s]
-        rates = [report.drain_tokens_per_s for report in current if report.drain_tokens_per_s is not None]
-        return QueueSample(
-            time_s=newest,
-            depth=_highest(report.depth for report in current),
-            tokens=_highest(report.tokens for report in current),
-            age_s=_highest(report.age_s for report in current),
-            running=_highest(report.running for report in current),
-            drain_tokens_per_s=_highest(rates) if rates else None,
+        return PoolMetrics(
+            samples,
+            queue_sample(state.gateways.values(), self.settings.gateways_apart_s),
+            state.latencies.read(now, ttft_window_s),
         )
 
 
 def _split_model(point: Number | Histogram) -> tuple[str, tuple[tuple[str, str], ...]]:
     model = next((value for key, value in point.attributes if key == MODEL_ATTRIBUTE), "")
     return model, tuple(entry for entry in point.attributes if entry[0] != MODEL_ATTRIBUTE)
-
-
-def _highest(values: Iterable[float]) -> float:
-    """The highest value; NaN if any is NaN, so that an absurd report isn't hidden by comparisons with it."""
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def _states_of(pods: _Pods, ref: PodRef) -> list[_EngineState]:
@@ -341,28 +321,3 @@ def _sample_of(state: _EngineState) -> PodSample | None:
 def _rate(state: _EngineState, name: str) -> float | None:
     counter = state.counters.get(name)
     return counter.rate() if counter is not None else None
-
-
-def _report_of(gauges: Mapping[str, Gauge]) -> QueueSample | None:
-    """One gateway's report; None until it has exported tokens and running.
-
-    Partitions and classes in which nothing waits may have no depth and age: what its newest export lacks is 0.
-    """
-    read = {name: value for name, gauge in gauges.items() if (value := gauge.read()) is not None}
-    tokens, running = read.get(Queue.TOKENS), read.get(Queue.RUNNING)
-    if tokens is None or running is None:
-        return None
-
-    def waiting(name: str) -> float:
-        value = read.get(name)
-        return value[1] if value is not None and value[0] >= tokens[0] - _EXPORT_S else 0.0
-
-    drain = read.get(Queue.DRAIN_RATE)
-    return QueueSample(
-        time_s=min(tokens[0], running[0]),
-        depth=waiting(Queue.DEPTH),
-        tokens=tokens[1],
-        age_s=waiting(Queue.AGE),
-        running=running[1],
-        drain_tokens_per_s=drain[1] if drain is not None else None,
-    )

@@ -5,6 +5,7 @@ from pagestream_scaling.drain import drain_order
 from pagestream_scaling.law import decide
 from pagestream_scaling.memory import ScalingMemory
 from pagestream_scaling.observation import (
+    ClassSample,
     LatencyWindow,
     PodObservation,
     PodSample,
@@ -29,6 +30,7 @@ from pagestream_scaling.policy import (
 
 __all__ = [
     "BacklogPolicy",
+    "ClassSample",
     "Decision",
     "IdlePolicy",
     "KvUtilizationPolicy",

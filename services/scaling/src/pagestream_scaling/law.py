@@ -57,6 +57,7 @@ def decide(
         ready_low=ready_low[0][1],
         ready_for_s=observation.time_s - (after.ready_since_s or 0.0) if memory.ready is not None else math.inf,
         kv_sum=mean_kv_sum(after),
+        counted_part=1.0 if after.drained_part is None else after.drained_part,
     )
     terms = [term(situation) for term in TERMS]
     recommendation = _recommendation(situation, observation.time_s, terms)

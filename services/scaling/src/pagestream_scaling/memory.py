@@ -34,6 +34,8 @@ class ScalingMemory:
     """Most requests queued or owned by engines in the arrival window."""
     arrivals: tuple[tuple[float, float], ...] = ()
     """(time, prompt tokens per second), one for each queue sample."""
+    drained_part: float | None = None
+    """Smoothed part of the claimed tokens that counts by class weights; None: nothing was claimed yet."""
     kv_sums: tuple[tuple[float, float], ...] = ()
     """(time, KV utilization added over the ready pods)."""
     drain_total: float | None = None

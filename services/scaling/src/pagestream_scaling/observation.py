@@ -51,8 +51,25 @@ class PodObservation:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassSample:
+    """One class of the queue: what of it engines may take."""
+
+    name: str
+    """The priority class, 0 first; or what begun requests are called that wait for another engine."""
+    tokens: float
+    """Prompt tokens that wait."""
+    age_s: float
+    """Of the oldest; 0 if none waits."""
+    drain_tokens_per_s: float = 0.0
+    """Prompt tokens that engines claim per second."""
+
+
+@dataclass(frozen=True, slots=True)
 class QueueSample:
-    """The model's queue, over all partitions and classes. Every gateway reports the same numbers."""
+    """The model's queue, over all partitions and classes. Every gateway reports the same numbers.
+
+    Tokens and age are those of requests that engines may take: more pods would not serve the others sooner.
+    """
 
     time_s: float
     depth: float
@@ -69,6 +86,8 @@ class QueueSample:
     """Prompt tokens of the largest request that waits; None: unknown."""
     drain_longest_per_s: float | None = None
     """The part of `drain_tokens_per_s` that the largest claimed request makes up; None: unknown."""
+    classes: tuple[ClassSample, ...] = ()
+    """The same by class, as far as it is known."""
 
 
 @dataclass(frozen=True, slots=True)

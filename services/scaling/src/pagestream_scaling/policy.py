@@ -88,6 +88,10 @@ class BacklogPolicy:
     """That wait asks for at most so many times the ready pods."""
     saturated_age_s: float = 0.5
     """Seconds of waiting, and of backlog at the drain rate, that show that no pod has room."""
+    class_weights: tuple[float, ...] = (1.0, 1.0, 0.1)
+    """By priority class, 0 first: the part of its load that counts. A backlog of a class with 0.1 may take ten times as
+    long as others, and its oldest request may wait ten times as long; 0: it orders one pod at most. A class beyond the
+    last one counts as the last one."""
     prior_tokens_per_s: float = 2000.0
     """Prompt tokens per second that a pod is assumed to do until it was measured."""
     settle_s: float = 20.0
@@ -118,6 +122,9 @@ class BacklogPolicy:
         _require(
             0 <= self.generated_weight <= 1000, "backlog.generated_weight", self.generated_weight, "from 0 to 1,000"
         )
+        weights = self.class_weights if isinstance(self.class_weights, tuple) else ()
+        are_parts = bool(weights) and all(0 <= weight <= 1 for weight in weights)
+        _require(are_parts, "backlog.class_weights", self.class_weights, "one or more numbers from 0 to 1")
         _require(0 <= self.trend <= 2, "backlog.trend", self.trend, "from 0 to 2")
         _require(1 <= self.age_factor_max <= 10, "backlog.age_factor_max", self.age_factor_max, "from 1 to 10")
         _require(

@@ -106,6 +106,7 @@ def _queue_trouble(queue: QueueSample | None, now_s: float, policy: SamplesPolic
         queue.drain_tokens_per_s,
         queue.longest_tokens,
         queue.drain_longest_per_s,
+        *(amount for each in queue.classes for amount in (each.tokens, each.age_s, each.drain_tokens_per_s)),
     )
     return None if all(map(_is_amount, amounts)) else "an absurd sample"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from pagestream_scaling.classes import weighted_drain, weighted_part
 from pagestream_scaling.memory import ScalingMemory, with_highest
 from pagestream_scaling.observation import PodSample, QueueSample
 from pagestream_scaling.policy import BacklogPolicy
@@ -84,13 +85,19 @@ def with_arrivals(memory: ScalingMemory, valid: ValidSamples, supply: Supply, po
     left = throughput(valid, supply) or 0.0
     each = max(_CAPACITY_MIN, _capacity(memory, policy))
     left -= max(0.0, (queue.drain_longest_per_s or 0.0) - each * policy.prompt_s / policy.short_window_s)
-    tokens = divisible_tokens(queue, each * policy.prompt_s)
+    drained_part = weighted_drain(queue, policy)
+    left *= 1.0 if drained_part is None else drained_part
+    tokens = divisible_tokens(queue, each * policy.prompt_s) * weighted_part(queue, policy)
     if memory.queue_time_s is not None:
         grown = (tokens - memory.queue_tokens) / (queue.time_s - memory.queue_time_s)
         arrivals = (*arrivals, (queue.time_s, max(0.0, left + grown)))
     elif left > 0:
         arrivals = ((queue.time_s, left),)  # the first sample: no growth is known yet
     recent = [entry for entry in arrivals if queue.time_s - entry[0] <= policy.arrival_window_s]
+    elapsed = math.inf if memory.queue_time_s is None else queue.time_s - memory.queue_time_s
+    if drained_part is not None:
+        weight = _weight(elapsed, policy.settle_s)
+        memory = replace(memory, drained_part=_mixed(memory.drained_part, drained_part, weight))
     return replace(
         memory,
         arrivals=tuple(recent[-_ARRIVALS_KEPT:]),

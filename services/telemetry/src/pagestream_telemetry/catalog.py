@@ -153,6 +153,36 @@ QUEUE_AGE = _gauge(
     "Age of the oldest queued request over all partitions. All gateways export the same value.",
     "class",
 )
+QUEUE_TAKEABLE_TOKENS = _gauge(
+    "pagestream.queue.takeable.tokens",
+    "{token}",
+    "Queued prompt tokens of requests that a living engine may take now, by context and fingerprint; of all requests "
+    "where no engine lives. All gateways export the same value.",
+    "class",
+)
+QUEUE_TAKEABLE_AGE = _gauge(
+    "pagestream.queue.takeable.age",
+    "s",
+    "For how long the oldest of these could have been taken. All gateways export the same value.",
+    "class",
+)
+QUEUE_TAKEABLE_LONGEST = _gauge(
+    "pagestream.queue.takeable.longest",
+    "{token}",
+    "Prompt tokens of the largest of these. All gateways export the same value.",
+    "class",
+)
+QUEUE_CLAIMED_RATE = _gauge(
+    "pagestream.queue.claimed.rate",
+    "{token}/s",
+    "Prompt tokens that engines claim in a second, by class. All gateways export the same value.",
+    "class",
+)
+QUEUE_CLAIMED_LONGEST = _gauge(
+    "pagestream.queue.claimed.longest",
+    "{token}/s",
+    "The part of the drain rate that the largest claimed request makes up. All gateways export the same value.",
+)
 QUEUE_DRAIN_RATE = _gauge(
     "pagestream.queue.drain_rate",
     "{token}/s",
@@ -201,6 +231,11 @@ GATEWAY_METRICS = (
     QUEUE_DEPTH,
     QUEUE_TOKENS,
     QUEUE_AGE,
+    QUEUE_TAKEABLE_TOKENS,
+    QUEUE_TAKEABLE_AGE,
+    QUEUE_TAKEABLE_LONGEST,
+    QUEUE_CLAIMED_RATE,
+    QUEUE_CLAIMED_LONGEST,
     QUEUE_DRAIN_RATE,
     QUEUE_RUNNING,
 )

@@ -18,7 +18,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
 )
 from pagestream_operator.metrics import MetricsStore, PodRef, PoolMetrics, StoreSettings
 from pagestream_operator.metrics.intake import Intake
-from pagestream_scaling import PodSample
+from pagestream_scaling import ClassSample, PodSample
 from support.telemetry.otlp_messages import (
     CUMULATIVE,
     DELTA,
@@ -478,3 +478,35 @@ def test_silent_models_are_forgotten() -> None:
     listener.now = START + 320
     listener.store.sweep()
     assert listener.observe() == PoolMetrics({}, None, None)
+
+
+def takeable(time_s: float, name: str, tokens: float, age_s: float, claimed: float = 0.0) -> list[Metric]:
+    labels = {"gen_ai.request.model": "demo", "class": name}
+    return [
+        gauge("pagestream.queue.takeable.tokens", time_s, tokens, labels),
+        gauge("pagestream.queue.takeable.age", time_s, age_s, labels),
+        gauge("pagestream.queue.takeable.longest", time_s, tokens / 2, labels),
+        gauge("pagestream.queue.claimed.rate", time_s, claimed, labels),
+    ]
+
+
+def test_tokens_and_age_are_those_of_what_engines_may_take(listener: Listener) -> None:
+    """One old request that no living engine may take, one suspect, and two classes."""
+    parts = [
+        *takeable(START, "0", 200, 0.5, 70),
+        *takeable(START, "2", 100, 40, 30),
+        *takeable(START, "suspect", 0, 90),
+    ]
+    listener.take(gateway(START, *waiting(START, 4, 600), *parts, tokens=90_000))
+    seen = listener.observe().queue
+    assert seen is not None
+    assert (seen.depth, seen.tokens, seen.longest_tokens) == (4, 300, 100)
+    assert seen.classes == (ClassSample("0", 200, 0.5, 70), ClassSample("2", 100, 40, 30))
+    assert seen.age_s == 40
+
+
+def test_gateways_of_an_earlier_version_report_all_that_waits(listener: Listener) -> None:
+    listener.take(gateway(START, *waiting(START, 3, 9), tokens=900))
+    seen = listener.observe().queue
+    assert seen is not None
+    assert (seen.tokens, seen.age_s, seen.longest_tokens, seen.classes) == (900, 9, None, ())

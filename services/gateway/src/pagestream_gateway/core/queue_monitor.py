@@ -9,6 +9,7 @@ from pagestream_streams.admin.queues import QueueDepth, QueueState, queue_states
 from pagestream_streams.errors import StreamsError
 from pagestream_streams.tasks import Periodic
 from pagestream_telemetry import catalog
+from pagestream_telemetry.catalog import Metric
 from pagestream_telemetry.instruments import Registry
 
 logger = logging.getLogger(__name__)
@@ -22,11 +23,25 @@ class QueueMonitor:
 
     def __init__(self, broker: Broker, registry: Registry) -> None:
         self._broker = broker
-        self._depth = registry.number(catalog.QUEUE_DEPTH)
-        self._age = registry.number(catalog.QUEUE_AGE)
+        self._by_class = {
+            metric: registry.number(metric)
+            for metric in (
+                catalog.QUEUE_DEPTH,
+                catalog.QUEUE_AGE,
+                catalog.QUEUE_TAKEABLE_TOKENS,
+                catalog.QUEUE_TAKEABLE_AGE,
+                catalog.QUEUE_TAKEABLE_LONGEST,
+                catalog.QUEUE_CLAIMED_RATE,
+            )
+        }
         self._by_model = {
             metric: registry.number(metric)
-            for metric in (catalog.QUEUE_TOKENS, catalog.QUEUE_DRAIN_RATE, catalog.QUEUE_RUNNING)
+            for metric in (
+                catalog.QUEUE_TOKENS,
+                catalog.QUEUE_DRAIN_RATE,
+                catalog.QUEUE_CLAIMED_LONGEST,
+                catalog.QUEUE_RUNNING,
+            )
         }
         self._read_at = float("-inf")
 
@@ -58,11 +73,11 @@ class QueueMonitor:
         for model, partitions in states.items():
             for queue, waiting in _by_queue(partitions).items():
                 known.add((model, queue))
-                self._depth.series(model, queue).set(sum(each.requests for each in waiting))
-                self._age.series(model, queue).set(max(each.oldest_s for each in waiting))
+                for metric, value in _figures(waiting).items():
+                    self._by_class[metric].series(model, queue).set(value)
             self._set_sums(model, partitions)
-        self._depth.forget_others(known)
-        self._age.forget_others(known)
+        for instrument in self._by_class.values():
+            instrument.forget_others(known)
         for instrument in self._by_model.values():
             instrument.forget_others({(model,) for model in states})
 
@@ -70,10 +85,23 @@ class QueueMonitor:
         sums = {
             catalog.QUEUE_TOKENS: sum(waiting.tokens for state in partitions for waiting in state.waiting),
             catalog.QUEUE_DRAIN_RATE: sum(state.drain_rate for state in partitions),
+            catalog.QUEUE_CLAIMED_LONGEST: max((state.drain_longest_rate for state in partitions), default=0.0),
             catalog.QUEUE_RUNNING: sum(state.running for state in partitions),
         }
         for metric, value in sums.items():
             self._by_model[metric].series(model).set(value)
+
+
+def _figures(waiting: list[QueueDepth]) -> dict[Metric, float]:
+    """Return one queue's figures over all partitions."""
+    return {
+        catalog.QUEUE_DEPTH: sum(each.requests for each in waiting),
+        catalog.QUEUE_AGE: max(each.oldest_s for each in waiting),
+        catalog.QUEUE_TAKEABLE_TOKENS: sum(each.takeable_tokens for each in waiting),
+        catalog.QUEUE_TAKEABLE_AGE: max(each.takeable_oldest_s for each in waiting),
+        catalog.QUEUE_TAKEABLE_LONGEST: max(each.takeable_longest for each in waiting),
+        catalog.QUEUE_CLAIMED_RATE: sum(each.drain_rate for each in waiting),
+    }
 
 
 def _by_queue(partitions: list[QueueState]) -> dict[str, list[QueueDepth]]:

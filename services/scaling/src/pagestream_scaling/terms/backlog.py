@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagestream_scaling.classes import weighted_age, weighted_part
 from pagestream_scaling.decision import Limit
 from pagestream_scaling.supply import Supply
 from pagestream_scaling.terms.term import Situation, Term, pods_for
@@ -11,9 +12,10 @@ from pagestream_scaling.workload import Workload, divisible_tokens
 def backlog_term(situation: Situation) -> Term:
     """Pods for the work that arrives, and for the backlog that is left when a pod ordered now is ready."""
     policy, work, queue = situation.policy.backlog, situation.workload, situation.valid.queue
-    tokens = queue.tokens if queue is not None else 0.0
+    part = weighted_part(queue, policy) if queue is not None else 1.0
+    tokens = queue.tokens * part if queue is not None else 0.0
     drain_s = _drain_s(situation)
-    divisible = divisible_tokens(queue, work.capacity * drain_s) if queue is not None else 0.0
+    divisible = divisible_tokens(queue, work.capacity * drain_s) * part if queue is not None else 0.0
     left = _left_at_horizon(divisible, situation.supply, work)
     need = pods_for((work.held_for + left / drain_s) / work.capacity)
     if work.requests is not None:
@@ -59,7 +61,7 @@ def age_term(situation: Situation) -> Term:
     asks for no more pods in addition than requests wait.
     """
     policy, queue, ready = situation.policy.backlog, situation.valid.queue, len(situation.supply.ready)
-    age_s = queue.age_s if queue is not None and queue.depth > 0 else 0.0
+    age_s = weighted_age(queue, policy) if queue is not None and queue.depth > 0 else 0.0
     late = age_s > policy.oldest_age_s
     factor = min(policy.age_factor_max, age_s / policy.oldest_age_s)
     waits = bool(situation.supply.arriving_s) or (ready > 0 and situation.ready_for_s < _drain_s(situation))

@@ -24,7 +24,7 @@ def kv_utilization_term(situation: Situation) -> Term:
     total = sum(known)
     silent = len(ready) - len(known) + situation.supply.lost  # for the floor they count as full
     counted = max(1, len(known) + silent)
-    need = pods_for(situation.kv_sum / policy.target)
+    need = pods_for(situation.kv_sum * situation.counted_part / policy.target)
     is_low = (situation.kv_sum + silent) / counted < policy.low and (total + silent) / counted <= policy.target
     floor = pods_for((situation.kv_sum + silent) / policy.target) if is_low else situation.replicas
     mean = total / len(known) if known else 0.0

@@ -32,6 +32,8 @@ class Situation:
     """Seconds for which as many pods have been ready as now."""
     kv_sum: float
     """KV utilization added over the pods, smoothed."""
+    counted_part: float = 1.0
+    """The part of what engines claimed of late that counts by class weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,13 @@ from pagestream_streams.engine.isolation import Isolation
 from pagestream_streams.errors import ModelNotFound, Unavailable
 from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.protocol.keys import Partition
+from pagestream_streams.protocol.records import CONTEXT_FIELD, FINGERPRINT_FIELD
 from pagestream_streams.tasks import Periodic, within
 
 _log = logging.getLogger(__name__)
 
 Load = Callable[[], Mapping[str, str | int | float]]
 
-FINGERPRINT_FIELD = "fingerprint"
 """Field of an engine's hash."""
 
 _CHOSEN = 2  # heartbeat.lua's reply to the engine that is to hand everything back for a suspect
@@ -163,7 +163,9 @@ class Heartbeat:
 
     async def _publish_load(self, lease_ms: int) -> None:
         load = self._load() if self._load else {}
-        fields: list[Argument] = ["model", self._identity.model, FINGERPRINT_FIELD, self._identity.fingerprint]
+        identity = self._identity
+        fields: list[Argument] = ["model", identity.model, FINGERPRINT_FIELD, identity.fingerprint]
+        fields += [CONTEXT_FIELD, str(identity.max_model_len)]
         for name, value in load.items():
             fields += [name, str(value)]
         key = self._identity.keyspace.engine(self._identity.engine_id)

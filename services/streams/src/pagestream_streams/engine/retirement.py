@@ -8,8 +8,9 @@ from pagestream_streams.connection.scripts import LEAVE, REGISTRY
 from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.assignment import Assignment
 from pagestream_streams.engine.hand_back import HandBack
-from pagestream_streams.engine.heartbeat import FINGERPRINT_FIELD, Heartbeat
+from pagestream_streams.engine.heartbeat import Heartbeat
 from pagestream_streams.engine.identity import EngineIdentity
+from pagestream_streams.protocol.records import FINGERPRINT_FIELD
 
 
 class Retirement:

@@ -23,7 +23,7 @@ local idle, fingerprint, patience, control = ARGV[9] == '1', ARGV[10], tonumber(
 local context = tonumber(ARGV[14] or 0)
 local meta, now, drained = prefix .. 'meta', now_ms(), 0
 local claims, HEAD = {now, 0}, 2
-local drained_tokens = 0
+local drained_tokens, drained_longest, drained_of = 0, 0, {}
 
 -- Makes a queued request this engine's; false where it is not queued any more.
 local function own(id, alone, since)
@@ -154,6 +154,8 @@ while not alone and #claims - HEAD < max_requests do
   else
     heads[best.name] = head(best.name)
     drained, drained_tokens = drained + 1, drained_tokens + best.tokens
+    drained_longest = math.max(drained_longest, best.tokens)
+    drained_of[best.name] = (drained_of[best.name] or 0) + best.tokens
   end
   if own(id, '', best.arrival) then
     max_tokens = max_tokens - best.tokens
@@ -163,14 +165,26 @@ if #claims > HEAD then
   call('ZADD', prefix .. 'leases', now + lease, engine)
 end
 if drained > 0 then
-  local from, before, tokens = unpack(call('HMGET', meta, 'drain_from', 'drained', 'drained_tokens'))
-  local span = from and now - from or 0
+  local from, before, tokens, longest = unpack(call('HMGET', meta, 'drain_from', 'drained', 'drained_tokens',
+    'drained_longest'))
+  local span, kept = from and now - from or 0, 1
   if not from or span > 2 * window then
-    from, before, tokens = now, 0, 0
+    from, kept = now, 0
   elseif span > window then
     -- Halving both keeps the rate, and lets the past count less.
-    from, before, tokens = now - math.floor(span / 2), math.floor(before / 2), math.floor((tokens or 0) / 2)
+    from, kept = now - math.floor(span / 2), 0.5
   end
-  call('HSET', meta, 'drain_from', from, 'drained', before + drained, 'drained_tokens', (tokens or 0) + drained_tokens)
+  local function past(value)
+    return math.floor((value or 0) * kept)
+  end
+  call('HSET', meta, 'drain_from', from, 'drained', past(before) + drained, 'drained_tokens',
+    past(tokens) + drained_tokens, 'drained_longest', math.max(past(longest), drained_longest))
+  for class in string.gmatch(known[1] or '', '%d+') do
+    local field = 'drained_tokens:' .. class
+    local tokens_of = past(call('HGET', meta, field)) + (drained_of[class] or 0)
+    if kept < 1 or drained_of[class] then
+      call('HSET', meta, field, tokens_of)
+    end
+  end
 end
 return claims

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pagestream.v1.inference_pb2 import FinishReason, RequestState, Usage
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 
+FINGERPRINT_FIELD, CONTEXT_FIELD = "fingerprint", "context"
+"""Fields of what an engine publishes of itself: its fingerprint, and the longest context that it holds (0: any)."""
+
 
 @dataclass(frozen=True)
 class ModelInfo:
