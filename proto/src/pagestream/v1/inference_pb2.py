@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpagestream/v1/inference.proto\x12\rpagestream.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\tJ\x04\x08\x04\x10\n\"\x9d\x01\n\tChatInput\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.pagestream.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x42\x18\n\x16_add_generation_promptJ\x04\x08\x04\x10\n\"\xc2\x06\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12@\n\nlogit_bias\x18\t \x03(\x0b\x32,.pagestream.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\n \x01(\x03H\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x17\n\nmin_tokens\x18\r \x01(\rH\t\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x0e \x01(\rH\n\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x0c\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x12 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x13 \x01(\x08H\r\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x14 \x01(\rH\x0e\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x04\n\x02_nB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_min_tokensB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB\n\n\x08_best_ofJ\x04\x08\x15\x10\x1e\"\xcb\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x33\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x17.pagestream.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.pagestream.v1.ChatInputH\x00\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.pagestream.v1.SamplingParams\x12\x17\n\x0fidempotency_key\x18\x06 \x01(\t\x12\x32\n\ron_disconnect\x18\x07 \x01(\x0e\x32\x1b.pagestream.v1.OnDisconnect\x12\x19\n\x11\x63lient_request_id\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\rB\x07\n\x05inputJ\x04\x08\n\x10\x14\"M\n\x0cLogprobEntry\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\"=\n\rTokenLogprobs\x12,\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1b.pagestream.v1.LogprobEntry\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"-\n\x0cRequestError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xc5\x02\n\nTokenChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnext_index\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x0c\n\x04text\x18\x06 \x01(\t\x12.\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1c.pagestream.v1.TokenLogprobs\x12\x32\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x1b.pagestream.v1.FinishReason\x12#\n\x05usage\x18\t \x01(\x0b\x32\x14.pagestream.v1.Usage\x12*\n\x05\x65rror\x18\n \x01(\x0b\x32\x1b.pagestream.v1.RequestError\x12\x13\n\x0bstop_reason\x18\x0b \x01(\tJ\x04\x08\x0c\x10\x14\"X\n\x10GenerateResponse\x12(\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x19.pagestream.v1.TokenChunk\x12\x11\n\x04seed\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x07\n\x05_seed\"x\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnext_index\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12/\n\x07request\x18\x04 \x01(\x0b\x32\x1e.pagestream.v1.GenerateRequest\":\n\x0eResumeResponse\x12(\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x19.pagestream.v1.TokenChunk\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"D\n\x0e\x43\x61ncelResponse\x12\x32\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1b.pagestream.v1.FinishReason\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x92\x02\n\x12GetRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12*\n\x05state\x18\x03 \x01(\x0e\x32\x1b.pagestream.v1.RequestState\x12\x1b\n\x0equeue_position\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.pagestream.v1.FinishReason\x12\x12\n\nnext_index\x18\x06 \x01(\x04\x12#\n\x05usage\x18\x07 \x01(\x0b\x32\x14.pagestream.v1.Usage\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\rB\x11\n\x0f_queue_position\"\x13\n\x11ListModelsRequest\"N\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\x12\x0f\n\x07\x65ngines\x18\x04 \x01(\r\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.pagestream.v1.Model*c\n\x0cOnDisconnect\x12\x1d\n\x19ON_DISCONNECT_UNSPECIFIED\x10\x00\x12\x18\n\x14ON_DISCONNECT_CANCEL\x10\x01\x12\x1a\n\x16ON_DISCONNECT_CONTINUE\x10\x02*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05*~\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14REQUEST_STATE_QUEUED\x10\x01\x12\x19\n\x15REQUEST_STATE_RUNNING\x10\x02\x12\x1a\n\x16REQUEST_STATE_FINISHED\x10\x03\x32\x90\x03\n\tInference\x12M\n\x08Generate\x12\x1e.pagestream.v1.GenerateRequest\x1a\x1f.pagestream.v1.GenerateResponse0\x01\x12G\n\x06Resume\x12\x1c.pagestream.v1.ResumeRequest\x1a\x1d.pagestream.v1.ResumeResponse0\x01\x12\x45\n\x06\x43\x61ncel\x12\x1c.pagestream.v1.CancelRequest\x1a\x1d.pagestream.v1.CancelResponse\x12Q\n\nGetRequest\x12 .pagestream.v1.GetRequestRequest\x1a!.pagestream.v1.GetRequestResponse\x12Q\n\nListModels\x12 .pagestream.v1.ListModelsRequest\x1a!.pagestream.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpagestream/v1/inference.proto\x12\rpagestream.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\tJ\x04\x08\x04\x10\n\"\x9d\x01\n\tChatInput\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.pagestream.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x42\x18\n\x16_add_generation_promptJ\x04\x08\x04\x10\n\"\xc2\x06\n\x0eSamplingParams\x12\x0e\n\x01n\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12@\n\nlogit_bias\x18\t \x03(\x0b\x32,.pagestream.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\n \x01(\x03H\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x17\n\nmin_tokens\x18\r \x01(\rH\t\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x0e \x01(\rH\n\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x0c\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x12 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x13 \x01(\x08H\r\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x14 \x01(\rH\x0e\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x04\n\x02_nB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_min_tokensB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB\n\n\x08_best_ofJ\x04\x08\x15\x10\x1e\"\xdf\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x33\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x17.pagestream.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.pagestream.v1.ChatInputH\x00\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.pagestream.v1.SamplingParams\x12\x17\n\x0fidempotency_key\x18\x06 \x01(\t\x12\x32\n\ron_disconnect\x18\x07 \x01(\x0e\x32\x1b.pagestream.v1.OnDisconnect\x12\x19\n\x11\x63lient_request_id\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\r\x12\x12\n\ncache_salt\x18\n \x01(\tB\x07\n\x05inputJ\x04\x08\x0b\x10\x14\"M\n\x0cLogprobEntry\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\"=\n\rTokenLogprobs\x12,\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1b.pagestream.v1.LogprobEntry\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"-\n\x0cRequestError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xc5\x02\n\nTokenChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnext_index\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x0c\n\x04text\x18\x06 \x01(\t\x12.\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1c.pagestream.v1.TokenLogprobs\x12\x32\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x1b.pagestream.v1.FinishReason\x12#\n\x05usage\x18\t \x01(\x0b\x32\x14.pagestream.v1.Usage\x12*\n\x05\x65rror\x18\n \x01(\x0b\x32\x1b.pagestream.v1.RequestError\x12\x13\n\x0bstop_reason\x18\x0b \x01(\tJ\x04\x08\x0c\x10\x14\"X\n\x10GenerateResponse\x12(\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x19.pagestream.v1.TokenChunk\x12\x11\n\x04seed\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x07\n\x05_seed\"x\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnext_index\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12/\n\x07request\x18\x04 \x01(\x0b\x32\x1e.pagestream.v1.GenerateRequest\":\n\x0eResumeResponse\x12(\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x19.pagestream.v1.TokenChunk\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"D\n\x0e\x43\x61ncelResponse\x12\x32\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1b.pagestream.v1.FinishReason\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x92\x02\n\x12GetRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12*\n\x05state\x18\x03 \x01(\x0e\x32\x1b.pagestream.v1.RequestState\x12\x1b\n\x0equeue_position\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.pagestream.v1.FinishReason\x12\x12\n\nnext_index\x18\x06 \x01(\x04\x12#\n\x05usage\x18\x07 \x01(\x0b\x32\x14.pagestream.v1.Usage\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\rB\x11\n\x0f_queue_position\"\x13\n\x11ListModelsRequest\"N\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x03\x12\x0f\n\x07\x65ngines\x18\x04 \x01(\r\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.pagestream.v1.Model*c\n\x0cOnDisconnect\x12\x1d\n\x19ON_DISCONNECT_UNSPECIFIED\x10\x00\x12\x18\n\x14ON_DISCONNECT_CANCEL\x10\x01\x12\x1a\n\x16ON_DISCONNECT_CONTINUE\x10\x02*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05*~\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14REQUEST_STATE_QUEUED\x10\x01\x12\x19\n\x15REQUEST_STATE_RUNNING\x10\x02\x12\x1a\n\x16REQUEST_STATE_FINISHED\x10\x03\x32\x90\x03\n\tInference\x12M\n\x08Generate\x12\x1e.pagestream.v1.GenerateRequest\x1a\x1f.pagestream.v1.GenerateResponse0\x01\x12G\n\x06Resume\x12\x1c.pagestream.v1.ResumeRequest\x1a\x1d.pagestream.v1.ResumeResponse0\x01\x12\x45\n\x06\x43\x61ncel\x12\x1c.pagestream.v1.CancelRequest\x1a\x1d.pagestream.v1.CancelResponse\x12Q\n\nGetRequest\x12 .pagestream.v1.GetRequestRequest\x1a!.pagestream.v1.GetRequestResponse\x12Q\n\nListModels\x12 .pagestream.v1.ListModelsRequest\x1a!.pagestream.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,12 +33,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ONDISCONNECT']._serialized_start=2927
-  _globals['_ONDISCONNECT']._serialized_end=3026
-  _globals['_FINISHREASON']._serialized_start=3029
-  _globals['_FINISHREASON']._serialized_end=3206
-  _globals['_REQUESTSTATE']._serialized_start=3208
-  _globals['_REQUESTSTATE']._serialized_end=3334
+  _globals['_ONDISCONNECT']._serialized_start=2947
+  _globals['_ONDISCONNECT']._serialized_end=3046
+  _globals['_FINISHREASON']._serialized_start=3049
+  _globals['_FINISHREASON']._serialized_end=3226
+  _globals['_REQUESTSTATE']._serialized_start=3228
+  _globals['_REQUESTSTATE']._serialized_end=3354
   _globals['_TOKENIDS']._serialized_start=48
   _globals['_TOKENIDS']._serialized_end=71
   _globals['_CHATMESSAGE']._serialized_start=73
@@ -50,37 +50,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=854
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=902
   _globals['_GENERATEREQUEST']._serialized_start=1137
-  _globals['_GENERATEREQUEST']._serialized_end=1468
-  _globals['_LOGPROBENTRY']._serialized_start=1470
-  _globals['_LOGPROBENTRY']._serialized_end=1547
-  _globals['_TOKENLOGPROBS']._serialized_start=1549
-  _globals['_TOKENLOGPROBS']._serialized_end=1610
-  _globals['_USAGE']._serialized_start=1612
-  _globals['_USAGE']._serialized_end=1692
-  _globals['_REQUESTERROR']._serialized_start=1694
-  _globals['_REQUESTERROR']._serialized_end=1739
-  _globals['_TOKENCHUNK']._serialized_start=1742
-  _globals['_TOKENCHUNK']._serialized_end=2067
-  _globals['_GENERATERESPONSE']._serialized_start=2069
-  _globals['_GENERATERESPONSE']._serialized_end=2157
-  _globals['_RESUMEREQUEST']._serialized_start=2159
-  _globals['_RESUMEREQUEST']._serialized_end=2279
-  _globals['_RESUMERESPONSE']._serialized_start=2281
-  _globals['_RESUMERESPONSE']._serialized_end=2339
-  _globals['_CANCELREQUEST']._serialized_start=2341
-  _globals['_CANCELREQUEST']._serialized_end=2376
-  _globals['_CANCELRESPONSE']._serialized_start=2378
-  _globals['_CANCELRESPONSE']._serialized_end=2446
-  _globals['_GETREQUESTREQUEST']._serialized_start=2448
-  _globals['_GETREQUESTREQUEST']._serialized_end=2487
-  _globals['_GETREQUESTRESPONSE']._serialized_start=2490
-  _globals['_GETREQUESTRESPONSE']._serialized_end=2764
-  _globals['_LISTMODELSREQUEST']._serialized_start=2766
-  _globals['_LISTMODELSREQUEST']._serialized_end=2785
-  _globals['_MODEL']._serialized_start=2787
-  _globals['_MODEL']._serialized_end=2865
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2867
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2925
-  _globals['_INFERENCE']._serialized_start=3337
-  _globals['_INFERENCE']._serialized_end=3737
+  _globals['_GENERATEREQUEST']._serialized_end=1488
+  _globals['_LOGPROBENTRY']._serialized_start=1490
+  _globals['_LOGPROBENTRY']._serialized_end=1567
+  _globals['_TOKENLOGPROBS']._serialized_start=1569
+  _globals['_TOKENLOGPROBS']._serialized_end=1630
+  _globals['_USAGE']._serialized_start=1632
+  _globals['_USAGE']._serialized_end=1712
+  _globals['_REQUESTERROR']._serialized_start=1714
+  _globals['_REQUESTERROR']._serialized_end=1759
+  _globals['_TOKENCHUNK']._serialized_start=1762
+  _globals['_TOKENCHUNK']._serialized_end=2087
+  _globals['_GENERATERESPONSE']._serialized_start=2089
+  _globals['_GENERATERESPONSE']._serialized_end=2177
+  _globals['_RESUMEREQUEST']._serialized_start=2179
+  _globals['_RESUMEREQUEST']._serialized_end=2299
+  _globals['_RESUMERESPONSE']._serialized_start=2301
+  _globals['_RESUMERESPONSE']._serialized_end=2359
+  _globals['_CANCELREQUEST']._serialized_start=2361
+  _globals['_CANCELREQUEST']._serialized_end=2396
+  _globals['_CANCELRESPONSE']._serialized_start=2398
+  _globals['_CANCELRESPONSE']._serialized_end=2466
+  _globals['_GETREQUESTREQUEST']._serialized_start=2468
+  _globals['_GETREQUESTREQUEST']._serialized_end=2507
+  _globals['_GETREQUESTRESPONSE']._serialized_start=2510
+  _globals['_GETREQUESTRESPONSE']._serialized_end=2784
+  _globals['_LISTMODELSREQUEST']._serialized_start=2786
+  _globals['_LISTMODELSREQUEST']._serialized_end=2805
+  _globals['_MODEL']._serialized_start=2807
+  _globals['_MODEL']._serialized_end=2885
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2887
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2945
+  _globals['_INFERENCE']._serialized_start=3357
+  _globals['_INFERENCE']._serialized_end=3757
 # @@protoc_insertion_point(module_scope)

@@ -133,6 +133,7 @@ class Engine:
         *,
         output_token_ids: Tokens[int] = (),
         priority: int = 0,
+        cache_salt: bytes = b"",
     ) -> None:
         """Queue one sequence.
 
@@ -143,14 +144,18 @@ class Engine:
             output_token_ids: what an earlier run of this request has generated. The next output is the token after
                 them; if they reach the end already, it is that end without a token.
             priority: kept for policies that look at it.
+            cache_salt: the prefix cache is shared only with sequences of the same salt.
 
         Raises:
             InvalidRequest: names what is wrong (a `ValueError`). The engine is unhurt.
             PromptTooLong: the prompt leaves no room for a new token.
         """
-        self.add_group(prompt_token_ids, (Sibling(request_id, params, output_token_ids),), priority=priority)
+        siblings = (Sibling(request_id, params, output_token_ids),)
+        self.add_group(prompt_token_ids, siblings, priority=priority, cache_salt=cache_salt)
 
-    def add_group(self, prompt_token_ids: Tokens[int], siblings: Items[Sibling], *, priority: int = 0) -> None:
+    def add_group(
+        self, prompt_token_ids: Tokens[int], siblings: Items[Sibling], *, priority: int = 0, cache_salt: bytes = b""
+    ) -> None:
         """Queue the choices of one prompt: it is computed once, its blocks are shared, and a block that is not full is
         copied when they part. They are admitted, preempted and resumed together, and end one by one.
 
@@ -158,6 +163,7 @@ class Engine:
             prompt_token_ids: as for `add_request`.
             siblings: at least one; all are added, or none.
             priority: as for `add_request`.
+            cache_salt: as for `add_request`.
 
         Raises:
             InvalidRequest: names what is wrong (a `ValueError`). The engine is unhurt.
@@ -174,6 +180,7 @@ class Engine:
         open_ones: list[Sequence] = []
         for generation, end in made:
             seq = generation.seq
+            seq.cache_salt = cache_salt
             if end is None:
                 self._generations[seq.seq_id] = generation
                 open_ones.append(seq)

@@ -114,6 +114,23 @@ class ConnectionSettings:
     """Calls that are open at once on one gRPC connection; further ones wait in the client."""
 
 
+PREFIX_SHARING_TENANT, PREFIX_SHARING_ALL = "tenant", "all"
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Who shares computed prompt prefixes. `cached_tokens` and the time to the first token tell of it. Equal in all
+    gateways of a deployment.
+    """
+
+    prefix_sharing: str = PREFIX_SHARING_TENANT
+    """"tenant": requests of one tenant, or of one of `prefix_groups`. "all": those of all tenants, which must trust
+    each other; worth it where their prompts begin alike.
+    """
+    prefix_groups: Mapping[str, int] = field(default_factory=dict)
+    """Tenants that share with others: a number for each; those with the same number share."""
+
+
 @dataclass(frozen=True)
 class StreamSettings:
     """How answers are streamed."""
@@ -151,6 +168,7 @@ class Settings:
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     limits: LimitSettings = field(default_factory=LimitSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
     stream: StreamSettings = field(default_factory=StreamSettings)
     shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
@@ -162,6 +180,7 @@ _OWN_GROUPS = {
     "gateway": GatewaySettings,
     "limits": LimitSettings,
     "connections": ConnectionSettings,
+    "cache": CacheSettings,
     "stream": StreamSettings,
     "shutdown": ShutdownSettings,
 }
@@ -228,6 +247,11 @@ def _check(settings: Settings) -> None:
     scheme, separator, _ = settings.gateway.redis.partition("://")
     if f"{scheme}{separator}" not in SCHEMES:
         raise SettingsError(f"gateway.redis (--redis): expected {', '.join(SCHEMES)}..., got {scheme[:40]!r}")
+    if settings.cache.prefix_sharing not in (PREFIX_SHARING_TENANT, PREFIX_SHARING_ALL):
+        raise SettingsError(
+            f"cache.prefix_sharing: expected {PREFIX_SHARING_TENANT!r} or {PREFIX_SHARING_ALL!r}, "
+            f"got {settings.cache.prefix_sharing[:40]!r}"
+        )
     if not settings.gateway.answer_limit_s > 0:
         raise SettingsError(f"gateway.answer_limit_s: {settings.gateway.answer_limit_s} must be above 0")
     for group in ("limits", "connections", "stream", "shutdown"):

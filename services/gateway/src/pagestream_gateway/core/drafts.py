@@ -68,6 +68,8 @@ class Draft:
     """Milliseconds from acceptance; 0 is no deadline."""
     client_request_id: str = ""
     idempotency_key: str = ""
+    cache_salt: str = ""
+    """What the caller adds to the salt of the prefix cache."""
     body_digest: str = ""
     """Digest of what was asked; set where there is an idempotency key."""
 
@@ -83,7 +85,7 @@ def check_draft(draft: Draft, limits: LimitSettings) -> None:
             raise InvalidRequest(
                 draft.prompt_field, f"at most {limits.max_messages} messages, got {len(prompt.messages)}"
             )
-    for name in ("client_request_id", "idempotency_key"):
+    for name in ("client_request_id", "idempotency_key", "cache_salt"):
         if len(getattr(draft, name)) > limits.max_id_chars:
             raise InvalidRequest(name, f"at most {limits.max_id_chars} characters, got {len(getattr(draft, name))}")
     if draft.priority not in _PRIORITIES:

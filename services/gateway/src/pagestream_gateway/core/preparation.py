@@ -54,6 +54,7 @@ def build_spec(
     model: str,
     tenant: str,
     grace_ms: int,
+    cache_salt: bytes = b"",
     trace: TraceContext = NO_TRACE,
 ) -> RequestSpec:
     """Return the record that the queue carries; `trace` is that of the call that the request belongs to."""
@@ -70,6 +71,7 @@ def build_spec(
         answer=draft.answer,
         client_request_id=draft.client_request_id,
         idempotency_key=draft.idempotency_key,
+        cache_salt=cache_salt,
         traceparent=trace.traceparent,
         tracestate=trace.tracestate,
         seed_for_each_prompt=len(prepared.prompts) > 1 and not draft.sampling.HasField("seed"),

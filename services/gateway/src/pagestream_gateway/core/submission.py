@@ -9,6 +9,7 @@ from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.protocol import ids
 from pagestream_telemetry.context import TraceContext
 
+from pagestream_gateway.core.cache_salts import cache_salt
 from pagestream_gateway.core.calls import Call
 from pagestream_gateway.core.drafts import Draft, TokenPrompt, check_draft
 from pagestream_gateway.core.models import LoadedModel, Models
@@ -42,7 +43,8 @@ class Submission:
         followed counts as one without a reader.
         """
         model, prepared = await self._prepare(draft)
-        request_id = await self.limit.wait(self.session.place(model.name, prepared.prompts[0], tenant))
+        salt = cache_salt(tenant, draft.cache_salt, self.settings.cache)
+        request_id = await self.limit.wait(self.session.place(model.name, prepared.prompts[0], tenant, cache_salt=salt))
         spec = self._spec(draft, prepared, request_id, tenant=tenant, model=model, trace=call.context)
         if not draft.idempotency_key:
             await self.limit.wait(self.session.accept(spec))
@@ -119,6 +121,7 @@ class Submission:
             model=model.name,
             tenant=tenant,
             grace_ms=round(self.settings.stream.disconnect_grace_s * 1000),
+            cache_salt=cache_salt(tenant, draft.cache_salt, self.settings.cache),
             trace=trace,
         )
 

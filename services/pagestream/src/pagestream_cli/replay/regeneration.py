@@ -49,7 +49,7 @@ async def by_deployment(broker: Broker, spec: RequestSpec, limit_s: float) -> li
     copy.on_disconnect, copy.deadline_ms = ON_DISCONNECT_CONTINUE, round((max(limit_s, 0) + OVERTIME_S) * 1000)
     copy.traceparent = copy.tracestate = copy.idempotency_key = ""
     async with GatewaySession(broker, "replay", serves=False) as session:
-        copy.request_id = await session.place(spec.model, spec.prompts[0].ids, copy.tenant)
+        copy.request_id = await session.place(spec.model, spec.prompts[0].ids, copy.tenant, cache_salt=spec.cache_salt)
         try:
             await session.accept(copy)
             async with asyncio.timeout(limit_s):

@@ -31,10 +31,11 @@ class Acceptor:
         self.queued: dict[Partition, int] = {}
         """Queued requests of each partition at the last heartbeat."""
 
-    async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str) -> str:
+    async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str, cache_salt: bytes) -> str:
         """Create a request id; see GatewaySession.place."""
         partitions = await self._broker.partitions(model)
-        first, second = placement.choices(prompt_token_ids, partitions, self._broker.settings.placement_tokens)
+        first_tokens = self._broker.settings.placement_tokens
+        first, second = placement.choices(prompt_token_ids, partitions, first_tokens, cache_salt)
         return ids.new(model, second if self._is_overloaded(model, first, second) else first, tenant)
 
     async def accept(self, spec: RequestSpec, *, bounded: bool, expect: Callable[[Partition, str], None]) -> bool:

@@ -89,8 +89,8 @@ class GatewaySession:
         await self.readers.stop()
         await self.quota.timer.stop()
 
-    async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str) -> str:
-        """Create a request id of the tenant on the partition of the prompt's first tokens.
+    async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str, *, cache_salt: bytes = b"") -> str:
+        """Create a request id of the tenant on the partition of the prompt's first tokens and its cache salt.
 
         Where that partition is overloaded, the id is on a second one that the tokens also determine.
 
@@ -98,7 +98,7 @@ class GatewaySession:
             ModelNotFound: no engine has ever published the model.
             Unavailable: Redis can't serve now.
         """
-        return await self.acceptor.place(model, prompt_token_ids, tenant)
+        return await self.acceptor.place(model, prompt_token_ids, tenant, cache_salt)
 
     async def accept(self, spec: RequestSpec) -> bool:
         """Accept a request durably, and register this gateway as its reader. Accepting an id again changes nothing.

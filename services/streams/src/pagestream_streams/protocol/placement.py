@@ -7,13 +7,15 @@ from array import array
 from collections.abc import Collection, Sequence
 
 
-def choices(prompt_token_ids: Sequence[int], partitions: int, first_tokens: int) -> tuple[int, int]:
+def choices(
+    prompt_token_ids: Sequence[int], partitions: int, first_tokens: int, cache_salt: bytes = b""
+) -> tuple[int, int]:
     """Return a prompt's first and second choice of a partition, equal for prompts with equal `first_tokens` tokens.
 
-    The two differ unless there is only one partition.
+    The two differ unless there is only one partition. Prompts with another salt, which share nothing, choose anew.
     """
     head = array("Q", prompt_token_ids[:first_tokens]).tobytes()
-    digest = hashlib.blake2b(head, digest_size=16).digest()
+    digest = hashlib.blake2b(head + cache_salt, digest_size=16).digest()
     first = int.from_bytes(digest[:8], "big") % partitions
     if partitions == 1:
         return first, first

@@ -77,7 +77,7 @@ class ActiveRequests:
             self._fail(request, "engine_error", "the engine could not read this request")
             return
         for choices in groups:
-            self._run_group(choices)
+            self._run_group(choices, claim.spec.cache_salt)
         request.end_if_complete()
         self._on_pending()
         logger.info(
@@ -91,12 +91,12 @@ class ActiveRequests:
         request.fail(code, message)
         self._on_pending()
 
-    def _run_group(self, choices: Sequence[Choice]) -> None:
+    def _run_group(self, choices: Sequence[Choice], cache_salt: bytes) -> None:
         """Run the choices of one prompt as a group."""
         prompt = list(choices[0].prompt.ids)
         self._budget.reserve(len(prompt), [(choice.seq_id, len(choice.output_token_ids)) for choice in choices])
         siblings = [Sibling(choice.seq_id, choice.params, choice.output_token_ids) for choice in choices]
-        self._submit(AddGroup(prompt, siblings))
+        self._submit(AddGroup(prompt, siblings, cache_salt))
 
     def add_output(self, output: StepOutput) -> None:
         """Add one step's output of one sequence to its request. One that was dropped during the step is ignored."""

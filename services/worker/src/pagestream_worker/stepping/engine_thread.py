@@ -38,6 +38,7 @@ class AddGroup:
 
     prompt_token_ids: Sequence[int]
     siblings: Sequence[Sibling]
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ class EngineThread(threading.Thread):
                 self._members.discard(seq_id)
             return
         try:
-            engine.add_group(command.prompt_token_ids, command.siblings)
+            engine.add_group(command.prompt_token_ids, command.siblings, cache_salt=command.cache_salt)
         except InvalidRequest as error:
             self._on_outputs([_refused(sibling, error) for sibling in command.siblings])
 

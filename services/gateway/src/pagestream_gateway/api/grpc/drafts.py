@@ -30,6 +30,7 @@ def generate_draft(request: GenerateRequest, *, deadline_ms: int) -> Draft:
         deadline_ms=deadline_ms,
         client_request_id=request.client_request_id,
         idempotency_key=key,
+        cache_salt=request.cache_salt,
         body_digest=hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest() if key else "",
     )
 

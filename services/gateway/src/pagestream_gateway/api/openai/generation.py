@@ -39,7 +39,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
-    "cache_salt": (),
     "kv_transfer_params": (),
     "vllm_xargs": (),
 }
@@ -72,6 +71,9 @@ class GenerationBody(Body):
         description='While no client reads the answer: "cancel" after the disconnect grace (default), or "continue".',
     )
     request_id: str | None = Field(None, description="The caller's own id, kept as metadata.")
+    cache_salt: str | None = Field(
+        None, min_length=1, description="Only requests with the same salt share computed prefixes."
+    )
     # Known fields that can't change the output.
     user: Any = None
     metadata: Any = None
@@ -119,6 +121,7 @@ def shared_draft(
     shared = {each.name: getattr(body, each.name) for each in parameters.PARAMETERS if each.json_type is not None}
     key = headers.get("idempotency-key", "")
     check_unicode(body.request_id or "", "request_id")
+    check_unicode(body.cache_salt or "", "cache_salt")
     sampling = sampling_from_json(shared | own)
     return {
         "model": body.model or "",
@@ -134,6 +137,7 @@ def shared_draft(
         "deadline_ms": _deadline_ms(headers.get("x-request-timeout")),
         "client_request_id": body.request_id or headers.get("x-client-request-id") or headers.get("x-request-id", ""),
         "idempotency_key": key,
+        "cache_salt": body.cache_salt or "",
         "body_digest": _digest(api, document) if key else "",
     }
 
