@@ -2,15 +2,17 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import Any
 
 import httpx2
 import openai
 import pytest
 from pagestream_client import Reconnection
-from pagestream_client.http.openai_transport import AsyncResumingTransport, ResumingTransport
-from support.clients.gateway_clients import Address, gateway_settings, running_address
-from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from pagestream_client.openai import transport
+from support.clients.gateway_clients import Address, gateway_settings, lose, running_address
+from support.engines.synthetic_engine import MODEL, SyntheticEngine, answer_text
 from support.network.flaky_network import FlakyNetwork
+from support.protocol.token_streams import eventually
 
 ALPHABET = "abcdefghijklmnopqrst"
 LIMIT_S = 60.0
@@ -18,12 +20,12 @@ QUICK = Reconnection(limit_s=10.0)
 
 
 def async_client(urls: list[str]) -> openai.AsyncOpenAI:
-    http = httpx2.AsyncClient(transport=AsyncResumingTransport(urls, reconnection=QUICK))
+    http = httpx2.AsyncClient(transport=transport(urls, reconnection=QUICK))
     return openai.AsyncOpenAI(base_url=f"{urls[0]}/v1", api_key="none", http_client=http)
 
 
 def blocking_client(urls: list[str]) -> openai.OpenAI:
-    http = httpx2.Client(transport=ResumingTransport(urls, reconnection=QUICK))
+    http = httpx2.Client(transport=transport(urls, reconnection=QUICK))
     return openai.OpenAI(base_url=f"{urls[0]}/v1", api_key="none", http_client=http)
 
 
@@ -91,10 +93,10 @@ async def test_gateways_that_stop_one_after_the_other(engine: SyntheticEngine, r
         gateways = [AsyncExitStack(), AsyncExitStack()]
         addresses = [await each.enter_async_context(running_address(gateway_settings(redis_url))) for each in gateways]
         rest.push_async_exit(gateways[1])
-        transport = AsyncResumingTransport([each.url for each in addresses], reconnection=QUICK)
-        transport._configuration.endpoints._current = addresses[0].url
+        resuming = transport([each.url for each in addresses], reconnection=QUICK)
+        resuming._configuration.endpoints._current = addresses[0].url
         client = openai.AsyncOpenAI(
-            base_url=f"{addresses[0].url}/v1", api_key="none", http_client=httpx2.AsyncClient(transport=transport)
+            base_url=f"{addresses[0].url}/v1", api_key="none", http_client=httpx2.AsyncClient(transport=resuming)
         )
         text = ""
         async with client:
@@ -106,6 +108,54 @@ async def test_gateways_that_stop_one_after_the_other(engine: SyntheticEngine, r
                     engine.go_on()
         await stopping
     assert text == ALPHABET
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "blocking"])
+async def test_a_gateway_is_killed_under_an_answer_that_is_not_streamed(
+    engine: SyntheticEngine, gateway: Address, other_gateway: Address, is_async: bool
+) -> None:
+    engine.hold_at = 5
+    ask: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 20}
+    async with FlakyNetwork(gateway.http_port) as one, FlakyNetwork(other_gateway.http_port) as other:
+        urls = [f"http://{each.target}" for each in (one, other)]
+
+        def work() -> str:
+            with blocking_client(urls) as client:
+                return client.completions.create(**ask).choices[0].text
+
+        async def work_async() -> str:
+            async with async_client(urls) as client:
+                return (await client.completions.create(**ask)).choices[0].text
+
+        async with asyncio.timeout(LIMIT_S):
+            asking = asyncio.create_task(work_async() if is_async else asyncio.to_thread(work))
+            await eventually(lambda: bool(engine.claimed))
+            next(each for each in (one, other) if each.num_connections).reset()
+            await eventually(lambda: one.num_connections + other.num_connections == 2)
+            engine.go_on()
+            text = await asking
+    [spec] = engine.claimed
+    assert text == answer_text(spec, 0), "one request, whose seed a gateway chose"
+
+
+async def test_a_request_that_redis_has_lost_meanwhile_is_accepted_again(
+    engine: SyntheticEngine, gateway: Address, other_gateway: Address, redis_url: str
+) -> None:
+    engine.hold_at = 7
+    async with FlakyNetwork(gateway.http_port) as one, FlakyNetwork(other_gateway.http_port) as other:
+        async with asyncio.timeout(LIMIT_S), async_client([f"http://{each.target}" for each in (one, other)]) as client:
+            text = ""
+            stream = await client.completions.create(model=MODEL, prompt="hello", max_tokens=20, stream=True)
+            async for chunk in stream:
+                text += chunk.choices[0].text
+                if len(text) == 7 and engine.hold_at == 7:
+                    broken = next(each for each in (one, other) if each.num_connections)
+                    await lose(redis_url, engine.claimed[0].request_id)
+                    broken.reset()
+                    engine.go_on()
+    first, second = engine.claimed
+    assert text == answer_text(first, 0)
+    assert (second.request_id, second.sampling.seed) == (first.request_id, first.sampling.seed)
 
 
 async def test_errors_and_other_calls_are_the_gateways_own(gateway: Address) -> None:

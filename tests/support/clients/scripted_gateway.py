@@ -33,6 +33,8 @@ class ScriptedGateway:
     or with an error event of this code (str). Connections beyond the list run to their end."""
     refusals: list[tuple[int, str]] = field(default_factory=list)
     """Status and message of the answers to the first requests."""
+    is_lost: bool = False
+    """Whether the request is unknown, until it is accepted again."""
     models: list[str] = field(default_factory=lambda: ["demo"])
     calls: list[Call] = field(default_factory=list)
     url: str = ""
@@ -55,6 +57,12 @@ class ScriptedGateway:
             if call.path == "/v1/models":
                 data = [{"id": name, "max_model_len": 128} for name in self.models]
                 _write_json(writer, "200 OK", {"data": data})
+            elif call.method == "PUT":
+                self.is_lost = False
+                _write_json(writer, "200 OK", {})
+            elif call.method == "GET" and self.is_lost:
+                error = {"message": "there is no such request", "code": "request_not_found"}
+                _write_json(writer, "404 Not Found", {"error": error})
             elif call.method == "DELETE":
                 _write_json(writer, "200 OK", {})
             elif self.refusals:
@@ -70,7 +78,7 @@ class ScriptedGateway:
 
     async def _stream(self, call: Call, writer: asyncio.StreamWriter) -> None:
         ending = self.breaks.pop(0) if self.breaks else None
-        more = f"Transfer-Encoding: chunked\r\nX-Request-Id: {REQUEST_ID}\r\n\r\n"
+        more = f"Transfer-Encoding: chunked\r\nX-Request-Id: {REQUEST_ID}\r\nX-Request-Seed: 7\r\n\r\n"
         writer.write(HEAD.format(status="200 OK", kind="text/event-stream", more=more).encode())
         if isinstance(ending, str):
             _chunk(writer, _event(call, _start(call), {"error": {"message": "later", "code": ending}}))

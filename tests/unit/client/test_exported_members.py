@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
+import httpx2
 import pagestream_client
+import pagestream_client.openai
 import pytest
 from pagestream_client.http import HttpClient
 
@@ -76,3 +78,9 @@ def test_importing_the_http_client_loads_no_http_library() -> None:
     code = "import pagestream_client.http, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not {"httpx", "httpx2"} & set(loaded.stdout.split())
+
+
+def test_the_transport_of_the_openai_client_is_for_both_of_its_forms() -> None:
+    resuming = pagestream_client.openai.transport("http://127.0.0.1:1/v1")
+    assert isinstance(resuming, httpx2.BaseTransport)
+    assert isinstance(resuming, httpx2.AsyncBaseTransport)

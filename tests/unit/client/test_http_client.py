@@ -14,6 +14,7 @@ from pagestream_client import (
     Position,
     QueueFull,
     Reconnection,
+    RequestNotFound,
     StreamClosed,
     Unavailable,
 )
@@ -153,6 +154,26 @@ async def test_signs_of_life_of_connections_that_end_at_once_are_no_progress(ask
     async with ScriptedGateway(breaks=[1, *[0.05] * 100]) as gateway:
         with pytest.raises(Unavailable):
             await ask(gateway.url, policy=policy)
+
+
+async def test_a_lost_request_is_accepted_again_with_its_seed_and_read_on(ask: Ask) -> None:
+    async with ScriptedGateway(breaks=[2], is_lost=True) as gateway:
+        chunks = await ask(gateway.url)
+    assert text_of(chunks) == TEXT
+    first, lost, again, rest = gateway.calls
+    assert (again.method, again.path, again.body) == ("PUT", f"/v1/requests/{REQUEST_ID}", first.body)
+    assert (again.headers["x-request-seed"], again.headers["idempotency-key"]) == (
+        "7",
+        first.headers["idempotency-key"],
+    )
+    assert lost.headers["last-event-id"] == rest.headers["last-event-id"] == f"{REQUEST_ID}/2/d2"
+
+
+async def test_a_request_that_was_only_resumed_here_is_not_accepted_again() -> None:
+    async with ScriptedGateway(is_lost=True) as gateway, AsyncHttpClient(gateway.url, reconnection=QUICK) as client:
+        with pytest.raises(RequestNotFound):
+            await client.resume(REQUEST_ID, 2, "d2").collect()
+    assert [call.method for call in gateway.calls] == ["GET"]
 
 
 async def test_an_error_that_says_no_ends_the_answer(ask: Ask) -> None:

@@ -69,7 +69,7 @@ class AsyncHttpStream(AsyncStream):
             self._events.extend(self._decoder.feed(data))
         return True
 
-    async def _open(self) -> AsyncIterator[bytes]:
+    async def _open(self) -> AsyncIterator[bytes] | None:
         if self._http.is_closed:
             raise StreamClosed("the client is closed")
         call, self._target = self._state.next_call(), self._endpoints.current
@@ -80,8 +80,12 @@ class AsyncHttpStream(AsyncStream):
         response = self._response = await self._http.send(request, stream=True)
         if response.status_code != 200:
             raise CallRefused(failure_of_answer(response.status_code, response.headers, await response.aread()))
-        self._state.opened(response.headers.get("x-request-id", ""))
-        return response.aiter_raw()
+        self._state.opened(response.headers)
+        if call.is_stream:
+            return response.aiter_raw()
+        await response.aread()
+        self._response = None
+        return None
 
     def _failure_of(self, error: Exception) -> Failure | None:
         return call_failure(error)

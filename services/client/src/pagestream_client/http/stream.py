@@ -63,8 +63,12 @@ class HttpStream(Stream):
         response = self._response = self._http.send(request, stream=True)
         if response.status_code != 200:
             raise CallRefused(failure_of_answer(response.status_code, response.headers, response.read()))
-        self._state.opened(response.headers.get("x-request-id", ""))
-        self._pieces = response.iter_raw()
+        self._state.opened(response.headers)
+        if call.is_stream:
+            self._pieces = response.iter_raw()
+        else:
+            response.read()
+            self._response = None
 
     def _failure_of(self, error: Exception) -> Failure | None:
         return call_failure(error)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pagestream_client.chunks import Chunk
 from pagestream_client.errors import Position
+from pagestream_client.failures import Code, Failure
 from pagestream_client.http.answers import DONE, body_of, chunk_of, failed_chunk, place_of, position_of
 from pagestream_client.http.failures import CallRefused, failure_of_event
 from pagestream_client.http.requests import HttpRequest
@@ -15,18 +16,27 @@ from pagestream_client.http.sse import Event
 from pagestream_client.resumable_stream import ResumableStream
 from pagestream_client.retry import RetryState
 
+_NOT_FOUND = "REQUEST_NOT_FOUND"
 END_LIMIT_S = 1.0
 """Seconds to wait for the end of the body after the last chunk: gateways count a call without one as disconnected."""
 
 
 @dataclass(frozen=True)
 class HttpCall:
-    """The next call of a stream: POST until the request id is known, then GET its events."""
+    """The next call of a stream: POST until the request id is known, then GET its events.
+
+    Where Redis has lost the request, PUT accepts it again; its answer is no stream.
+    """
 
     method: str
     path: str
     body: Mapping[str, Any] | None
     headers: Mapping[str, str]
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer has events."""
+        return self.method != "PUT"
 
 
 class HttpStreamState(ResumableStream):
@@ -49,6 +59,8 @@ class HttpStreamState(ResumableStream):
         position = start if isinstance(start, Position) else None
         super().__init__(position, retry, deadline_s=deadline_s, settle_s=settle_s, clock=clock)
         self._request = start if isinstance(start, HttpRequest) else None
+        self._seed = ""
+        self._is_lost = False  # whether Redis has lost the request, so that it is to be accepted again
         self._last_event_id = ""
         if position is not None and position.next_index:
             self._last_event_id = f"{position.request_id}/{position.next_index}/{position.digest}"
@@ -58,19 +70,38 @@ class HttpStreamState(ResumableStream):
         """Return what to call now. Raises DeadlineExceeded instead of submitting a request after its deadline."""
         timeout_s = self.begin_call()
         self._last_sign_at = self._called_at
-        if not self.is_accepted and self._request is not None:
+        name = f"/v1/requests/{self.position.request_id}"
+        if self._request is not None and (self._is_lost or not self.is_accepted):
             headers = {"Idempotency-Key": self._request.idempotency_key}
             if timeout_s is not None:
                 headers["X-Request-Timeout"] = f"{timeout_s:.3f}"
+            if self._is_lost:
+                return HttpCall("PUT", name, self._request.body, {**headers, "X-Request-Seed": self._seed})
             return HttpCall("POST", self._request.path, self._request.body, headers)
         last = {"Last-Event-ID": self._last_event_id} if self._last_event_id else {}
-        return HttpCall("GET", f"/v1/requests/{self.position.request_id}/events", None, last)
+        return HttpCall("GET", f"{name}/events", None, last)
 
-    def opened(self, request_id: str) -> None:
-        """Note that a gateway answers with a stream; the request id is its header's, empty where there is none."""
+    def opened(self, headers: Mapping[str, str]) -> None:
+        """Note that a gateway answers with a stream, or that it has accepted a lost request again.
+
+        `headers`: the answer's; case-insensitive, or in lower case. Other servers have no request id there.
+        """
         self._retry.answered()
-        if request_id:
+        self._is_lost = False
+        if request_id := headers.get("x-request-id", ""):
             self.accept(request_id)
+        self._seed = self._seed or headers.get("x-request-seed", "")
+
+    def failed(self, failure: Failure, target: str) -> float:
+        """Note that the call has failed; a request that Redis has lost is accepted again by the next one.
+
+        Returns seconds until then. Raises as ResumableStream does.
+        """
+        is_lost = failure.reason == _NOT_FOUND and self._is_submitted_here and self.is_accepted
+        if is_lost and self._seed and not self._is_lost:
+            self._is_lost = True
+            failure = replace(failure, code=Code.UNAVAILABLE)
+        return super().failed(failure, target)
 
     def note_sign(self) -> None:
         """Note that bytes have come, if only of a comment: the gateway lives."""
