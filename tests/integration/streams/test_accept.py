@@ -3,9 +3,16 @@
 import asyncio
 import dataclasses
 import time
+from unittest.mock import AsyncMock
 
 import pytest
-from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE, REQUEST_STATE_QUEUED, REQUEST_STATE_RUNNING
+from pagestream.v1.inference_pb2 import (
+    ON_DISCONNECT_CANCEL,
+    ON_DISCONNECT_CONTINUE,
+    REQUEST_STATE_QUEUED,
+    REQUEST_STATE_RUNNING,
+    OnDisconnect,
+)
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import (
     Broker,
@@ -174,20 +181,69 @@ class TestIdempotencyKey:
             other = await gateway.accept_once(spec(key="k", tenant="tenant-b"), body_digest="e")
             assert other.request_id != first.request_id
 
-    async def test_a_half_done_accept_is_completed(self, redis_url: str, broker: Broker) -> None:
-        bounded = dataclasses.replace(FAST, max_queued_requests=1)
-        async with (
-            await Broker.connect(redis_url, bounded) as narrow,
-            GatewaySession(narrow) as full,
-            GatewaySession(broker) as gateway,
-        ):
-            await full.accept(spec())
+    async def test_a_half_done_accept_is_completed(self, broker: Broker) -> None:
+        async with GatewaySession(broker) as gone, GatewaySession(broker) as gateway:
             reserved = spec(key="k")
-            with pytest.raises(QueueFull):
-                await full.accept_once(reserved, body_digest="d")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(gone, "accept", AsyncMock(side_effect=Unavailable("it has died")))
+                with pytest.raises(Unavailable):
+                    await gone.accept_once(reserved, body_digest="d")
             running = await gateway.accept_once(spec(key="k"), body_digest="d")
             assert running.request_id == reserved.request_id
             assert (await broker.view(reserved.request_id, TENANT)).state == REQUEST_STATE_QUEUED
+
+    async def test_a_refused_request_frees_its_key(self, redis_url: str, broker: Broker) -> None:
+        bounded = dataclasses.replace(FAST, max_queued_requests=1)
+        async with await Broker.connect(redis_url, bounded) as narrow, GatewaySession(narrow) as gateway:
+            first = spec()
+            await gateway.accept(first)
+            with pytest.raises(QueueFull):
+                await gateway.accept_once(spec(key="k"), body_digest="d")
+            await narrow.cancel(first.request_id, TENANT)
+            other = spec(key="k", prompt=[1])
+            assert await gateway.accept_once(other, body_digest="e") == other
+
+    async def test_a_refusal_leaves_a_key_under_which_another_try_runs(self, broker: Broker) -> None:
+        """The queue has room again between the refusal of one try and the freeing of its key."""
+        async with GatewaySession(broker) as refused, GatewaySession(broker) as quick:
+            late, soon = spec(key="k"), spec(key="k")
+
+            async def refuse(_: RequestSpec) -> bool:
+                await quick.accept_once(soon, body_digest="d")
+                raise QueueFull(limit="requests", bound=1, queued=1, retry_after_s=1.0)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(refused, "accept", refuse)
+                with pytest.raises(QueueFull):
+                    await refused.accept_once(late, body_digest="d")
+            running = await refused.accept_once(spec(key="k"), body_digest="d")
+            assert running.request_id == late.request_id
+            assert await queued(broker) == 1
+
+    @pytest.mark.parametrize("on_disconnect", [ON_DISCONNECT_CANCEL, ON_DISCONNECT_CONTINUE])
+    async def test_a_retry_renews_the_record_with_the_key(
+        self, redis_url: str, broker: Broker, on_disconnect: OnDisconnect
+    ) -> None:
+        brief = dataclasses.replace(FAST, retention_s=2)
+        async with (
+            await Broker.connect(redis_url, brief) as short,
+            GatewaySession(short) as gateway,
+            worker(short) as engine,
+        ):
+            request = await gateway.accept_once(spec(key="k", on_disconnect=on_disconnect), body_digest="d")
+            [claim] = await engine.claim()
+            await engine.generate(claim, 1, finish=True)
+            where = await broker.directory.locate(request.request_id)
+            kept = [where.request(request.request_id), where.log(request.request_id)]
+            key = broker.connection.keyspace.idempotency(TENANT, "k")
+            ages = [await broker.connection.execute("PTTL", each) for each in kept]
+            assert min(ages) > brief.retention_s * 1000, "as long as its key"
+            for each in kept:  # as if most of the time had passed
+                await broker.connection.execute("PEXPIRE", each, 500)
+            assert await gateway.accept_once(spec(key="k", on_disconnect=on_disconnect), body_digest="d") == request
+            key_ms = await broker.connection.execute("PTTL", key)
+            for each in kept:
+                assert await broker.connection.execute("PTTL", each) >= key_ms - 100 > 1000
 
     async def test_who_reserved_and_came_second_tells_what_runs(self, broker: Broker) -> None:
         """Its own spec has another seed: asked again with that, the client would get other tokens."""
@@ -223,8 +279,9 @@ class TestIdempotencyKey:
             await brief.cancel(first.request_id, TENANT)
             await reader
             where = await broker.directory.locate(first.request_id)
-            kept_ms = await broker.connection.execute("PTTL", where.log(first.request_id))
-            assert await broker.connection.execute("PTTL", reserved) >= kept_ms
+            reserved_ms = await broker.connection.execute("PTTL", reserved)
+            log_ms = await broker.connection.execute("PTTL", where.log(first.request_id))
+            assert settings.retention_s * 1000 <= reserved_ms <= log_ms
 
     async def test_what_nobody_reads_keeps_its_key_for_a_day(self, broker: Broker) -> None:
         async with GatewaySession(broker) as gateway:
@@ -264,3 +321,24 @@ async def test_a_full_redis_is_unavailable_with_its_reason(broker: Broker, redis
         with pytest.raises(RequestNotFound):
             await broker.view(request.request_id, TENANT)
         await gateway.accept(request)
+
+
+async def test_a_lost_request_that_is_accepted_again_keeps_its_deadline(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway:
+        request = spec(deadline_ms=600_000)
+        await gateway.accept(request)
+        record = (await broker.directory.locate(request.request_id)).request(request.request_id)
+        # As if most of the deadline had passed before the read begins.
+        deadline = int(await broker.connection.execute("HINCRBY", record, "deadline", -500_000))
+        reader = asyncio.create_task(read_with(gateway, request))
+        await eventually(lambda: any(each.is_registered for each in gateway.readers.reads.of(request.request_id)))
+        await broker.connection.execute("DEL", record)
+
+        async def is_accepted_again() -> bool:
+            return await broker.connection.execute("HGET", record, "state") == b"queued"
+
+        await eventually(is_accepted_again)
+        again = int(await broker.connection.execute("HGET", record, "deadline"))
+        assert abs(again - deadline) < 10_000, "not ten minutes from now"
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)

@@ -137,8 +137,10 @@ async def test_a_known_id_is_joined_and_a_new_request_refused(broker: Broker, me
     async with GatewaySession(broker) as first, GatewaySession(broker) as second:
         request = spec()
         await first.accept(request)
+        keyed = await first.accept_once(spec(key="k"), body_digest="d")
         memory(1)
         assert not await second.accept(request)
+        assert await second.accept_once(spec(key="k"), body_digest="d") == keyed
         readers = await broker.connection.execute("HGET", HERE.request(request.request_id), "readers")
         assert readers.decode().split() == [first.gateway_id, second.gateway_id]
         with pytest.raises(StorageFull, match="maxmemory"):

@@ -85,7 +85,7 @@ MUTANTS = [
     Mutant("register", "if not finished then", "if true then"),
     Mutant("register", "  although_full()\n  add_reader", "  add_reader"),
     Mutant("register", "or found[1] ~= ARGV[2]", ""),
-    Mutant("register", "call('ZADD', prefix .. 'gateways', now_ms() + ARGV[4], gateway)", ""),
+    Mutant("register", "call('ZADD', prefix .. 'gateways', now + ARGV[4], gateway)", ""),
     Mutant("register", "add_reader(id, found[3], gateway)", ""),
     Mutant("registry", "call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])", ""),
     Mutant("registry", "'(' .. now, '+inf'", "'-inf', now"),
@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant("view", "found[10] ~= ARGV[2]", "false"),
     # Of the prelude, as it stands before one of the scripts that use it.
     Mutant("append", "call('SREM', prefix .. 'owned:' .. engine, id)", ""),
-    Mutant("end", "call('PEXPIRE', prefix .. 'log:' .. id, retention)", ""),
+    Mutant("end", "call('PEXPIRE', prefix .. 'log:' .. id, length)", ""),
     Mutant("end", "  call('ZREM', prefix .. 'deadlines', id)\n", ""),
     Mutant("expire", "if words(alone) >= CONDEMNED then", "if words(alone) > CONDEMNED then"),
     Mutant("expire", "words(found[6]) >= SUSPECT", "words(found[6]) > SUSPECT"),

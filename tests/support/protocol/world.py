@@ -197,7 +197,9 @@ class Protocol:
         if record is None:
             must(reply is None, f"registered for nothing: {reply}")
             return
-        must(reply == [int(record["next"]), int(record["state"] == "finished")], f"register answered {reply}")
+        left = max(1, int(record["deadline"]) - self.world.now) if int(record["deadline"]) else 0
+        wanted = [int(record["next"]), int(record["state"] == "finished"), left]
+        must(reply == wanted, f"register answered {reply}, not {wanted}")
         if record["state"] != "finished":
             must(gateway in requests(self.state)[request]["readers"].split(), f"{gateway} isn't registered")
             must(self.state["gateways"][gateway] == self.world.now + LEASE, "the reading gateway's lease")

@@ -32,8 +32,9 @@ class StreamsSettings:
     """Replicas that must have a write (WAIT); 0 doesn't wait."""
     wait_fsync: bool = False
     """Whether the server's disk must have a write (WAITAOF, from Redis 7.2 on, with appendfsync always)."""
-    wait_timeout_ms: int = 1000
-    """Milliseconds after which a write that waits counts as not done, and is tried again."""
+    wait_timeout_ms: int = 3000
+    """Milliseconds after which a write that waits counts as not done, and is tried again. With everysec a disk is
+    synced once a second, and a replica says once a second what its disk has. Below command_timeout_s."""
 
     # -- liveness --
     lease_ms: int = 1500

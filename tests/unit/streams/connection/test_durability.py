@@ -13,24 +13,25 @@ def test_replicas() -> None:
     assert durability.is_required
     [*_, key], wait = durability.commands("ps:{m/0}:")
     assert (key, wait) == ("ps:{m/0}:waited", ("WAIT", 2, 50))
-    durability.check(2)
+    durability.check([b"OK", 2])
     with pytest.raises(Unavailable, match="2 replicas within 50 ms"):
-        durability.check(1)
+        durability.check([b"OK", 1])
 
 
 def test_disk_and_replicas() -> None:
     durability = Durability(1, True, 50)
-    assert durability.commands("p:")[1] == ("WAITAOF", 1, 1, 50)
-    durability.check([1, 1])
+    assert durability.commands("p:")[1:] == [("WAIT", 1, 50), ("WAITAOF", 1, 1, 50)]
+    durability.check([b"OK", 1, [1, 1]])
     for reached in ([0, 1], [1, 0]):
         with pytest.raises(Unavailable, match="its own disk"):
-            durability.check(reached)
+            durability.check([b"OK", 1, reached])
 
 
 def test_a_server_without_the_verb_is_named() -> None:
     with pytest.raises(Unavailable, match=r"from 7\.2 on"):
-        Durability(0, True, 50).check(exceptions.ResponseError("unknown command 'WAITAOF'"))
+        Durability(0, True, 50).check([b"OK", exceptions.ResponseError("unknown command 'WAITAOF'")])
     with pytest.raises(Unavailable, match="appendonly"):
-        Durability(0, True, 50).check(exceptions.ResponseError("appendonly is disabled"))
-    with pytest.raises(exceptions.ConnectionError):
-        Durability(0, True, 50).check(exceptions.ConnectionError("gone"))
+        Durability(0, True, 50).check([b"OK", exceptions.ResponseError("appendonly is disabled")])
+    for replies in ([exceptions.ConnectionError("gone"), 1], [b"OK", exceptions.ConnectionError("gone")]):
+        with pytest.raises(exceptions.ConnectionError):
+            Durability(0, True, 50).check(replies)

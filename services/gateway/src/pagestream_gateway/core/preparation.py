@@ -1,5 +1,6 @@
 """Turn a draft into the record that the queue carries: render, tokenize, check against the model."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,7 +78,18 @@ def build_spec(
         seed_for_each_prompt=len(prepared.prompts) > 1 and not draft.sampling.HasField("seed"),
     )
     spec.answer.echo_texts.extend(prepared.echo_texts)
+    if draft.idempotency_key and not draft.sampling.HasField("seed"):
+        spec.sampling.seed = _seed_of_key(draft, tenant)
     return spec
+
+
+def _seed_of_key(draft: Draft, tenant: str) -> int:
+    """Return the same seed for each try with an idempotency key: one that runs again after a loss has the same tokens.
+
+    A try may run under an earlier one's id after Redis has lost or dropped its record.
+    """
+    text = f"{len(tenant)}:{tenant}{len(draft.idempotency_key)}:{draft.idempotency_key}{draft.body_digest}"
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
 
 
 def _encode(prompt: Prompt, prompt_field: str, model: LoadedModel) -> Sequence[int]:

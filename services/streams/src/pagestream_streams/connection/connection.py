@@ -188,11 +188,10 @@ class Connection:
 
     async def _together(self, key: str, command: Sequence[Argument]) -> Any:
         async with translated_errors():
-            reply, touched, reached = await self.topology.pipeline_to(key, [command, *self._durability.commands(key)])
-            for each in (reply, touched):
-                if isinstance(each, Exception):
-                    raise each
-            self._durability.check(reached)
+            reply, *waited = await self.topology.pipeline_to(key, [command, *self._durability.commands(key)])
+            if isinstance(reply, Exception):
+                raise reply
+            self._durability.check(waited)
         return reply
 
     async def _evaluate(self, script: Script, key: str, arguments: Sequence[Argument]) -> Any:

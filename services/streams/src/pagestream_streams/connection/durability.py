@@ -12,8 +12,8 @@ from pagestream_streams.errors import Unavailable
 from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.settings import StreamsSettings
 
-_TOUCH = "redis.call('PERSIST', KEYS[1]) return redis.call('SET', KEYS[1], '1')"
-"""A write that always reaches the replicas and the append-only file.
+_TOUCH = "redis.call('PERSIST', KEYS[1]) return redis.call('SET', KEYS[1], '1', 'PX', 60000)"
+"""A write that always reaches the replicas and the append-only file, and expires.
 
 Redis refuses no write of a script once it has written: PERSIST needs no memory, so SET is let through when it is full.
 """
@@ -38,18 +38,25 @@ class Durability:
         return self.replicas > 0 or self.on_disk
 
     def commands(self, prefix: str) -> Sequence[Sequence[Argument]]:
-        """Return a write and the wait for it, to be sent after a command on the command's connection.
+        """Return a write and the waits for it, to be sent after a command on the command's connection.
 
         WAIT counts the writes of its own connection, and a repeated append or a read has none: hence the write.
         Replicas and the append-only file keep the order: once they have it, they have all that the command saw.
         """
-        touch = ("EVAL", _TOUCH, 1, f"{prefix}waited")
+        commands: list[Sequence[Argument]] = [("EVAL", _TOUCH, 1, f"{prefix}waited")]
+        if self.replicas:
+            commands.append(("WAIT", self.replicas, self.timeout_ms))
         if self.on_disk:
-            return touch, ("WAITAOF", 1, self.replicas, self.timeout_ms)
-        return touch, ("WAIT", self.replicas, self.timeout_ms)
+            # After WAIT, since it asks the replicas at once what their disks have. A replica is asked when it has
+            # received the write and has not synced it, and then says more only once a second.
+            commands.append(("WAITAOF", 1, self.replicas, self.timeout_ms))
+        return commands
 
-    def check(self, reached: Any) -> None:
-        """Raise Unavailable where the wait's reply shows less than was asked for."""
+    def check(self, replies: Sequence[Any]) -> None:
+        """Raise Unavailable where the replies to `commands` show less than was asked for."""
+        touched, *_, reached = replies
+        if isinstance(touched, Exception):
+            raise touched
         if isinstance(reached, exceptions.ResponseError) and "unknown command" in str(reached):
             raise Unavailable("wait_fsync needs WAITAOF, which Redis and Valkey have from 7.2 on; unset it, or update")
         if isinstance(reached, exceptions.ResponseError):

@@ -11,7 +11,7 @@ from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.scripts import ACCEPT
 from pagestream_streams.errors import QueueFull, RequestNotFound
 from pagestream_streams.fault_points import FaultPoint, reach
-from pagestream_streams.gateway.reservations import reserve
+from pagestream_streams.gateway.reservations import Reservation, kept_ms, reserve
 from pagestream_streams.protocol import ids, placement
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.settings import StreamsSettings
@@ -38,10 +38,21 @@ class Acceptor:
         first, second = placement.choices(prompt_token_ids, partitions, first_tokens, cache_salt)
         return ids.new(model, second if self._is_overloaded(model, first, second) else first, tenant)
 
-    async def accept(self, spec: RequestSpec, *, bounded: bool, expect: Callable[[Partition, str], None]) -> bool:
+    async def accept(
+        self,
+        spec: RequestSpec,
+        *,
+        bounded: bool,
+        expect: Callable[[Partition, str], None],
+        deadline_ms: int | None = None,
+    ) -> bool:
         """Accept a request durably; see GatewaySession.accept.
 
-        `bounded`: whether the queue's bounds apply. `expect` gets the partition and the id before Redis is asked.
+        Args:
+            spec: the request.
+            bounded: whether the queue's bounds apply.
+            expect: gets the partition and the id before Redis is asked.
+            deadline_ms: what is left of the deadline of a request that is accepted again; None for the spec's.
         """
         where = await self._broker.directory.locate_published(spec.request_id)
         expect(where, spec.request_id)
@@ -56,7 +67,7 @@ class Acceptor:
             spec.priority,
             tokens,
             len(spec.prompts) * max(1, spec.sampling.n),
-            spec.deadline_ms,
+            spec.deadline_ms if deadline_ms is None else deadline_ms,
             spec.disconnect_grace_ms,
             int(spec.on_disconnect == ON_DISCONNECT_CONTINUE),
             self._reader_id,
@@ -69,6 +80,7 @@ class Acceptor:
             settings.tenant_alone_percent,
             int(bounded),
             max((len(prompt.ids) for prompt in spec.prompts), default=0) + 1,
+            kept_ms(settings.retention_s) if spec.idempotency_key else 0,
         )
         if reply[0] == _FULL:
             raise _queue_full(settings, spec.tenant, reply[1:])
@@ -77,16 +89,21 @@ class Acceptor:
         reach(FaultPoint.ACCEPTED)
         return bool(reply[0] == _ACCEPTED)
 
-    async def reserved(self, spec: RequestSpec, body_digest: str) -> RequestSpec:
-        """Return the spec under the id that its idempotency key stands for. IdempotencyConflict, Unavailable."""
+    async def reserved(self, spec: RequestSpec, body_digest: str) -> tuple[Reservation, RequestSpec]:
+        """Reserve the spec's idempotency key; return the spec under the id that it stands for.
+
+        Raises:
+            IdempotencyConflict: the key was used with another body.
+            Unavailable: a retry is harmless.
+        """
         retention_s = self._broker.settings.retention_s
-        request_id = await reserve(self._broker.connection, spec, body_digest=body_digest, retention_s=retention_s)
-        if request_id == spec.request_id:
-            return spec
+        reservation = await reserve(self._broker.connection, spec, body_digest=body_digest, retention_s=retention_s)
+        if reservation.request_id == spec.request_id:
+            return reservation, spec
         same = RequestSpec()
         same.CopyFrom(spec)
-        same.request_id = request_id
-        return same
+        same.request_id = reservation.request_id
+        return reservation, same
 
     def _is_overloaded(self, model: str, first: int, second: int) -> bool:
         settings, keyspace = self._broker.settings, self._broker.connection.keyspace

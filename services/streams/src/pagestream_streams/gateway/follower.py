@@ -52,6 +52,7 @@ class Follower:
         self.is_registered = False  # whether Redis has known the request since this read began
         self.is_recovered = False  # whether it was accepted again
         self._is_lost = False
+        self.deadline: float | None = None  # time.monotonic(); None where the request has none, or none is known
         self.request_id = request_id
         self.tenant = tenant
         self.from_index = self.next_index = from_index

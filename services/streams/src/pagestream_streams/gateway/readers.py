@@ -38,7 +38,7 @@ class Readers:
         self,
         broker: Broker,
         gateway_id: str,
-        accept_again: Callable[[RequestSpec, bool], Awaitable[object]],
+        accept_again: Callable[[RequestSpec, bool, int | None], Awaitable[object]],
         *,
         serves: bool = True,
         on_end: Callable[[str, str], None] = lambda _tenant, _request_id: None,
@@ -48,7 +48,8 @@ class Readers:
         Args:
             broker: the process' connection to Redis.
             gateway_id: the gateway's name and boot nonce.
-            accept_again: accepts a request that Redis has lost; its second argument says whether queue bounds apply.
+            accept_again: accepts a request that Redis has lost. Its second argument says whether queue bounds apply,
+                its third what is left of the deadline in ms, where that is known.
             serves: whether reads are registered, see GatewaySession.
             on_end: called with tenant and id when a read has come to the end of its log.
         """
@@ -187,7 +188,9 @@ class Readers:
         if reply is None:
             raise RequestNotFound(follower.request_id)
         follower.is_registered = True
-        next_index, finished = reply
+        next_index, finished, deadline_ms = reply
+        if deadline_ms:
+            follower.deadline = time.monotonic() + deadline_ms / 1000
         if finished:
             follower.end_at(next_index)
 
@@ -197,7 +200,10 @@ class Readers:
         follower.is_recovered = True
         try:
             # What was accepted once is exempt from bounds. A read that has just begun can't know that it was.
-            await self._accept_again(spec, not follower.is_registered)
+            left_ms = None
+            if follower.deadline is not None:
+                left_ms = max(1, round((follower.deadline - time.monotonic()) * 1000))
+            await self._accept_again(spec, not follower.is_registered, left_ms)
         except RequestNotFound as error:
             if not follower.is_registered:
                 raise

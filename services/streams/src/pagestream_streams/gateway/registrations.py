@@ -79,7 +79,8 @@ class Registrations:
         """Register a read. Unavailable.
 
         Returns:
-            The log's length, and 1 where it has finished, else 0; None where Redis knows no such request of the tenant.
+            The log's length, 1 where it has finished, else 0, and the ms until its deadline, 0 for none; None where
+            Redis knows no such request of the tenant.
         """
         [reply] = await self._register_all(follower.where, [(follower.request_id, follower.tenant)])
         return reply
@@ -148,4 +149,4 @@ class Registrations:
             view = await self._broker.view(request_id, tenant)
         except RequestNotFound:
             return None
-        return [view.next_index, int(view.state == REQUEST_STATE_FINISHED)]
+        return [view.next_index, int(view.state == REQUEST_STATE_FINISHED), 0]

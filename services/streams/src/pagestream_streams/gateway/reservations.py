@@ -2,47 +2,77 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
 from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.connection.connection import Connection
+from pagestream_streams.connection.scripts import RELEASE, RESERVE
 from pagestream_streams.errors import IdempotencyConflict, Unavailable
 from pagestream_streams.protocol.keys import Keyspace
 
+_log = logging.getLogger(__name__)
+
 _UNREAD_MS = 86_400_000  # longest wait and run of a request without readers, which would renew it
-_TRIES = 3  # a reservation can expire between SET and GET
 
 
-async def reserve(connection: Connection, spec: RequestSpec, *, body_digest: str, retention_s: int) -> str:
-    """Reserve the spec's idempotency key for its request id.
+@dataclass(frozen=True)
+class Reservation:
+    """A try's hold on an idempotency key."""
 
-    Returns:
-        The id that the key stands for: the spec's, or that of an earlier try.
+    prefix: str
+    """Keyspace.reservation of the key."""
+    name: str
+    """Keyspace.idempotency of the key."""
+    request_id: str
+    """What the key stands for: this try's request, or that of an earlier one."""
+    attempt: str
+
+
+async def reserve(connection: Connection, spec: RequestSpec, *, body_digest: str, retention_s: int) -> Reservation:
+    """Reserve the spec's idempotency key for its request id, or join an earlier try.
+
+    On a cluster the key is on a node of its own, and is waited for there as the settings ask. Elsewhere the accept that
+    follows waits for what was written before it.
 
     Raises:
         IdempotencyConflict: the key was used with another body.
         Unavailable: a retry is harmless.
     """
-    name, length_ms = _name(connection.keyspace, spec), _length_ms(spec, retention_s)
-    value = f"{spec.request_id} {body_digest}"
-    for _ in range(_TRIES):
-        if await connection.execute("SET", name, value, "NX", "PX", length_ms):
-            return spec.request_id
-        found, renewed = await connection.pipeline([("GET", name), ("PEXPIRE", name, length_ms)])
-        if found is not None and renewed:
-            earlier, _, digest = found.decode().partition(" ")
-            if digest != body_digest:
-                raise IdempotencyConflict(spec.idempotency_key)
-            return str(earlier)
-    raise Unavailable(f"the idempotency key's reservation expired while it was read, {_TRIES} times in a row")
+    prefix = connection.keyspace.reservation(spec.tenant, spec.idempotency_key)
+    attempt = secrets.token_hex(8)
+    run = connection.run_acknowledged if connection.is_cluster else connection.run
+    found = await run(RESERVE, prefix, spec.request_id, body_digest, _length_ms(spec, retention_s), attempt)
+    if found is None:
+        raise IdempotencyConflict(spec.idempotency_key)
+    return Reservation(prefix, _name(connection.keyspace, spec), found.decode(), attempt)
+
+
+async def release(connection: Connection, reservation: Reservation) -> None:
+    """Free the key after a refusal, unless another try may have been accepted under it."""
+    try:
+        await connection.run(RELEASE, reservation.prefix, reservation.request_id, reservation.attempt)
+    except Unavailable as error:
+        _log.info("an idempotency key stays reserved although its request was refused: %s", error)
+
+
+async def shorten(connection: Connection, reservation: Reservation, retention_s: int) -> None:
+    """Let the key of a finished request expire no later than its record, which this try has renewed."""
+    try:
+        await connection.execute("PEXPIRE", reservation.name, kept_ms(retention_s))
+    except Unavailable as error:
+        _log.info("an idempotency key stays reserved for longer than its request's log: %s", error)
 
 
 async def renew(connection: Connection, specs: Iterable[RequestSpec], retention_s: int, limit_s: float) -> None:
     """Renew the reservations of running requests that have a key. Unavailable, also after `limit_s` seconds."""
-    keyspace = connection.keyspace
-    lengths = {_name(keyspace, spec): _length_ms(spec, retention_s) for spec in specs if spec.idempotency_key}
+    lengths = {
+        _name(connection.keyspace, spec): _length_ms(spec, retention_s) for spec in specs if spec.idempotency_key
+    }
     await connection.pipeline([("PEXPIRE", name, length_ms) for name, length_ms in lengths.items()], limit_s)
 
 
@@ -51,10 +81,15 @@ def renewal_s(retention_s: int) -> float:
     return retention_s / 8
 
 
+def kept_ms(retention_s: int) -> int:
+    """Return how long a key is reserved after its last renewal, and a finished request that has one is kept."""
+    return retention_s * 1250
+
+
 def _name(keyspace: Keyspace, spec: RequestSpec) -> str:
     return keyspace.idempotency(spec.tenant, spec.idempotency_key)
 
 
 def _length_ms(spec: RequestSpec, retention_s: int) -> int:
     unread_ms = _UNREAD_MS if spec.on_disconnect == ON_DISCONNECT_CONTINUE else 0
-    return retention_s * 1250 + unread_ms
+    return kept_ms(retention_s) + unread_ms

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self
 
+from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 
 from pagestream_streams.admin.broker import Broker
@@ -17,6 +18,7 @@ from pagestream_streams.gateway.acceptance import Acceptor
 from pagestream_streams.gateway.heartbeat import GatewayHeartbeat
 from pagestream_streams.gateway.log_quota import LogQuota
 from pagestream_streams.gateway.readers import Readers
+from pagestream_streams.gateway.reservations import release, shorten
 from pagestream_streams.protocol.keys import Partition
 
 
@@ -123,6 +125,8 @@ class GatewaySession:
     async def accept_once(self, spec: RequestSpec, *, body_digest: str) -> RequestSpec:
         """Accept a request once for its tenant and idempotency key. A retry completes an accept that was interrupted.
 
+        A retry after the request's end renews its log, so that the key never outlives it. A refusal frees the key.
+
         Args:
             spec: the request.
             body_digest: digest of the client's body; tries with the same key must have the same.
@@ -134,10 +138,18 @@ class GatewaySession:
             IdempotencyConflict: the key was used with another body.
             QueueFull, LogsFull, RequestNotFound, Unavailable: as `accept`.
         """
-        same = await self.acceptor.reserved(spec, body_digest)
-        if await self.accept(same):
-            return same
-        return await self._broker.spec(same.request_id, spec.tenant)
+        connection = self._broker.connection
+        reservation, same = await self.acceptor.reserved(spec, body_digest)
+        try:
+            if await self.accept(same):
+                return same
+        except (QueueFull, RequestNotFound, StorageFull):
+            await release(connection, reservation)
+            raise
+        view = await self._broker.view(same.request_id, spec.tenant)
+        if view.state == REQUEST_STATE_FINISHED:
+            await shorten(connection, reservation, self._settings.retention_s)
+        return view.spec
 
     def read(
         self,
@@ -175,8 +187,9 @@ class GatewaySession:
             raise ValueError(f"the spec is {spec.request_id!r} of {spec.tenant!r}, not {request_id!r} of {tenant!r}")
         return self.readers.read(request_id, tenant=tenant, from_index=from_index, digest=digest, spec=spec)
 
-    async def _accept(self, spec: RequestSpec, bounded: bool) -> bool:
-        return await self.acceptor.accept(spec, bounded=bounded, expect=self.readers.registrations.expect)
+    async def _accept(self, spec: RequestSpec, bounded: bool, deadline_ms: int | None = None) -> bool:
+        expect = self.readers.registrations.expect
+        return await self.acceptor.accept(spec, bounded=bounded, expect=expect, deadline_ms=deadline_ms)
 
     async def _partitions(self) -> list[Partition]:
         directory = self._broker.directory

@@ -14,6 +14,8 @@
 --       [16] weight of the tenant, [17] share of a tenant alone in percent
 --       [18] whether the bounds apply (0: the request was accepted before, and Redis lost it)
 --       [19] the context that it needs at least: tokens of its longest prompt and one more (0 or none: any)
+--       [20] how long it is kept after its end at least, and after this call where it has ended, in ms (0 or none: the
+--            retention of any request)
 -- Returns: {1} accepted; {2} was accepted before; {3} the id is another tenant's;
 --          {0, requests, tokens, drained, drain window in ms, bound of requests, bound of tokens, whose bound it is
 --          (0: all tenants', 1: this tenant's)} beyond a bound.
@@ -23,6 +25,7 @@ local deadline, grace, continue, gateway, lease = tonumber(ARGV[7]), ARGV[8], AR
 local max_requests, max_tokens = tonumber(ARGV[12]), tonumber(ARGV[13])
 local req, meta, now = prefix .. 'req:' .. id, prefix .. 'meta', now_ms()
 
+local kept = tonumber(ARGV[20] or 0)
 local weight, alone_share, bounded = tonumber(ARGV[16]), tonumber(ARGV[17]) / 100, ARGV[18] == '1'
 
 -- {queued requests of the tenant, their tokens, its bound of requests, its bound of tokens}.
@@ -41,6 +44,13 @@ if known[3] and known[3] ~= tenant then
 end
 if known[1] then
   although_full()
+  if known[1] == 'finished' and kept > 0 then
+    for _, key in ipairs({req, prefix .. 'log:' .. id}) do
+      if call('PTTL', key) < kept then
+        call('PEXPIRE', key, kept)
+      end
+    end
+  end
 else
   local requests = call('XLEN', prefix .. 'queue:' .. class)
   local state = call('HMGET', meta, 'tokens:' .. class, 'classes', 'drain_from', 'drained')
@@ -57,7 +67,7 @@ else
   call('HSET', req, 'spec', spec, 'tenant', tenant, 'class', class, 'ptok', tokens, 'choices', choices,
     'others', 0, 'cached', 0, 'state', 'queued', 'epoch', 0, 'nonce', '', 'owner', '', 'next', 0, 'digest', '',
     'readers', '', 'attempts', 0, 'accepted', now, 'deadline', deadline > 0 and now + deadline or 0,
-    'grace', grace, 'continue', continue, 'context', ARGV[19] or 0)
+    'grace', grace, 'continue', continue, 'context', ARGV[19] or 0, 'kept', kept)
   local classes = state[2] or ' '
   if not string.find(classes, ' ' .. class .. ' ', 1, true) then
     call('HSET', meta, 'classes', classes .. class .. ' ')

@@ -273,9 +273,11 @@ end
 
 -- == The end of a request ==
 
--- Marks a request as finished and lets its keys expire; its log has had its end entry.
+-- Marks a request as finished and lets its keys expire; its log has had its end entry. Its field "kept" is the
+-- shortest retention of a request with an idempotency key, which must not outlive it.
 local function retire(id, owner, readers, reason, retention)
   local req = prefix .. 'req:' .. id
+  local length = math.max(tonumber(retention), tonumber(call('HGET', req, 'kept') or 0))
   call('HSET', req, 'state', 'finished', 'reason', reason, 'ended', now_ms(), 'owner', '', 'readers', '')
   call('ZREM', prefix .. 'deadlines', id)
   call('ZREM', prefix .. 'graces', id)
@@ -285,8 +287,8 @@ local function retire(id, owner, readers, reason, retention)
   for gateway in string.gmatch(readers, '%S+') do
     call('SREM', prefix .. 'reads:' .. gateway, id)
   end
-  call('PEXPIRE', req, retention)
-  call('PEXPIRE', prefix .. 'log:' .. id, retention)
+  call('PEXPIRE', req, length)
+  call('PEXPIRE', prefix .. 'log:' .. id, length)
 end
 
 -- == What a tenant's logs take, see reserve_log.lua ==

@@ -102,6 +102,10 @@ class Keyspace:
         """Return the list of a tenant's requests: ids by the time of their acceptance."""
         return f"{self.prefix}:requests:" + hashlib.sha256(tenant.encode()).hexdigest()
 
+    def reservation(self, tenant: str, key: str) -> str:
+        """Return the prefix of what stands beside an idempotency key's reservation, whose name is its hash tag."""
+        return f"{self.prefix}:idem:{{{self.idempotency(tenant, key)}}}:"
+
     def idempotency(self, tenant: str, key: str) -> str:
         """Return the reservation of an idempotency key: a hash, since both texts come from clients, of any length."""
         return f"{self.prefix}:idem:" + hashlib.sha256(f"{len(tenant)}:{tenant}{key}".encode()).hexdigest()

@@ -1,0 +1,16 @@
+-- Free an idempotency key whose request was refused, once no other try may have been accepted under it.
+-- Run by: gateway/reservations.py.
+-- KEYS: the prefix of what stands beside the reservation, and a second name in its slot (see prelude.lua).
+-- ARGV: [1] the request id that it stands for, [2] the try that was refused
+-- Returns: 1 where the key is free, else 0.
+-- Retry: harmless, a try is removed once, and a later reservation has another id.
+local key, tries = string.match(prefix, '{(.*)}'), prefix .. 'tries'
+call('SREM', tries, ARGV[2])
+if call('EXISTS', tries) == 1 then
+  return 0
+end
+local found = call('GET', key)
+if found and string.match(found, '^%S*') == ARGV[1] then
+  call('DEL', key)
+end
+return 1
