@@ -55,6 +55,10 @@ class WorkerSettings:
     """Seconds between retries while Redis is away."""
     append_limit: int = 256
     """Most entries of one request in one append, so that a backlog after an outage does not block Redis."""
+    kept_log_bytes: int = 128 * 1024 * 1024
+    """Bytes of written entries that are kept to be sent again where Redis has lost them: about 3 million tokens without
+    log probabilities, the last minutes of any engine.
+    """
 
 
 _ENGINE_OPTIONS = (

@@ -9,6 +9,7 @@ from pagestream_streams import EngineSession
 
 from pagestream_worker.health import Health, watchdog
 from pagestream_worker.requests.claim_budget import ClaimBudget
+from pagestream_worker.requests.unacknowledged_log import LogMemory
 from pagestream_worker.serving.active_requests import ActiveRequests
 from pagestream_worker.serving.appending import AppendLoop
 from pagestream_worker.serving.claiming import ClaimLoop, PrefillLookahead
@@ -45,7 +46,9 @@ class Worker:
             step_tokens=scheduler.max_num_batched_tokens,
         )
         pending = asyncio.Event()
-        self._requests = ActiveRequests(thread.submit, self._budget, telemetry, pending.set)
+        self._requests = ActiveRequests(
+            thread.submit, self._budget, telemetry, pending.set, LogMemory(settings.kept_log_bytes)
+        )
         self._outputs = StepOutputs(self._requests, self._budget, telemetry)
         self._claiming = ClaimLoop(self._requests, self._budget, lambda: thread.stats().num_free_blocks, settings)
         self._appending = AppendLoop(self._requests, self._outputs, settings, telemetry, pending)

@@ -11,8 +11,13 @@ from pagestream_engine.request.sampling_params import child_seed
 from pagestream_streams import Claim
 from pagestream_streams.protocol import digests
 from pagestream_worker.requests.running_request import RunningRequest
+from pagestream_worker.requests.unacknowledged_log import LogMemory
 
 PROMPTS = ([1, 2, 3], [4, 5])
+
+
+def running(taken: Claim) -> RunningRequest:
+    return RunningRequest(taken, LogMemory(1_000_000))
 
 
 def claim(entries: list[LogEntry] | None = None, *, n: int = 1, num_prompts: int = 1, nonce: str = "a") -> Claim:
@@ -64,7 +69,7 @@ SCRIPT = [
 
 
 def test_a_log_has_each_token_the_finishes_and_one_end() -> None:
-    request = RunningRequest(claim(n=2))
+    request = running(claim(n=2))
     assert [choice.index for choice in request.open_choices()] == [0, 1]
     log = play(request, SCRIPT)
     kinds = [entry.WhichOneof("body") for entry in log]
@@ -77,7 +82,7 @@ def test_a_log_has_each_token_the_finishes_and_one_end() -> None:
 
 
 def test_the_digest_is_chained_over_the_log() -> None:
-    request = RunningRequest(claim(n=2))
+    request = running(claim(n=2))
     list(request.open_choices())
     digest = ""
     for entry in play(request, SCRIPT):
@@ -88,14 +93,14 @@ def test_the_digest_is_chained_over_the_log() -> None:
 
 @given(cut=st.integers(0, len(SCRIPT)))
 def test_a_successor_writes_what_was_missing(cut: int) -> None:
-    whole = RunningRequest(claim(n=2))
+    whole = running(claim(n=2))
     list(whole.open_choices())
     expected = play(whole, SCRIPT)
 
-    first = RunningRequest(claim(n=2))
+    first = running(claim(n=2))
     list(first.open_choices())
     written = play(first, SCRIPT[:cut])
-    second = RunningRequest(claim(list(written), n=2, nonce="b"))
+    second = running(claim(list(written), n=2, nonce="b"))
     resumed = {choice.index: list(choice.output_token_ids) for choice in second.open_choices()}
     for choice, tokens in resumed.items():
         assert tokens == [output.token_id for index, output in SCRIPT[:cut] if index == choice]
@@ -112,8 +117,8 @@ def test_a_successor_writes_what_was_missing(cut: int) -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_siblings_take_turns_in_any_order_of_generation_after_a_resume(first: int) -> None:
-    whole = play(RunningRequest(claim(n=2)), SCRIPT)
-    successor = RunningRequest(claim(whole[:2], n=2, nonce="b"))
+    whole = play(running(claim(n=2)), SCRIPT)
+    successor = running(claim(whole[:2], n=2, nonce="b"))
     rest = sorted(SCRIPT[2:], key=lambda each: each[0] != first)
     assert [entry.digest for entry in play(successor, rest)] == [entry.digest for entry in whole[2:]]
 
@@ -121,8 +126,8 @@ def test_siblings_take_turns_in_any_order_of_generation_after_a_resume(first: in
 @pytest.mark.parametrize("limit", range(1, 9))
 def test_a_successor_of_siblings_writes_the_same_log_wherever_an_append_was_cut(limit: int) -> None:
     """A choice's last token without its finish would give its turn to the others."""
-    whole = play(RunningRequest(claim(n=2)), SCRIPT)
-    request = RunningRequest(claim(n=2))
+    whole = play(running(claim(n=2)), SCRIPT)
+    request = running(claim(n=2))
     for choice, output in SCRIPT:
         request.add_output(choice, output)
     written: list[LogEntry] = []
@@ -136,7 +141,7 @@ def test_a_successor_of_siblings_writes_the_same_log_wherever_an_append_was_cut(
         tokens = [sum(entry.HasField("token_id") and entry.choice == choice for entry in written) for choice in (0, 1)]
         made = [[each for each in SCRIPT if each[0] == choice][tokens[choice] :] for choice in (0, 1)]
         finished = {entry.choice for entry in written if entry.HasField("finish")}
-        successor = RunningRequest(claim(list(written), n=2, nonce="b"))
+        successor = running(claim(list(written), n=2, nonce="b"))
         # What ran on goes first now; a choice without its finish is computed until it has it.
         rest = [each for choice in (1, 0) if choice not in finished for each in made[choice]]
         successor.end_if_complete()
@@ -144,7 +149,7 @@ def test_a_successor_of_siblings_writes_the_same_log_wherever_an_append_was_cut(
 
 
 def test_a_gap_is_sent_again_from_where_the_log_says() -> None:
-    request = RunningRequest(claim(n=2))
+    request = running(claim(n=2))
     list(request.open_choices())
     log = play(request, SCRIPT)
     request.log.acknowledge(3)
@@ -155,14 +160,14 @@ def test_a_gap_is_sent_again_from_where_the_log_says() -> None:
 
 
 def test_what_another_engine_wrote_before_cannot_be_sent_again() -> None:
-    first = RunningRequest(claim(n=2))
+    first = running(claim(n=2))
     list(first.open_choices())
     log = play(first, SCRIPT[:3])
-    assert not RunningRequest(claim(log, n=2)).log.can_send_from(1)
+    assert not running(claim(log, n=2)).log.can_send_from(1)
 
 
 def test_an_error_ends_every_choice_and_names_the_sequences_that_still_run() -> None:
-    request = RunningRequest(claim(n=2))
+    request = running(claim(n=2))
     seq_ids = [choice.seq_id for choice in request.open_choices()]
     request.add_output(0, StepOutput("", token_id=None, text="", finish_reason="error", error="broken"))
     log = sent(request)
@@ -172,23 +177,23 @@ def test_an_error_ends_every_choice_and_names_the_sequences_that_still_run() -> 
 
 
 def test_a_predecessor_that_died_before_the_end_leaves_only_the_end_to_write() -> None:
-    first = RunningRequest(claim())
+    first = running(claim())
     list(first.open_choices())
     log = play(first, [(0, step(1, "a", "stop"))])
     assert log[-1].HasField("end")
-    second = RunningRequest(claim(log[:-1]))
+    second = running(claim(log[:-1]))
     assert list(second.open_choices()) == []
     second.end_if_complete()
     assert sent(second) == log[-1:]
 
 
 def test_two_claims_of_one_request_have_different_sequences() -> None:
-    first, second = RunningRequest(claim(nonce="a")), RunningRequest(claim(nonce="b"))
+    first, second = running(claim(nonce="a")), running(claim(nonce="b"))
     assert {choice.seq_id for choice in first.open_choices()}.isdisjoint(c.seq_id for c in second.open_choices())
 
 
 def test_each_prompt_of_a_list_has_its_own_choices() -> None:
-    choices = list(RunningRequest(claim(n=2, num_prompts=2)).open_choices())
+    choices = list(running(claim(n=2, num_prompts=2)).open_choices())
     assert [list(choice.prompt.ids) for choice in choices] == [[1, 2, 3], [1, 2, 3], [4, 5], [4, 5]]
     assert choices[0].params.seed == choices[2].params.seed == 7
     assert choices[1].params.seed == choices[3].params.seed != 7
@@ -198,7 +203,7 @@ def test_prompts_of_a_list_have_seeds_of_their_own_where_the_client_gave_none() 
     """Equal prompts would have equal answers. The record says it: what began by the other rule goes on by it."""
     drawn = claim(n=2, num_prompts=2)
     drawn.spec.seed_for_each_prompt = True
-    seeds = [choice.params.seed for choice in RunningRequest(drawn).open_choices()]
+    seeds = [choice.params.seed for choice in running(drawn).open_choices()]
     assert seeds == [child_seed(7, choice) for choice in range(4)]
     assert len(set(seeds)) == 4
 
@@ -206,7 +211,7 @@ def test_prompts_of_a_list_have_seeds_of_their_own_where_the_client_gave_none() 
 def test_a_refused_request_has_no_sequence_to_abort() -> None:
     taken = claim(n=2)
     taken.spec.sampling.prompt_logprobs = 3
-    request = RunningRequest(taken)
+    request = running(taken)
     with pytest.raises(InvalidRequest):
         list(request.open_choices())
     request.fail("unsupported", "logprobs")
@@ -214,7 +219,7 @@ def test_a_refused_request_has_no_sequence_to_abort() -> None:
 
 
 def test_log_probabilities_are_in_the_tokens_entry_alone() -> None:
-    request = RunningRequest(claim())
+    request = running(claim())
     list(request.open_choices())
     tokens = (TokenLogprob(11, -1.5, 2, "b"), TokenLogprob(10, -0.5, 1, "a"))
     output = StepOutput("", token_id=11, text="b", finish_reason="length", logprobs=tokens)
@@ -225,11 +230,11 @@ def test_log_probabilities_are_in_the_tokens_entry_alone() -> None:
 
 
 def test_the_choices_of_a_prompt_come_together_and_only_those_that_are_open() -> None:
-    whole = RunningRequest(claim(n=2, num_prompts=2))
+    whole = running(claim(n=2, num_prompts=2))
     groups = list(whole.open_groups())
     assert [[choice.index for choice in group] for group in groups] == [[0, 1], [2, 3]]
     assert [list(group[0].prompt.ids) for group in groups] == [list(prompt) for prompt in PROMPTS]
     log = play(whole, [(0, step(10, "a", "stop")), (2, step(20, "x")), (3, step(21, "y", "length"))])
-    second = RunningRequest(claim(log, n=2, num_prompts=2, nonce="b"))
+    second = running(claim(log, n=2, num_prompts=2, nonce="b"))
     resumed = [[(choice.index, list(choice.output_token_ids)) for choice in group] for group in second.open_groups()]
     assert resumed == [[(1, [])], [(2, [20])]]

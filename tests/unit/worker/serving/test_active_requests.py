@@ -48,3 +48,29 @@ async def test_a_dropped_request_is_aborted_and_takes_no_outputs() -> None:
     assert table.commands[-1] == AbortSequences(["r/n/0", "r/n/1"])
     table.requests.add_output(StepOutput("r/n/0", 11, "b"))
     assert (len(table.requests), table.requests.has_pending) == (0, False)
+
+
+async def test_what_is_kept_to_be_sent_again_is_bounded_in_bytes() -> None:
+    """Acknowledged entries go first, the longest log's; in an outage, where none is acknowledged, a request goes."""
+    table = RequestTable(memory_bytes=8_000)
+    for request_id in ("long", "short"):
+        table.requests.start(claim("n", request_id=request_id))
+    long, short = table.requests.get("long"), table.requests.get("short")
+    assert long is not None
+    assert short is not None
+    for number in range(400):
+        table.requests.add_output(StepOutput("long/n/0", number, " word"))
+        long.log.acknowledge(number + 1)
+        if number < 40:
+            table.requests.add_output(StepOutput("short/n/0", number, " word"))
+            short.log.acknowledge(number + 1)
+        assert table.memory.held_bytes <= 8_000
+    assert short.log.can_send_from(0)
+    assert long.log.can_send_from(350)
+    assert not long.log.can_send_from(0)
+    for number in range(400, 800):
+        table.requests.add_output(StepOutput("long/n/0", number, " word"))
+        assert table.memory.held_bytes <= 8_000
+    assert table.requests.ids() == ["short"]
+    table.requests.drop(["short"])
+    assert table.memory.held_bytes == 0

@@ -14,7 +14,7 @@ from pagestream_streams.tasks import cancel
 
 _log = logging.getLogger(__name__)
 
-_MOST_WAITING = 1024  # slices for one gateway while its last message is in flight
+_MOST_WAITING_BYTES = 4 * 1024 * 1024  # for one gateway while its last message is in flight
 
 
 def gateways(readers: bytes) -> list[str]:
@@ -55,13 +55,13 @@ class WakeUpSender:
         return bool(self._sending)
 
     def send(self, slices: Iterable[tuple[LogSlice, bytes]]) -> None:
-        """Queue slices for their readers. While a gateway's node is silent, all beyond _MOST_WAITING are dropped."""
+        """Queue slices for their readers. Beyond _MOST_WAITING_BYTES, they are dropped."""
         for gateway, message in _packed(slices).items():
             if gateway not in self._sending:
                 self._sending[gateway] = asyncio.create_task(self._send(gateway, message), name="wake-ups")
                 continue
             waiting = self._waiting.setdefault(gateway, WakeUp())
-            if len(waiting.slices) < _MOST_WAITING:
+            if waiting.ByteSize() + message.ByteSize() <= _MOST_WAITING_BYTES:
                 waiting.slices.extend(message.slices)
 
     async def stop(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from pagestream.v1.inference_pb2 import (
@@ -22,7 +22,7 @@ from pagestream_streams.protocol.finish_reasons import parse_finish_reason
 from pagestream_telemetry.context import TraceContext, caller_context
 
 from pagestream_worker.requests.sampling import child_of, sampling_from_message
-from pagestream_worker.requests.unacknowledged_log import UnacknowledgedLog
+from pagestream_worker.requests.unacknowledged_log import LogMemory, UnacknowledgedLog
 
 
 def split_seq_id(seq_id: str) -> tuple[str, str, int]:
@@ -58,8 +58,8 @@ class Choice:
 class RunningRequest:
     """The log of one claimed request, with the entries that this engine has generated."""
 
-    def __init__(self, claim: Claim) -> None:
-        self.claim = claim
+    def __init__(self, claim: Claim, memory: LogMemory) -> None:
+        self.claim = replace(claim, entries=[])  # they are replayed below, and not needed again
         self.request_id = claim.spec.request_id
         self._siblings = max(1, claim.spec.sampling.n)
         self._num_choices = self._siblings * len(claim.spec.prompts)
@@ -68,7 +68,7 @@ class RunningRequest:
         self._finishes: dict[int, FinishReason] = {}
         self._running: set[int] = set()
         self._cached_tokens = claim.cached_tokens
-        self.log = UnacknowledgedLog(claim)
+        self.log = UnacknowledgedLog(claim, memory)
         self._ended = False
         for entry in claim.entries:
             self._replay(entry)

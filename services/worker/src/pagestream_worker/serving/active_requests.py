@@ -13,6 +13,7 @@ from pagestream_streams.fault_points import FaultPoint, reach
 
 from pagestream_worker.requests.claim_budget import ClaimBudget
 from pagestream_worker.requests.running_request import Choice, RunningRequest, split_seq_id
+from pagestream_worker.requests.unacknowledged_log import LogMemory
 from pagestream_worker.stepping.engine_thread import AbortSequences, AddGroup, Command
 from pagestream_worker.telemetry import WorkerTelemetry
 
@@ -27,6 +28,7 @@ class ActiveRequests:
         budget: gets each sequence that starts and ends.
         telemetry: gets each phase of a request.
         on_pending: called when a request has got entries that its log lacks.
+        memory: bounds the entries that are kept to be sent again.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class ActiveRequests:
         budget: ClaimBudget,
         telemetry: WorkerTelemetry,
         on_pending: Callable[[], None],
+        memory: LogMemory,
     ) -> None:
         self._submit = submit
         self._budget = budget
         self._telemetry = telemetry
         self._on_pending = on_pending
+        self._memory = memory
         self._requests: dict[str, RunningRequest] = {}
 
     def __len__(self) -> int:
@@ -63,7 +67,7 @@ class ActiveRequests:
         """Run a claimed request. One that the engine can't run is failed: its log gets an error as its end."""
         # The same request may be claimed again before this engine has seen that it lost the earlier claim.
         self.drop([claim.request_id])
-        request = RunningRequest(claim)
+        request = RunningRequest(claim, self._memory)
         self._requests[request.request_id] = request
         self._telemetry.claimed(request)
         try:
@@ -116,7 +120,19 @@ class ActiveRequests:
             logger.error("failed: %s", output.error, extra=_log_fields(request))
             self._telemetry.failed(request_id, "engine_error")
             self._abort(request)
+        self._bound_memory()
         self._on_pending()
+
+    def _bound_memory(self) -> None:
+        """Drop acknowledged entries, the longest log's first. In an outage there may be none: then a request goes.
+
+        The heartbeat after the outage hands back what Redis shows as this engine's and isn't here.
+        """
+        while self._memory.is_exceeded and self._requests:
+            longest = max(self._requests.values(), key=lambda request: request.log.num_bytes)
+            if not longest.log.drop_oldest():
+                logger.warning("dropped: too much waits for Redis", extra=_log_fields(longest))
+                self.drop([longest.request_id])
 
     # -- appends --
 
@@ -148,6 +164,7 @@ class ActiveRequests:
             request.log.acknowledge(outcome.next_index)
             if request.is_complete:
                 del self._requests[append.request_id]
+                request.log.close()
                 self._telemetry.completed(request)
             elif request.log.has_pending:
                 self._on_pending()
@@ -167,6 +184,7 @@ class ActiveRequests:
         for request_id in request_ids:
             request = self._requests.pop(request_id, None)
             if request is not None:
+                request.log.close()
                 logger.warning("dropped: no longer this engine's", extra=_log_fields(request))
                 self._telemetry.dropped(request_id)
                 self._abort(request)
