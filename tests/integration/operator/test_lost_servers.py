@@ -57,7 +57,7 @@ def test_a_killed_api_server_is_waited_for(kube: ControlPlane) -> None:
         kube.wait_ready()
         world.change({"replicas": 3})
         world.wait_replicas(3, limit_s=40)
-        assert world.kube.get(world.path("configmaps", "demo-engine"))
+        assert world.config_map()
 
 
 def test_a_namespace_that_ends_takes_its_operator_and_its_pools_along(kube: ControlPlane) -> None:

@@ -14,7 +14,6 @@ from support.processes.waiting import wait_until
 
 CHILDREN = [
     ("serviceaccounts", "engine"),
-    ("configmaps", "engine"),
     ("services", "engines"),
     ("poddisruptionbudgets", "engine"),
     ("deployments", "engine"),
@@ -65,11 +64,7 @@ def test_conditions_keep_their_time_until_they_change(operator: OperatorProcess,
 
 
 def drift_config(world: PoolWorld) -> None:
-    world.kube.merge(world.path("configmaps", "drift-engine"), {"data": {"PAGESTREAM_ENGINE__SEED": "9"}})
-
-
-def drift_extra_config(world: PoolWorld) -> None:
-    world.kube.merge(world.path("configmaps", "drift-engine"), {"data": {"PAGESTREAM_ENGINE__DTYPE": "float32"}})
+    world.kube.delete(world.path("configmaps", world.config_map("drift")["metadata"]["name"]))
 
 
 def drift_label(world: PoolWorld) -> None:
@@ -109,7 +104,8 @@ def content(world: PoolWorld) -> dict[str, Any]:
         spec = dict(body.get("spec") or {})
         for assigned in ("clusterIP", "clusterIPs"):
             spec.pop(assigned, None)
-        found[plural] = (body["metadata"]["labels"], spec, body.get("data"))
+        found[plural] = (body["metadata"]["labels"], spec)
+    found["configmaps"] = world.config_map("drift")["data"]
     return found
 
 
@@ -124,7 +120,6 @@ def drifting(operator: OperatorProcess, world: PoolWorld) -> dict[str, Any]:
     "drift",
     [
         drift_config,
-        drift_extra_config,
         drift_label,
         drift_image,
         drift_variable,
@@ -162,7 +157,7 @@ def test_a_restart_that_somebody_asked_for_is_no_drift(operator: OperatorProcess
     world.kube.kubectl("-n", world.namespace, "rollout", "restart", "deployment/restarted-engine")
     world.change({"engine": {"seed": 1}}, "restarted")
     eventually(
-        lambda: "PAGESTREAM_ENGINE__SEED" in world.kube.get(world.path("configmaps", "restarted-engine"))["data"],
+        lambda: "PAGESTREAM_ENGINE__SEED" in world.config_map("restarted").get("data", {}),
         "the change",
     )
     eventually(lambda: world.deployment("restarted")["metadata"]["generation"] >= 3, "the rollout")
@@ -184,6 +179,47 @@ def test_changed_options_replace_the_pods_and_leave_the_replicas_alone(
     world.change({"template": {"env": None}}, "options")
     eventually(lambda: {"name": "A", "value": "1"} not in container(world, "options")["env"], "it is taken back")
     assert world.replicas("options") == 3
+
+
+def config_maps(world: PoolWorld, name: str) -> set[str]:
+    listed = world.kube.get(f"{world.path('configmaps')}?labelSelector=pagestream.dev/pool={name}")["items"]
+    return {each["metadata"]["name"] for each in listed}
+
+
+def test_a_config_map_lives_as_long_as_a_template_names_it(operator: OperatorProcess, world: PoolWorld) -> None:
+    """Pods of the former template read it again when they restart during a rollout."""
+    world.create("maps", replicas=1, engine={"seed": 1})
+    world.wait_condition("Ready", "NoEngine", "maps")
+    first = world.config_map("maps")["metadata"]["name"]
+    with pytest.raises(Refused, match="immutable"):
+        world.kube.merge(world.path("configmaps", first), {"data": {"PAGESTREAM_ENGINE__SEED": "9"}})
+    stray = {"metadata": {**world.config_map("maps")["metadata"], "name": "maps-engine"}, "data": {}}
+    for assigned in ("resourceVersion", "uid", "managedFields"):
+        stray["metadata"].pop(assigned)
+    world.kube.post(world.path("configmaps"), stray)
+    world.change({"engine": {"seed": 2}}, "maps")
+    eventually(lambda: world.config_map("maps")["metadata"]["name"] != first, "another ConfigMap")
+    second = world.config_map("maps")["metadata"]["name"]
+    eventually(lambda: "maps-engine" not in config_maps(world, "maps"), "the one that no template names is deleted")
+    assert config_maps(world, "maps") == {first, second}
+
+
+def test_a_deleted_deployment_comes_back_at_its_last_size(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.create("lost", minReplicas=1, maxReplicas=8)
+    world.wait_replicas(1, "lost")
+    world.kube.merge(f"{world.path('deployments', 'lost-engine')}/scale", {"spec": {"replicas": 5}})
+    eventually(lambda: world.pool("lost")["status"]["desiredReplicas"] == 5, "the size is known")
+    before = world.deployment("lost")["metadata"]["uid"]
+    world.kube.delete(world.path("deployments", "lost-engine"))
+
+    def is_back() -> bool:
+        path = world.path("deployments", "lost-engine")
+        return world.kube.exists(path) and world.deployment("lost")["metadata"]["uid"] != before
+
+    passes = operator.passes()
+    eventually(is_back, "another Deployment")
+    eventually(lambda: operator.passes() > passes + 20, "passes over it")
+    assert world.replicas("lost") == 5
 
 
 def test_kubectl_scale_pins_and_null_unpins(operator: OperatorProcess, world: PoolWorld) -> None:
@@ -210,7 +246,7 @@ def test_a_paused_pool_is_left_alone_and_degraded(operator: OperatorProcess, wor
     world.kube.kubectl("-n", world.namespace, "scale", "deployment/paused-engine", "--replicas=2")
     eventually(lambda: world.pool("paused")["status"]["desiredReplicas"] == 2, "it is seen")
     assert world.replicas("paused") == 2
-    assert not world.kube.get(world.path("configmaps", "paused-engine")).get("data")
+    assert not world.config_map("paused").get("data")
     world.change({"paused": False}, "paused")
     world.wait_replicas(1, "paused")
     world.wait_condition("Degraded", "AsExpected", "paused")
@@ -245,12 +281,14 @@ def test_a_spec_of_a_newer_definition_is_reported_left_alone_and_can_be_deleted(
 
 
 def test_what_is_somebody_elses_is_not_taken(operator: OperatorProcess, world: PoolWorld) -> None:
-    world.kube.post(world.path("configmaps"), {"metadata": {"name": "taken-engine"}, "data": {"mine": "1"}})
+    mine = {"metadata": {"name": "taken-engine", "annotations": {"mine": "1"}}}
+    world.kube.post(world.path("serviceaccounts"), mine)
     world.create("taken")
     condition = world.wait_condition("Degraded", "Blocked", "taken")
     assert "exists and isn't the operator's: rename or delete it" in condition["message"]
-    assert world.kube.get(world.path("configmaps", "taken-engine"))["data"] == {"mine": "1"}
-    world.kube.delete(world.path("configmaps", "taken-engine"))
+    found = world.kube.get(world.path("serviceaccounts", "taken-engine"))["metadata"]
+    assert (found["annotations"], found.get("labels")) == ({"mine": "1"}, None)
+    world.kube.delete(world.path("serviceaccounts", "taken-engine"))
     world.wait_condition("Degraded", "AsExpected", "taken")
     assert any("isn't the operator's" in note for note in world.events("Blocked"))
 

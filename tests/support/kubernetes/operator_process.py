@@ -170,6 +170,12 @@ class PoolWorld:
         """Of a pool; refused where it isn't there."""
         return self.kube.get(self.path("deployments", f"{name}-engine"))
 
+    def config_map(self, name: str = "demo") -> Object:
+        """The ConfigMap that a pool's template names; {} while it is missing."""
+        sources = self.deployment(name)["spec"]["template"]["spec"]["containers"][0]["envFrom"]
+        path = self.path("configmaps", sources[-1]["configMapRef"]["name"])
+        return self.kube.get(path) if self.kube.exists(path) else {}
+
     def lease(self) -> Object:
         """The spec of the operators' lease."""
         found: Object = self.kube.get(self.path("leases", "pagestream-operator"))["spec"]

@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 import yaml
 from pagestream_operator.children import children
-from pagestream_operator.children.deployment import CONFIG_HASH, SHARED_HASH
 from pagestream_operator.children.manifest import HASH_ANNOTATION, Manifest
 from pagestream_operator.settings import EngineDefaults
 from support.kubernetes.pool_objects import DEFAULTS, pool
@@ -65,7 +64,7 @@ def test_objects_have_names_labels_and_an_owner() -> None:
     manifests = children(pool(), DEFAULTS)
     assert [(each["kind"], each["metadata"]["name"]) for each in manifests] == [
         ("ServiceAccount", "demo-engine"),
-        ("ConfigMap", "demo-engine"),
+        ("ConfigMap", "demo-engine-44136fa355b3678a"),
         ("Service", "demo-engines"),
         ("PodDisruptionBudget", "demo-engine"),
         ("Deployment", "demo-engine"),
@@ -108,22 +107,51 @@ def test_no_pod_is_replaced_for_what_does_not_concern_pods(spec: dict[str, Any])
 
 
 def test_changed_options_replace_the_pods() -> None:
-    before, after = (template(children(pool(engine=options), DEFAULTS)) for options in ({}, {"maxNumSeqs": 8}))
-    assert before["metadata"]["annotations"][CONFIG_HASH] != after["metadata"]["annotations"][CONFIG_HASH]
-    assert before["spec"] == after["spec"]
+    before, after = (children(pool(engine=options), DEFAULTS) for options in ({}, {"maxNumSeqs": 8}))
+    names = [by_kind(made)["ConfigMap"]["metadata"]["name"] for made in (before, after)]
+    assert names[0] != names[1]
+    for made, name in zip((before, after), names, strict=True):
+        assert sources(made) == [name]
+        assert by_kind(made)["ConfigMap"]["immutable"] is True
+
+
+def sources(manifests: tuple[Manifest, ...]) -> list[str]:
+    """The ConfigMaps that the engine takes variables from; the later ones prevail."""
+    return [each["configMapRef"]["name"] for each in template(manifests)["spec"]["containers"][0]["envFrom"]]
 
 
 def test_changed_shared_settings_replace_the_pods() -> None:
-    before = template(children(pool(), SHARED))["metadata"]["annotations"][SHARED_HASH]
     other = EngineDefaults(**{**vars(SHARED), "shared": {"PAGESTREAM_BROKER__RETENTION_S": "60"}})
-    assert template(children(pool(), other))["metadata"]["annotations"][SHARED_HASH] != before
+    assert template(children(pool(), other)) != template(children(pool(), SHARED))
 
 
-def test_the_key_prefix_reaches_pods_without_the_shared_config_map() -> None:
-    """It may be missing in the pool's namespace; without the prefix the pod would serve another queue."""
+def test_shared_settings_reach_pods_without_the_shared_config_map() -> None:
+    """It may be missing in the pool's namespace; without the key prefix the pod would serve another queue."""
     shared = {"PAGESTREAM_BROKER__KEY_PREFIX": "llm.a"}
-    made = template(children(pool(), EngineDefaults(**{**vars(SHARED), "shared": shared})))
-    assert {"name": "PAGESTREAM_BROKER__KEY_PREFIX", "value": "llm.a"} in made["spec"]["containers"][0]["env"]
+    made = children(pool(engine={"seed": 1}), EngineDefaults(**{**vars(SHARED), "shared": shared}))
+    own = by_kind(made)["ConfigMap"]
+    assert own["data"] == {**shared, "PAGESTREAM_ENGINE__SEED": "1"}
+    assert sources(made) == ["pagestream-settings", own["metadata"]["name"]]
+
+
+@pytest.mark.parametrize(
+    ("spec", "steps"),
+    [
+        ({}, (1, 0)),
+        (GPU, (0, 1)),
+        ({"template": {"resources": {"limits": {"amd.com/gpu": 1}}}}, (0, 1)),
+        ({"template": {"gpu": {"count": 0}}}, (1, 0)),
+        ({**GPU, "rollout": {"maxSurge": "25%"}}, ("25%", 0)),
+        ({**GPU, "rollout": {"maxUnavailable": 0}}, (1, 0)),
+        ({**GPU, "rollout": {"maxUnavailable": 2}}, (0, 2)),
+        ({"rollout": {"maxSurge": "0%"}}, ("0%", 1)),
+        ({"rollout": {"maxUnavailable": 2}}, (1, 2)),
+    ],
+    ids=str,
+)
+def test_a_rollout_needs_no_further_gpu(spec: dict[str, Any], steps: tuple[int | str, int | str]) -> None:
+    strategy = by_kind(children(pool(**spec), DEFAULTS))["Deployment"]["spec"]["strategy"]["rollingUpdate"]
+    assert (strategy["maxSurge"], strategy["maxUnavailable"]) == steps
 
 
 def test_a_new_password_of_redis_replaces_the_pods() -> None:

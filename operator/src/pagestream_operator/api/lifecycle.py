@@ -31,17 +31,34 @@ class DrainPolicy(ApiModel):
 class RolloutPolicy(ApiModel):
     """How pods are replaced when their template or the engine's options change."""
 
-    max_surge: IntOrPercent = 1
-    """Most pods above the desired number during a rollout: a number or `25%`. 0 where there are no spare GPUs."""
-    max_unavailable: IntOrPercent = 0
-    """Most pods below the desired number during a rollout: a number or `25%`."""
+    max_surge: IntOrPercent | None = None
+    """Most pods above the desired number during a rollout: a number or `25%`. Unset: 1, and 0 for pods with GPUs, as
+    there may be no spare one."""
+    max_unavailable: IntOrPercent | None = None
+    """Most pods below the desired number during a rollout: a number or `25%`. Unset: 0 where `maxSurge` adds pods, and
+    1 where it doesn't."""
     progress_deadline_seconds: Annotated[int, Field(ge=60, le=86_400)] = 600
     """Seconds without progress after which the pool is Degraded. Allow for the load time of a large model."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "!string(self.maxSurge).matches('^0+%?$') || !string(self.maxUnavailable).matches('^0+%?$')",
+            "!has(self.maxSurge) || !has(self.maxUnavailable) || !string(self.maxSurge).matches('^0+%?$') || "
+            "!string(self.maxUnavailable).matches('^0+%?$')",
             "rollout.maxSurge and rollout.maxUnavailable can't both be 0, no pod could ever be replaced: write "
             "`maxUnavailable: 1` where there is no room for a further pod",
         ),
     )
+
+    def steps(self, *, has_gpus: bool) -> tuple[int | str, int | str]:
+        """maxSurge and maxUnavailable of the Deployment. One of them at least is not 0."""
+        surge, unavailable = self.max_surge, self.max_unavailable
+        if surge is None:
+            must_add = unavailable is not None and _is_zero(unavailable)
+            surge = 0 if has_gpus and not must_add else 1
+        if unavailable is None:
+            unavailable = 1 if _is_zero(surge) else 0
+        return surge, unavailable
+
+
+def _is_zero(number: int | str) -> bool:
+    return str(number).rstrip("%").strip("0") == ""

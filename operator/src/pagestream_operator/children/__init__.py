@@ -13,7 +13,7 @@ def children(pool: EnginePool, defaults: EngineDefaults) -> tuple[Manifest, ...]
     """All objects of a pool, in the order in which they are needed. The Deployment has no `replicas`: those are written
     through its scale alone.
     """
-    options = config_map(pool)
+    options = config_map(pool, defaults)
     made = (
         service_account(pool),
         options,

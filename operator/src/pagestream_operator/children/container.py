@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagestream_operator.api import EnginePool
-from pagestream_operator.children.manifest import engine_name
 from pagestream_operator.children.model_files import model_argument, model_mounts, model_variables
 from pagestream_operator.settings import EngineDefaults
 
@@ -20,14 +19,13 @@ _SECURITY_CONTEXT = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
-_KEY_PREFIX = "PAGESTREAM_BROKER__KEY_PREFIX"
 
 _HAND_BACK_S = 10
 """Seconds that a pod needs to hand its requests back and to exit."""
 
 
-def engine_container(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
-    """The container `engine`."""
+def engine_container(pool: EnginePool, defaults: EngineDefaults, config_map: str) -> dict[str, Any]:
+    """The container `engine`. `config_map` is the name of the pool's own."""
     given = pool.spec.template
     mounts = [mount.to_object() for mount in given.volume_mounts or []]
     return {
@@ -36,7 +34,7 @@ def engine_container(pool: EnginePool, defaults: EngineDefaults) -> dict[str, An
         "imagePullPolicy": given.image_pull_policy or defaults.image_pull_policy,
         "command": ["pagestream-engine"],
         "args": [model_argument(pool.spec.model)],
-        "envFrom": _env_from(pool, defaults),
+        "envFrom": _env_from(defaults, config_map),
         "env": _env(pool, defaults),
         "ports": [{"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"}],
         # The engine answers /healthz while it loads the model, however long that takes.
@@ -65,8 +63,8 @@ def _probe(path: str, *, period_s: int, timeout_s: int, failures: int) -> dict[s
     }
 
 
-def _env_from(pool: EnginePool, defaults: EngineDefaults) -> list[dict[str, Any]]:
-    own = {"configMapRef": {"name": engine_name(pool.name)}}
+def _env_from(defaults: EngineDefaults, config_map: str) -> list[dict[str, Any]]:
+    own = {"configMapRef": {"name": config_map}}
     if not defaults.config_map:
         return [own]
     return [{"configMapRef": {"name": defaults.config_map, "optional": True}}, own]
@@ -88,7 +86,6 @@ def _env(pool: EnginePool, defaults: EngineDefaults) -> list[dict[str, Any]]:
         {"name": "PAGESTREAM_WORKER__ENGINE_ID", "value": "$(POD_NAME)"},
         {"name": "PAGESTREAM_WORKER__METRICS_PORT", "value": str(METRICS_PORT)},
         *_finish_timeout(pool),
-        *_key_prefix(defaults),
         *_telemetry(defaults),
         *model_variables(pool.spec.model),
         *(variable.to_object() for variable in pool.spec.template.env or []),
@@ -100,12 +97,6 @@ def _finish_timeout(pool: EnginePool) -> list[dict[str, Any]]:
     """The time for finishing requests that no pod of other numerics can continue, before the rest is handed back."""
     seconds = pool.spec.drain.grace_seconds - _HAND_BACK_S
     return [{"name": "PAGESTREAM_WORKER__FINISH_TIMEOUT_S", "value": str(seconds)}] if seconds > 0 else []
-
-
-def _key_prefix(defaults: EngineDefaults) -> list[dict[str, Any]]:
-    """The gateways' key prefix: without it, pods in a namespace without the shared ConfigMap would see no queue."""
-    prefix = defaults.shared.get(_KEY_PREFIX)
-    return [{"name": _KEY_PREFIX, "value": prefix}] if prefix else []
 
 
 def _telemetry(defaults: EngineDefaults) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pagestream_operator.api import GROUP, EnginePool
 from pagestream_operator.children.container import engine_container, overlaid
-from pagestream_operator.children.manifest import Manifest, digest, engine_name, labels, manifest, selector
+from pagestream_operator.children.manifest import Manifest, engine_name, labels, manifest, selector
 from pagestream_operator.children.model_files import model_volumes
 from pagestream_operator.settings import EngineDefaults
 
@@ -14,8 +14,6 @@ _USER_ID = 65532
 _HOST_LABEL = "kubernetes.io/hostname"
 _REVISIONS_KEPT = 3
 
-CONFIG_HASH = f"{GROUP}/config-hash"
-SHARED_HASH = f"{GROUP}/shared-settings-hash"
 MODEL_REVISION = f"{GROUP}/model-revision"
 REDIS_LOGIN = f"{GROUP}/redis-login"
 
@@ -23,8 +21,7 @@ REDIS_LOGIN = f"{GROUP}/redis-login"
 def deployment(pool: EnginePool, defaults: EngineDefaults, options: Manifest) -> Manifest:
     """The Deployment, without replicas.
 
-    The content of the ConfigMap `options` is part of the pod template as a hash: pods read it when they start, and are
-    replaced when it changes.
+    The pod template names the ConfigMap `options`, whose name changes with its content: pods are then replaced.
     """
     rollout = pool.spec.rollout
     return manifest(
@@ -37,7 +34,9 @@ def deployment(pool: EnginePool, defaults: EngineDefaults, options: Manifest) ->
                 "selector": {"matchLabels": selector(pool.name)},
                 "strategy": {
                     "type": "RollingUpdate",
-                    "rollingUpdate": {"maxSurge": rollout.max_surge, "maxUnavailable": rollout.max_unavailable},
+                    "rollingUpdate": dict(
+                        zip(("maxSurge", "maxUnavailable"), rollout.steps(has_gpus=_has_gpus(pool)), strict=True)
+                    ),
                 },
                 "progressDeadlineSeconds": rollout.progress_deadline_seconds,
                 "revisionHistoryLimit": _REVISIONS_KEPT,
@@ -50,23 +49,19 @@ def deployment(pool: EnginePool, defaults: EngineDefaults, options: Manifest) ->
 def pod_template(pool: EnginePool, defaults: EngineDefaults, options: Manifest) -> dict[str, Any]:
     """The pod template. Any change in it replaces all pods, so it must not depend on the operator's version."""
     given = pool.spec.template
-    own: dict[str, str] = {CONFIG_HASH: digest(options["data"])}
-    if defaults.shared:
-        own[SHARED_HASH] = digest(dict(defaults.shared))
+    own: dict[str, str] = {}
     if defaults.redis_login:
         own[REDIS_LOGIN] = defaults.redis_login
     if pool.spec.model.revision is not None:
         own[MODEL_REVISION] = pool.spec.model.revision
-    return {
-        "metadata": {
-            "labels": {**given.extra_labels, **labels(pool.name)},
-            "annotations": {**(given.annotations or {}), **own},
-        },
-        "spec": _pod_spec(pool, defaults),
-    }
+    annotations = {**(given.annotations or {}), **own}
+    metadata: dict[str, Any] = {"labels": {**given.extra_labels, **labels(pool.name)}}
+    if annotations:
+        metadata["annotations"] = annotations
+    return {"metadata": metadata, "spec": _pod_spec(pool, defaults, options["metadata"]["name"])}
 
 
-def _pod_spec(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
+def _pod_spec(pool: EnginePool, defaults: EngineDefaults, config_map: str) -> dict[str, Any]:
     given = pool.spec.template
     secrets = defaults.pull_secrets if given.pull_secrets is None else given.pull_secrets
     spread = given.topology_spread_constraints
@@ -77,7 +72,7 @@ def _pod_spec(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
         "terminationGracePeriodSeconds": pool.spec.drain.grace_seconds,
         "imagePullSecrets": [{"name": name} for name in secrets],
         "securityContext": overlaid(_security_context(defaults), given.pod_security_context),
-        "containers": [engine_container(pool, defaults)],
+        "containers": [engine_container(pool, defaults, config_map)],
         "volumes": [{"name": "tmp", "emptyDir": {}}, *model_volumes(pool.spec.model), *(given.volumes or [])],
         "nodeSelector": _node_selector(pool),
         "tolerations": [toleration.to_object() for toleration in given.tolerations or []],
@@ -97,6 +92,12 @@ def _security_context(defaults: EngineDefaults) -> dict[str, Any]:
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
+
+
+def _has_gpus(pool: EnginePool) -> bool:
+    gpu, resources = pool.spec.template.gpu, pool.spec.template.resources
+    named = {*(resources.requests or {}), *(resources.limits or {})}
+    return (gpu is not None and gpu.count > 0) or any("gpu" in name.lower() for name in named)
 
 
 def _node_selector(pool: EnginePool) -> dict[str, str]:

@@ -21,8 +21,13 @@ _HASH_DIGITS = 16
 
 
 def engine_name(pool_name: str) -> str:
-    """Name of a pool's Deployment, PodDisruptionBudget, ConfigMap and ServiceAccount."""
+    """Name of a pool's Deployment, PodDisruptionBudget and ServiceAccount."""
     return f"{pool_name}-engine"
+
+
+def config_map_name(pool_name: str, data: Mapping[str, str]) -> str:
+    """Name of the ConfigMap with these variables: another one for other variables."""
+    return f"{engine_name(pool_name)}-{digest(data)}"
 
 
 def service_name(pool_name: str) -> str:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pagestream_operator.api import EnginePool
 from pagestream_operator.children.container import METRICS_PORT
-from pagestream_operator.children.manifest import Manifest, engine_name, manifest, selector, service_name
+from pagestream_operator.children.manifest import (
+    Manifest,
+    config_map_name,
+    engine_name,
+    manifest,
+    selector,
+    service_name,
+)
+from pagestream_operator.settings import EngineDefaults
 
 
 def service_account(pool: EnginePool) -> Manifest:
@@ -16,9 +24,15 @@ def service_account(pool: EnginePool) -> Manifest:
     return {**account, "metadata": {**account["metadata"], "annotations": annotations}} if annotations else account
 
 
-def config_map(pool: EnginePool) -> Manifest:
-    """The ConfigMap with `PAGESTREAM_ENGINE__<OPTION>` for each engine option that is set."""
-    return manifest(pool, "v1", "ConfigMap", engine_name(pool.name), {"data": dict(pool.spec.engine.to_environment())})
+def config_map(pool: EnginePool, defaults: EngineDefaults) -> Manifest:
+    """The ConfigMap with the settings that engines share with gateways, and `PAGESTREAM_ENGINE__<OPTION>` for each
+    engine option that is set.
+
+    It can't be changed, and its name is that of its content: a pod template names what its pods read, also those that
+    restart while another template is being rolled out.
+    """
+    data = {**defaults.shared, **pool.spec.engine.to_environment()}
+    return manifest(pool, "v1", "ConfigMap", config_map_name(pool.name, data), {"immutable": True, "data": data})
 
 
 def service(pool: EnginePool) -> Manifest:

@@ -12,7 +12,7 @@ from pagestream_operator.children.manifest import MANAGED_BY, MANAGER, POOL_LABE
 from pagestream_operator.errors import Blocked, Conflict, Gone
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.compare import differs, fingerprint
-from pagestream_operator.kube.kinds import DEPLOYMENT, Kind, kind_of
+from pagestream_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, Kind, kind_of
 from pagestream_operator.kube.lease import Leadership
 from pagestream_operator.kube.ownership import SCALER, owns_replicas, taken_over
 from pagestream_operator.kube.store import ObjectKey, ObjectStore
@@ -96,9 +96,15 @@ class Applier:
         self._store.put(DEPLOYMENT, scaled)
         return scaled
 
-    def forget(self, namespace: str, names: set[str]) -> None:
-        """Forget the fingerprints of objects of these names."""
-        for key in [key for key in self._settled if key.namespace == namespace and key.name in names]:
+    def forget(self, namespace: str, names: tuple[str, ...]) -> None:
+        """Forget the fingerprints of objects of these names, and of ConfigMaps whose names begin with one of them."""
+        prefixes = tuple(f"{name}-" for name in names)
+        for key in [
+            key
+            for key in self._settled
+            if key.namespace == namespace
+            and (key.name in names or (key.kind == CONFIG_MAP.name and key.name.startswith(prefixes)))
+        ]:
             del self._settled[key]
 
     async def _find(self, kind: Kind, namespace: str, name: str) -> Live | None:

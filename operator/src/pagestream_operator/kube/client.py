@@ -156,9 +156,10 @@ class KubeClient:
             _Request("patch", "PATCH", kind, namespace, name, body=patch, query=query, content=_MERGE)
         )
 
-    async def delete(self, kind: Kind, namespace: str, name: str) -> None:
-        """Delete an object; its finalizers may keep it for a while."""
-        await self._send(_Request("delete", "DELETE", kind, namespace, name))
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None) -> None:
+        """Delete an object; its finalizers may keep it. With `uid` it raises Conflict if another one has its name."""
+        body = None if uid is None else {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
+        await self._send(_Request("delete", "DELETE", kind, namespace, name, body=body))
 
     async def _send(self, request: _Request) -> Object:
         status, used = _NO_ANSWER, self._access.as_http_headers()

@@ -32,13 +32,17 @@ class Pod:
     deletion_cost: str | None
     blocking_reason: str | None
     """Why it can't start without an administrator, if so."""
+    scheduled_s: float | None
+    """When it got a node; None if it waits for one."""
+    waiting_reason: str | None
+    """Why no node takes it, if so."""
 
     @classmethod
     def from_object(cls, body: Mapping[str, Any]) -> Pod:
         """Read a pod of the API."""
         metadata, status = body["metadata"], body.get("status") or {}
         conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
-        ready = conditions.get("Ready", {})
+        ready, scheduled = conditions.get("Ready", {}), conditions.get("PodScheduled", {})
         return cls(
             name=metadata["name"],
             uid=metadata["uid"],
@@ -47,7 +51,9 @@ class Pod:
             is_terminating=metadata.get("deletionTimestamp") is not None,
             is_terminated=status.get("phase") in _ENDED,
             deletion_cost=(metadata.get("annotations") or {}).get(DELETION_COST),
-            blocking_reason=_blocking_reason(status, conditions),
+            blocking_reason=_blocking_reason(status),
+            scheduled_s=_scheduled_s(metadata, scheduled),
+            waiting_reason=_waiting_reason(scheduled),
         )
 
     @property
@@ -57,9 +63,16 @@ class Pod:
             return PodState.DRAINING
         return PodState.STARTING if self.ready_s is None else PodState.READY
 
-    def observed(self, sample: PodSample | None) -> PodObservation:
-        """Convert it to the scaling law's observation."""
-        return PodObservation(self.name, self.state, self.created_s, self.ready_s, sample)
+    def observed(self, sample: PodSample | None, now_s: float) -> PodObservation:
+        """Convert it to the scaling law's observation.
+
+        A pod starts when it gets a node: while it waits for one it is neither late nor to be replaced, since another
+        pod would wait as well.
+        """
+        since_s = self.created_s
+        if self.state is PodState.STARTING:
+            since_s = now_s if self.waiting_reason is not None else self.scheduled_s or self.created_s
+        return PodObservation(self.name, self.state, since_s, self.ready_s, sample)
 
 
 def unix_seconds(text: str) -> float:
@@ -67,12 +80,21 @@ def unix_seconds(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def _blocking_reason(status: Mapping[str, Any], conditions: Mapping[str, Any]) -> str | None:
+def _scheduled_s(metadata: Mapping[str, Any], condition: Mapping[str, Any]) -> float | None:
+    if condition.get("status") != "True":
+        return None
+    return unix_seconds(condition.get("lastTransitionTime") or metadata["creationTimestamp"])
+
+
+def _waiting_reason(condition: Mapping[str, Any]) -> str | None:
+    if condition.get("status") != "False":
+        return None
+    return str(condition.get("message") or condition.get("reason") or "no node takes it")
+
+
+def _blocking_reason(status: Mapping[str, Any]) -> str | None:
     for container in status.get("containerStatuses") or []:
         waiting = (container.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") in _PERMANENT_WAITING_REASONS:
             return f"{waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")
-    scheduled = conditions.get("PodScheduled", {})
-    if scheduled.get("status") == "False":
-        return f"{scheduled.get('reason', 'Unschedulable')}: {scheduled.get('message', '')}".rstrip(": ")
     return None

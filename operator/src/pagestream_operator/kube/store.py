@@ -79,6 +79,16 @@ class ObjectStore:
         seen = self._objects.get(ObjectKey(kind.name, namespace, name))
         return None if seen is None else seen.body
 
+    def of_pool(self, kind: Kind, pool: PoolKey) -> list[Mapping[str, Any]]:
+        """A pool's objects of a kind other than Pod."""
+        return [
+            seen.body
+            for key, seen in self._objects.items()
+            if key.kind == kind.name
+            and key.namespace == pool.namespace
+            and _pool_of(kind, seen.body["metadata"]) == pool
+        ]
+
     def pods(self, pool: PoolKey) -> list[Pod]:
         """A pool's pods, by name."""
         return [pod for _, (_, pod) in sorted(self._pods.get(pool, {}).items())]

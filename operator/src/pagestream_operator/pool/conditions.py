@@ -31,13 +31,19 @@ class Finding:
 
 
 def findings(
-    pool: EnginePool, view: PoolView, desired: int, decision: Decision | None, trouble: Trouble | None
+    pool: EnginePool,
+    view: PoolView,
+    desired: int,
+    decision: Decision | None,
+    trouble: Trouble | None,
+    *,
+    now_s: float,
 ) -> tuple[Finding, ...]:
     """Compute all four conditions. `trouble` is what stopped the operator's own pass, if anything."""
     return (
         _ready(view, desired),
         _progressing(pool, view, desired),
-        _degraded(view, trouble),
+        _degraded(pool, view, trouble, now_s),
         _scaling(pool, decision, trouble),
     )
 
@@ -83,6 +89,12 @@ def _progressing(pool: EnginePool, view: PoolView, desired: int) -> Finding:
         ),
         (view.deployment is None, "Creating", "the pool's objects are being created"),
         (
+            bool(view.waiting),
+            "Unschedulable",
+            f"{_engines(len(view.waiting))} of {desired} {'waits' if len(view.waiting) == 1 else 'wait'} for a node: "
+            f"{view.waiting[0].waiting_reason if view.waiting else ''}",
+        ),
+        (
             not view.is_observed or view.updated < view.spec_replicas,
             "RollingOut",
             f"{view.updated} of {view.spec_replicas} engines are of the newest template",
@@ -101,12 +113,13 @@ def _progressing(pool: EnginePool, view: PoolView, desired: int) -> Finding:
     return Finding(ConditionType.PROGRESSING, False, "Settled", "nothing is changing")
 
 
-def _degraded(view: PoolView, trouble: Trouble | None) -> Finding:
+def _degraded(pool: EnginePool, view: PoolView, trouble: Trouble | None, now_s: float) -> Finding:
     kind = ConditionType.DEGRADED
     if trouble is not None:
         return Finding(kind, True, trouble.reason, trouble.message)
-    if view.stuck is not None:
-        return Finding(kind, True, "NoProgress", view.stuck)
+    stuck = view.stuck(pool.spec.rollout.progress_deadline_seconds, now_s)
+    if stuck is not None:
+        return Finding(kind, True, "NoProgress", stuck)
     if view.trouble is not None:
         return Finding(kind, True, "PodTrouble", view.trouble)
     return Finding(kind, False, "AsExpected", "nothing needs an administrator")

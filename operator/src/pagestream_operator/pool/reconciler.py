@@ -21,7 +21,7 @@ from pagestream_operator.errors import Blocked, Conflict, Gone, OperatorError, P
 from pagestream_operator.kube.apply import Applier, Outcome
 from pagestream_operator.kube.client import KubeClient
 from pagestream_operator.kube.events import Recorder
-from pagestream_operator.kube.kinds import DEPLOYMENT, POD, POOL, Kind
+from pagestream_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, POD, POOL, Kind
 from pagestream_operator.kube.lease import Leadership
 from pagestream_operator.kube.ownership import SCALER
 from pagestream_operator.kube.pods import DELETION_COST, unix_seconds
@@ -31,6 +31,7 @@ from pagestream_operator.pool.claim import Claim, claim_on, contested
 from pagestream_operator.pool.conditions import Trouble, findings, stamped
 from pagestream_operator.pool.deletion_cost import deletion_costs
 from pagestream_operator.pool.finalizer import FINALIZER
+from pagestream_operator.pool.old_config_maps import OldConfigMaps
 from pagestream_operator.pool.scaler import Scaler, Verdict, first_replicas
 from pagestream_operator.pool.status import api_time, changed, differs, differs_in_substance, pool_status
 from pagestream_operator.pool.view import PoolView
@@ -80,13 +81,16 @@ class Reconciler:
     is_served: bool = False
     """Whether this release's operator serves the pool."""
     _scaler: Scaler = field(init=False)
+    _old_config_maps: OldConfigMaps = field(init=False)
     _reading: _Reading | None = None
     _done: tuple[str, int] | None = None
     """Version of the pool and leader's term for which its objects were last applied."""
     _status_written_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._scaler = Scaler(self.context.metrics)
+        context = self.context
+        self._scaler = Scaler(context.metrics)
+        self._old_config_maps = OldConfigMaps(context.client, context.store, context.leadership, context.clock)
 
     async def pass_once(self, *, is_dirty: bool) -> None:
         """Observe the pool, decide, and act if this replica leads.
@@ -188,7 +192,8 @@ class Reconciler:
             raise failure
 
     async def _apply_children(self, pool: EnginePool, body: dict[str, Any]) -> None:
-        for manifest in children(pool, self.context.defaults):
+        made = children(pool, self.context.defaults)
+        for manifest in made:
             outcome = await self.context.applier.apply(pool, manifest, replicas=first_replicas(pool))
             if outcome not in (Outcome.CREATED, Outcome.CHANGED):
                 continue
@@ -198,10 +203,12 @@ class Reconciler:
                 await self._event(body, reason, f"{what} was {outcome.value}", action="Apply")
             else:
                 logger.info("applied", extra={"pool": f"{pool.namespace}/{pool.name}", "what": what})
+        current = next(each["metadata"]["name"] for each in made if each["kind"] == CONFIG_MAP.name)
+        await self._old_config_maps.remove(pool, self._view(), current)
 
     def _wanted(self, pool: EnginePool, view: PoolView, verdict: Verdict | None) -> int:
         if pool.spec.paused:
-            return view.spec_replicas
+            return pool.status.desired_replicas if view.deployment is None else view.spec_replicas
         if pool.spec.replicas is not None:
             return pool.spec.replicas
         return view.spec_replicas if verdict is None else verdict.decision.desired
@@ -255,8 +262,7 @@ class Reconciler:
             )
             await self._event(body, "Drained" if left == 0 else "DrainTimedOut", note, action="Drain", warning=left > 0)
             await self._set_finalizers(pool, tuple(name for name in pool.finalizers if name != FINALIZER))
-            names = {engine_name(pool.name), service_name(pool.name)}
-            self.context.applier.forget(pool.namespace, names)
+            self.context.applier.forget(pool.namespace, (engine_name(pool.name), service_name(pool.name)))
         else:
             await self._update_status(pool, body, None, None)
 
@@ -283,7 +289,7 @@ class Reconciler:
         status = pool_status(
             pool,
             view,
-            findings(pool, view, self.desired, shown, trouble),
+            findings(pool, view, self.desired, shown, trouble, now_s=self.context.clock()),
             desired=self.desired,
             decision=shown,
             kv_utilization=None if verdict is None else verdict.kv_utilization,
@@ -304,7 +310,7 @@ class Reconciler:
         trouble = Trouble("InvalidSpec", error)
         found = [
             finding
-            for finding in findings(pool, self._view(), old.desired_replicas, None, trouble)
+            for finding in findings(pool, self._view(), old.desired_replicas, None, trouble, now_s=self.context.clock())
             if finding.type in (ConditionType.DEGRADED, ConditionType.SCALING_ACTIVE)
         ]
         kept = [condition for condition in old.conditions if condition.type not in {each.type for each in found}]

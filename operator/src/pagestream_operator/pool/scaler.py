@@ -58,8 +58,8 @@ class Scaler:
         )
         return PoolObservation(
             time_s=now_s,
-            replicas=view.spec_replicas,
-            pods=tuple(pod.observed(known.samples.get(pod.name)) for pod in pods),
+            replicas=view.spec_replicas if view.deployment is not None else first_replicas(pool),
+            pods=tuple(pod.observed(known.samples.get(pod.name), now_s) for pod in pods),
             queue=known.queue,
             ttft=known.ttft,
         )
@@ -74,5 +74,8 @@ def mean_utilization(observation: PoolObservation, policy: SamplesPolicy) -> flo
 
 
 def first_replicas(pool: EnginePool) -> int:
-    """Replicas of a new Deployment: the pinned number, or the fewest that are allowed."""
-    return pool.spec.min_replicas if pool.spec.replicas is None else pool.spec.replicas
+    """Replicas of a new Deployment: the pinned number, else the last desired one, else the fewest that are allowed."""
+    spec = pool.spec
+    if spec.replicas is not None:
+        return spec.replicas
+    return min(max(spec.min_replicas, pool.status.desired_replicas), spec.max_replicas)

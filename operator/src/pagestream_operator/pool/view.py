@@ -49,10 +49,20 @@ class PoolView:
         return int(self._status.get("observedGeneration") or 0) >= int(self.deployment["metadata"].get("generation", 0))
 
     @property
-    def stuck(self) -> str | None:
-        """Why a rollout makes no progress, if so."""
+    def waiting(self) -> list[Pod]:
+        """Pods that no node takes yet."""
+        return [pod for pod in self.active if pod.waiting_reason is not None]
+
+    def stuck(self, deadline_s: float, now_s: float) -> str | None:
+        """Why a rollout makes no progress, if so.
+
+        A Deployment that grows while its first pods start is past its deadline, too: it counts where a pod that has a
+        node has been starting for that long.
+        """
+        starting = [pod.scheduled_s for pod in self.active if pod.ready_s is None and pod.scheduled_s is not None]
+        is_late = any(now_s - since_s >= deadline_s for since_s in starting)
         for condition in self._status.get("conditions") or []:
-            if condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded":
+            if condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded" and is_late:
                 return str(condition.get("message", "the Deployment makes no progress"))
             if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
                 return str(condition.get("message", "pods can't be created"))

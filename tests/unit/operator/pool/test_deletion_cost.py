@@ -6,7 +6,7 @@ from support.kubernetes.pool_objects import pod_body
 
 
 def observed(pod: Pod, share: float) -> PodObservation:
-    return pod.observed(PodSample(0.0, share, 1, 0))
+    return pod.observed(PodSample(0.0, share, 1, 0), 0.0)
 
 
 def pods(**costs: str | None) -> list[Pod]:

@@ -20,7 +20,7 @@ def status(decision: Decision | None = DECISION, now_s: float = NOW, **more: Any
     return pool_status(
         demo,
         view,
-        findings(demo, view, 2, decision, None),
+        findings(demo, view, 2, decision, None, now_s=NOW),
         desired=2,
         decision=decision,
         kv_utilization=0.6,
