@@ -33,6 +33,7 @@ from pagestream_operator.pool.deletion_cost import deletion_costs
 from pagestream_operator.pool.finalizer import FINALIZER
 from pagestream_operator.pool.old_config_maps import OldConfigMaps
 from pagestream_operator.pool.scaler import Scaler, Verdict, first_replicas
+from pagestream_operator.pool.shares import Shares
 from pagestream_operator.pool.status import api_time, changed, differs, differs_in_substance, pool_status
 from pagestream_operator.pool.view import PoolView
 from pagestream_operator.settings import EngineDefaults
@@ -55,6 +56,8 @@ class Context:
     metrics: MetricsStore
     defaults: EngineDefaults
     status_s: float
+    shares: Shares = field(default_factory=Shares)
+    """How pools of one served name divide its queue."""
     suspect: Callable[[Kind], None] = lambda _: None
     """Called with a kind about which the store was found to be wrong."""
     clock: Callable[[], float] = time.time
@@ -89,7 +92,7 @@ class Reconciler:
 
     def __post_init__(self) -> None:
         context = self.context
-        self._scaler = Scaler(context.metrics)
+        self._scaler = Scaler(context.metrics, context.shares)
         self._old_config_maps = OldConfigMaps(context.client, context.store, context.leadership, context.clock)
 
     async def pass_once(self, *, is_dirty: bool) -> None:

@@ -17,9 +17,12 @@ from pagestream_scaling import (
     decide,
 )
 from pagestream_scaling.samples import valid_samples
+from pagestream_scaling.workload import work_capacity
 
 from pagestream_operator.api import EnginePool
+from pagestream_operator.kube.store import PoolKey
 from pagestream_operator.metrics import MetricsStore, PodRef
+from pagestream_operator.pool.shares import Shares
 from pagestream_operator.pool.view import PoolView
 
 
@@ -36,15 +39,25 @@ class Verdict:
 class Scaler:
     """The scaling law of one pool, with its memory."""
 
-    def __init__(self, metrics: MetricsStore) -> None:
+    def __init__(self, metrics: MetricsStore, shares: Shares) -> None:
         self._metrics = metrics
+        self._shares = shares
         self._memory = ScalingMemory()
 
     def decide(self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float) -> Verdict:
         """Observe the pool and decide. Call it about once a second."""
         observation = self._observe(pool, policy, view, now_s)
         decision, self._memory = decide(policy, observation, self._memory)
+        self._report(pool, policy, decision, now_s)
         return Verdict(decision, observation, mean_utilization(observation, policy.samples))
+
+    def _report(self, pool: EnginePool, policy: ScalingPolicy, decision: Decision, now_s: float) -> None:
+        if "ready" not in decision.inputs:
+            return  # at a moment that can't be placed in time
+        pods = int(decision.inputs["ready"] + decision.inputs["starting"])
+        each = work_capacity(self._memory, policy.backlog)
+        key = PoolKey(pool.namespace, pool.name)
+        self._shares.report(key, pool.spec.model.served_name, pods=pods, each=each, now_s=now_s)
 
     def _observe(self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float) -> PoolObservation:
         pods = [pod for pod in view.pods if not pod.is_terminated]
@@ -62,6 +75,7 @@ class Scaler:
             pods=tuple(pod.observed(known.samples.get(pod.name), now_s) for pod in pods),
             queue=known.queue,
             ttft=known.ttft,
+            share=self._shares.share(PoolKey(pool.namespace, pool.name), pool.spec.model.served_name, now_s),
         )
 
 

@@ -53,7 +53,7 @@ def decide(
         replicas=observation.replicas,
         valid=valid,
         supply=supplied,
-        workload=workload(after, supplied, policy.backlog),
+        workload=workload(after, supplied, policy.backlog, valid.share),
         ready_low=ready_low[0][1],
         ready_for_s=observation.time_s - (after.ready_since_s or 0.0) if memory.ready is not None else math.inf,
         kv_sum=mean_kv_sum(after),
@@ -107,6 +107,7 @@ def _decision(
         "ready": len(situation.supply.ready),
         "starting": len(situation.supply.arriving_s),
         "overdue": situation.supply.overdue,
+        "share": situation.valid.share,
         "need": recommendation.need,
         "floor": recommendation.floor,
     }

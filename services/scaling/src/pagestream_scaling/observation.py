@@ -111,3 +111,5 @@ class PoolObservation:
     pods: tuple[PodObservation, ...] = ()
     queue: QueueSample | None = None
     ttft: LatencyWindow | None = None
+    share: float = 1.0
+    """The part of the queue that falls to this pool, 0 to 1: its capacity among that of all pools with its model."""

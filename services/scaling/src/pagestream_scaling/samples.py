@@ -31,6 +31,8 @@ class ValidSamples:
     ttft: LatencyWindow | None
     ttft_absurd: bool
     missing: tuple[str, ...]
+    share: float = 1.0
+    """Of the queue; 1 where it is absurd."""
 
 
 def valid_samples(observation: PoolObservation, policy: SamplesPolicy) -> ValidSamples:
@@ -54,7 +56,8 @@ def valid_samples(observation: PoolObservation, policy: SamplesPolicy) -> ValidS
     if absurd:
         ttft = None
         missing.append("an absurd histogram of the time to first token")
-    return ValidSamples(samples, queue, ttft, absurd, tuple(missing))
+    share = observation.share if 0 <= observation.share <= 1 else 1.0
+    return ValidSamples(samples, queue, ttft, absurd, tuple(missing), share)
 
 
 def _phrase(trouble: str, names: list[str]) -> str:

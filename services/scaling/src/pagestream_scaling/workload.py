@@ -43,6 +43,13 @@ def throughput(valid: ValidSamples, supply: Supply) -> float | None:
     return sum(known) if known else None
 
 
+def own_throughput(valid: ValidSamples, supply: Supply) -> float | None:
+    """The part of it that falls to this pool."""
+    drained = throughput(valid, supply)
+    is_of_all = valid.queue is not None and valid.queue.drain_tokens_per_s is not None
+    return drained * valid.share if drained is not None and is_of_all else drained
+
+
 def divisible_tokens(queue: QueueSample, most_each: float) -> float:
     """Queued prompt tokens, of each prompt at most `most_each`: a prompt is computed by one pod.
 
@@ -62,7 +69,7 @@ def work_done(valid: ValidSamples, supply: Supply, policy: BacklogPolicy) -> flo
         if sample.prompt_tokens_per_s is not None and sample.generated_tokens_per_s is not None
     ]
     if not known:
-        return throughput(valid, supply)
+        return own_throughput(valid, supply)
     return sum(known) / len(known) * len(supply.ready)
 
 
@@ -116,7 +123,7 @@ def with_capacity(
 
     Nothing is learnt about a pod while the number of ready pods is new: rates lag behind it by their window.
     """
-    queue, drained, work = valid.queue, throughput(valid, supply), work_done(valid, supply, policy)
+    queue, drained, work = valid.queue, own_throughput(valid, supply), work_done(valid, supply, policy)
     utilization = mean_utilization(valid, supply)
     if queue is None or memory.queue_time_s == before.queue_time_s:
         return memory
@@ -138,7 +145,7 @@ def with_capacity(
         work_mean=_mixed(memory.work_mean, each, weight),
         utilization_mean=_mixed(memory.utilization_mean, utilization, weight),
     )
-    if each > 0 and _is_saturated(queue, drained, policy):
+    if each > 0 and _is_saturated(queue, throughput(valid, supply) or 0.0, policy):
         return replace(memory, capacity=_mixed(memory.capacity, each, weight), capacity_s=queue.time_s)
     return _with_drift(memory, queue.time_s, elapsed, policy)
 
@@ -167,10 +174,10 @@ def _is_saturated(queue: QueueSample, rate: float, policy: BacklogPolicy) -> boo
     return queue.age_s > policy.saturated_age_s and queue.tokens > policy.saturated_age_s * rate
 
 
-def workload(memory: ScalingMemory, supply: Supply, policy: BacklogPolicy) -> Workload:
-    """Estimate arrivals and capacity from what is remembered."""
-    level = _level(memory, supply.startup_s, policy)
-    held_for = max(level / policy.busy, level + _rise(memory, policy))
+def workload(memory: ScalingMemory, supply: Supply, policy: BacklogPolicy, share: float = 1.0) -> Workload:
+    """Estimate arrivals, of which `share` falls to this pool, and capacity from what is remembered."""
+    level = _level(memory, supply.startup_s, policy) * share
+    held_for = max(level / policy.busy, level + _rise(memory, policy) * share)
     return Workload(
         arrivals=level,
         held_for=held_for,
@@ -227,6 +234,14 @@ def _quantile(values: list[float], part: float) -> float:
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+
+
+def work_capacity(memory: ScalingMemory, policy: BacklogPolicy) -> float | None:
+    """Work per second that one pod can do, in computed prompt tokens; None before anything was measured."""
+    bound = _capacity_by_load(memory, policy)
+    if memory.capacity is None or bound is None:
+        return memory.capacity if bound is None else bound
+    return memory.capacity if memory.capacity_s is not None else bound
 
 
 def _capacity(memory: ScalingMemory, policy: BacklogPolicy) -> float:

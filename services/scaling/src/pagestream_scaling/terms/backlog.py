@@ -12,7 +12,7 @@ from pagestream_scaling.workload import Workload, divisible_tokens
 def backlog_term(situation: Situation) -> Term:
     """Pods for the work that arrives, and for the backlog that is left when a pod ordered now is ready."""
     policy, work, queue = situation.policy.backlog, situation.workload, situation.valid.queue
-    part = weighted_part(queue, policy) if queue is not None else 1.0
+    part = weighted_part(queue, policy) * situation.valid.share if queue is not None else 1.0
     tokens = queue.tokens * part if queue is not None else 0.0
     drain_s = _drain_s(situation)
     divisible = divisible_tokens(queue, work.capacity * drain_s) * part if queue is not None else 0.0
@@ -73,7 +73,7 @@ def age_term(situation: Situation) -> Term:
 
 def work_term(situation: Situation) -> Term:
     """One pod where there is any work: at once from zero, and never to zero before it is done."""
-    queue = situation.valid.queue
+    queue = situation.valid.queue if situation.valid.share > 0 else None
     queued = queue is not None and (queue.depth > 0 or queue.tokens > 0)
     running = (queue is not None and queue.running > 0) or any(
         sample.running + sample.waiting > 0 for sample in situation.valid.samples.values()
