@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, EngineSession, GatewaySession
 from pagestream_streams.admin.broker import expire_engine
+from pagestream_streams.protocol.keys import Partition
 from support.protocol.token_streams import FAST, MODEL, Worker, eventually, spec
 
 OLD, NEW = "0123456789abcdef", "fedcba9876543210"
@@ -86,14 +87,15 @@ async def test_one_that_was_blocked_by_another_partition_takes_it_first(broker: 
         suspect = await accepted(gateway, 1)
         await make_suspect(broker, suspect)
         large = [await accepted(gateway, 0, prompt_tokens=600) for _ in range(2)]
-        [claim] = await busy.session.claim(max_requests=1, max_prompt_tokens=1000)
-        assert claim.request_id == large[0].request_id, "it has not heard of the suspect yet"
+        [claim] = await busy.session.claimer.claim_from(Partition(MODEL, 0), 1, 1000)
+        busy.session.claimer.hold([claim])
+        assert claim.request_id == large[0].request_id
         await busy.session.heartbeat.beat()
 
         async def is_blocked() -> bool:
             busy.session.doorbell.ring_all()
             assert await busy.session.claim(max_requests=1, max_prompt_tokens=400) == []
-            return busy.session.assignment.reserved == 0
+            return busy.session.claim_order.reserves(busy.session.assignment.own, 400)
 
         await eventually(is_blocked)
         assert busy.session.assignment.with_suspects == {1}

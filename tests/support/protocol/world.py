@@ -276,7 +276,7 @@ class Protocol:
         must(running == {row[0] for row in rows}, "the reply and the records differ")
         if rows:
             must(self.state["leases"][engine] == world.now + LEASE, "the claiming engine's lease")
-        for request, spec, epoch, following, digest, attempts, _, alone, _, waited_ms in rows:
+        for request, spec, epoch, following, digest, attempts, _, alone, _, waited_ms, _ in rows:
             old, new, [place] = records[request], after[request], waiting(before)[request]
             must(old["state"] == "queued" and new["state"] == "running", f"claimed {request}, which is {old['state']}")
             must(epoch == int(old["epoch"]) + 1 == int(new["epoch"]), f"{request}: epoch {epoch} after {old['epoch']}")

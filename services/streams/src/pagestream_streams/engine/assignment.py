@@ -1,8 +1,8 @@
-"""Which partitions an engine claims from, and in which order. The heartbeat writes it, claims read it."""
+"""Which partitions are an engine's own, and what it may claim. The heartbeat writes it, claims read it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from pagestream_streams.protocol import placement
 from pagestream_streams.protocol.keys import Partition
@@ -18,9 +18,7 @@ class Assignment:
         self.own: list[int] = []
         """Numbers of the partitions that rendezvous hashing assigns to this engine."""
         self.with_suspects: set[int] = set()
-        """Partitions in which a suspect waited for an idle engine at the last heartbeat (docs/decisions/0024)."""
-        self.reserved: int | None = None
-        """The own partition whose head is too large for the free room. Until it fits, nothing else is claimed."""
+        """Partitions in which a suspect waits for an idle engine, as last heard (docs/decisions/0024)."""
         self.is_retired = False
         self.same_fingerprint_only = False
         """Whether a retired engine still claims, but only begun requests that no other engine computes alike."""
@@ -38,18 +36,3 @@ class Assignment:
         """Give up the own partitions."""
         self.is_retired = True
         self.own = []
-
-    def order(self, with_work: Iterable[int], *, is_idle: bool) -> list[int]:
-        """Return the partitions that a claim should try, the first one first.
-
-        `with_work` are those that may have entries; `is_idle` says that the engine holds no request: suspects wait for
-        that, so their partitions come before all others.
-        """
-        if is_idle:
-            self.reserved = None  # all room is free
-        if self.reserved is not None and self.reserved in self.own:
-            return [self.reserved]
-        self.reserved = None
-        first = self.with_suspects if is_idle else set()
-        own = set(self.own)
-        return sorted({*with_work, *first}, key=lambda number: (number not in first, number not in own, number))

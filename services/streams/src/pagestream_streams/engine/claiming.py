@@ -1,20 +1,24 @@
-"""Claim requests: the order of partitions, the claim script, and the logs of requests that go on."""
+"""Claim requests in order over all partitions, and open the logs of those that go on."""
 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.message import DecodeError
 from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.admin.broker import Broker
+from pagestream_streams.connection.connection import Call
 from pagestream_streams.connection.scripts import CLAIM
 from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.assignment import Assignment
+from pagestream_streams.engine.claim_order import ClaimOrder, Head, Heads, Take
 from pagestream_streams.engine.doorbell import Doorbell
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
@@ -24,6 +28,27 @@ from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import Claim
 
 _log = logging.getLogger(__name__)
+
+_MOST_ROUNDS = 32  # of one claim; the next one goes on
+_ASK_AGAIN = 16  # partitions
+_ROWS_AT = 2  # index of the first claim in a reply of claim.lua
+
+
+@dataclass
+class _Found:
+    """What a claim has brought so far, and the room that is left."""
+
+    max_requests: int
+    max_tokens: int
+    claims: list[tuple[int, Claim]] = field(default_factory=list)
+    """With their keys, see claim_order.py."""
+    unreachable: Unavailable | None = None
+
+    def add(self, claims: Iterable[tuple[int, Claim]]) -> None:
+        for key, claim in claims:
+            self.claims.append((key, claim))
+            self.max_requests -= 1
+            self.max_tokens -= _tokens(claim)
 
 
 class Claimer:
@@ -37,6 +62,7 @@ class Claimer:
         assignment: Assignment,
         active_requests: ActiveRequests,
         isolation: Isolation,
+        order: ClaimOrder,
         doorbell: Doorbell,
         on_lost: Callable[[Collection[str]], None],
     ) -> None:
@@ -46,71 +72,128 @@ class Claimer:
         self._assignment = assignment
         self._active_requests = active_requests
         self._isolation = isolation
+        self._order = order
         self._doorbell = doorbell
         self._on_lost = on_lost
+        self._had_same_fingerprint_only = False
 
     async def claim(self, *, max_requests: int, max_prompt_tokens: int) -> list[Claim]:
         """Claim requests that fit into the given room; see EngineSession.claim."""
-        claims: list[Claim] = []
-        unreachable: Unavailable | None = None
-        if self._assignment.claims_nothing:
-            return claims
-        with_work = self._doorbell.partitions_with_work(len(self._assignment.partitions))
-        numbers = self._assignment.order(with_work, is_idle=len(self._active_requests) == 0)
+        assignment, found = self._assignment, _Found(max_requests, max_prompt_tokens)
+        if assignment.claims_nothing:
+            return []
+        self._doorbell.answer()
         if await self._isolation.is_running():
-            return claims
+            return []
+        if assignment.same_fingerprint_only != self._had_same_fingerprint_only:
+            self._had_same_fingerprint_only = assignment.same_fingerprint_only
+            self._order.forget()
         with self._active_requests.claiming():
-            for number in numbers:
-                room = max_requests - len(claims)
-                if room <= 0 or max_prompt_tokens <= 0:
-                    break
-                asked_at = time.monotonic()
-                idle = not (claims or len(self._active_requests) or self._assignment.is_retired)
-                where = self._identity.keyspace.partition(self._identity.model, number)
-                try:
-                    found = await self.claim_from(where, room, max_prompt_tokens, idle=idle)
-                except Unavailable as error:
-                    if not self._broker.connection.is_cluster:
-                        raise
-                    unreachable = error
-                    continue
-                claims += found
-                if found and found[0].isolated:
-                    await self._isolation.begin(found[0])
-                    break
-                if idle:
-                    self._assignment.with_suspects.discard(number)
-                max_prompt_tokens -= sum(_tokens(claim) for claim in found)
-                if self._assignment.reserved is not None:
-                    break
-                if not found:
-                    self._doorbell.note_empty(number, asked_at)
+            try:
+                await self._ask_changed(found)
+                if not await self._claim_suspect(found):
+                    await self._claim_in_order(found)
+            except Unavailable as error:
+                found.unreachable = error
+            claims = [claim for _, claim in sorted(found.claims, key=lambda pair: pair[0])]
             self.hold(claims)
         if claims:
             self._doorbell.look_again()
-        elif unreachable is not None:
-            raise unreachable
+        elif found.unreachable is not None:
+            raise found.unreachable
         return claims
 
     async def claim_from(
         self, where: Partition, max_requests: int, max_tokens: int, *, idle: bool = False
     ) -> list[Claim]:
-        """Run the claim script on one partition. The claims are this engine's in Redis, and not held yet.
+        """Claim from one partition alone. The claims are this engine's in Redis, and not held yet.
 
         `max_tokens` bounds the tokens to compute before the first new one; `idle`: the engine holds nothing, so that a
         suspect may be claimed. Unavailable.
         """
+        take, nonce, asked_at = (
+            Take(where.number, max_requests, max_tokens, None),
+            secrets.token_hex(8),
+            time.monotonic(),
+        )
+        call = self._call(take, nonce, idle=idle)
+        reply = await self._broker.connection.run(call.script, call.key, *call.arguments)
+        self._learn(where.number, reply, asked_at)
+        return [claim for _, claim in await self._opened(where, nonce, reply)]
+
+    async def _claim_suspect(self, found: _Found) -> bool:
+        """Claim a suspect, where this engine holds nothing and the last heartbeat saw one; return whether it did."""
+        assignment = self._assignment
+        for number in sorted(assignment.with_suspects):
+            if len(self._active_requests) or assignment.is_retired or found.claims:
+                break
+            claims = await self.claim_from(self._where(number), found.max_requests, found.max_tokens, idle=True)
+            assignment.with_suspects.discard(number)
+            found.add([(0, claim) for claim in claims])
+            if claims and claims[0].isolated:
+                await self._isolation.begin(claims[0])
+                return True
+        return False
+
+    async def _claim_in_order(self, found: _Found) -> None:
+        """Claim from the partitions with the smallest keys until the room is used, or nothing is left that fits."""
+        for _ in range(_MOST_ROUNDS):
+            if found.max_requests <= 0 or found.max_tokens <= 0:
+                return
+            await self._ask(self._order.unsure(found.max_tokens), found)
+            takes = self._order.takes(found.max_requests, found.max_tokens, self._assignment.own)
+            if not takes:
+                return
+            if not await self._send(takes, found):
+                # Other engines were faster, so what is known of the heads beside these is probably as old.
+                await self._ask(self._order.foremost(_ASK_AGAIN, found.max_tokens), found)
+        self._doorbell.look_again()
+
+    async def _ask_changed(self, found: _Found) -> None:
+        count, own = len(self._assignment.partitions), self._assignment.own
+        await self._ask(self._order.to_ask(count, own, time.monotonic()), found)
+
+    async def _ask(self, numbers: Sequence[int], found: _Found) -> None:
+        """Ask partitions for their heads, in one round trip."""
+        await self._send([Take(number, 0, found.max_tokens, None) for number in numbers], found)
+
+    async def _send(self, takes: Sequence[Take], found: _Found) -> int:
+        """Send claims in one round trip; return how many requests they brought. Unavailable.
+
+        Where a cluster has some partitions and not others, the missing ones are left out for a while.
+        """
+        connection, nonce, asked_at = self._broker.connection, secrets.token_hex(8), time.monotonic()
+        is_shared = sum(take.max_requests > 0 for take in takes) > 1
+        room = found.max_tokens - sum(take.max_tokens for take in takes) if is_shared else None
+        limit_s = self._broker.settings.beat_limit_s if connection.is_cluster else None
+        try:
+            replies = await connection.run_each([self._call(take, nonce, room) for take in takes], limit_s)
+        except Unavailable as error:
+            if not connection.is_cluster:
+                raise
+            replies = [error] * len(takes)
+        count = 0
+        for take, reply in zip(takes, replies, strict=True):
+            if isinstance(reply, Unavailable):
+                found.unreachable = reply
+                self._order.note_away(take.number, time.monotonic())
+                continue
+            self._learn(take.number, reply, asked_at)
+            opened = await self._opened(self._where(take.number), nonce, reply)
+            found.add(opened)
+            count += len(reply) - _ROWS_AT
+        return count
+
+    def _call(self, take: Take, nonce: str, room: int | None = None, *, idle: bool = False) -> Call:
+        """`room`: most tokens of the head that the reply names; None for what this claim leaves of its own."""
         settings, assignment = self._broker.settings, self._assignment
-        nonce = secrets.token_hex(8)
-        least_age = 0 if where.number in assignment.own else settings.steal_after_ms
-        reply = await self._broker.connection.run(
-            CLAIM,
-            where.prefix,
+        is_own = take.number in assignment.own
+        arguments = (
             self._identity.engine_id,
             nonce,
-            max_requests,
-            max_tokens,
-            least_age,
+            take.max_requests,
+            take.max_tokens,
+            0 if is_own else settings.steal_after_ms,
             settings.ageing_ms,
             settings.lease_ms,
             settings.drain_window_ms,
@@ -120,12 +203,26 @@ class Claimer:
             settings.control_ms,
             int(assignment.same_fingerprint_only),
             self._identity.max_model_len,
+            int(is_own),
+            "" if take.bound is None else take.bound,
+            "" if room is None else room,
         )
-        now, is_blocked, *rows = reply
-        if where.number in assignment.own:
-            assignment.reserved = where.number if is_blocked else None
-        claims = [await self._open_or_fail(where, nonce, now, row) for row in rows]
-        return [claim for claim in claims if claim is not None]
+        return Call(CLAIM, self._where(take.number).prefix, arguments)
+
+    def _where(self, number: int) -> Partition:
+        return self._identity.keyspace.partition(self._identity.model, number)
+
+    def _learn(self, number: int, reply: Sequence[Any], asked_at: float) -> None:
+        """Note what a reply says about the partition's head."""
+        has_suspects, ripens_ms, room, *heads = reply[1]
+        if has_suspects:
+            self._assignment.with_suspects.add(number)
+        first = Head(heads[0], heads[1], bool(heads[2])) if heads else None
+        fitting = Head(heads[3], heads[4]) if len(heads) > 3 else None
+        ripens_s = ripens_ms / 1000 if ripens_ms >= 0 else math.inf
+        is_own = number in self._assignment.own
+        self._order.learn(number, Heads(first, fitting, room, ripens_s), asked_at, is_own=is_own)
+        self._doorbell.ring_in(number, ripens_s)
 
     def hold(self, claims: Sequence[Claim]) -> None:
         """Hold claimed requests.
@@ -137,6 +234,15 @@ class Claimer:
             self._on_lost(replaced)
         for claim in claims:
             self._active_requests.add(claim.request_id, claim.epoch, claim.nonce)
+
+    async def _opened(self, where: Partition, nonce: str, reply: Sequence[Any]) -> list[tuple[int, Claim]]:
+        """Return a reply's claims with their keys."""
+        claims = []
+        for *row, key in reply[_ROWS_AT:]:
+            claim = await self._open_or_fail(where, nonce, reply[0], row)
+            if claim is not None:
+                claims.append((key, claim))
+        return claims
 
     async def _open_or_fail(self, where: Partition, nonce: str, now: int, row: Sequence[Any]) -> Claim | None:
         """End a request whose record or log can't be read: it would stop one engine after another."""

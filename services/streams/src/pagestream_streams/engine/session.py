@@ -15,6 +15,7 @@ from pagestream_streams.connection.subscription import Subscription
 from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.appending import Appender
 from pagestream_streams.engine.assignment import Assignment
+from pagestream_streams.engine.claim_order import ClaimOrder
 from pagestream_streams.engine.claiming import Claimer
 from pagestream_streams.engine.doorbell import Doorbell
 from pagestream_streams.engine.hand_back import HandBack
@@ -76,7 +77,8 @@ class EngineSession:
         )
         self.assignment = Assignment()
         self.active_requests = ActiveRequests()
-        self.doorbell = Doorbell(settings.steal_after_ms / 1000)
+        self.claim_order = ClaimOrder()
+        self.doorbell = Doorbell(self.claim_order, settings.steal_after_ms / 1000)
         self.isolation = Isolation(
             broker,
             self.identity,
@@ -91,6 +93,7 @@ class EngineSession:
             assignment=self.assignment,
             active_requests=self.active_requests,
             isolation=self.isolation,
+            order=self.claim_order,
             doorbell=self.doorbell,
             on_lost=on_lost,
         )
@@ -155,12 +158,12 @@ class EngineSession:
             await self.retirement.leave()
 
     async def claim(self, *, max_requests: int, max_prompt_tokens: int) -> list[Claim]:
-        """Claim requests that fit into the given room.
+        """Claim requests that fit into the given room, in the order of all partitions (docs/decisions/0120).
 
-        A request that is larger than `max_prompt_tokens` stays at the head of its queue, so an idle engine should offer
-        all it has. One that has waited there for settings.ageing_ms, or that goes on after another engine, gets what
-        becomes free before any other does. Another call without a doorbell sends nothing until entries that others left
-        may be old enough to take.
+        A request that is larger than `max_prompt_tokens` may be overtaken by smaller ones, so an idle engine should
+        offer all it has. One that has waited for settings.ageing_ms, or that goes on after another engine, gets what
+        becomes free in the engine that owns its partition before any later one does. Entries of other engines'
+        partitions are left to them for settings.steal_after_ms.
 
         An `isolated` claim comes as the only one, to an engine that holds nothing; until its log has a new entry there
         are no others.
@@ -175,7 +178,8 @@ class EngineSession:
 
         Raises:
             Unavailable: nothing was claimed, or the heartbeats hand it back. Where a cluster has some partitions and
-                not others, those that are there are asked, and it is raised only if they have nothing.
+                not others, it is raised only if those that are there have nothing; the others are then left out for a
+                second.
         """
         return await self.claimer.claim(max_requests=max_requests, max_prompt_tokens=max_prompt_tokens)
 

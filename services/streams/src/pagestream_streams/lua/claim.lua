@@ -1,11 +1,14 @@
 -- Claim requests for an engine: take them from their queues, raise their epochs, record owner, nonce and lease.
 --
 -- The queues of begun requests ("resume") come first; then the entry with the earliest virtual arrival, which is its
--- arrival plus class * ageing. An engine that holds nothing gets a suspect before all that, and then nothing else
--- (docs/decisions/0024). A request that needs a longer context than the engine holds is left for ARGV[11].
+-- arrival plus class * ageing. Both are one number, the entry's key (see order_key in prelude.lua), so that an engine
+-- can compare the heads of partitions and claim only what comes before a bound (docs/decisions/0120). An engine that
+-- holds nothing gets a suspect before all that, and then nothing else (docs/decisions/0024). Entries behind one that
+-- is too large for the room, or needs a longer context than the engine holds, are looked at up to LOOK_BEHIND; one
+-- that needs a longer context is left to other engines for ARGV[11].
 -- Run by: engine/claiming.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
--- ARGV: [1] engine id, [2] nonce (random), [3] most requests, [4] most tokens
+-- ARGV: [1] engine id, [2] nonce (random), [3] most requests (0: only look), [4] most tokens
 --       [5] least age of an entry in ms, [6] ageing in ms, [7] lease in ms, [8] drain window in ms
 --       [9] whether the engine holds nothing (0 | 1)
 --       [10] the engine's fingerprint ('': unknown)
@@ -13,20 +16,27 @@
 --       [12] control time in ms (see prelude.lua)
 --       [13] whether to take only requests begun with this fingerprint (0 | 1)
 --       [14] the context that the engine holds (0 or none: any)
--- Returns: {now, whether a queue's head is too large for what is left and has waited so long that others must not
---          overtake it (0 | 1), {id, spec, epoch, next index, digest, attempts, deadline, isolated (0 | 1), cached
---          tokens, ms in its queue}...}.
+--       [15] whether the engine keeps its room for an entry that is too large and must not be overtaken (0 | 1)
+--       [16] the greatest key to claim ('' or none: any)
+--       [17] most tokens of the entry that the reply names as the next one ('' or none: what is left of [4])
+-- Returns: {now, what is next, {id, spec, epoch, next index, digest, attempts, deadline, isolated (0 | 1), cached
+--          tokens, ms in its queue, key}...}. What is next: {whether a suspect waits that an engine may run (0 | 1),
+--          ms until an entry may be taken that is left to other engines (-1: none), the room that the rest is about;
+--          where entries may be taken: key and tokens of the first one, whether it must not be overtaken (0 | 1); where
+--          that is larger than the room, but another one isn't: key and tokens of the first that isn't}.
 -- Retry: claims more. Requests of a lost reply are owned by the engine, whose heartbeats hand them back.
 local engine, nonce, max_requests, max_tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local min_age, ageing, lease, window = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
 local idle, fingerprint, patience, control = ARGV[9] == '1', ARGV[10], tonumber(ARGV[11]), tonumber(ARGV[12])
-local context = tonumber(ARGV[14] or 0)
+local retired, context = ARGV[13] == '1', tonumber(ARGV[14] or 0)
+local keeps_room, bound = ARGV[15] == '1', tonumber(ARGV[16] or '') or math.huge
 local meta, now, drained = prefix .. 'meta', now_ms(), 0
-local claims, HEAD = {now, 0}, 2
+local claims, HEAD = {now, {}}, 2
 local drained_tokens, drained_longest, drained_of = 0, 0, {}
+local LOOK_BEHIND = 16
 
 -- Makes a queued request this engine's; false where it is not queued any more.
-local function own(id, alone, since)
+local function own(id, alone, since, key)
   local req = prefix .. 'req:' .. id
   local found = call('HMGET', req, 'state', 'spec', 'next', 'digest', 'deadline', 'print', 'cached')
   if found[1] ~= 'queued' then
@@ -38,20 +48,15 @@ local function own(id, alone, since)
   call('HDEL', req, 'queue', 'entry')
   call('SADD', prefix .. 'owned:' .. engine, id)
   claims[#claims + 1] = {id, found[2], epoch, found[3], found[4], attempts, found[5], alone == '1' and 1 or 0,
-    found[7], math.max(0, now - since)}
+    found[7], math.max(0, now - since), key}
   return true
-end
-
--- Whether a begun request may go on here: its fingerprint matches, or it has waited long enough for one that does.
-local function is_mine(print, since)
-  return print == '' or fingerprint == '' or print == fingerprint or age(since, now) >= patience
 end
 
 local function claim_suspect()
   local id, since = first_suspect(fingerprint, context, patience, now)
   while id do
     call('ZREM', prefix .. 'suspects', id)
-    if own(id, '1', since) then
+    if own(id, '1', since, 0) then
       return true
     end
     id, since = first_suspect(fingerprint, context, patience, now)
@@ -59,107 +64,124 @@ local function claim_suspect()
   return false
 end
 
--- The first entry of a queue, or nothing.
-local function head(name)
-  local first = call('XRANGE', prefix .. 'queue:' .. name, '-', '+', 'COUNT', 1)[1]
-  if first then
-    local arrival = tonumber(string.match(first[1], '^%d+'))
-    local fits = context == 0 or tonumber(call('HGET', prefix .. 'req:' .. first[2][2], 'context') or 0) <= context
-    fits = fits or age(arrival, now) >= patience
-    return {name = name, arrival = arrival, tokens = tonumber(first[2][4]), fits = fits}
+-- == What this engine may take ==
+
+local ripens = -1 -- ms until the first entry that is left to other engines may be taken
+
+-- An entry of a queue, or nothing where it is left to other engines.
+local function candidate(queue, entry)
+  local arrival, least = tonumber(string.match(entry[1], '^%d+')), min_age
+  local id, print = entry[2][2], queue.print
+  if print ~= '' and fingerprint ~= '' and print ~= fingerprint
+    or context > 0 and tonumber(call('HGET', prefix .. 'req:' .. id, 'context') or 0) > context then
+    least = math.max(least, patience)
   end
+  local waited = age(arrival, now)
+  if waited < least then
+    ripens = ripens < 0 and least - waited or math.min(ripens, least - waited)
+    return nil
+  end
+  return {queue = queue, entry = entry[1], id = id, tokens = tonumber(entry[2][4]), arrival = arrival,
+    key = order_key(queue.name, arrival, ageing), stays = queue.begun or waited >= ageing}
 end
 
-local known = call('HMGET', meta, 'classes', 'prints')
-local heads, resumes = {}, {}
-for class in string.gmatch(known[1] or '', '%d+') do
-  heads[class] = head(class)
+-- Finds a queue's first entry that this engine may take, and the first of those that fits into the room. Returns
+-- whether the queue has any.
+local function look(queue)
+  local from, count, seen = '-', 1, 0
+  queue.first, queue.fit = nil, nil
+  repeat
+    local entries = call('XRANGE', prefix .. 'queue:' .. queue.name, from, '+', 'COUNT', count)
+    for _, entry in ipairs(entries) do
+      local found = candidate(queue, entry)
+      queue.first, from = queue.first or found, '(' .. entry[1]
+      if found and found.tokens <= max_tokens then
+        queue.fit = found
+        return true
+      end
+    end
+    local is_last = count > 1 or #entries == 0
+    seen, count = seen + #entries, LOOK_BEHIND
+  until is_last
+  return seen > 0
 end
-resumes.resume = head('resume')
+
+local known, queues = call('HMGET', meta, 'classes', 'prints'), {}
+local function add(name, print)
+  local queue = {name = name, print = print, begun = string.sub(name, 1, 6) == 'resume'}
+  if retired and name ~= 'resume:' .. fingerprint then
+    return call('EXISTS', prefix .. 'queue:' .. name) == 1
+  end
+  queues[#queues + 1] = queue
+  return look(queue)
+end
+for class in string.gmatch(known[1] or '', '%d+') do
+  add(class, '')
+end
+add('resume', '')
 local prints = ' '
 for print in string.gmatch(known[2] or '', '%S+') do
-  local name = 'resume:' .. print
-  resumes[name] = head(name)
-  if resumes[name] then
-    prints, resumes[name].print = prints .. print .. ' ', print
+  if add('resume:' .. print, print) then
+    prints = prints .. print .. ' '
   else
-    call('DEL', prefix .. 'queue:' .. name)
+    call('DEL', prefix .. 'queue:resume:' .. print)
   end
 end
 if known[2] and known[2] ~= prints then
   call('HSET', meta, 'prints', prints)
 end
-if ARGV[13] == '1' then
-  local name = 'resume:' .. fingerprint
-  heads, resumes = {}, {[name] = resumes[name]}
+
+-- Whether a candidate comes before another one, if there is one; of equal keys the higher class.
+local function precedes(one, other)
+  return not other or one.key < other.key or one.key == other.key and one.queue.name < other.queue.name
 end
 
--- The queue's head to claim next, or nothing.
+-- The first entry of all queues, and the first that fits into the room; nothing for none.
 local function choose()
-  local best
-  for _, candidate in pairs(resumes) do
-    if candidate.fits and age(candidate.arrival, now) >= min_age and is_mine(candidate.print or '', candidate.arrival)
-      and (not best or candidate.arrival < best.arrival) then
-      best = candidate
+  local first, fit
+  for _, queue in ipairs(queues) do
+    if queue.fit and queue.fit.tokens > max_tokens then
+      look(queue) -- the room was larger
     end
+    first = queue.first and precedes(queue.first, first) and queue.first or first
+    fit = queue.fit and precedes(queue.fit, fit) and queue.fit or fit
   end
-  if best then
-    return best
-  end
-  local least
-  for class, candidate in pairs(heads) do
-    local virtual = candidate.arrival + class * ageing
-    local is_earlier = not best or virtual < least or virtual == least and tonumber(class) < tonumber(best.name)
-    if candidate.fits and age(candidate.arrival, now) >= min_age and is_earlier then
-      best, least = candidate, virtual
-    end
-  end
-  return best
+  return first, fit
 end
 
--- Removes the head of a queue; returns its request id.
-local function take(name)
-  -- One consumer for all engines, or those of dead engines would pile up. The entry is acknowledged below.
-  local queue = prefix .. 'queue:' .. name
-  local read = redis.pcall('XREADGROUP', 'GROUP', GROUP, GROUP, 'COUNT', 1, 'STREAMS', queue, '>')
-  if read and read.err then
-    ensure_group(queue)
-    read = call('XREADGROUP', 'GROUP', GROUP, GROUP, 'COUNT', 1, 'STREAMS', queue, '>')
+-- The smallest key of an entry that is too large for the room and must not be overtaken.
+local function reserved()
+  local least = math.huge
+  for _, queue in ipairs(queues) do
+    if queue.first and queue.first.stays and queue.first.tokens > max_tokens then
+      least = math.min(least, queue.first.key)
+    end
   end
-  -- Without an unread entry the head is one that was delivered by hand; its request's state says whether it waits.
-  local entry = read and read[1][2][1] or call('XRANGE', queue, '-', '+', 'COUNT', 1)[1]
-  call('XACK', queue, GROUP, entry[1])
-  call('XDEL', queue, entry[1])
-  uncount(entry[2][2], name, entry[2][4])
-  return entry[2][2]
+  return least
 end
+
+-- == Claims ==
 
 local alone = idle and max_requests > 0 and call('ZCARD', prefix .. 'suspects') > 0
   and control_is_over(now, control) and claim_suspect()
 while not alone and #claims - HEAD < max_requests do
-  local best = choose()
-  if not best then
+  local _, best = choose()
+  if not best or best.key > bound or keeps_room and best.key > reserved() then
     break
   end
-  if best.tokens > max_tokens then
-    claims[2] = (resumes[best.name] or age(best.arrival, now) >= ageing) and 1 or 0
-    break
-  end
-  local id = take(best.name)
-  if resumes[best.name] then
-    resumes[best.name] = head(best.name)
-    if resumes[best.name] then
-      resumes[best.name].print = best.print
-    end
-  else
-    heads[best.name] = head(best.name)
+  local queue = prefix .. 'queue:' .. best.queue.name
+  call('XACK', queue, GROUP, best.entry) -- where another consumer has read it
+  call('XDEL', queue, best.entry)
+  uncount(best.id, best.queue.name, best.tokens)
+  if not best.queue.begun then
     drained, drained_tokens = drained + 1, drained_tokens + best.tokens
     drained_longest = math.max(drained_longest, best.tokens)
-    drained_of[best.name] = (drained_of[best.name] or 0) + best.tokens
+    drained_of[best.queue.name] = (drained_of[best.queue.name] or 0) + best.tokens
   end
-  if own(id, '', best.arrival) then
+  if own(best.id, '', best.arrival, best.key) then
     max_tokens = max_tokens - best.tokens
   end
+  look(best.queue)
 end
 if #claims > HEAD then
   call('ZADD', prefix .. 'leases', now + lease, engine)
@@ -187,4 +209,21 @@ if drained > 0 then
     end
   end
 end
+
+max_tokens = tonumber(ARGV[17] or '') or max_tokens
+for _, queue in ipairs(queues) do
+  if queue.first and queue.first ~= queue.fit then
+    look(queue) -- in the room that the reply is about
+  end
+end
+local first, fit = choose()
+local suspects = not retired and call('ZCARD', prefix .. 'suspects') > 0 and control_is_over(now, control)
+local next_one = {suspects and 1 or 0, ripens, max_tokens}
+if first then
+  next_one[4], next_one[5], next_one[6] = first.key, first.tokens, first.stays and 1 or 0
+  if fit and fit ~= first then
+    next_one[7], next_one[8] = fit.key, fit.tokens
+  end
+end
+claims[2] = next_one
 return claims

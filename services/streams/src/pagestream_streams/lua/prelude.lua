@@ -49,6 +49,14 @@ local function enqueue(id, name, tokens)
   call('HSET', prefix .. 'req:' .. id, 'queue', name, 'entry', entry)
 end
 
+-- Orders the entries of all queues and partitions: the smaller key is claimed first. Begun requests come before all
+-- others, in the order in which they were requeued; the others by their virtual arrival (docs/decisions/0022, 0120).
+local BEGUN = 10000000000000 -- 317 years in ms
+local function order_key(queue, arrival, ageing)
+  local class = tonumber(queue)
+  return class and arrival + class * ageing or arrival - BEGUN
+end
+
 -- Counts a queued request for its tenant. The hash tenants:<class> has the fields r<tenant> (requests), t<tenant>
 -- (prompt tokens) and w<tenant> (weight); the field "weights:<class>" of meta is the sum of the weights of tenants
 -- that wait.

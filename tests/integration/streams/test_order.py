@@ -1,0 +1,145 @@
+"""First come, first served, with classes that age: over all partitions, however many engines claim."""
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from pagestream_streams import Broker, Claim, EngineSession, GatewaySession
+from support.protocol.token_streams import LIMIT_S, MODEL, STILL, card, eventually, spec
+
+TOLERANCE_MS = 250
+AGEING_MS = 400
+HOT = 0
+"""The partition with the standing backlog."""
+
+# Heartbeats would ask every partition sixteen times a second.
+CALM = dataclasses.replace(STILL, steal_after_ms=20, ageing_ms=AGEING_MS)
+
+
+@asynccontextmanager
+async def engines(url: str, partitions: int, count: int) -> AsyncIterator[list[EngineSession]]:
+    async with AsyncExitStack() as stack:
+        broker = await stack.enter_async_context(await Broker.connect(url, CALM))
+        await broker.publish_model(card(), partitions=partitions)
+        sessions = [
+            await stack.enter_async_context(
+                EngineSession(broker, model=MODEL, engine_id=f"engine-{number}", on_lost=lambda _: None)
+            )
+            for number in range(count)
+        ]
+        for session in sessions:
+            await session.heartbeat.beat()  # all of them know each other
+        owners = Counter(number for session in sessions for number in session.assignment.own)
+        assert owners == dict.fromkeys(range(partitions), 1)
+        yield sessions
+
+
+async def keys_of(broker: Broker, request_ids: Sequence[str]) -> dict[str, int]:
+    """Return each request's virtual arrival by Redis' clock, computed from its record."""
+    places = [await broker.directory.locate(each) for each in request_ids]
+    commands = [
+        ("HMGET", where.request(each), "accepted", "class") for where, each in zip(places, request_ids, strict=True)
+    ]
+    found = await broker.connection.pipeline(commands)
+    return {each: int(at) + int(class_) * AGEING_MS for each, (at, class_) in zip(request_ids, found, strict=True)}
+
+
+def inversion(order: Sequence[str], keys: dict[str, int]) -> int:
+    """Return by how much the worst request went before an earlier one, in ms."""
+    worst, least = 0, keys[order[-1]]
+    for each in reversed(order):
+        least = min(least, keys[each])
+        worst = max(worst, keys[each] - least)
+    return worst
+
+
+@pytest.mark.parametrize("partitions", [4, 256])
+@pytest.mark.parametrize("count", [1, 10])
+async def test_a_backlog_is_claimed_in_order(redis_url: str, partitions: int, count: int) -> None:
+    async with await Broker.connect(redis_url, CALM) as broker, GatewaySession(broker) as gateway:
+        await broker.publish_model(card(), partitions=partitions)
+        waiting = []
+        for number in range(150):
+            elsewhere = 1 + number * 7 % (partitions - 1)
+            request = spec(partition=HOT if number % 2 else elsewhere, priority=(0, 0, 0, 1, 2)[number % 5])
+            await gateway.accept(request)
+            waiting.append(request.request_id)
+            await asyncio.sleep(0.004)  # spreads the arrivals over twice the tolerance
+        async with engines(redis_url, partitions, count) as sessions:
+            claims: list[Claim] = []
+
+            async def drain(session: EngineSession) -> None:
+                async with asyncio.timeout(LIMIT_S):
+                    while len(claims) < len(waiting):
+                        claims.extend(await session.claim(max_requests=3, max_prompt_tokens=1000))
+                        await session.wait_for_work(0.01)
+
+            await asyncio.gather(*(drain(session) for session in sessions))
+            keys = await keys_of(broker, waiting)
+            at = {each.request_id: keys[each.request_id] for each in claims}
+            assert sorted(at) == sorted(waiting)
+            assert max(keys.values()) - min(keys.values()) > 2 * TOLERANCE_MS, "else any order would do"
+            accepted = await accepted_at(broker, waiting)
+            by_time = sorted(claims, key=lambda each: accepted[each.request_id] + each.waited_s * 1000)
+            assert inversion([each.request_id for each in by_time], keys) <= TOLERANCE_MS
+
+
+async def accepted_at(broker: Broker, request_ids: Sequence[str]) -> dict[str, int]:
+    places = [await broker.directory.locate(each) for each in request_ids]
+    found = await broker.connection.pipeline(
+        [("HGET", where.request(each), "accepted") for where, each in zip(places, request_ids, strict=True)]
+    )
+    return {each: int(at) for each, at in zip(request_ids, found, strict=True)}
+
+
+@pytest.mark.parametrize("partitions", [4, 256])
+@pytest.mark.parametrize("class_of_backlog", [0, 2])
+async def test_nothing_elsewhere_starves_behind_a_standing_backlog(
+    redis_url: str, partitions: int, class_of_backlog: int
+) -> None:
+    async with (
+        engines(redis_url, partitions, 1) as [engine],
+        await Broker.connect(redis_url, CALM) as broker,
+        GatewaySession(broker) as gateway,
+    ):
+        for _ in range(20):
+            await gateway.accept(spec(partition=HOT, priority=class_of_backlog))
+        await engine.claim(max_requests=1, max_prompt_tokens=1000)
+        single = spec(partition=partitions - 1)
+        await gateway.accept(single)
+
+        async def is_claimed() -> bool:
+            await gateway.accept(spec(partition=HOT, priority=class_of_backlog))
+            claims = await engine.claim(max_requests=1, max_prompt_tokens=1000)
+            return single.request_id in {each.request_id for each in claims}
+
+        await eventually(is_claimed)
+
+
+async def test_only_the_owner_keeps_room_for_a_large_request(redis_url: str) -> None:
+    """Other engines go on with what fits, also from behind it; the owner claims it before all that is later."""
+    async with (
+        engines(redis_url, 32, 2) as [one, other],
+        await Broker.connect(redis_url, CALM) as broker,
+        GatewaySession(broker) as gateway,
+    ):
+        [at, *_] = one.assignment.own
+        large, behind, *small = spec(partition=at, prompt=range(80)), spec(partition=at), spec(), spec(partition=1)
+        for request in (large, behind, *small):
+            await gateway.accept(request)
+
+        async def is_kept() -> bool:
+            one.doorbell.ring_all()
+            claims = await one.claim(max_requests=9, max_prompt_tokens=2)
+            assert claims == []
+            return one.claim_order.reserves(one.assignment.own, 50)
+
+        await eventually(is_kept)
+        assert await one.claim(max_requests=9, max_prompt_tokens=50) == []
+        claims = await other.claim(max_requests=9, max_prompt_tokens=50)
+        assert {each.request_id for each in claims} == {each.request_id for each in (behind, *small)}
+        [claim] = await one.claim(max_requests=9, max_prompt_tokens=80)
+        assert claim.request_id == large.request_id
