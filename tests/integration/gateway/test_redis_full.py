@@ -12,6 +12,7 @@ from pagestream.v1 import inference_pb2 as api
 from pagestream_streams import EmbeddedRedis
 from support.clients.gateway_clients import Address, grpc_stub, refusal, sse_events
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
+from support.protocol.token_streams import eventually
 from support.redis.topologies import ask_all
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 0}
@@ -38,7 +39,14 @@ async def test_a_new_request_is_refused_and_accepted_ones_are_served(
         request_id, events = response.headers["X-Request-Id"], sse_events(response)
         while (await anext(events)).next_index < 2:
             pass
+        assert (await http.get("/readyz")).text == "ready\n"
         memory(1)
+
+        async def is_shown() -> bool:
+            return "memory limit" in (await http.get("/readyz")).text
+
+        await eventually(is_shown)
+        assert (await http.get("/readyz")).status_code == 200, "its readers would be cut off"
         with caplog.at_level(logging.WARNING, "pagestream_gateway"):
             refused = await http.post("/v1/chat/completions", json=CHAT)
         error = refused.json()["error"]

@@ -24,6 +24,7 @@ from pagestream_gateway.api.http_server import HttpServer
 from pagestream_gateway.core.auth import Authenticator, read_key_file
 from pagestream_gateway.core.calls import Calls
 from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.core.memory_monitor import MemoryMonitor
 from pagestream_gateway.core.models import Models
 from pagestream_gateway.core.open_streams import OpenStreams
 from pagestream_gateway.core.queue_monitor import QueueMonitor
@@ -117,6 +118,7 @@ async def _gateway(settings: Settings, authenticator: Authenticator) -> AsyncIte
                 streams=OpenStreams(metrics),
                 calls=Calls(metrics, telemetry.tracer),
                 queue=QueueMonitor(broker, telemetry.registry),
+                memory=MemoryMonitor(broker, session, telemetry.registry),
                 telemetry=telemetry,
                 answer_budget=ByteBudget(settings.stream.whole_answers_bytes),
             )
@@ -173,7 +175,8 @@ async def _servers(gateway: Gateway, certificate: Certificate | None) -> AsyncIt
         if certificate is not None:
             timers.append(certificate.watch())
         if gateway.settings.telemetry.exports:
-            timers.append(gateway.queue.watch(gateway.settings.telemetry.export_interval_s))
+            interval_s = gateway.settings.telemetry.export_interval_s
+            timers += [gateway.queue.watch(interval_s), gateway.memory.watch(interval_s)]
         for timer in timers:
             timer.start()
             stack.push_async_callback(timer.stop)

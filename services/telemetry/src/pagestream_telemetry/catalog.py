@@ -192,6 +192,25 @@ QUEUE_RUNNING = _gauge(
     "pagestream.queue.running", "{request}", "Requests that engines own. All gateways export the same value."
 )
 
+REDIS_MEMORY_USED = Metric(
+    "pagestream.redis.memory.used",
+    Kind.GAUGE,
+    "By",
+    "Memory of Redis that counts for its limit; of a cluster's fullest node. All gateways export the same value.",
+)
+REDIS_MEMORY_LIMIT = Metric(
+    "pagestream.redis.memory.limit",
+    Kind.GAUGE,
+    "By",
+    "maxmemory of that server; absent where it has none. At the limit new requests and tokens are refused.",
+)
+REDIS_LOG_ENTRY_SIZE = Metric(
+    "pagestream.redis.log.entry_size",
+    Kind.GAUGE,
+    "By",
+    "Memory of Redis for a token in a log, measured at logs that this gateway reads; absent until it read a long one.",
+)
+
 ENGINE_METRICS = (
     KV_UTILIZATION,
     KV_BLOCKS,
@@ -238,4 +257,7 @@ GATEWAY_METRICS = (
     QUEUE_CLAIMED_LONGEST,
     QUEUE_DRAIN_RATE,
     QUEUE_RUNNING,
+    REDIS_MEMORY_USED,
+    REDIS_MEMORY_LIMIT,
+    REDIS_LOG_ENTRY_SIZE,
 )

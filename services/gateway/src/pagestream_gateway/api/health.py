@@ -6,6 +6,9 @@ from starlette.responses import PlainTextResponse, Response
 
 from pagestream_gateway.core.gateway import Gateway
 
+# A full Redis is no reason to take readers' gateways away: docs/decisions/0125.
+_FULL = "ready: Redis is at its memory limit; new requests are refused, accepted ones are served\n"
+
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes of probes and scrapers."""
@@ -18,7 +21,7 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.get("/readyz", summary="Whether Redis answers and a model is known")
     async def readyz() -> Response:
         if await gateway.is_ready():
-            return PlainTextResponse("ready\n")
+            return PlainTextResponse(_FULL if await gateway.memory.is_full() else "ready\n")
         return PlainTextResponse(
             "not ready: Redis does not answer, no model is known, or the process is stopping\n", 503
         )

@@ -1,5 +1,6 @@
 """The gateway without its protocols: what the APIs call."""
 
+import asyncio
 from dataclasses import dataclass
 
 from pagestream_streams import Broker
@@ -9,6 +10,7 @@ from pagestream_telemetry.process import Telemetry
 
 from pagestream_gateway.core.auth import Authenticator
 from pagestream_gateway.core.calls import Calls
+from pagestream_gateway.core.memory_monitor import MemoryMonitor
 from pagestream_gateway.core.models import Models
 from pagestream_gateway.core.open_streams import OpenStreams
 from pagestream_gateway.core.queue_monitor import QueueMonitor
@@ -36,6 +38,7 @@ class Gateway:
     streams: OpenStreams
     calls: Calls
     queue: QueueMonitor
+    memory: MemoryMonitor
     telemetry: Telemetry
     answer_budget: ByteBudget
     """Bytes of answers that are not streamed."""
@@ -56,5 +59,5 @@ class Gateway:
 
     async def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text form; those of the queue are absent where Redis does not answer."""
-        await self.queue.refresh()
+        await asyncio.gather(self.queue.refresh(), self.memory.refresh())
         return self.telemetry.render()

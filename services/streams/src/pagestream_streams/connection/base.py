@@ -32,6 +32,9 @@ class Topology(Protocol):
         The replies of a server that has not answered within `limit_s` seconds are TimeoutError.
         """
 
+    async def execute_on_each(self, *command: Argument) -> list[Any]:
+        """Run a command without a key on each master; return a reply or an exception for each."""
+
     async def pipeline_to(self, key: str, commands: Sequence[Command]) -> list[Any]:
         """Run commands on one connection to the server that has `key`."""
 

@@ -48,6 +48,13 @@ class ClusterTopology:
             raise reply
         return reply
 
+    async def execute_on_each(self, *command: Argument) -> list[Any]:
+        """Run a command without a key on each master; see Topology."""
+        async with self._turns:
+            await self.cluster.initialize()
+            batches = (self._batch(node, [command]) for node in self.cluster.get_primaries())
+            return [reply for replies in await asyncio.gather(*batches) for reply in replies]
+
     async def pipeline(self, commands: Sequence[Command], limit_s: float | None = None) -> list[Any]:
         """Run commands in one round trip to each node; see Topology.
 

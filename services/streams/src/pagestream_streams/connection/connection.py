@@ -88,6 +88,15 @@ class Connection:
         async with translated_errors():
             return await self.topology.execute(*command)
 
+    async def execute_on_each(self, *command: Argument) -> list[Any]:
+        """Run a command without a key on each master. Unavailable where one of them does not answer."""
+        async with translated_errors():
+            replies = await self.topology.execute_on_each(*command)
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise reply
+            return replies
+
     async def pipeline(self, commands: Sequence[Sequence[Argument]], limit_s: float | None = None) -> list[Any]:
         """Run commands in one round trip; raise the first reply that is an error.
 

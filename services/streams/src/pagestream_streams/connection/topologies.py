@@ -74,6 +74,9 @@ class SingleServer:
         async with self._turns:
             return await self._command(*command)
 
+    async def execute_on_each(self, *command: Argument) -> list[Any]:
+        return await self.pipeline([command])
+
     async def pipeline(self, commands: Sequence[Command], limit_s: float | None = None) -> list[Any]:
         try:
             async with asyncio.timeout(limit_s), self._turns, self._redis.pipeline(transaction=False) as pipe:
