@@ -43,7 +43,7 @@ def server(any_server: EmbeddedRedis) -> Iterator[EmbeddedRedis]:
 
 
 def configure(server: EmbeddedRedis, **settings: str | int) -> None:
-    with Redis(port=server.port) as client:
+    with Redis.from_url(server.url) as client:
         for name, value in settings.items():
             client.config_set(name, value)
 

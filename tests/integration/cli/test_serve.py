@@ -152,7 +152,7 @@ def test_serve_json_lists_every_process(serve: Serve) -> None:
     assert record.processes[0].pid == serve.process.pid
     assert all(is_running(pid) for pid in serve.all_pids())
     assert set(record.processes[3].ports) == {"http", "grpc"}
-    assert record.redis_url == f"redis://127.0.0.1:{record.processes[1].ports['redis']}/0"
+    assert record.redis_url == f"unix://{serve.data_dir}/redis/redis.sock?db=0"
     assert httpx.get(f"{serve.url}/readyz").status_code == 200
 
 
@@ -234,7 +234,7 @@ def test_kill_9_of_serve_leaves_nothing_and_the_next_one_goes_on(tmp_path: Path)
     try:
         with httpx.stream("GET", f"{second.url}/v1/requests/{request_id}/events", timeout=60.0) as response:
             assert response.status_code == 200
-            data = [data for _, data in events(response)]
+            data = list(events(response))
         assert data[-1] == "[DONE]"
         assert len("".join(text_of(item) for item in data[:-1])) > 300
     finally:
@@ -264,7 +264,7 @@ def test_a_file_of_redis_that_was_torn_in_a_transaction_is_written_anew(tmp_path
     data = tmp_path / "data"
     server = EmbeddedRedis(data / "redis")
     asyncio.run(server.start())
-    with Redis(port=server.port) as redis:
+    with Redis.from_url(server.url) as redis:
         redis.set("kept", 1)
     asyncio.run(server.stop())
     [file] = [*(data / "redis").rglob("*.incr.aof"), *(data / "redis").glob("appendonly.aof")][:1]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_servers
+from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_servers, free_port
 from redis import Redis
 
 
@@ -32,7 +32,7 @@ def newest_server() -> ServerBinary:
 
 @contextmanager
 def running_server(folder: Path, binary: ServerBinary | None = None) -> Iterator[EmbeddedRedis]:
-    server = EmbeddedRedis(folder, binary=binary)
+    server = EmbeddedRedis(folder, port=free_port(), binary=binary)
     asyncio.run(server.start())
     try:
         yield server
@@ -44,7 +44,7 @@ def emptied(server: EmbeddedRedis) -> str:
     """Start the server if needed, delete all keys, and return its URL."""
     if server.pid is None:
         asyncio.run(server.start())
-    with Redis(port=server.port) as client:
+    with Redis.from_url(server.url) as client:
         client.config_set("maxmemory", 0)
         client.flushall()
         client.script_flush()

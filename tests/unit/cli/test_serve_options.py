@@ -110,7 +110,7 @@ def test_several_gateways_take_the_ports_after_the_first(tmp_path: Path) -> None
     assigned = assign_ports(options("--http-port", str(base), "--grpc-port", "0", "--gateways", "3"))
     assert [ports.http for ports in assigned.gateways] == [base, base + 1, base + 2]
     assert len({ports.grpc for ports in assigned.gateways}) == 3
-    assert assigned.redis_url == f"redis://127.0.0.1:{assigned.redis_port}/0"
+    assert assigned.redis_url == f"unix://{assigned.redis_socket}?db=0"
 
 
 def test_a_taken_port_is_refused_before_anything_starts() -> None:

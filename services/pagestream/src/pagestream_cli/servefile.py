@@ -21,7 +21,7 @@ class ProcessRecord:
     pid: int | None
     """None between a crash and the restart."""
     ports: Mapping[str, int] = field(default_factory=dict)
-    """By protocol: `http`, `grpc`, `redis`, `metrics`."""
+    """By protocol: `http`, `grpc`, `metrics`."""
     restarts: int = 0
     """Number of restarts."""
     log: str = ""

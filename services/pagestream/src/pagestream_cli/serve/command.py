@@ -109,7 +109,7 @@ def _stop(deployment: Deployment, reporter: Reporter) -> None:
 
 
 def _redis(options: ServeOptions, ports: PortPlan) -> list[str] | None:
-    return None if ports.redis_port is None else redis_command(options.data_dir.redis, ports.redis_port)
+    return None if ports.redis_socket is None else redis_command(options.data_dir.redis, ports.redis_socket)
 
 
 def _set_title() -> None:

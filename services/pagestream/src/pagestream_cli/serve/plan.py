@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -45,14 +45,15 @@ class Plan:
 
     def redis(self, command: Sequence[str]) -> PartSpec:
         """Return the part of serve's own Redis, which is started by `command`."""
-        port = self.ports.redis_port or 0
+        socket = self.ports.redis_socket
+        if socket is None:
+            raise ValueError("serve has no Redis of its own")
         return PartSpec(
             name=REDIS,
             argv=tuple(command),
             log_path=self.options.data_dir.logs / "redis.log",
             drain_stage=DrainStage.REDIS,
-            ports={"redis": port},
-            probe=lambda: redis_pong(port),
+            probe=lambda: redis_pong(socket),
         )
 
     def gateways(self) -> list[PartSpec]:
@@ -162,19 +163,19 @@ def _known(ports: Mapping[str, int | None]) -> dict[str, int]:
 async def http_ok(host: str, port: int, path: str) -> bool:
     """Whether `GET path` is answered with 200. Needs no HTTP library, so that serve stays small."""
     request = f"GET {path} HTTP/1.1\r\nHost: {dial_host(host)}:{port}\r\nConnection: close\r\n\r\n"
-    return b" 200 " in await _ask(dial_host(host).strip("[]"), port, request.encode())
+    return b" 200 " in await _ask(asyncio.open_connection(dial_host(host).strip("[]"), port), request.encode())
 
 
-async def redis_pong(port: int) -> bool:
+async def redis_pong(socket: Path) -> bool:
     """Whether a Redis on this machine answers PING, and so has loaded its files."""
-    return await _ask("127.0.0.1", port, b"PING\r\n") == b"+PONG\r\n"
+    return await _ask(asyncio.open_unix_connection(socket), b"PING\r\n") == b"+PONG\r\n"
 
 
-async def _ask(host: str, port: int, request: bytes) -> bytes:
+async def _ask(connecting: Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]], request: bytes) -> bytes:
     """Return the first line of the answer; empty where there is none."""
     try:
         async with asyncio.timeout(PROBE_LIMIT_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await connecting
             try:
                 writer.write(request)
                 return await reader.readline()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from pagestream_cli.ports import free_port, require_free
 from pagestream_cli.serve.options import ServeOptions
+from pagestream_cli.serve.redis_server import own_redis
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,8 @@ class PortPlan:
     """Ports of all processes."""
 
     redis_url: str
-    redis_port: int | None
-    """Port of serve's own Redis; None where another one is used."""
+    redis_socket: Path | None
+    """Unix socket of serve's own Redis; None where another one is used."""
     gateways: tuple[GatewayPorts, ...]
     engine_metrics: tuple[int | None, ...]
     """One element for each engine; None without metrics."""
@@ -34,7 +36,7 @@ def assign_ports(options: ServeOptions) -> PortPlan:
 
     Raises:
         PortTakenError: one that was asked for is in use.
-        UsageError: one is out of range or named twice.
+        UsageError: one is out of range or named twice, or Redis' socket has no safe place.
     """
     gateways = tuple(
         GatewayPorts(
@@ -54,8 +56,8 @@ def assign_ports(options: ServeOptions) -> PortPlan:
     require_free(options.host, asked)
     if options.redis_url is not None:
         return PortPlan(options.redis_url, None, gateways, engine_metrics)
-    redis_port = free_port()
-    return PortPlan(f"redis://127.0.0.1:{redis_port}/0", redis_port, gateways, engine_metrics)
+    redis_url, socket = own_redis(options.data_dir.redis)
+    return PortPlan(redis_url, socket, gateways, engine_metrics)
 
 
 def _port(first: int, offset: int, host: str) -> int:

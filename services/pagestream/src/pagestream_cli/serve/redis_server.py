@@ -7,7 +7,23 @@ from pathlib import Path
 from pagestream_cli.errors import CliError, UsageError
 
 
-def redis_command(data_dir: Path, port: int) -> list[str]:
+def own_redis(data_dir: Path) -> tuple[str, Path]:
+    """Return address and socket of serve's own Redis.
+
+    Raises:
+        UsageError: there is no safe place for the socket.
+    """
+    from pagestream_streams.connection.embedded import server_url, socket_path
+    from pagestream_streams.errors import Unavailable
+
+    try:
+        socket = socket_path(data_dir)
+    except Unavailable as error:
+        raise UsageError(str(error), hint="--data-dir DIR with a shorter path") from error
+    return server_url(socket), socket
+
+
+def redis_command(data_dir: Path, socket: Path) -> list[str]:
     """Return the command line of serve's own Redis, which keeps append-only files in `data_dir`.
 
     Raises:
@@ -17,7 +33,7 @@ def redis_command(data_dir: Path, port: int) -> list[str]:
     from pagestream_streams.errors import StreamsError
 
     try:
-        return server_command(find_server(), data_dir, port)
+        return server_command(find_server(), data_dir, socket)
     except StreamsError as error:
         raise CliError(
             str(error), hint="apt-get install redis-server, or name one that runs: --redis redis://HOST:PORT/0"

