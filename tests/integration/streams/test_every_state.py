@@ -6,7 +6,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 
 import pytest
-from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_DEADLINE, REQUEST_STATE_FINISHED
+from pagestream.v1.inference_pb2 import (
+    FINISH_REASON_CANCELLED,
+    FINISH_REASON_DEADLINE,
+    REQUEST_STATE_FINISHED,
+    FinishReason,
+)
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import AppendKind, Broker, Claim, EngineSession, GatewaySession, expire_engine
 from support.protocol.token_streams import MODEL, TENANT, Worker, eventually, numbers, read_all, spec, tokens, worker
@@ -159,3 +164,27 @@ async def test_it_ends_once_and_leaves_nothing(
         again = await broker.cancel(request.request_id, TENANT)
         assert again == expected, "later calls change nothing"
     assert await broker.quarantined(MODEL) == []
+
+
+@pytest.mark.parametrize("state", ["queued", "claimed", "handed_back"])
+async def test_only_what_no_engine_has_claimed_counts_as_unclaimed(
+    broker: Broker, gateway: GatewaySession, state: str
+) -> None:
+    request, late = spec(grace_ms=3_600_000), spec(deadline_ms=3_600_000, grace_ms=3_600_000)
+    await gateway.accept(request)
+    where = await broker.directory.locate(request.request_id)
+    async with AsyncExitStack() as stack:
+        await STATES[state](Stage(broker, stack))
+
+        async def end(ended: RequestSpec, least_age_ms: int) -> FinishReason | None:
+            return await broker.end(
+                where, ended.request_id, "deadline", condition="unclaimed", error="x\0y", least_age_ms=least_age_ms
+            )
+
+        assert await end(request, 3_600_000) is None
+        expected = FINISH_REASON_DEADLINE if state == "queued" else None
+        assert await end(request, 0) == expected
+        if expected is not None:
+            assert (await read_all(gateway, request.request_id))[-1].end.error.code == "x"
+            await gateway.accept(late)
+            assert await end(late, 0) is None

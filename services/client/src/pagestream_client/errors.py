@@ -106,7 +106,8 @@ class DeadlineExceeded(PagestreamError):
     """The deadline passed, and no gateway sent how the request ended.
 
     Where no gateway has accepted the request, it is raised as soon as there is no time for another try.
-    A request that was ended by its deadline is no error: its last chunks have `FinishReason.DEADLINE`.
+    A request that was ended by its deadline is no error: its last chunks have `FinishReason.DEADLINE`. One that no
+    engine has taken for long is GenerationFailed with the code "no_engine".
     """
 
 

@@ -113,7 +113,7 @@ class ResumableStream:
     def end(self, chunk: Chunk) -> None:
         """Note that this chunk was the last one; `raise_failure` then raises where it is that of a failure."""
         self.is_over = True
-        if chunk.finish_reason is FinishReason.ERROR:
+        if chunk.finish_reason is FinishReason.ERROR or chunk.error is not None:
             code, message = (chunk.error.code, chunk.error.message) if chunk.error else ("", "")
             kind = Quarantined if code == _QUARANTINED else GenerationFailed
             self._failure = kind(code, message)

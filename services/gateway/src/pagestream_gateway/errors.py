@@ -16,6 +16,7 @@
     |- AnswerTooLarge         an answer that is not streamed takes more memory than all may
     |- GatewayStopping        this process is stopping; any other gateway serves the same ids
     |- GenerationFailed       the log of an accepted request ended with an error
+    |  `- NoEngine            no engine has taken it
     |- SettingsError          a flag, variable or file that the process was started with is wrong
     `- StartupError           a port or Redis, which the process needs to start, is not there
 
@@ -146,6 +147,10 @@ class GenerationFailed(GatewayError):
         super().__init__(message or "the generation failed")
         self.code = code or "engine_error"
         """The code that the log carries, such as "engine_error"."""
+
+
+class NoEngine(GenerationFailed):
+    """No engine has taken an accepted request, and none has served its model for long."""
 
 
 class SettingsError(GatewayError):

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from pagestream_streams import Broker, GatewaySession
+from pagestream_streams.admin.unserved import UnservedRequests
 from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.tasks import Periodic
@@ -171,9 +172,12 @@ async def _servers(gateway: Gateway, certificate: Certificate | None) -> AsyncIt
         grpc_server = GrpcServer(gateway, max_connections=max_connections)
         stack.push_async_callback(grpc_server.stop, limit_s)
         grpc_port = await grpc_server.start(listen.host, listen.grpc_port, credentials)
-        timers = [Periodic("health", _HEALTH_PERIOD_S, lambda: _set_health(gateway, grpc_server))]
+        timers: list[Periodic | UnservedRequests] = [
+            Periodic("health", _HEALTH_PERIOD_S, lambda: _set_health(gateway, grpc_server))
+        ]
         if certificate is not None:
             timers.append(certificate.watch())
+        timers.append(UnservedRequests(gateway.broker, gateway.settings.limits.no_engine_deadline_s))
         if gateway.settings.telemetry.exports:
             interval_s = gateway.settings.telemetry.export_interval_s
             timers += [gateway.queue.watch(interval_s), gateway.memory.watch(interval_s)]

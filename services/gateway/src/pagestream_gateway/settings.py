@@ -78,6 +78,10 @@ class LimitSettings:
     """Tokens with a bias."""
     max_id_chars: int = 512
     """Characters of a caller's own request id, and of an idempotency key."""
+    no_engine_deadline_s: float = 600.0
+    """Seconds after which a request without a deadline is ended where its model has had no engine for as long. Longer
+    than an engine needs to start on a new node, since a request may be what starts it.
+    """
     tokenize_workers: int = 2
     """Threads that render and tokenize. The tokenizer releases Python's lock."""
     tokenize_queue: int = 512

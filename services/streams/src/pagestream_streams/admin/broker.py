@@ -165,7 +165,15 @@ class Broker:
         return await quarantine.requeue(self.connection, await self.directory.locate_published(request_id), request_id)
 
     async def end(
-        self, where: Partition, request_id: str, reason: str, *, tenant: str = "", condition: str = "", error: str = ""
+        self,
+        where: Partition,
+        request_id: str,
+        reason: str,
+        *,
+        tenant: str = "",
+        condition: str = "",
+        error: str = "",
+        least_age_ms: int = 0,
     ) -> FinishReason | None:
         """End a request from outside and wake its readers. Unavailable; a retry is harmless.
 
@@ -175,15 +183,17 @@ class Broker:
             reason: name of the finish reason, see protocol.finish_reasons.
             tenant: end it only if it is this tenant's; "" for any.
             condition: "deadlines", "graces" or "verdicts" ends it only if it is due there by Redis' clock now; after
-                "verdicts" it is listed as quarantined. "" for no condition.
+                "verdicts" it is listed as quarantined. "unclaimed" ends it only if it has no deadline, no engine has
+                ever claimed it, and it was accepted `least_age_ms` ago. "" for no condition.
             error: "<code>\\0<message>"; "" for none.
+            least_age_ms: see `condition`.
 
         Returns:
             How it ended, now or before; None where there is no such request or the condition doesn't hold.
         """
         settings = self.settings
         retention_s = settings.dead_retention_s if condition == "verdicts" else settings.retention_s
-        arguments = request_id, tenant, reason, retention_s * 1000, condition, error, settings.max_dead
+        arguments = request_id, tenant, reason, retention_s * 1000, condition, error, settings.max_dead, least_age_ms
         reply = await self.connection.run_acknowledged(END, where.prefix, *arguments)
         if reply[0] not in (1, 2):
             return None

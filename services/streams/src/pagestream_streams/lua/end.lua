@@ -5,14 +5,16 @@
 -- ARGV: [1] request id, [2] tenant ('': any), [3] reason, [4] retention in ms
 --       [5] condition ('': none; 'deadlines' | 'graces' | 'verdicts': end it only if it is due there now; with
 --           'verdicts' it is also listed as quarantined)
---       [6] error ('': none), [7] most quarantined requests listed in the partition
+--           With 'unclaimed' it is ended only if it has no deadline, no engine has ever claimed it, and it was accepted
+--           ARGV[8] ms ago.
+--       [6] error ('': none), [7] most quarantined requests listed in the partition, [8] see [5]
 -- Returns: {1, reason, next index, readers} ended now; {2, reason, next index, ''} had ended before; {0} not found;
 --          {3} not due.
 -- Retry: harmless, a finished request stays as it is.
 local id, tenant, reason, retention, condition, message = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local req = prefix .. 'req:' .. id
 local found = call('HMGET', req, 'state', 'tenant', 'next', 'digest', 'choices', 'ptok', 'others', 'cached', 'owner',
-  'queue', 'entry', 'readers', 'reason', 'class', 'attempts', 'died_on')
+  'queue', 'entry', 'readers', 'reason', 'class', 'attempts', 'died_on', 'epoch', 'deadline', 'accepted')
 local state, next_index, digest = found[1], tonumber(found[3] or 0), found[4]
 if not state or tenant ~= '' and tenant ~= found[2] then
   if condition ~= '' then
@@ -23,7 +25,12 @@ end
 if state == 'finished' then
   return {2, found[13], next_index, ''}
 end
-if condition ~= '' then
+if condition == 'unclaimed' then
+  local has_deadline, is_new = tonumber(found[18] or 0) > 0, tonumber(found[19] or 0) > now_ms() - ARGV[8]
+  if state ~= 'queued' or tonumber(found[17] or 0) > 0 or has_deadline or is_new then
+    return {3}
+  end
+elseif condition ~= '' then
   local due = call('ZSCORE', prefix .. condition, id)
   if not due or tonumber(due) > now_ms() then
     return {3}

@@ -190,6 +190,7 @@ def _fill_chunk(chunk: api.TokenChunk, request_id: str, run: Run) -> None:
         chunk.usage.CopyFrom(run.end.usage)
         if run.end.reason == api.FINISH_REASON_ERROR:
             chunk.finish_reason = api.FINISH_REASON_ERROR
+        if run.end.HasField("error"):
             chunk.error.CopyFrom(run.end.error)
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 
 from pagestream.v1.records_pb2 import LogEnd, LogEntry, RequestSpec
+from pagestream_streams.admin.unserved import ERROR_CODE
 from pagestream_streams.tasks import cancel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -15,7 +16,7 @@ from pagestream_gateway.api.openai.writer import AnswerWriter
 from pagestream_gateway.api.runs import Run
 from pagestream_gateway.core.calls import DISCONNECTED, Call
 from pagestream_gateway.core.gateway import Gateway
-from pagestream_gateway.errors import GenerationFailed
+from pagestream_gateway.errors import GenerationFailed, NoEngine
 
 logger = logging.getLogger(__name__)
 
@@ -144,4 +145,5 @@ def request_headers(spec: RequestSpec) -> dict[str, str]:
 
 def failure(end: LogEnd) -> GenerationFailed:
     """Return the error of a log that ended with one."""
-    return GenerationFailed(end.error.code, end.error.message)
+    kind = NoEngine if end.error.code == ERROR_CODE else GenerationFailed
+    return kind(end.error.code, end.error.message)

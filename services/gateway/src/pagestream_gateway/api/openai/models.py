@@ -39,6 +39,7 @@ async def _models(gateway: Gateway) -> list[dict[str, Any]]:
             "owned_by": "pagestream",
             "root": info.name,
             "max_model_len": card.max_model_len,
+            "engines": info.engines,
         }
         for info, card in await gateway.models.list_models()
     ]

@@ -89,7 +89,7 @@ class EventStream(LogAnswer):
         for run in runs:
             if run.end is None:
                 data: str | None = self._writer.chunk(run)
-            elif run.end.reason == FINISH_REASON_ERROR:
+            elif run.end.reason == FINISH_REASON_ERROR or run.end.HasField("error"):
                 data = error_data(failure(run.end), position_after(run).event_id(self._request_id))
             else:
                 data = self._writer.usage(run.end, position_after(run))

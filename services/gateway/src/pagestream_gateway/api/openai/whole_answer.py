@@ -100,7 +100,7 @@ class WholeAnswer(LogAnswer):
         raise GenerationFailed("log_without_end", "the log ended without its finish record")
 
     async def _built(self, body: WholeBody | None, end: LogEnd, num_bytes: int) -> tuple[WholeBody, Usage]:
-        if end.reason == FINISH_REASON_ERROR:
+        if end.reason == FINISH_REASON_ERROR or end.HasField("error"):
             raise failure(end)
         return (body, end.usage) if body is not None else (await self._read_again(num_bytes), end.usage)
 
