@@ -76,7 +76,7 @@ def test_a_pool_that_names_none_has_one_operator_and_shows_the_other(both: Both,
 def test_a_pool_scales_by_the_queue_of_its_release(both: Both, place: PoolWorld) -> None:
     """Whose gateways run in another namespace, and have a namesake of the model beside them."""
     place.create("far", controllerClass="home.one", minReplicas=0, maxReplicas=4)
-    place.wait_condition("ScalingActive", "SamplesMissing", "far")
+    place.wait_condition("ScalingActive", "Publishing", "far")
 
     def report(release: str, depth: float) -> Any:
         now, model = time.time(), {"gen_ai.request.model": "far"}
@@ -101,4 +101,4 @@ def test_a_pool_scales_by_the_queue_of_its_release(both: Both, place: PoolWorld)
         lambda: report("home.two", 9), lambda: report("home.one", 0), until=lambda: "queue_depth" in scaling()["inputs"]
     )
     assert scaling()["inputs"]["queue_depth"] == 0
-    sends(lambda: report("home.one", 1), until=lambda: place.replicas("far") >= 1)
+    sends(lambda: report("home.one", 9), until=lambda: scaling()["inputs"]["queue_depth"] == 9)

@@ -74,6 +74,31 @@ def test_missing_samples_never_scale_in(operator: OperatorProcess, world: PoolWo
     assert world.replicas("silent") == 3
 
 
+def test_a_pool_that_is_born_at_zero_has_one_engine_until_its_model_is_known(
+    operator: OperatorProcess, world: PoolWorld
+) -> None:
+    """And once more when what is in its model card changes."""
+    world.create("born", minReplicas=0, maxReplicas=2, scaling=SWIFT)
+    world.wait_replicas(1, "born")
+    with exporting(world, operator, dict, "born"):
+        assert world.wait_condition("ScalingActive", "Publishing", "born")["status"] == "True"
+        passes = operator.passes()
+        eventually(lambda: operator.passes() > passes + 5, "decisions about an idle queue")
+        assert world.replicas("born") == 1
+
+    def serves_and_ends() -> None:
+        names = world.make_ready("born", 1)
+        with exporting(world, operator, lambda: dict.fromkeys(names, 0.0), "born"):
+            world.wait_replicas(0, "born")
+            world.end_pods("born")
+            world.wait_condition("Ready", "ScaledToZero", "born")
+
+    serves_and_ends()
+    world.change({"engine": {"maxModelLen": 512}}, "born")
+    world.wait_replicas(1, "born")
+    serves_and_ends()
+
+
 def test_an_idle_pool_goes_to_zero_and_one_message_brings_it_back(
     operator: OperatorProcess, world: PoolWorld, record_property: Callable[[str, object], None]
 ) -> None:

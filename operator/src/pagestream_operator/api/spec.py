@@ -33,7 +33,8 @@ class EnginePoolSpec(ApiModel):
     """Pins the pool at this number of pods; `kubectl scale` sets it. Unset, the pool scales with its load:
     `kubectl patch enginepool NAME --type=merge -p '{"spec":{"replicas":null}}'` unpins it."""
     min_replicas: Replicas = 1
-    """Fewest pods while the pool scales with its load. 0: it goes to zero when idle."""
+    """Fewest pods while the pool scales with its load. 0: it goes to zero when idle, once an engine has published the
+    model."""
     max_replicas: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Most pods, pinned or not."""
     scaling: Scaling = Field(default_factory=Scaling)

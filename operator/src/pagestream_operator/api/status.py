@@ -70,6 +70,8 @@ class EnginePoolStatus(ApiModel):
     """The conditions Ready, Progressing, Degraded and ScalingActive; Contested where an operator was refused."""
     controller_class: str | None = None
     """The release whose operator serves the pool."""
+    published_card: str | None = None
+    """Hash of the model and the engine's options of which an engine was ready, so that gateways know the model."""
     replicas: int = 0
     """Number of pods, without draining ones."""
     ready_replicas: int = 0

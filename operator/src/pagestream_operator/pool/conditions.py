@@ -9,6 +9,7 @@ from typing import Literal
 from pagestream_scaling import Decision
 
 from pagestream_operator.api import Condition, ConditionType, EnginePool
+from pagestream_operator.pool.publication import awaits_card
 from pagestream_operator.pool.view import PoolView
 
 
@@ -139,9 +140,18 @@ def _scaling(pool: EnginePool, decision: Decision | None, trouble: Trouble | Non
         reason = trouble.reason if trouble is not None else "NoDecision"
         message = trouble.message if trouble is not None else "nothing was decided yet"
         return Finding(kind, False, reason, message)
-    if decision.missing:
-        return Finding(kind, True, "SamplesMissing", f"never fewer engines for now: {'; '.join(decision.missing)}")
-    return Finding(kind, True, "FollowsLoad", "the number of engines follows the load")
+    return _following(pool, decision)
+
+
+def _following(pool: EnginePool, decision: Decision) -> Finding:
+    reason, message = "FollowsLoad", "the number of engines follows the load"
+    if awaits_card(pool):
+        reason = "Publishing"
+        message = "one engine at least, until one is ready and gateways know the model by it"
+    elif decision.missing:
+        reason = "SamplesMissing"
+        message = f"never fewer engines for now: {'; '.join(decision.missing)}"
+    return Finding(ConditionType.SCALING_ACTIVE, True, reason, message)
 
 
 def _engines(count: int) -> str:

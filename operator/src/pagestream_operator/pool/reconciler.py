@@ -32,7 +32,7 @@ from pagestream_operator.pool.conditions import Trouble, findings, stamped
 from pagestream_operator.pool.deletion_cost import deletion_costs
 from pagestream_operator.pool.finalizer import FINALIZER
 from pagestream_operator.pool.old_config_maps import OldConfigMaps
-from pagestream_operator.pool.scaler import Scaler, Verdict, first_replicas
+from pagestream_operator.pool.scaler import Scaler, Verdict, fewest_replicas, first_replicas
 from pagestream_operator.pool.shares import Shares
 from pagestream_operator.pool.status import api_time, changed, differs, differs_in_substance, pool_status
 from pagestream_operator.pool.view import PoolView
@@ -214,7 +214,7 @@ class Reconciler:
             return pool.status.desired_replicas if view.deployment is None else view.spec_replicas
         if pool.spec.replicas is not None:
             return pool.spec.replicas
-        return view.spec_replicas if verdict is None else verdict.decision.desired
+        return view.spec_replicas if verdict is None else max(fewest_replicas(pool), verdict.decision.desired)
 
     async def _scale(self, pool: EnginePool, body: dict[str, Any], verdict: Verdict | None) -> None:
         view = self._view()

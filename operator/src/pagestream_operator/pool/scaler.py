@@ -22,6 +22,7 @@ from pagestream_scaling.workload import work_capacity
 from pagestream_operator.api import EnginePool
 from pagestream_operator.kube.store import PoolKey
 from pagestream_operator.metrics import MetricsStore, PodRef
+from pagestream_operator.pool.publication import awaits_card
 from pagestream_operator.pool.shares import Shares
 from pagestream_operator.pool.view import PoolView
 
@@ -92,4 +93,9 @@ def first_replicas(pool: EnginePool) -> int:
     spec = pool.spec
     if spec.replicas is not None:
         return spec.replicas
-    return min(max(spec.min_replicas, pool.status.desired_replicas), spec.max_replicas)
+    return min(max(fewest_replicas(pool), pool.status.desired_replicas), spec.max_replicas)
+
+
+def fewest_replicas(pool: EnginePool) -> int:
+    """The fewest pods of a pool that scales with its load: one, until its model is known to gateways."""
+    return 1 if awaits_card(pool) else pool.spec.min_replicas

@@ -10,6 +10,7 @@ from pagestream_operator.api import Condition, ConditionType, EnginePool, Engine
 from pagestream_operator.children.manifest import selector
 from pagestream_operator.kube.pods import unix_seconds
 from pagestream_operator.pool.conditions import Finding, stamped
+from pagestream_operator.pool.publication import published_card
 from pagestream_operator.pool.view import PoolView
 
 _DIGITS = 3
@@ -42,6 +43,7 @@ def pool_status(
         observed_generation=pool.generation,
         conditions=[*stamped(found, pool.status.conditions, pool.generation, now), *_foreign_conditions(pool, now_s)],
         controller_class=pool.status.controller_class,
+        published_card=published_card(pool, view),
         replicas=len(view.active),
         ready_replicas=len(view.ready),
         desired_replicas=desired,

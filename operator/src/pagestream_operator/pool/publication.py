@@ -1,0 +1,27 @@
+"""Whether a pool's model is known to gateways. The first engine of a model publishes its model card; the operator,
+which keeps out of Redis, sees that an engine became ready."""
+
+from __future__ import annotations
+
+from pagestream_operator.api import EnginePool
+from pagestream_operator.children.manifest import digest
+from pagestream_operator.pool.view import PoolView
+
+
+def card_digest(pool: EnginePool) -> str:
+    """Hash of what a model card comes from: the model and the engine's options."""
+    return digest([pool.spec.model.to_object(), pool.spec.engine.to_object()])
+
+
+def published_card(pool: EnginePool, view: PoolView) -> str | None:
+    """The hash of the card that was published last, by what is known now: that of the spec, once an engine of it is
+    ready and none of an earlier one runs.
+    """
+    is_newest = view.is_observed and view.updated >= view.spec_replicas
+    return card_digest(pool) if view.ready and is_newest else pool.status.published_card
+
+
+def awaits_card(pool: EnginePool) -> bool:
+    """Whether the pool must have an engine that publishes its model: at zero engines no request could name it."""
+    spec = pool.spec
+    return spec.min_replicas == 0 and spec.replicas is None and pool.status.published_card != card_digest(pool)
