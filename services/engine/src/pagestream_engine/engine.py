@@ -250,6 +250,7 @@ class Engine:
             num_waiting=self._scheduler.num_waiting,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
+            num_claimable_blocks=self._scheduler.num_claimable_blocks,
             num_cached_blocks=pool.num_cached,
             kv_utilization=1.0 - pool.num_free / pool.num_blocks,
             prefix_query_tokens=self._cache.num_query_tokens,

@@ -50,7 +50,7 @@ class Worker:
             thread.submit, self._budget, telemetry, pending.set, LogMemory(settings.kept_log_bytes)
         )
         self._outputs = StepOutputs(self._requests, self._budget, telemetry)
-        self._claiming = ClaimLoop(self._requests, self._budget, lambda: thread.stats().num_free_blocks, settings)
+        self._claiming = ClaimLoop(self._requests, self._budget, lambda: thread.stats().num_claimable_blocks, settings)
         self._appending = AppendLoop(self._requests, self._outputs, settings, telemetry, pending)
 
     async def run(self, session: EngineSession, stop: asyncio.Event) -> None:

@@ -161,6 +161,22 @@ def test_preempts_the_newest_arrival_and_takes_it_back_first() -> None:
     assert late.state is SequenceState.RUNNING
 
 
+def test_blocks_that_a_preempted_sequence_needs_again_are_not_claimable() -> None:
+    """Free blocks and all, another request would wait behind it: an idle engine should have it."""
+    harness = Harness(num_blocks=6)
+    harness.add(8)
+    newest = harness.add(11)
+    assert harness.scheduler.num_claimable_blocks == 5, "two wait, and a block is kept for growth"
+    for _ in range(20):
+        harness.step()
+        if newest.state is SequenceState.WAITING:
+            break
+    assert newest.was_admitted
+    free = harness.cache.pool.num_free
+    assert free > 0
+    assert harness.scheduler.num_claimable_blocks == 0
+
+
 def test_the_newest_preempts_itself_rather_than_an_older_one() -> None:
     harness = Harness(num_blocks=5, budget=64)
     old, new = harness.add(6), harness.add(8, first=50)

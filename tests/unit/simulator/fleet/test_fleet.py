@@ -135,6 +135,20 @@ def test_requests_are_claimed_in_order_of_arrival_over_all_partitions() -> None:
         assert list(fleet.first_tokens(0)) == list(range(count))
 
 
+def test_an_engine_that_preempts_leaves_requests_to_idle_ones() -> None:
+    """A partition's owner, whose cache is full, once took requests that then waited beside idle engines for seconds."""
+    rng = np.random.default_rng(0)
+    count, rate = 1200, 4.0
+    arrivals = np.sort(rng.uniform(0, count / rate, count)).tolist()
+    load = make_load(arrivals, [200] * count, [200] * count, partitions=1)
+    with Fleet(load, EngineProfile(COST, kv_blocks=128), partitions=1) as fleet:
+        engines = [fleet.add_engine(0.0) for _ in range(20)]
+        assert fleet.advance(10_000.0)
+        assert sum(fleet.engine(engine).preemptions for engine in engines) > 0
+    late = np.mean(fleet.first_s - load.arrival_s > 1.0)
+    assert late < 0.005
+
+
 def test_queue_state_has_depth_tokens_and_age() -> None:
     load = make_load([1.0, 2.0], [10, 20], [1, 1])
     with Fleet(load, EngineProfile(COST), partitions=4) as fleet:

@@ -35,7 +35,7 @@ class IdleThread:
             self.ended.set_result(None)
 
     def stats(self) -> SimpleNamespace:
-        return SimpleNamespace(num_free_blocks=1000)
+        return SimpleNamespace(num_claimable_blocks=1000)
 
     def step_age_s(self) -> float:
         return 0.0

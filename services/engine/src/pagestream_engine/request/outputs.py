@@ -89,6 +89,8 @@ class EngineStats:
     num_blocks: int
     num_free_blocks: int
     """Blocks that no sequence references; some still hold cached content."""
+    num_claimable_blocks: int
+    """Free blocks beyond what preempted sequences need again, and what admission keeps for the growth of others."""
     num_cached_blocks: int
     """Those of them whose content can still be found."""
     kv_utilization: float

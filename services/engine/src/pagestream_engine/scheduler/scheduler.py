@@ -39,6 +39,15 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_claimable_blocks(self) -> int:
+        """Free blocks that a sequence from outside would get: those of preempted sequences come before it, and so does
+        what admission keeps free for the growth of all."""
+        num_blocks_for = self._cache.num_blocks_for
+        needed = sum(num_blocks_for(len(seq)) for seq in list(self._waiting) if seq.was_admitted)
+        kept = self._prefill.num_reserved_blocks(self.num_running + self.num_waiting)
+        return max(0, self._cache.pool.num_free - needed - kept)
+
+    @property
     def num_running(self) -> int:
         """Sequences that hold blocks."""
         return len(self._decode) + len(self._prefill)

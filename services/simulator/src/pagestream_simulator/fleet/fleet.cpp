@@ -61,7 +61,7 @@ struct Engine {
     bool ready = false, draining = false, stepping = false;
     size_t in_step = 0;  // decodes of the running step
     double gone_s = kNever;
-    int64_t free_blocks = 0, next_rank = 0, claimed = 0, promised_tokens = 0;
+    int64_t free_blocks = 0, next_rank = 0, claimed = 0, promised_tokens = 0, preempted_tokens = 0;
     std::map<int64_t, Sequence> waiting;  // by rank
     std::vector<Sequence> prefills, decodes;
     double prompt_tokens = 0, generated_tokens = 0, preemptions = 0, busy_s = 0;
@@ -264,7 +264,10 @@ class Fleet {
     bool fits(const Engine& engine, int request) const {
         if (!engine.claimed) return true;
         if (is_full(engine)) return false;
-        return requests_[request].prompt <= engine.free_blocks * profile_.block_size - engine.promised_tokens;
+        // The blocks that admission keeps free for the growth of running sequences.
+        int64_t kept = (engine.claimed + profile_.reserve_share - 1) / profile_.reserve_share;
+        int64_t free = (engine.free_blocks - kept) * profile_.block_size;
+        return requests_[request].prompt <= free - engine.promised_tokens - engine.preempted_tokens;
     }
 
     void take(Engine& engine, int id) {
@@ -288,7 +291,7 @@ class Fleet {
         engine.prefills.clear();
         engine.decodes.clear();
         engine.free_blocks = profile_.kv_blocks;
-        engine.claimed = engine.promised_tokens = 0;
+        engine.claimed = engine.promised_tokens = engine.preempted_tokens = 0;
         engine.ready = false;
         engine.gone_s = now_;
         std::sort(held.begin(), held.end());
@@ -346,6 +349,7 @@ class Fleet {
             auto first = engine.waiting.begin();
             int64_t wanted = promised + blocks_for(first->second.length);
             if (running && wanted + (running + profile_.reserve_share - 1) / profile_.reserve_share > engine.free_blocks) return;
+            if (first->second.has_output) engine.preempted_tokens -= first->second.length;
             engine.prefills.push_back(first->second);
             engine.waiting.erase(first);
             int64_t before = engine.free_blocks;
@@ -380,6 +384,7 @@ class Fleet {
         auto last = of_prefills ? prefill : decode;
         engine.free_blocks += last->blocks;
         last->blocks = last->computed = last->chunk = 0;
+        if (last->has_output) engine.preempted_tokens += last->length;  // what has none is promised still
         engine.waiting.emplace(last->rank, *last);
         set.erase(last);
         ++engine.preemptions;

@@ -23,7 +23,7 @@ class ClaimLoop:
     Args:
         requests: runs what was claimed.
         budget: says how much may be claimed.
-        num_free_blocks: free KV blocks of the engine.
+        num_free_blocks: free KV blocks of the engine that a claimed request would get.
         settings: for the poll interval and the retry delay.
     """
 
