@@ -332,10 +332,48 @@ def test_deletion_drains_first(operator: OperatorProcess, world: PoolWorld) -> N
     assert "2 engines left to drain" in condition["message"]
     assert world.pool("gone")["status"]["drainingReplicas"] == 2
     world.end_pods("gone")
+    eventually(lambda: world.kube.exists(world.path("jobs", "gone-unpublish")), "a Job that unpublishes the model")
+    assert "its model is being unpublished" in eventually(
+        lambda: (
+            "unpublished" in world.condition("Progressing", "gone")["message"]
+            and world.condition("Progressing", "gone")["message"]
+        ),
+        "the pool waits for it",
+    )
+    world.end_job("gone-unpublish", "Succeeded")
     eventually(lambda: not world.kube.exists(world.path("enginepools", "gone")), "the pool is gone")
+    assert not world.events("UnpublishFailed")
     for plural, suffix in CHILDREN:
         place = world.path(plural, f"gone-{suffix}")
         eventually(lambda place=place: not world.kube.exists(place), f"{place} is gone")  # type: ignore[misc]
+
+
+def test_a_job_that_fails_does_not_hold_the_pool(operator: OperatorProcess, world: PoolWorld) -> None:
+    world.create("stays", minReplicas=1)
+    world.make_ready("stays", 1)
+    world.wait_condition("Ready", "EnoughEngines", "stays")
+    world.kube.delete(world.path("enginepools", "stays"))
+    eventually(lambda: world.ending("stays"), "the pod is ending")
+    world.end_pods("stays")
+    eventually(lambda: world.kube.exists(world.path("jobs", "stays-unpublish")), "the Job")
+    world.end_job("stays-unpublish", "Failed", exit_code=3)
+    eventually(lambda: not world.kube.exists(world.path("enginepools", "stays")), "the pool is gone")
+    note = world.events("UnpublishFailed")[-1]
+    assert "pagestream models rm stays" in note
+    assert "exit code 3" in note
+
+
+def test_a_model_that_another_pool_serves_stays_published(operator: OperatorProcess, world: PoolWorld) -> None:
+    model = {"source": {"path": "/models/demo"}, "servedName": "common"}
+    world.create("canary", model=model, minReplicas=1)
+    world.create("main", model=model, minReplicas=1)
+    world.make_ready("canary", 1)
+    world.wait_condition("Ready", "EnoughEngines", "canary")
+    world.kube.delete(world.path("enginepools", "canary"))
+    eventually(lambda: world.ending("canary"), "the pod is ending")
+    world.end_pods("canary")
+    eventually(lambda: not world.kube.exists(world.path("enginepools", "canary")), "the pool is gone")
+    assert not world.kube.exists(world.path("jobs", "canary-unpublish"))
 
 
 def test_deletion_does_not_wait_for_ever(operator: OperatorProcess, world: PoolWorld) -> None:
@@ -349,7 +387,7 @@ def test_deletion_does_not_wait_for_ever(operator: OperatorProcess, world: PoolW
 
 def test_a_pool_made_again_at_once_gets_objects_of_its_own(operator: OperatorProcess, world: PoolWorld) -> None:
     world.create("again", minReplicas=0)
-    world.wait_condition("Ready", "ScaledToZero", "again")
+    world.wait_condition("Ready", "NoEngine", "again")
     world.kube.delete(world.path("enginepools", "again"))
     eventually(lambda: not world.kube.exists(world.path("enginepools", "again")), "the pool is gone")
     uid = world.create("again", minReplicas=0)["metadata"]["uid"]

@@ -28,6 +28,7 @@ QUICK = {"STATUS_S": "1", "RESYNC_S": "0"}
 _POOLS = "/apis/pagestream.dev/v1alpha1/namespaces/{namespace}/enginepools"
 _PLACES = {
     "deployments": "/apis/apps/v1/namespaces/{namespace}/deployments",
+    "jobs": "/apis/batch/v1/namespaces/{namespace}/jobs",
     "replicasets": "/apis/apps/v1/namespaces/{namespace}/replicasets",
     "poddisruptionbudgets": "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets",
     "events": "/apis/events.k8s.io/v1/namespaces/{namespace}/events",
@@ -232,6 +233,20 @@ class PoolWorld:
                 except Refused as error:
                     if error.status != 404:
                         raise
+
+    def end_job(self, name: str, phase: str, *, exit_code: int = 0) -> None:
+        """What a kubelet does when the container of a Job's pod has ended."""
+        listed = f"{self.path('pods')}?labelSelector=batch.kubernetes.io/job-name={name}"
+        pod = eventually(lambda: next(iter(self.kube.get(listed)["items"]), None), f"a pod of {name}")
+        container = pod["spec"]["containers"][0]
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        ended = {"exitCode": exit_code, "reason": "Ended", "startedAt": now, "finishedAt": now, "containerID": "x://1"}
+        of_container = {
+            **{"name": container["name"], "image": container["image"], "imageID": ""},
+            **{"ready": False, "restartCount": 0, "state": {"terminated": ended}},
+        }
+        status = {"phase": phase, "containerStatuses": [of_container]}
+        self.kube.merge(f"{self.path('pods', pod['metadata']['name'])}/status", {"status": status})
 
     def ending(self, name: str = "demo") -> list[str]:
         """Names of the pods that are being deleted."""

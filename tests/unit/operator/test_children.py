@@ -5,6 +5,7 @@ import pytest
 import yaml
 from pagestream_operator.children import children
 from pagestream_operator.children.manifest import HASH_ANNOTATION, Manifest
+from pagestream_operator.children.unpublish import unpublish_job
 from pagestream_operator.settings import EngineDefaults
 from support.kubernetes.pool_objects import DEFAULTS, pool
 
@@ -29,6 +30,7 @@ GPU: dict[str, Any] = {
     "drain": {"graceSeconds": 60},
     "rollout": {"maxSurge": 0, "maxUnavailable": 1},
 }
+ONE_GPU: dict[str, Any] = {"template": {"gpu": {"count": 1}}}
 SHARED = EngineDefaults(
     release="pagestream.pagestream",
     image="registry.example/pagestream-engine:1",
@@ -138,12 +140,12 @@ def test_shared_settings_reach_pods_without_the_shared_config_map() -> None:
     ("spec", "steps"),
     [
         ({}, (1, 0)),
-        (GPU, (0, 1)),
+        (ONE_GPU, (0, 1)),
         ({"template": {"resources": {"limits": {"amd.com/gpu": 1}}}}, (0, 1)),
         ({"template": {"gpu": {"count": 0}}}, (1, 0)),
-        ({**GPU, "rollout": {"maxSurge": "25%"}}, ("25%", 0)),
-        ({**GPU, "rollout": {"maxUnavailable": 0}}, (1, 0)),
-        ({**GPU, "rollout": {"maxUnavailable": 2}}, (0, 2)),
+        ({**ONE_GPU, "rollout": {"maxSurge": "25%"}}, ("25%", 0)),
+        ({**ONE_GPU, "rollout": {"maxUnavailable": 0}}, (1, 0)),
+        ({**ONE_GPU, "rollout": {"maxUnavailable": 2}}, (0, 2)),
         ({"rollout": {"maxSurge": "0%"}}, ("0%", 1)),
         ({"rollout": {"maxUnavailable": 2}}, (1, 2)),
     ],
@@ -230,3 +232,23 @@ def test_every_variable_is_set_once() -> None:
     names = [variable["name"] for variable in env]
     assert len(names) == len(set(names))
     assert {"name": "HOME", "value": "/cache"} in env
+
+
+def test_the_job_that_unpublishes_is_no_engine_and_reaches_redis_as_one() -> None:
+    served = {"source": {"path": "/m"}, "servedName": "org/llama"}
+    given = {"template": {**GPU["template"], "env": [{"name": "PAGESTREAM_BROKER__RETENTION_S", "value": "5"}]}}
+    job = unpublish_job(pool("llama", **{**GPU, **given, "model": served}), SHARED)
+    template_of_job = job["spec"]["template"]
+    assert template_of_job["metadata"]["labels"]["app.kubernetes.io/name"] == "pagestream-engine"
+    assert not template_of_job["metadata"]["labels"].keys() & {"pagestream.dev/pool", "app.kubernetes.io/managed-by"}
+    (container,) = template_of_job["spec"]["containers"]
+    assert container["command"] == ["pagestream-unpublish"]
+    assert container["args"][:2] == ["org/llama", "--end-requests"]
+    variables = {each["name"]: each for each in container["env"]}
+    redis = {"secretKeyRef": {"name": SHARED.redis_secret, "key": "url"}}
+    assert variables["PAGESTREAM_WORKER__REDIS"]["valueFrom"] == redis
+    assert variables["PAGESTREAM_BROKER__RETENTION_S"]["value"] == "5"
+    assert "nvidia.com/gpu" not in str(container["resources"])
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert template_of_job["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert job["spec"]["activeDeadlineSeconds"] == 60

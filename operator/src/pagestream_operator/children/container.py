@@ -30,12 +30,10 @@ def engine_container(pool: EnginePool, defaults: EngineDefaults, config_map: str
     mounts = [mount.to_object() for mount in given.volume_mounts or []]
     return {
         "name": "engine",
-        "image": given.image or defaults.image,
-        "imagePullPolicy": given.image_pull_policy or defaults.image_pull_policy,
+        **engine_image(pool, defaults),
         "command": ["pagestream-engine"],
         "args": [model_argument(pool.spec.model)],
-        "envFrom": _env_from(defaults, config_map),
-        "env": _env(pool, defaults),
+        **environment(pool, defaults, config_map),
         "ports": [{"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"}],
         # The engine answers /healthz while it loads the model, however long that takes.
         "startupProbe": _probe("/healthz", period_s=1, timeout_s=2, failures=60),
@@ -43,9 +41,28 @@ def engine_container(pool: EnginePool, defaults: EngineDefaults, config_map: str
         # Each second: until its readiness is seen, a pod that was ordered serves nothing.
         "readinessProbe": _probe("/readyz", period_s=1, timeout_s=2, failures=3),
         "resources": _resources(pool),
-        "securityContext": overlaid(_SECURITY_CONTEXT, given.security_context),
+        **container_security(pool),
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *model_mounts(pool.spec.model), *mounts],  # noqa: S108
     }
+
+
+def engine_image(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
+    """The engine's image and when it is pulled."""
+    given = pool.spec.template
+    return {
+        "image": given.image or defaults.image,
+        "imagePullPolicy": given.image_pull_policy or defaults.image_pull_policy,
+    }
+
+
+def environment(pool: EnginePool, defaults: EngineDefaults, config_map: str) -> dict[str, Any]:
+    """The engine's variables, those of the ConfigMap with this name included."""
+    return {"envFrom": _env_from(defaults, config_map), "env": _env(pool, defaults)}
+
+
+def container_security(pool: EnginePool) -> dict[str, Any]:
+    """The container's security context."""
+    return {"securityContext": overlaid(_SECURITY_CONTEXT, pool.spec.template.security_context)}
 
 
 def overlaid(own: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def _pod_spec(pool: EnginePool, defaults: EngineDefaults, config_map: str) -> di
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": pool.spec.drain.grace_seconds,
         "imagePullSecrets": [{"name": name} for name in secrets],
-        "securityContext": overlaid(_security_context(defaults), given.pod_security_context),
+        "securityContext": security_context(pool, defaults),
         "containers": [engine_container(pool, defaults, config_map)],
         "volumes": [{"name": "tmp", "emptyDir": {}}, *model_volumes(pool.spec.model), *(given.volumes or [])],
         "nodeSelector": _node_selector(pool),
@@ -84,14 +84,16 @@ def _pod_spec(pool: EnginePool, defaults: EngineDefaults, config_map: str) -> di
     return {name: value for name, value in spec.items() if value not in (None, [], {})}
 
 
-def _security_context(defaults: EngineDefaults) -> dict[str, Any]:
+def security_context(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
+    """The security context of a pod."""
     users = {"runAsUser": _USER_ID, "runAsGroup": _USER_ID, "fsGroup": _USER_ID}
-    return {
+    own = {
         "runAsNonRoot": True,
         **({} if defaults.arbitrary_user else users),
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
+    return overlaid(own, pool.spec.template.pod_security_context)
 
 
 def _has_gpus(pool: EnginePool) -> bool:

@@ -86,7 +86,9 @@ def _progressing(pool: EnginePool, view: PoolView, desired: int) -> Finding:
         (
             pool.is_deleted,
             "Deleting",
-            f"the pool is being deleted; {_engines(draining + active)} left to drain",
+            f"the pool is being deleted; {_engines(draining + active)} left to drain"
+            if draining + active
+            else "the pool is being deleted; its model is being unpublished",
         ),
         (view.deployment is None, "Creating", "the pool's objects are being created"),
         (

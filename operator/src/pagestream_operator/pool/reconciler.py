@@ -35,6 +35,7 @@ from pagestream_operator.pool.old_config_maps import OldConfigMaps
 from pagestream_operator.pool.scaler import Scaler, Verdict, fewest_replicas, first_replicas
 from pagestream_operator.pool.shares import Shares
 from pagestream_operator.pool.status import api_time, changed, differs, differs_in_substance, pool_status
+from pagestream_operator.pool.unpublishing import Unpublishing
 from pagestream_operator.pool.view import PoolView
 from pagestream_operator.settings import EngineDefaults
 
@@ -85,6 +86,7 @@ class Reconciler:
     """Whether this release's operator serves the pool."""
     _scaler: Scaler = field(init=False)
     _old_config_maps: OldConfigMaps = field(init=False)
+    _unpublishing: Unpublishing = field(init=False)
     _reading: _Reading | None = None
     _done: tuple[str, int] | None = None
     """Version of the pool and leader's term for which its objects were last applied."""
@@ -94,6 +96,9 @@ class Reconciler:
         context = self.context
         self._scaler = Scaler(context.metrics, context.shares)
         self._old_config_maps = OldConfigMaps(context.client, context.store, context.leadership, context.clock)
+        self._unpublishing = Unpublishing(
+            context.client, context.store, context.leadership, context.defaults, context.clock
+        )
 
     async def pass_once(self, *, is_dirty: bool) -> None:
         """Observe the pool, decide, and act if this replica leads.
@@ -263,11 +268,23 @@ class Reconciler:
                 if left == 0
                 else f"{left} engines are still draining, and finish without the pool"
             )
+            if left == 0 and not await self._is_unpublished(pool, body):
+                await self._update_status(pool, body, None, None)
+                return
             await self._event(body, "Drained" if left == 0 else "DrainTimedOut", note, action="Drain", warning=left > 0)
             await self._set_finalizers(pool, tuple(name for name in pool.finalizers if name != FINALIZER))
             self.context.applier.forget(pool.namespace, (engine_name(pool.name), service_name(pool.name)))
         else:
             await self._update_status(pool, body, None, None)
+
+    async def _is_unpublished(self, pool: EnginePool, body: dict[str, Any]) -> bool:
+        """Whether the model is removed, is to stay, or can't be removed. The deletion goes on in each case."""
+        outcome = await self._unpublishing.step(pool)
+        if outcome is not None and outcome.problem:
+            model = pool.spec.model.served_name
+            note = f"the model stays listed, remove it by `pagestream models rm {model}`: {outcome.problem}"
+            await self._event(body, "UnpublishFailed", note, action="Unpublish", warning=True)
+        return outcome is not None
 
     async def _set_finalizers(self, pool: EnginePool, finalizers: tuple[str, ...]) -> None:
         patch = {"metadata": {"finalizers": list(finalizers) or None, "resourceVersion": pool.resource_version}}

@@ -1,0 +1,94 @@
+"""Unpublishing the model of a deleted pool, by a Job and for a limited time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pagestream_operator.api import EnginePool
+from pagestream_operator.children.unpublish import LIMIT_S, job_name, unpublish_job
+from pagestream_operator.errors import Conflict, Gone, Rejected
+from pagestream_operator.kube.client import KubeClient
+from pagestream_operator.kube.kinds import JOB, POOL
+from pagestream_operator.kube.lease import Leadership
+from pagestream_operator.kube.pods import unix_seconds
+from pagestream_operator.kube.store import ObjectStore
+from pagestream_operator.pool.claim import claim_on
+from pagestream_operator.settings import EngineDefaults
+
+_GIVE_UP_S = LIMIT_S + 15.0
+"""Seconds after the Job's creation; its own limit should have ended it before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How unpublishing has ended. `problem` is empty where the model is removed, or is to stay."""
+
+    problem: str = ""
+
+
+@dataclass
+class Unpublishing:
+    """The Jobs of deleted pools."""
+
+    client: KubeClient
+    store: ObjectStore
+    leadership: Leadership
+    defaults: EngineDefaults
+    clock: Callable[[], float]
+
+    async def step(self, pool: EnginePool) -> Outcome | None:
+        """Make the Job, or look at it; None: it isn't over yet. Call it when no engine of the pool is left."""
+        if (
+            pool.spec.drain.when_deleted == "Keep"
+            or pool.status.published_card is None
+            or self._is_served_by_another(pool)
+        ):
+            return Outcome()
+        try:
+            job = await self.client.get(JOB, pool.namespace, job_name(pool.name))
+        except Gone:
+            return await self._create(pool)
+        except Rejected as error:
+            return Outcome(str(error))
+        if any(owner["uid"] == pool.uid for owner in job["metadata"].get("ownerReferences") or []):
+            return self._outcome_of(job)
+        return self._outcome_of_former(pool)
+
+    async def _create(self, pool: EnginePool) -> Outcome | None:
+        try:
+            async with self.leadership.act():
+                await self.client.create(JOB, unpublish_job(pool, self.defaults))
+        except Conflict:
+            return None  # made already: the next pass finds it
+        except Rejected as error:
+            return Outcome(str(error))  # a missing right, a quota, a namespace that ends: the pool must go all the same
+        return None
+
+    def _outcome_of(self, job: dict[str, Any]) -> Outcome | None:
+        for condition in (job.get("status") or {}).get("conditions") or []:
+            if condition["status"] == "True" and condition["type"] == "Complete":
+                return Outcome()
+            if condition["status"] == "True" and condition["type"] == "Failed":
+                return Outcome(str(condition.get("message") or condition.get("reason") or "its Job has failed"))
+        if self.clock() - unix_seconds(job["metadata"]["creationTimestamp"]) > _GIVE_UP_S:
+            return Outcome(f"its Job was not over after {_GIVE_UP_S:.0f} s")
+        return None
+
+    def _outcome_of_former(self, pool: EnginePool) -> Outcome | None:
+        """Wait, not for ever, until the Job of a former pool of this name is gone."""
+        asked_s = unix_seconds(pool.deletion_time or "")
+        if self.clock() - asked_s > pool.spec.drain.deletion_timeout_seconds + _GIVE_UP_S:
+            return Outcome(f"the Job {job_name(pool.name)} exists and isn't this pool's")
+        return None
+
+    def _is_served_by_another(self, pool: EnginePool) -> bool:
+        bodies = (self.store.get(POOL, *key) for key in self.store.pools() if key != (pool.namespace, pool.name))
+        return any(
+            body is not None
+            and "deletionTimestamp" not in body["metadata"]
+            and body["spec"]["model"]["servedName"] == pool.spec.model.served_name
+            and claim_on(body, self.defaults.release).is_served
+            for body in bodies
+        )
