@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from pagestream_streams import Broker, GatewaySession
@@ -22,7 +22,7 @@ from pagestream_gateway.api.app import build_app, build_metrics_app
 from pagestream_gateway.api.grpc.server import GrpcServer
 from pagestream_gateway.api.http_protocol import ConnectionLimits
 from pagestream_gateway.api.http_server import HttpServer
-from pagestream_gateway.core.auth import Authenticator, read_key_file
+from pagestream_gateway.core.auth import Authenticator, KeyFile
 from pagestream_gateway.core.calls import Calls
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.memory_monitor import MemoryMonitor
@@ -61,9 +61,11 @@ async def running_gateway(settings: Settings) -> AsyncIterator[Ports]:
     port is taken.
     """
     api_keys = settings.gateway.api_keys
-    authenticator = Authenticator(None) if api_keys is None else read_key_file(api_keys)
+    key_file = None if api_keys is None else KeyFile(api_keys)
+    authenticator = Authenticator(None) if key_file is None else key_file.authenticator
     certificate = _certificate(settings)
-    async with _gateway(settings, authenticator) as gateway, _servers(gateway, certificate) as ports:
+    watched = [file for file in (key_file, certificate) if file is not None]
+    async with _gateway(settings, authenticator) as gateway, _servers(gateway, certificate, watched) as ports:
         try:
             yield ports
         finally:
@@ -150,7 +152,9 @@ def _count_reclaims(telemetry: Telemetry, session: GatewaySession) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _servers(gateway: Gateway, certificate: Certificate | None) -> AsyncIterator[Ports]:
+async def _servers(
+    gateway: Gateway, certificate: Certificate | None, watched: Sequence[KeyFile | Certificate]
+) -> AsyncIterator[Ports]:
     listen, limit_s = gateway.settings.gateway, gateway.settings.shutdown.close_limit_s
     async with contextlib.AsyncExitStack() as stack:
         tls, credentials = (certificate.context, certificate.grpc_credentials()) if certificate else (None, None)
@@ -175,8 +179,7 @@ async def _servers(gateway: Gateway, certificate: Certificate | None) -> AsyncIt
         timers: list[Periodic | UnservedRequests] = [
             Periodic("health", _HEALTH_PERIOD_S, lambda: _set_health(gateway, grpc_server))
         ]
-        if certificate is not None:
-            timers.append(certificate.watch())
+        timers += [file.watch() for file in watched]
         timers.append(UnservedRequests(gateway.broker, gateway.settings.limits.no_engine_deadline_s))
         if gateway.settings.telemetry.exports:
             interval_s = gateway.settings.telemetry.export_interval_s

@@ -43,6 +43,7 @@ COMMANDS = (
         "simulate",
     ),
     Command("models", "list the models, and remove one that no engine serves", "models", "models"),
+    Command("keys", "make, list and revoke API keys", "keys", "keys"),
     Command("dead", "show quarantined requests, and requeue them", "quarantine", "quarantine"),
     Command(
         "doctor", "report what this machine has, what is wrong, and what to do", "doctor.command", "doctor.command"

@@ -1,39 +1,46 @@
-"""The durable token stream: requests and token logs in Redis."""
+"""The durable token stream: requests and token logs in Redis.
 
-from pagestream_streams.admin.broker import Broker, expire_engine
-from pagestream_streams.admin.request_lists import RequestPage, enlist, list_requests
-from pagestream_streams.admin.sweeper import Sweeper
-from pagestream_streams.admin.unpublishing import unpublish
-from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_server, server_command
-from pagestream_streams.engine.session import EngineSession
-from pagestream_streams.errors import (
-    DigestMismatch,
-    IdempotencyConflict,
-    LogsFull,
-    ModelInUse,
-    ModelNameRefused,
-    ModelNotFound,
-    OffsetOutOfRange,
-    QueueFull,
-    RequestNotFound,
-    RequestsUnfinished,
-    ServerNotFound,
-    StorageFull,
-    StreamsError,
-    Unavailable,
-)
-from pagestream_streams.gateway.session import GatewaySession
-from pagestream_streams.protocol.records import (
-    Append,
-    AppendKind,
-    AppendOutcome,
-    Claim,
-    ModelInfo,
-    QuarantinedRequest,
-    RequestSummary,
-    RequestView,
-)
-from pagestream_streams.settings import StreamsSettings, settings_from_environment
+Names are imported when they are used: the protocol's constants can be read without redis-py.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagestream_streams.admin.broker import Broker, expire_engine
+    from pagestream_streams.admin.request_lists import RequestPage, enlist, list_requests
+    from pagestream_streams.admin.sweeper import Sweeper
+    from pagestream_streams.admin.unpublishing import unpublish
+    from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_server, server_command
+    from pagestream_streams.engine.session import EngineSession
+    from pagestream_streams.errors import (
+        DigestMismatch,
+        IdempotencyConflict,
+        LogsFull,
+        ModelInUse,
+        ModelNameRefused,
+        ModelNotFound,
+        OffsetOutOfRange,
+        QueueFull,
+        RequestNotFound,
+        RequestsUnfinished,
+        ServerNotFound,
+        StorageFull,
+        StreamsError,
+        Unavailable,
+    )
+    from pagestream_streams.gateway.session import GatewaySession
+    from pagestream_streams.protocol.records import (
+        Append,
+        AppendKind,
+        AppendOutcome,
+        Claim,
+        ModelInfo,
+        QuarantinedRequest,
+        RequestSummary,
+        RequestView,
+    )
+    from pagestream_streams.settings import StreamsSettings, settings_from_environment
 
 __all__ = [
     "Append",
@@ -74,3 +81,57 @@ __all__ = [
     "settings_from_environment",
     "unpublish",
 ]
+
+_MODULES = {
+    **dict.fromkeys(("Broker", "expire_engine"), "admin.broker"),
+    **dict.fromkeys(("RequestPage", "enlist", "list_requests"), "admin.request_lists"),
+    "Sweeper": "admin.sweeper",
+    "unpublish": "admin.unpublishing",
+    **dict.fromkeys(("EmbeddedRedis", "ServerBinary", "find_server", "server_command"), "connection.embedded"),
+    "EngineSession": "engine.session",
+    **dict.fromkeys(
+        (
+            "DigestMismatch",
+            "IdempotencyConflict",
+            "LogsFull",
+            "ModelInUse",
+            "ModelNameRefused",
+            "ModelNotFound",
+            "OffsetOutOfRange",
+            "QueueFull",
+            "RequestNotFound",
+            "RequestsUnfinished",
+            "ServerNotFound",
+            "StorageFull",
+            "StreamsError",
+            "Unavailable",
+        ),
+        "errors",
+    ),
+    "GatewaySession": "gateway.session",
+    **dict.fromkeys(
+        (
+            "Append",
+            "AppendKind",
+            "AppendOutcome",
+            "Claim",
+            "ModelInfo",
+            "QuarantinedRequest",
+            "RequestSummary",
+            "RequestView",
+        ),
+        "protocol.records",
+    ),
+    **dict.fromkeys(("StreamsSettings", "settings_from_environment"), "settings"),
+}
+"""The module that defines each exported name."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,7 +3,7 @@ import json
 from pathlib import Path
 
 import pytest
-from pagestream_gateway.core.auth import Authenticator, read_key_file
+from pagestream_gateway.core.auth import Authenticator, KeyFile, read_key_file
 from pagestream_gateway.errors import SettingsError, Unauthenticated
 
 
@@ -26,7 +26,7 @@ def test_without_keys_every_caller_is_the_default_tenant() -> None:
 def test_lines_and_json(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
-    authenticator = read_key_file(path)
+    authenticator = KeyFile(path).authenticator
     assert [authenticator.tenant(f"{scheme} {key}") for scheme, key in (("Bearer", "ka"), ("bearer", "kb"))] == [
         "a",
         "b",
@@ -52,7 +52,7 @@ def test_a_wrong_file_is_refused_with_its_place(tmp_path: Path, text: str, expec
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(SettingsError, match="--api-keys") as caught:
-        read_key_file(path)
+        KeyFile(path)
     assert expected in str(caught.value)
     assert "secret" not in str(caught.value)
 
@@ -60,3 +60,27 @@ def test_a_wrong_file_is_refused_with_its_place(tmp_path: Path, text: str, expec
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot read"):
         read_key_file(tmp_path / "none")
+
+
+def test_a_changed_file_holds_at_once_and_a_wrong_one_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{sha256('a')} -> a\n")
+    file = KeyFile(path)
+    tenant = file.authenticator.tenant
+    path.write_text(f"{sha256('b')} -> b\n")
+    assert tenant("Bearer a") == "a"
+    assert file.refresh()
+    assert tenant("Bearer b") == "b"
+    with pytest.raises(Unauthenticated):
+        tenant("Bearer a")
+    for wrong in ("no hash -> x\n", "{"):
+        path.write_text(wrong)
+        assert not file.refresh()
+        assert tenant("Bearer b") == "b"
+    path.unlink()
+    assert not file.refresh()
+    assert tenant("Bearer b") == "b"
+    path.write_text("# the last key was revoked\n")
+    assert file.refresh()
+    with pytest.raises(Unauthenticated):
+        tenant("Bearer b")

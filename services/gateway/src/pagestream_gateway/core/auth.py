@@ -3,11 +3,17 @@
 import hashlib
 import hmac
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from pagestream_streams.tasks import Periodic
+
 from pagestream_gateway.errors import SettingsError, Unauthenticated
+
+logger = logging.getLogger(__name__)
+_RELOAD_PERIOD_S = 5.0  # one small file; a revoked key is refused within this time
 
 DEFAULT_TENANT = "default"
 _HASH = re.compile(r"^[0-9a-f]{64}$")
@@ -19,7 +25,11 @@ class Authenticator:
 
     def __init__(self, tenants: Mapping[str, str] | None) -> None:
         """`tenants`: lower-case hexadecimal SHA-256 -> tenant; None: every caller is the default tenant."""
-        self._tenants = None if tenants is None else {bytes.fromhex(digest): name for digest, name in tenants.items()}
+        self._tenants = None if tenants is None else _by_digest(tenants)
+
+    def replace(self, tenants: Mapping[str, str]) -> None:
+        """Accept these keys from now on, and no others."""
+        self._tenants = _by_digest(tenants)
 
     def tenant(self, authorization: str | None) -> str:
         """Return the tenant of an Authorization header or metadata value. Raises Unauthenticated."""
@@ -40,16 +50,63 @@ class Authenticator:
         return found
 
 
-def read_key_file(path: Path) -> Authenticator:
-    """Read lines of `<sha256> -> <tenant>` (the arrow may be a blank, '#' starts a comment) or a JSON object
-    {"<sha256>": "<tenant>"}.
+class KeyFile:
+    """The file of API keys, read again when it changes: keys are made and revoked while gateways run."""
 
-    Raises SettingsError with the line or key that is wrong.
-    """
+    def __init__(self, path: Path) -> None:
+        """Read it. Raises SettingsError as `read_key_file`, and where it holds no key."""
+        self._path = path
+        self._text = _text_of(path)
+        tenants = read_key_file(path, self._text)
+        if not tenants:
+            raise SettingsError(f"--api-keys: {path} holds no key; leave the option out to serve without keys")
+        self.authenticator = Authenticator(tenants)
+
+    def refresh(self) -> bool:
+        """Read the file; return whether it has changed. One that is wrong is logged and ignored until it changes; one
+        without a key refuses every caller.
+        """
+        try:
+            text = _text_of(self._path)
+            if text == self._text:
+                return False
+            self._text = text
+            tenants = read_key_file(self._path, text)
+        except SettingsError as error:
+            logger.warning("the API keys stay as they were: %s", error)
+            return False
+        self.authenticator.replace(tenants)
+        logger.info("loaded %d API keys from %s", len(tenants), self._path)
+        return True
+
+    def watch(self) -> Periodic:
+        """Return a task that calls `refresh` periodically, once it is started."""
+
+        async def work() -> None:
+            self.refresh()
+
+        return Periodic("API keys", _RELOAD_PERIOD_S, work)
+
+
+def _by_digest(tenants: Mapping[str, str]) -> dict[bytes, str]:
+    return {bytes.fromhex(digest): name for digest, name in tenants.items()}
+
+
+def _text_of(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"--api-keys: cannot read {path}: {error}") from error
+
+
+def read_key_file(path: Path, text: str | None = None) -> dict[str, str]:
+    """Read lines of `<sha256> -> <tenant>` (the arrow may be a blank, '#' starts a comment) or a JSON object
+    {"<sha256>": "<tenant>"}. Returns hexadecimal SHA-256 -> tenant.
+
+    `text`: what was read of the file. Raises SettingsError with the line or key that is wrong.
+    """
+    if text is None:
+        text = _text_of(path)
     pairs = _json_pairs(path, text) if text.lstrip().startswith("{") else _line_pairs(path, text)
     tenants: dict[str, str] = {}
     for place, digest, tenant in pairs:
@@ -64,9 +121,7 @@ def read_key_file(path: Path) -> Authenticator:
             )
         if tenants.setdefault(bare, tenant) != tenant:
             raise SettingsError(f"--api-keys: {place}: the same key belongs to two tenants")
-    if not tenants:
-        raise SettingsError(f"--api-keys: {path} holds no key; leave the option out to serve without keys")
-    return Authenticator(tenants)
+    return tenants
 
 
 def _line_pairs(path: Path, text: str) -> list[tuple[str, str, str]]:
