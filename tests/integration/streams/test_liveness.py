@@ -120,9 +120,7 @@ async def test_reclaim_costs_what_is_dead(redis_url: str, redis_server: Place, b
         execute = still.connection.execute
         await execute("ZADD", where.prefix + "leases", 1, dead.session.engine_id)
         before = num_calls(redis_server)
-        [reclaimed, *_] = await still.connection.run(
-            SWEEP, where.prefix, 0, 10**9, 10**6, 10**6, 128, "bell", 0, 1, 1, 0
-        )
+        [[reclaimed, *_]] = await still.connection.run(SWEEP, where.prefix, 0, 10**9, 10**6, 10**6, 128, 1, 1, 0)
         assert len(reclaimed) == 3
         assert 0 < num_calls(redis_server) - before < 80
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from pagestream_streams.connection import scripts
 from pagestream_streams.connection.scripts import Script
-from redis import Redis
+from redis import Redis, RedisError
 
 PREFIX = "ps:{test/model/0}:"
 REGISTRY_KEY = "ps:engines:test/model"
@@ -120,10 +120,15 @@ class VirtualStreams:
         if full:
             self._client.config_set("maxmemory", 1)
         try:
-            return text_of(self._client.evalsha(self._sha[name], 3, key, str(now), run_id, *arguments))
+            reply = text_of(self._client.evalsha(self._sha[name], 3, key, str(now), run_id, *arguments))
         finally:
             if full:
                 self._client.config_set("maxmemory", 0)
+        if SCRIPTS[name].num_arguments is not None:
+            [reply] = reply
+            if isinstance(reply, RedisError):
+                raise reply
+        return reply
 
     def unlist(self, engine: str) -> None:
         """Remove an engine from the registry."""

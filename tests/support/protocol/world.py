@@ -565,10 +565,13 @@ class Protocol:
         meta, leases = before.get("meta", {}), before.get("leases", {})
         swept = int(meta.get("swept", 0))
         hole = not swept or world.now - swept > HOLE or world.now < swept or meta["run_id"] != f"{world.process:x}"
-        arguments = 100, HOLE, LEASE, LEASE, 64, BELL, 0, CONTROL, STORM, SILENCE
-        _, late, abandoned, restarted, poison = self.call("sweep", *arguments)
+        arguments = 100, HOLE, LEASE, LEASE, 64, CONTROL, STORM, SILENCE
+        _, late, abandoned, restarted, poison, busy = self.call("sweep", *arguments)
         early = not hole and world.now - swept < 100
         must(restarted == int(hole), f"sweep answered restarted {restarted}")
+        unfinished = [each for each, record in requests(self.state).items() if record["state"] != "finished"]
+        must(busy == 1 or not unfinished, f"nothing is to be swept for {unfinished}")
+        must(sorted(self.call("unfinished", 100)) == sorted(unfinished), "requests that are unfinished")
         dead = set() if hole or early else {each for each, until in leases.items() if until <= world.now}
         self._reclaimed(before, dead)
         must(all(_noted(self.state, each) for each in dead), "a lapse wasn't noted")

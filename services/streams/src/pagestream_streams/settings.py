@@ -45,8 +45,8 @@ class StreamsSettings:
     """Milliseconds between sweeps: how late leases, deadlines and graces may take effect."""
     sweep_gap_ms: int = 900
     """A longer hole in the sweeps counts as an outage of Redis. At least two heartbeats less than lease_ms."""
-    sweep_batch: int = 128
-    """Most requests that one sweep moves, so that no script blocks Redis for long."""
+    sweep_batch: int = 512
+    """Most requests that one run of a sweep moves, so that no script blocks Redis for long."""
 
     # -- queue; the bounds are for each class in each partition --
     max_queued_requests: int = 1024

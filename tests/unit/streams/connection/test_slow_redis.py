@@ -59,12 +59,14 @@ async def test_what_can_not_be_ended_keeps_nothing_else_from_its_end() -> None:
         ended.append(name)
 
     async def run_each(*_: object) -> list[object]:
-        return [[[], late, [], 0, []]]
+        return [[[[], late, [], 0, [], 1]]]
 
     async def partitions() -> list[Partition]:
         return [Partition("a", 0)]
 
-    broker = SimpleNamespace(settings=SETTINGS, connection=SimpleNamespace(run_each=run_each), end=end)
+    broker = SimpleNamespace(
+        settings=SETTINGS, connection=SimpleNamespace(run_each=run_each, is_cluster=False), end=end
+    )
     sweeper = Sweeper(cast(Broker, broker), partitions)
     for turn in (1, 2):
         await sweeper.sweep()

@@ -190,4 +190,4 @@ def _check(name: str, partitions: int) -> None:
             f"expected a model name of 1 to 256 characters without spaces, control characters and braces, got {name!r}"
         )
     if not 1 <= partitions <= ids.MAX_PARTITIONS:
-        raise ValueError(f"expected 1 to {ids.MAX_PARTITIONS} partitions, got {partitions}")
+        raise ValueError(f"partitions: expected 1 to {ids.MAX_PARTITIONS}, got {partitions}")

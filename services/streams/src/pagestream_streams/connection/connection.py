@@ -137,14 +137,18 @@ class Connection:
         if not calls:
             return []
         async with translated_errors():
-            replies = await self.topology.pipeline(
-                [("EVALSHA", call.script.sha, *_keys(call.key), *call.arguments) for call in calls], limit_s
-            )
-        for place, (call, reply) in enumerate(zip(calls, replies, strict=True)):
+            replies = await self.topology.pipeline([_command(call) for call in calls], limit_s)
+            # One text makes a server know a script, so a second round is enough for one server.
+            while unknown := [
+                place for place, each in enumerate(replies) if isinstance(each, exceptions.NoScriptError)
+            ]:
+                first = {calls[place].script: place for place in reversed(unknown)}.values()
+                commands = [_command(calls[place], by_text=place in first) for place in unknown]
+                for place, each in zip(unknown, await self.topology.pipeline(commands, limit_s), strict=True):
+                    replies[place] = each
+        for place, reply in enumerate(replies):
             try:
-                if isinstance(reply, exceptions.NoScriptError):
-                    replies[place] = await self.run(call.script, call.key, *call.arguments)
-                elif isinstance(reply, Exception):
+                if isinstance(reply, Exception):
                     async with translated_errors():
                         raise reply
             except Unavailable as error:
@@ -232,6 +236,12 @@ class Connection:
     def pubsub(self) -> PubSub:
         """Return a subscriber on a connection of its own."""
         return self.topology.pubsub()
+
+
+def _command(call: Call, *, by_text: bool = False) -> Sequence[Argument]:
+    script = call.script
+    how = ("EVAL", script.text) if by_text else ("EVALSHA", script.sha)
+    return (*how, *_keys(call.key), *call.arguments)
 
 
 def _keys(key: str) -> tuple[Argument, ...]:

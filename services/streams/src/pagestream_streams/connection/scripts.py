@@ -19,6 +19,8 @@ class Script:
     text: str
     repeat: bool = True
     """Whether it is run again after a lost connection."""
+    num_arguments: int | None = None
+    """Of a script that is for many partitions, see partition_runs.py: their prefixes follow. None for others."""
 
     @cached_property
     def sha(self) -> str:
@@ -26,10 +28,21 @@ class Script:
         return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
-def _load(name: str, *, repeat: bool = True) -> Script:
+_FOR_MANY = """
+local function step()
+{step}
+end
+return on_each_partition({first}, step)
+"""
+
+
+def _load(name: str, *, repeat: bool = True, num_arguments: int | None = None) -> Script:
+    """Load a script. With `num_arguments`, its number of arguments, it is for many partitions."""
     folder = resources.files("pagestream_streams") / "lua"
-    text = (folder / "prelude.lua").read_text() + (folder / f"{name}.lua").read_text()
-    return Script(name, text, repeat)
+    step = (folder / f"{name}.lua").read_text()
+    if num_arguments is not None:
+        step = _FOR_MANY.format(first=num_arguments + 1, step=step)
+    return Script(name, (folder / "prelude.lua").read_text() + step, repeat, num_arguments)
 
 
 ACCEPT = _load("accept")
@@ -38,15 +51,15 @@ CLAIM = _load("claim", repeat=False)  # a second run would claim more
 APPEND = _load("append")
 END = _load("end")
 HAND_BACK = _load("hand_back")
-HEARTBEAT = _load("heartbeat")
+HEARTBEAT = _load("heartbeat", num_arguments=8)
 LEAVE = _load("leave")
 MARK = _load("mark")
-GATEWAY_HEARTBEAT = _load("gateway_heartbeat")
+GATEWAY_HEARTBEAT = _load("gateway_heartbeat", num_arguments=2)
 REGISTER = _load("register")
 UNREGISTER = _load("unregister")
 POLL = _load("poll")
 VIEW = _load("view")
-SWEEP = _load("sweep")
+SWEEP = _load("sweep", num_arguments=8)
 EXPIRE = _load("expire")
 REVIVE = _load("revive")
 RESERVE = _load("reserve")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -9,6 +10,7 @@ from pagestream.v1.records_pb2 import ModelCard
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
+from pagestream_streams.connection.partition_runs import run_on_each
 from pagestream_streams.connection.scripts import HEARTBEAT, REGISTRY
 from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.assignment import Assignment
@@ -85,12 +87,16 @@ class Heartbeat:
             identity.keyspace.engines(identity.model),
             "" if assignment.is_retired else identity.engine_id,
         )
-        calls = [Call(REGISTRY, registry, (registered, lease_ms)), *self._calls(partitions)]
-        living, *replies = await connection.run_each(calls, limit_s)
+        living, replies = await asyncio.gather(
+            self._living(registry, registered, limit_s),
+            run_on_each(connection, HEARTBEAT, partitions, self._arguments(), limit_s),
+        )
         failure = living if isinstance(living, Unavailable) else None
+        if failure is not None and all(isinstance(reply, Unavailable) for reply in replies):
+            raise failure
         if assignment.is_retired:  # perhaps since this beat began
             await connection.execute("ZREM", registry, identity.engine_id)
-        elif failure is None:
+        elif not isinstance(living, Unavailable):
             assignment.assign(identity.engine_id, {each.decode() for each in living})
         try:
             async with within(short_s, "the engine's load"):
@@ -110,7 +116,10 @@ class Heartbeat:
 
     async def owned(self, partitions: Sequence[Partition]) -> set[str]:
         """Return what Redis shows as this engine's, claims whose replies were lost included. Unavailable."""
-        replies = await self._broker.connection.run_many(self._calls(partitions))
+        replies = await run_on_each(self._broker.connection, HEARTBEAT, partitions, self._arguments())
+        for reply in replies:
+            if isinstance(reply, Unavailable):
+                raise reply
         return {request_id.decode() for ids, _ in replies for request_id in ids}
 
     async def _beat_in_time(self) -> None:
@@ -135,9 +144,18 @@ class Heartbeat:
             await self._broker.publish_model(self._card, **({"partitions": len(known)} if known else {}))
             return await directory.all_partitions(model)
 
-    def _calls(self, partitions: Sequence[Partition]) -> list[Call]:
+    async def _living(self, registry: str, registered: str, limit_s: float | None) -> Sequence[bytes] | Unavailable:
+        call = Call(REGISTRY, registry, (registered, self._settings.lease_ms))
+        try:
+            [living] = await self._broker.connection.run_each([call], limit_s)
+        except Unavailable as error:
+            return error
+        found: Sequence[bytes] | Unavailable = living
+        return found
+
+    def _arguments(self) -> Sequence[Argument]:
         settings = self._settings
-        arguments = (
+        return (
             self._identity.engine_id,
             settings.lease_ms,
             int(self._isolation.can_make_room),
@@ -147,7 +165,6 @@ class Heartbeat:
             settings.fingerprint_grace_ms,
             self._identity.max_model_len,
         )
-        return [Call(HEARTBEAT, where.prefix, arguments) for where in partitions]
 
     async def _reconcile(self, before: Mapping[str, tuple[int, str]], owned: set[str]) -> None:
         lost = self._active_requests.lost(before, owned)

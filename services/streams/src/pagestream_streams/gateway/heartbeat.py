@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from pagestream_streams.connection.connection import Call, Connection
+from pagestream_streams.connection.connection import Connection
+from pagestream_streams.connection.partition_runs import run_on_each
 from pagestream_streams.connection.scripts import GATEWAY_HEARTBEAT
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.gateway.acceptance import Acceptor
@@ -53,16 +54,16 @@ class GatewayHeartbeat:
         limit_s = self._settings.beat_limit_s
         async with self._connection.dropping_idle_on_timeout():
             partitions = await self._read_partitions(limit_s / 2)
-            calls = [
-                Call(GATEWAY_HEARTBEAT, where.prefix, (self._gateway_id, self._settings.lease_ms))
-                for where in partitions
-            ]
-            for where, reply in zip(partitions, await self._connection.run_each(calls, limit_s), strict=True):
+            arguments = self._gateway_id, self._settings.lease_ms
+            replies = await run_on_each(self._connection, GATEWAY_HEARTBEAT, partitions, arguments, limit_s)
+            for where, reply in zip(partitions, replies, strict=True):
                 if isinstance(reply, Unavailable):
                     continue
                 registered, queued = reply
                 self._acceptor.queued[where] = queued
                 await self._registrations.compare(where, registered)
+            if replies and all(isinstance(reply, Unavailable) for reply in replies):
+                raise replies[0]
 
     async def _read_partitions(self, limit_s: float) -> Sequence[Partition]:
         try:

@@ -54,7 +54,7 @@ class GatewaySession:
             broker.connection,
             broker.settings,
             self._id,
-            partitions=self._partitions,
+            partitions=self._awake_partitions,
             registrations=self.readers.registrations,
             acceptor=self.acceptor,
         )
@@ -188,8 +188,13 @@ class GatewaySession:
         return self.readers.read(request_id, tenant=tenant, from_index=from_index, digest=digest, spec=spec)
 
     async def _accept(self, spec: RequestSpec, bounded: bool, deadline_ms: int | None = None) -> bool:
+        self.sweeper.wake(spec.model)
         expect = self.readers.registrations.expect
         return await self.acceptor.accept(spec, bounded=bounded, expect=expect, deadline_ms=deadline_ms)
+
+    async def _awake_partitions(self) -> list[Partition]:
+        partitions, read = await self._partitions(), {follower.where.model for follower in self.readers.reads}
+        return [where for where in partitions if where.model in read or not self.sweeper.is_resting(where.model)]
 
     async def _partitions(self) -> list[Partition]:
         directory = self._broker.directory

@@ -1,8 +1,9 @@
 -- Renew a gateway's lease in this partition.
 -- Run by: gateway/heartbeat.py.
--- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua); prefixes of other
+--       partitions may follow the arguments.
 -- ARGV: [1] gateway id, [2] lease in ms
--- Returns: {number of requests of which it is registered as a reader here, requests queued here}.
+-- Returns: for each partition {number of requests of which it is registered as a reader here, requests queued here}.
 -- Retry: harmless, the lease is renewed again.
 local known = call('HMGET', prefix .. 'meta', 'classes', 'prints')
 local queued = call('XLEN', prefix .. 'queue:resume')

@@ -2,15 +2,16 @@
 --
 -- An engine that lost its lease and beats again lived: what its death counted for is taken back.
 -- Run by: engine/heartbeat.py.
--- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua); prefixes of other
+--       partitions may follow the arguments.
 -- ARGV: [1] engine id, [2] lease in ms
 --       [3] whether it can hand back all it holds, to run a suspect isolated (0 | 1)
 --       [4] how long a suspect waits for an idle engine in ms, [5] control time in ms (see prelude.lua)
 --       [6] the engine's fingerprint ('': unknown)
 --       [7] how long begun requests wait for an engine with their fingerprint, in ms
 --       [8] the context that the engine holds (0 or none: any)
--- Returns: {the ids that it owns, whether a suspect that it may run waits here (0: no, 1: yes, for an idle engine,
---          2: yes, and this engine was chosen to become idle)}.
+-- Returns: for each partition {the ids that it owns, whether a suspect that it may run waits here (0: no, 1: yes, for
+--          an idle engine, 2: yes, and this engine was chosen to become idle)}.
 -- Retry: harmless, the lease is renewed again.
 local engine, lease, patience = ARGV[1], ARGV[2], tonumber(ARGV[4])
 local control, now = tonumber(ARGV[5]), now_ms()

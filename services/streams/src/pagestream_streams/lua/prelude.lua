@@ -9,6 +9,28 @@
 local call, prefix = redis.call, KEYS[1]
 local GROUP = 'engines' -- the consumer group of every queue
 
+-- What a run over many partitions remembers from one to the next.
+local run = {moved = 0}
+
+-- Runs a step for the partition of KEYS[1], and for those whose prefixes are ARGV[first] and the following: a server
+-- that is no cluster has the keys of all. Returns their replies; where a step fails its error is its reply.
+local function on_each_partition(first, step)
+  local replies = {}
+  local function on(place)
+    prefix = place
+    local is_done, reply = pcall(step)
+    if not is_done and type(reply) ~= 'table' then
+      reply = redis.error_reply(string.match(reply, '%-(%u+ .*)$') or 'ERR ' .. reply) -- servers before 7.0
+    end
+    replies[#replies + 1] = is_done and reply or {err = reply.err}
+  end
+  on(prefix)
+  for i = first, #ARGV do
+    on(ARGV[i])
+  end
+  return replies
+end
+
 local function now_ms()
   local time = call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)

@@ -5,35 +5,61 @@
 -- noticed. After a hole in the sweeps, or on another Redis process than before, every lease and grace starts anew in
 -- full; after a time in which no gateway lived or Redis was full, every grace does.
 -- Run by: admin/sweeper.py.
--- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
+-- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua); prefixes of other
+--       partitions of the model may follow the arguments.
 -- ARGV: [1] least distance of two sweeps in ms, [2] hole in ms, [3] engine lease in ms, [4] gateway lease in ms
---       [5] most requests to reclaim, [6] doorbell channel, [7] partition number
---       [8] control time in ms (see prelude.lua)
---       [9] window in ms in which an engine's death counts as evidence that requests it did not run are innocent
---       [10] what a client may need to notice a silent gateway, in ms
--- Returns: {reclaimed ids, ids past their deadline, ids past their grace, restarted (0 | 1), {id, index, deaths}... of
---          requests to quarantine}.
+--       [5] most requests to reclaim in all partitions, [6] control time in ms (see prelude.lua)
+--       [7] window in ms in which an engine's death counts as evidence that requests it did not run are innocent
+--       [8] what a client may need to notice a silent gateway, in ms
+-- Returns: for each partition {reclaimed ids, ids past their deadline, ids past their grace, restarted (0 | 1),
+--          {id, index, deaths}... of requests to quarantine, whether it has anything that time can change (0 | 1)}.
 -- Retry: harmless, a partition that was just swept is skipped.
 local meta, now = prefix .. 'meta', now_ms()
 local interval, hole, most = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[5])
 local lease, gateway_lease = tonumber(ARGV[3]), tonumber(ARGV[4])
-local control, window, silence = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
+local control, window, silence = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local last = call('HMGET', meta, 'swept', 'run_id', 'deserted')
-local run_id = string.match(call('INFO', 'server'), 'run_id:(%x+)')
-local restarted = not last[1] or last[2] ~= run_id or now - last[1] > hole or now < tonumber(last[1])
-if not restarted and now - last[1] < interval then
-  return {{}, {}, {}, 0, {}}
-end
--- A write that needs memory comes first, and shows by its refusal that Redis is full.
-local swept = redis.pcall('HSET', meta, 'swept', now, 'run_id', run_id)
-local full = type(swept) == 'table' and swept.err
-if full then
-  if not string.find(full, 'OOM', 1, true) then
-    error(full)
+run.id = run.id or string.match(call('INFO', 'server'), 'run_id:(%x+)')
+local restarted = not last[1] or last[2] ~= run.id or now - last[1] > hole or now < tonumber(last[1])
+
+-- Whether an engine holds a lease here, or a request is unfinished.
+local function is_busy()
+  local names = {}
+  for _, name in ipairs({'leases', 'deadlines', 'graces', 'suspects', 'verdicts'}) do
+    names[#names + 1] = prefix .. name
   end
-  although_full()
-  call('HSET', meta, 'swept', now, 'run_id', run_id)
+  if call('EXISTS', unpack(names)) > 0 or call('XLEN', prefix .. 'queue:resume') > 0 then
+    return 1
+  end
+  local known = call('HMGET', meta, 'classes', 'prints')
+  for class in string.gmatch(known[1] or '', '%S+') do
+    if call('XLEN', prefix .. 'queue:' .. class) > 0 then
+      return 1
+    end
+  end
+  for print in string.gmatch(known[2] or '', '%S+') do
+    if call('XLEN', prefix .. 'queue:resume:' .. print) > 0 then
+      return 1
+    end
+  end
+  return 0
 end
+
+if not restarted and now - last[1] < interval then
+  return {{}, {}, {}, 0, {}, is_busy()}
+end
+-- A write that needs memory comes first in a run, and shows by its refusal that Redis is full.
+local swept = redis.pcall('HSET', meta, 'swept', now, 'run_id', run.id)
+local refused = type(swept) == 'table' and swept.err
+if refused then
+  if not string.find(refused, 'OOM', 1, true) then
+    error(refused)
+  end
+  run.is_full = true
+  although_full()
+  call('HSET', meta, 'swept', now, 'run_id', run.id)
+end
+local full = run.is_full
 
 local function postpone(key, length)
   for _, member in ipairs(call('ZRANGE', prefix .. key, 0, -1)) do
@@ -64,7 +90,7 @@ end
 
 local reclaimed = {}
 for _, engine in ipairs(due('leases')) do
-  local left = most - #reclaimed
+  local left = most - run.moved
   if left > 0 then
     local owned, lapsed = call('SRANDMEMBER', prefix .. 'owned:' .. engine, left), prefix .. 'lapsed:' .. engine
     for _, id in ipairs(owned) do
@@ -75,6 +101,7 @@ for _, engine in ipairs(due('leases')) do
           call('PEXPIRE', lapsed, KEPT_DEATHS_MS)
         end
         reclaimed[#reclaimed + 1] = id
+        run.moved = run.moved + 1
       else
         disown(id, engine)
       end
@@ -85,8 +112,13 @@ for _, engine in ipairs(due('leases')) do
     end
   end
 end
+-- Engines claim what is queued again.
+local function ring()
+  local key_prefix, model, number = string.match(prefix, '^([^:]*):{(.*)/(%d+)}:$')
+  call('PUBLISH', key_prefix .. ':bell:' .. model, number)
+end
 if #reclaimed > 0 then
-  call('PUBLISH', ARGV[6], ARGV[7])
+  ring()
 end
 
 for _, gateway in ipairs(due('gateways')) do
@@ -121,7 +153,7 @@ for _, id in ipairs(call('ZRANGE', prefix .. 'verdicts', 0, -1)) do
   end
 end
 if #acquitted > 0 then
-  call('PUBLISH', ARGV[6], ARGV[7])
+  ring()
 end
 if call('ZCARD', prefix .. 'verdicts') > 0 and control_is_over(now, control) then
   for _, id in ipairs(due('verdicts')) do
@@ -129,4 +161,4 @@ if call('ZCARD', prefix .. 'verdicts') > 0 and control_is_over(now, control) the
     poison[#poison + 1] = {id, found[2] or '0', words(found[1] or '')}
   end
 end
-return {reclaimed, due('deadlines'), abandoned, restarted and 1 or 0, poison}
+return {reclaimed, due('deadlines'), abandoned, restarted and 1 or 0, poison, is_busy()}

@@ -16,7 +16,8 @@ _RANDOM_DIGITS = 24
 
 DEFAULT_PARTITIONS = 4
 """Partitions of a new model unless it is published with another number; the autoscaling study uses the same."""
-MAX_PARTITIONS = 0x10000
+MAX_PARTITIONS = 1024
+"""Most partitions of a model; ids can name more, which a model of an earlier version may have."""
 
 
 class RequestId(NamedTuple):
