@@ -250,7 +250,7 @@ class GetRequestRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class GetRequestResponse(_message.Message):
-    __slots__ = ("request_id", "model", "state", "queue_position", "finish_reason", "next_index", "usage", "attempts")
+    __slots__ = ("request_id", "model", "state", "queue_position", "finish_reason", "next_index", "usage", "attempts", "expected_wait_ms")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +259,7 @@ class GetRequestResponse(_message.Message):
     NEXT_INDEX_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     state: RequestState
@@ -267,7 +268,8 @@ class GetRequestResponse(_message.Message):
     next_index: int
     usage: Usage
     attempts: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., queue_position: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., next_index: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., attempts: _Optional[int] = ...) -> None: ...
+    expected_wait_ms: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., queue_position: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., next_index: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., attempts: _Optional[int] = ..., expected_wait_ms: _Optional[int] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

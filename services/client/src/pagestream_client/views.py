@@ -24,7 +24,9 @@ class RequestInfo:
     model: str
     state: RequestState
     queue_position: int | None
-    """Requests before it in its queue; None unless queued."""
+    """Requests of its model that go before it; None unless queued, or where the server can't say now."""
+    expected_wait_ms: int | None
+    """Milliseconds until an engine begins with it, at the speed of the last seconds; None where that is unknown."""
     finish_reason: FinishReason | None
     """None unless finished."""
     next_index: int

@@ -59,6 +59,7 @@ def request_info_of(answer: api.GetRequestResponse) -> RequestInfo:
         model=answer.model,
         state=_STATES.get(answer.state, RequestState.QUEUED),
         queue_position=answer.queue_position if answer.HasField("queue_position") else None,
+        expected_wait_ms=answer.expected_wait_ms if answer.HasField("expected_wait_ms") else None,
         finish_reason=finish_reason_from_proto(answer.finish_reason),
         next_index=answer.next_index,
         usage=usage_of(answer.usage),

@@ -102,6 +102,7 @@ def request_info_of(body: Mapping[str, Any]) -> RequestInfo:
         model=body["model"],
         state=RequestState(body["state"]),
         queue_position=body["queue_position"],
+        expected_wait_ms=body.get("expected_wait_ms"),
         finish_reason=finish_reason_of(body["finish_reason"]),
         next_index=body["next_index"],
         usage=usage_of(body["usage"]),

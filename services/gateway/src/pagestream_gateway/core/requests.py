@@ -41,7 +41,7 @@ class AcceptedRequests:
         Returns the request, and whether its log has ended there. Raises RequestNotFound, OffsetOutOfRange,
         DigestMismatch, Unavailable. The digest of a place that the log has not reached yet is checked by `follow`.
         """
-        view = await self.view(request_id, tenant)
+        view = await self.limit.wait(self.broker.view(request_id, tenant, with_position=False))
         if from_index > view.next_index and view.state == REQUEST_STATE_FINISHED:
             raise OffsetOutOfRange(request_id, from_index, view.next_index)
         if from_index == view.next_index and digest and digest != view.digest:

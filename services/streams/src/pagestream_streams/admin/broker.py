@@ -17,6 +17,7 @@ from pagestream.v1.records_pb2 import LogSlice, ModelCard, RequestSpec
 
 from pagestream_streams.admin import quarantine
 from pagestream_streams.admin.model_directory import ModelDirectory
+from pagestream_streams.admin.queue_positions import EntryId, Place, QueuePositions
 from pagestream_streams.connection import wakeups
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import END, EXPIRE, VIEW
@@ -43,6 +44,7 @@ class Broker:
         self.connection = connection
         self.settings = settings
         self.directory = ModelDirectory(connection, settings)
+        self.positions = QueuePositions(connection, settings, self.directory)
 
     @classmethod
     async def connect(cls, url: str, settings: StreamsSettings | None = None) -> Broker:
@@ -108,19 +110,28 @@ class Broker:
         """Return a model's number of partitions. ModelNotFound, Unavailable."""
         return await self.directory.partitions(model)
 
-    async def view(self, request_id: str, tenant: str) -> RequestView:
-        """Return where a request stands. RequestNotFound, also for other tenants' and malformed ids; Unavailable."""
+    async def view(self, request_id: str, tenant: str, *, with_position: bool = True) -> RequestView:
+        """Return where a request stands. RequestNotFound, also for other tenants' and malformed ids; Unavailable.
+
+        `with_position`: whether to read the model's queues for the place of a request that waits in them.
+        """
         where = await self.directory.locate(request_id)
         found = await self.connection.run(VIEW, where.prefix, request_id, tenant)
         if found is None:
             raise RequestNotFound(request_id)
-        spec, state, reason, next_index, digest, prompt, completion, cached, attempts, place, print_ = found
+        spec, state, reason, next_index, digest, prompt, completion, cached, attempts, queue, entry, print_ = found
+        place: Place | None = None
+        if with_position and queue:
+            place = await self.positions.place(where.model, queue.decode(), EntryId.parse(entry))
+        elif state == b"queued" and not queue:
+            place = Place(0, None)  # a suspect waits for an idle engine, before all queues
         return RequestView(
             request_id=request_id,
             model=where.model,
             tenant=tenant,
             state=STATES[state],
-            queue_position=None if place < 0 else place,
+            queue_position=None if place is None else place.requests,
+            expected_wait_ms=None if place is None else place.wait_ms,
             finish_reason=parse_finish_reason(reason.decode()),
             next_index=int(next_index),
             digest=digest.decode(),
@@ -132,7 +143,7 @@ class Broker:
 
     async def spec(self, request_id: str, tenant: str) -> RequestSpec:
         """Return a request as it was accepted. RequestNotFound, Unavailable."""
-        return (await self.view(request_id, tenant)).spec
+        return (await self.view(request_id, tenant, with_position=False)).spec
 
     async def cancel(self, request_id: str, tenant: str) -> FinishReason:
         """End a request in whatever state it is, also without any engine. RequestNotFound, Unavailable.

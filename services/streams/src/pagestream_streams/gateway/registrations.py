@@ -146,7 +146,7 @@ class Registrations:
     async def _looked_up(self, request_id: str, tenant: str) -> list[int] | None:
         """Return what REGISTER would, without a registration."""
         try:
-            view = await self._broker.view(request_id, tenant)
+            view = await self._broker.view(request_id, tenant, with_position=False)
         except RequestNotFound:
             return None
         return [view.next_index, int(view.state == REQUEST_STATE_FINISHED), 0]

@@ -146,7 +146,7 @@ class GatewaySession:
         except (QueueFull, RequestNotFound, StorageFull):
             await release(connection, reservation)
             raise
-        view = await self._broker.view(same.request_id, spec.tenant)
+        view = await self._broker.view(same.request_id, spec.tenant, with_position=False)
         if view.state == REQUEST_STATE_FINISHED:
             await shorten(connection, reservation, self._settings.retention_s)
         return view.spec

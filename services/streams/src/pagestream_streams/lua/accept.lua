@@ -55,7 +55,9 @@ else
   local requests = call('XLEN', prefix .. 'queue:' .. class)
   local state = call('HMGET', meta, 'tokens:' .. class, 'classes', 'drain_from', 'drained')
   local queued = tonumber(state[1] or 0)
-  local drained, window = tonumber(state[4] or 0), now - tonumber(state[3] or now)
+  local window = drain_span(state[3], now)
+  local drained = window and tonumber(state[4] or 0) or 0
+  window = window or 0
   if bounded and (requests + 1 > max_requests or queued + tokens > max_tokens) then
     return {0, requests, queued, drained, window, max_requests, max_tokens, 0}
   end

@@ -189,8 +189,8 @@ end
 if drained > 0 then
   local from, before, tokens, longest = unpack(call('HMGET', meta, 'drain_from', 'drained', 'drained_tokens',
     'drained_longest'))
-  local span, kept = from and now - from or 0, 1
-  if not from or span > 2 * window then
+  local span, kept = drain_span(from, now), 1
+  if not span or span > 2 * window then
     from, kept = now, 0
   elseif span > window then
     -- Halving both keeps the rate, and lets the past count less.

@@ -79,6 +79,13 @@ local function order_key(queue, arrival, ageing)
   return class and arrival + class * ageing or arrival - BEGUN
 end
 
+-- For how long claims have been counted in the drain rate, in ms; nothing where none was, or where that lies ahead of
+-- the clock, which was set back.
+local function drain_span(from, now)
+  from = from and tonumber(from)
+  return from and from <= now and now - from or nil
+end
+
 -- Counts a queued request for its tenant. The hash tenants:<class> has the fields r<tenant> (requests), t<tenant>
 -- (prompt tokens) and w<tenant> (weight); the field "weights:<class>" of meta is the sum of the weights of tenants
 -- that wait.

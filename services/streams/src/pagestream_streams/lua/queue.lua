@@ -46,8 +46,9 @@ local function takeable(name, length, print)
   return {math.floor(all * rest), math.floor(taken * rest), waited, longest}
 end
 
-local window = state[3] and math.max(0, now - state[3]) or 0
-local old = window > 2 * tonumber(ARGV[1])
+local window = drain_span(state[3], now)
+local old = not window or window > 2 * tonumber(ARGV[1])
+window = window or 0
 local answer = {running, old and 0 or tonumber(state[4] or 0), window, old and 0 or tonumber(state[5] or 0)}
 
 for class in string.gmatch(state[1] or '', '%d+') do

@@ -2,17 +2,14 @@
 -- Run by: admin/broker.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] request id, [2] tenant
--- Returns: {spec, state, reason, next index, digest, prompt tokens, completion tokens, cached tokens, attempts, place
---          in the queue (-1: not queued), fingerprint}, or nothing where the tenant has no such request.
+-- Returns: {spec, state, reason, next index, digest, prompt tokens, completion tokens, cached tokens, attempts, its
+--          queue and its entry there ('': it is not in a queue), fingerprint}, or nothing where the tenant has no such
+--          request.
 -- Retry: harmless, it only reads.
 local found = call('HMGET', prefix .. 'req:' .. ARGV[1], 'spec', 'state', 'reason', 'next', 'digest', 'ptok', 'others',
   'cached', 'attempts', 'tenant', 'queue', 'entry', 'print')
 if not found[10] or found[10] ~= ARGV[2] then
   return false
 end
-local place = found[2] == 'queued' and 0 or -1
-if found[11] then
-  place = #call('XRANGE', prefix .. 'queue:' .. found[11], '-', found[12]) - 1
-end
 return {found[1], found[2], found[3] or '', found[4], found[5], found[6], found[4] - found[7], found[8], found[9],
-  place, found[13] or ''}
+  found[11] or '', found[12] or '', found[13] or ''}

@@ -36,7 +36,9 @@ class RequestView:
     tenant: str
     state: RequestState
     queue_position: int | None
-    """Requests before it in its queue; None unless queued."""
+    """Requests that go before it, over all partitions; None unless queued, or where Redis can't say now."""
+    expected_wait_ms: int | None
+    """Milliseconds until it is claimed: the tokens before it by the drain rate; None where that is unknown."""
     finish_reason: FinishReason
     """UNSPECIFIED unless finished."""
     next_index: int

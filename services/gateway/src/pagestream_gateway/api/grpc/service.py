@@ -109,6 +109,7 @@ class InferenceServicer:
             model=view.model,
             state=view.state,
             queue_position=view.queue_position,
+            expected_wait_ms=view.expected_wait_ms,
             finish_reason=view.finish_reason,
             next_index=view.next_index,
             usage=view.usage,

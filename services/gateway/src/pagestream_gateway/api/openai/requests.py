@@ -201,6 +201,7 @@ def _view_answer(view: RequestView) -> Response:
         "model": view.model,
         "state": _state_name(view.state),
         "queue_position": view.queue_position,
+        "expected_wait_ms": view.expected_wait_ms,
         "finish_reason": finish_reason_body(view.finish_reason),
         "next_index": view.next_index,
         "usage": usage_body(view.usage),

@@ -1,0 +1,101 @@
+"""The place of a queued request, and how long it may wait: over all partitions of its model."""
+
+import asyncio
+import dataclasses
+
+import pytest
+from pagestream_streams import Broker, EngineSession, GatewaySession
+from pagestream_streams.admin.queues import queue_states
+from pagestream_streams.errors import QueueFull
+from pagestream_streams.protocol.keys import Partition
+from support.protocol.token_streams import MODEL, STILL, TENANT, card, eventually, spec
+
+PARTITIONS = 4
+AGEING_MS = 50
+CALM = dataclasses.replace(STILL, steal_after_ms=0, ageing_ms=AGEING_MS)
+
+
+def engine_of(broker: Broker) -> EngineSession:
+    return EngineSession(broker, model=MODEL, on_lost=lambda _: None)
+
+
+async def test_the_position_is_the_rank_in_the_order_of_all_partitions(redis_url: str) -> None:
+    async with await Broker.connect(redis_url, CALM) as broker, GatewaySession(broker) as gateway:
+        await broker.publish_model(card(), partitions=PARTITIONS)
+        async with engine_of(broker) as engine:
+            begun = [spec(partition=number) for number in (2, 1)]
+            for request in begun:
+                await gateway.accept(request)
+            assert len(await engine.claim(max_requests=2, max_prompt_tokens=100)) == 2
+            waiting = [spec(partition=number % 3, priority=number % 2) for number in range(40)]
+            for request in waiting:
+                await gateway.accept(request)
+            for request in begun:
+                await engine.hand_back([request.request_id])
+        keys = {}
+        for request in [*begun, *waiting]:
+            where = await broker.directory.locate(request.request_id)
+            entry, queue = await broker.connection.execute("HMGET", where.request(request.request_id), "entry", "queue")
+            ms, _, number = entry.decode().partition("-")
+            virtual = int(ms) + (request.priority * AGEING_MS if queue.isdigit() else -(10**13))
+            keys[request.request_id] = virtual, int(number)
+        for request_id, key in keys.items():
+            view = await broker.view(request_id, TENANT)
+            assert view.queue_position == sum(other < key for other in keys.values())
+            assert view.expected_wait_ms is None, "no engine lives"
+
+
+async def test_the_expected_wait_is_what_goes_before_by_the_drain_rate(redis_url: str) -> None:
+    async with (
+        await Broker.connect(redis_url, CALM) as broker,
+        GatewaySession(broker) as gateway,
+    ):
+        await broker.publish_model(card(), partitions=PARTITIONS)
+        async with engine_of(broker) as engine:
+            first, *others, last = [spec(partition=number % 3, prompt=range(50)) for number in range(11)]
+            for request in (first, *others, last):
+                await gateway.accept(request)
+                await asyncio.sleep(0.002)  # of those of the same millisecond none goes before
+            assert (await broker.view(last.request_id, TENANT)).expected_wait_ms is None, "nothing has drained yet"
+            [claim] = await engine.claim(max_requests=1, max_prompt_tokens=50)
+            assert claim.request_id == first.request_id
+
+            async def is_first_away() -> bool:  # places are read from Redis once every few milliseconds
+                return (await broker.view(last.request_id, TENANT)).queue_position == len(others)
+
+            await eventually(is_first_away)
+            wait_ms = (await broker.view(last.request_id, TENANT)).expected_wait_ms
+            # 50 tokens were claimed in the drain window, which counts as one second at least and ends after 20.
+            assert wait_ms is not None
+            assert len(others) * 1000 <= wait_ms <= len(others) * 20_000
+            assert (await broker.view(others[0].request_id, TENANT)).expected_wait_ms == 0
+
+        async def is_unknown() -> bool:
+            return (await broker.view(last.request_id, TENANT)).expected_wait_ms is None
+
+        await eventually(is_unknown)  # its engine has left
+
+
+async def test_a_drain_that_began_ahead_of_the_clock_begins_anew(redis_url: str) -> None:
+    """As a clock that was set back by an hour leaves it: no rate, until claims are counted from now on."""
+    narrow = dataclasses.replace(CALM, max_queued_requests=1)
+    where = Partition(MODEL, 0)
+    async with await Broker.connect(redis_url, narrow) as broker, GatewaySession(broker) as gateway:
+        await broker.publish_model(card(), partitions=1)
+        async with engine_of(broker) as engine:
+            await gateway.accept(spec())
+            assert len(await engine.claim(max_requests=1, max_prompt_tokens=100)) == 1
+            now, _ = await broker.connection.execute("TIME")
+            ahead = "drain_from", (int(now) + 3600) * 1000, "drained", 10**6, "drained_tokens", 10**9
+            await broker.connection.execute("HSET", f"{where.prefix}meta", *ahead)
+            request = spec(prompt=range(50))
+            await gateway.accept(request)
+            with pytest.raises(QueueFull) as refused:
+                await gateway.accept(spec())
+            assert refused.value.retry_after_s == narrow.retry_after_max_s
+            [state] = (await queue_states(broker))[MODEL]
+            assert state.drain_rate == 0
+            assert (await broker.view(request.request_id, TENANT)).expected_wait_ms is None
+            assert len(await engine.claim(max_requests=1, max_prompt_tokens=100)) == 1
+            [state] = (await queue_states(broker))[MODEL]
+            assert 0 < state.drain_rate <= 50
