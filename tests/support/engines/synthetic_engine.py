@@ -35,6 +35,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 MODEL = "synthetic"
 MAX_MODEL_LEN = 128
+FINGERPRINT = "synthetic"
 FAILING_TOKEN = 7
 """A prompt that holds this token id fails in the engine."""
 CHAT_TEMPLATE = (
@@ -158,7 +159,7 @@ class SyntheticEngine:
         self._step = step
         self._streams: dict[str, Stream] = {}
         self._has_work = asyncio.Event()
-        self._session = EngineSession(broker, model=card.name, on_lost=self._drop)
+        self._session = EngineSession(broker, model=card.name, on_lost=self._drop, fingerprint=FINGERPRINT)
 
     def go_on(self, hold_at: int | None = None) -> None:
         """Let streams that are held, and all later ones, run to the entry `hold_at`; None: to their end."""

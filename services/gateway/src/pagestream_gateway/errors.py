@@ -7,7 +7,7 @@
     |- RequestDiffers         an id stands for a request with another body
     |- Unauthenticated        no API key, or an unknown one
     |- BodyTooLarge           more bytes than the gateway reads
-    |- WrongContentType       the Content-Type is not application/json
+    |- WrongContentType       the body is of another type, or compressed
     |- HeaderTooLarge         more bytes or fields in a request's header than the gateway reads
     |- RequestTimeout         a request's header or body took too long to arrive
     |- MalformedHttp          the bytes of a connection are not HTTP/1.1
@@ -81,10 +81,7 @@ class BodyTooLarge(GatewayError):
 
 
 class WrongContentType(GatewayError):
-    """The Content-Type is not application/json."""
-
-    def __init__(self, given: str) -> None:
-        super().__init__(f"Content-Type is {given or 'missing'}; send application/json")
+    """The body is not application/json as it is: another type, or compressed. The message says which."""
 
 
 class HeaderTooLarge(GatewayError):

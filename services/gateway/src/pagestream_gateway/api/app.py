@@ -3,6 +3,7 @@
 from fastapi import FastAPI
 
 from pagestream_gateway.api import documents, health
+from pagestream_gateway.api.leniency import Lenient
 from pagestream_gateway.api.openai import chat_completions, completions, models, requests
 from pagestream_gateway.api.openai.errors import install_error_handlers
 from pagestream_gateway.core.gateway import Gateway
@@ -18,6 +19,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     app = _bare_app()
     for resource in (completions, chat_completions, models, requests, health):
         app.include_router(resource.router(gateway))
+    app.add_middleware(Lenient)
     documents.install(app, [completions.CompletionBody, chat_completions.ChatBody])
     return app
 

@@ -62,6 +62,8 @@ class Draft:
     default_max_tokens: int | None = None
     """max_tokens where neither caller nor model give it; None is what the context leaves."""
     echo: bool = False
+    is_prompt_alone: bool = False
+    """Whether the echo is all that is asked for: the request ends as soon as it is accepted."""
     on_disconnect: OnDisconnect = ON_DISCONNECT_CANCEL
     priority: int = 0
     deadline_ms: int = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, FinishReason
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams import Broker, GatewaySession, RequestPage, RequestView, list_requests
-from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange
+from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, StreamsError
 
 from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.metrics import Metrics
@@ -53,6 +53,13 @@ class AcceptedRequests:
     async def view(self, request_id: str, tenant: str) -> RequestView:
         """Return a request's state. Raises RequestNotFound, Unavailable."""
         return await self.limit.wait(self.broker.view(request_id, tenant))
+
+    async def fingerprint(self, spec: RequestSpec) -> str:
+        """Return the fingerprint of the engine that runs or ran a request; "" where Redis does not tell it now."""
+        try:
+            return await self.limit.wait(self.broker.fingerprint(spec.request_id, spec.tenant))
+        except StreamsError:
+            return ""  # an answer is worth more than this field
 
     async def list(self, tenant: str, *, limit: int, after: str) -> RequestPage:
         """Return a tenant's requests, newest first. Raises RequestNotFound for an `after` that is not listed."""

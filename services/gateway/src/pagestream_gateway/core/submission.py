@@ -50,6 +50,9 @@ class Submission:
             await self.limit.wait(self.session.accept(spec))
         else:
             spec = await self.limit.wait(self.session.accept_once(spec, body_digest=draft.body_digest))
+        if draft.is_prompt_alone:
+            where = await self.broker.directory.locate(spec.request_id)
+            await self.limit.wait(self.broker.end(where, spec.request_id, "length", tenant=tenant))
         call.accepted(spec)
         await enlist(self.broker, spec.request_id, tenant)
         logger.info(

@@ -145,6 +145,12 @@ class Broker:
         """Return a request as it was accepted. RequestNotFound, Unavailable."""
         return (await self.view(request_id, tenant, with_position=False)).spec
 
+    async def fingerprint(self, request_id: str, tenant: str) -> str:
+        """Return the fingerprint of the engine that claimed a request last; "" where none has. Unavailable."""
+        where = await self.directory.locate(request_id)
+        owner, found = await self.connection.execute("HMGET", where.request(request_id), "tenant", "print")
+        return found.decode() if found is not None and owner == tenant.encode() else ""
+
     async def cancel(self, request_id: str, tenant: str) -> FinishReason:
         """End a request in whatever state it is, also without any engine. RequestNotFound, Unavailable.
 

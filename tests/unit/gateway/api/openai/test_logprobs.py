@@ -57,6 +57,15 @@ def test_chat_without_rivals_lists_none() -> None:
     assert written["content"][0]["top_logprobs"] == []
 
 
+def test_a_part_of_a_character_has_no_bytes_of_its_own() -> None:
+    written = ChatLogprobs(spec(API_FORM_CHAT_COMPLETIONS, logprobs=1)).write(
+        run("", token(("\ufffd", -1.0), ("a", -2.0)))
+    )
+    assert written is not None
+    [shown] = written["content"]
+    assert (shown["token"], shown["bytes"], shown["top_logprobs"][0]["bytes"]) == ("\ufffd", None, [97])
+
+
 def test_completions_tell_where_each_token_stands() -> None:
     writer = CompletionLogprobs(spec(API_FORM_COMPLETIONS, logprobs=1, n=2, echo=["prompt"]))
     first = writer.write(run("ab", token(("a", -1.0), ("x", -0.5)), token(("b", -2.0), ("b", -2.0))))

@@ -1,5 +1,6 @@
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagestream.v1.inference_pb2 import FINISH_REASON_DEADLINE, FINISH_REASON_STOP, SamplingParams, TokenIds, Usage
@@ -45,6 +46,24 @@ def test_finishes() -> None:
     run = Run(0, 1, "d", text="held", finish=ChoiceFinish(reason=FINISH_REASON_DEADLINE))
     [choice] = json.loads(writer(API_FORM_CHAT_COMPLETIONS).chunk(run))["choices"]
     assert (choice["delta"], choice["finish_reason"], choice["stop_reason"]) == ({"content": "held"}, "deadline", None)
+
+
+@pytest.mark.parametrize(("given", "shown"), [("17", 17), ("18", "18"), ("end", "end"), ("", None)])
+def test_a_stop_token_is_a_number_and_a_stop_string_a_string(given: str, shown: int | str | None) -> None:
+    made = writer(API_FORM_COMPLETIONS)
+    made.spec.sampling.stop.append("18")
+    finish = ChoiceFinish(reason=FINISH_REASON_STOP, stop_reason=given)
+    [choice] = json.loads(made.chunk(Run(0, 1, "d", finish=finish)))["choices"]
+    assert choice["stop_reason"] == made.whole_choice(0, "", finish)["stop_reason"] == shown
+
+
+def test_the_fingerprint_is_shown_once_it_is_known() -> None:
+    made = writer(API_FORM_CHAT_COMPLETIONS)
+    assert json.loads(made.opening() or "")["system_fingerprint"] is None
+    made.set_fingerprint("f")
+    chunks = [made.opening() or "", made.chunk(Run(0, 1, "d", text="x")), made.again().chunk(Run(0, 1, "d"))]
+    assert {json.loads(chunk)["system_fingerprint"] for chunk in chunks} == {"f"}
+    assert made.whole(Usage())["system_fingerprint"] == "f"
 
 
 def test_usage_only_where_it_was_asked_for() -> None:

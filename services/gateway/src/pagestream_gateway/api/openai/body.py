@@ -27,7 +27,10 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """Return the bytes of a JSON body. Raises BodyTooLarge, WrongContentType or InvalidRequest."""
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise WrongContentType(content_type)
+        raise WrongContentType(f"Content-Type is {content_type or 'missing'}; send application/json")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise WrongContentType(f"Content-Encoding {encoding[:40]!r} is not supported; send the body without it")
     return await _read(request, max_bytes)
 
 

@@ -12,7 +12,13 @@ from starlette.responses import Response
 
 from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.openai import generation
-from pagestream_gateway.api.openai.generation import GenerationBody, ParsedRequest, shared_draft, without_unsupported
+from pagestream_gateway.api.openai.generation import (
+    GenerationBody,
+    ParsedRequest,
+    named_as,
+    shared_draft,
+    without_unsupported,
+)
 from pagestream_gateway.api.openai.logprobs import ChatLogprobs
 from pagestream_gateway.api.openai.strict_body import Body, parse_body, with_sampling_parameters
 from pagestream_gateway.api.openai.writer import AnswerWriter
@@ -21,7 +27,7 @@ from pagestream_gateway.core.calls import CHAT
 from pagestream_gateway.core.drafts import ChatPrompt, Draft
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.sampling.json_types import Items, expects
-from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 
 UNSUPPORTED = {
     **generation.UNSUPPORTED,
@@ -38,8 +44,13 @@ UNSUPPORTED = {
     "documents": ([],),
     "chat_template": (),
     "mm_processor_kwargs": (),
+    "media_io_kwargs": (),
+    "return_prompt_text": (False,),
     "include_reasoning": (True,),
 }
+
+
+_UNSUPPORTED_OF_MESSAGES = ("tool_calls", "function_call", "audio")
 
 
 class TextPart(Body):
@@ -121,6 +132,7 @@ class ChatWriter(AnswerWriter):
 
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
     """Read a body and its headers. Raises InvalidRequest."""
+    _check_messages(document.get("messages"))
     body = parse_body(ChatBody, without_unsupported(document, UNSUPPORTED))
     own_parameters = {"logprobs": _num_logprobs(body)}
     field_names = {"logprobs": "top_logprobs"}
@@ -134,7 +146,8 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
         arguments=body.chat_template_kwargs or {},
         add_special_tokens=bool(body.add_special_tokens),
     )
-    shared = shared_draft(body, headers, document, API_FORM_CHAT_COMPLETIONS, **own_parameters)
+    with named_as(field_names):
+        shared = shared_draft(body, headers, document, API_FORM_CHAT_COMPLETIONS, **own_parameters)
     draft = Draft(prompts=[prompt], prompt_field="messages", **shared)
     return ParsedRequest(draft, stream=bool(body.stream), field_names=field_names)
 
@@ -151,8 +164,18 @@ def router(gateway: Gateway) -> APIRouter:
     return routes
 
 
+def _check_messages(messages: object) -> None:
+    """Refuse what a message asks for beside text, before its content is checked, which then may be null."""
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        for name in _UNSUPPORTED_OF_MESSAGES:
+            if isinstance(message, dict) and message.get(name):
+                raise UnsupportedField(f"messages.{number}.{name}")
+
+
 def _num_logprobs(body: ChatBody) -> int | None:
     """Return the number of likeliest tokens; None where log probabilities were not asked for."""
+    if body.top_logprobs is not None and body.top_logprobs < 0:
+        raise InvalidRequest("top_logprobs", f"must be 0 or more, got {body.top_logprobs}")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs: true")
     return body.top_logprobs or 0 if body.logprobs else None

@@ -21,6 +21,7 @@ from pagestream_gateway.core.calls import TEXT_COMPLETION
 from pagestream_gateway.core.drafts import Draft, Prompt, TextPrompt, TokenPrompt
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.core.sampling.json_types import Items, Token, expects
+from pagestream_gateway.errors import UnsupportedField
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's and vLLM's
 UNSUPPORTED = {**generation.UNSUPPORTED, "suffix": ("",), "prompt_embeds": ()}
@@ -70,12 +71,19 @@ class CompletionWriter(AnswerWriter):
 def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
     """Read a body and its headers. Raises InvalidRequest."""
     body = parse_body(CompletionBody, without_unsupported(document, UNSUPPORTED))
+    if body.echo and body.logprobs is not None:
+        raise UnsupportedField("echo", "together with logprobs it asks for those of the prompt, which are not computed")
+    own_parameters = {"logprobs": body.logprobs}
+    is_prompt_alone = bool(body.echo) and getattr(body, "max_tokens", None) == 0
+    if is_prompt_alone:
+        own_parameters["max_tokens"] = 1  # the least that an engine can be asked for, which none will be
     draft = Draft(
         prompts=_prompts(body.prompt, body.add_special_tokens is not False),
         prompt_field="prompt",
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         echo=bool(body.echo),
-        **shared_draft(body, headers, document, API_FORM_COMPLETIONS, logprobs=body.logprobs),
+        is_prompt_alone=is_prompt_alone,
+        **shared_draft(body, headers, document, API_FORM_COMPLETIONS, **own_parameters),
     )
     return ParsedRequest(draft, stream=bool(body.stream))
 

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -30,9 +31,16 @@ def _writable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def error_response(error: Exception, more_headers: Mapping[str, str] | None = None) -> Response:
-    """Return the answer that reports `error`, with Retry-After where a retry may succeed."""
+def error_response(
+    error: Exception, more_headers: Mapping[str, str] | None = None, *, field: str | None = None
+) -> Response:
+    """Return the answer that reports `error`, with Retry-After where a retry may succeed.
+
+    `field`: the part of the request that is wrong, in place of the one that the error names.
+    """
     report = error_report(error)
+    if field is not None:
+        report = replace(report, field=field)
     headers = dict(more_headers or {})
     if report.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(report.retry_after_s)))

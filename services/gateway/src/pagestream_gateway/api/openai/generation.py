@@ -3,8 +3,8 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,10 +36,16 @@ _MAX_TIMEOUT_S = 7 * 24 * 3600.0
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **parameters.UNSUPPORTED,
     "truncate_prompt_tokens": (),
+    "truncation_side": (),
     "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_mm_kwargs": (False,),
+    "mm_payload": (),
+    "routed_experts_prompt_start": (0,),
     "kv_transfer_params": (),
+    "ec_transfer_params": (),
     "vllm_xargs": (),
 }
 """Fields of OpenAI's and vLLM's bodies that are not supported, each with the values that ask for nothing.
@@ -78,9 +84,12 @@ class GenerationBody(Body):
     user: Any = None
     metadata: Any = None
     store: Any = None
-    service_tier: Any = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description='There is one tier: answers say "default".'
+    )
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    session_id: Any = None
     prompt_cache_retention: Any = None
     prediction: Any = None
     parallel_tool_calls: Any = None
@@ -164,6 +173,17 @@ async def generate(
         raise
 
 
+@contextmanager
+def named_as(field_names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name the fields as a body does, by the names of sampling parameters."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.field is not None:
+            error.field = field_names.get(error.field, error.field)
+        raise
+
+
 @asynccontextmanager
 async def parsed_request(gateway: Gateway, request: Request, parse: Parser) -> AsyncIterator[ParsedRequest]:
     """Read and parse the body, and hold room for it until the block ends, in which the request is accepted.
@@ -172,12 +192,8 @@ async def parsed_request(gateway: Gateway, request: Request, parse: Parser) -> A
     """
     async with gateway.pending.hold(_num_bytes(request, gateway.settings.limits.max_body_bytes)):
         parsed = await _parsed(gateway, request, parse)
-        try:
+        with named_as(parsed.field_names):
             yield parsed
-        except InvalidRequest as error:
-            if error.field is not None:
-                error.field = parsed.field_names.get(error.field, error.field)
-            raise
 
 
 def _num_bytes(request: Request, most: int) -> int:

@@ -8,6 +8,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_gateway.api.runs import Run
 
+_REPLACEMENT = "\ufffd"
 _LEAST = -9999.0  # JSON has no infinity; vLLM's stand-in
 
 
@@ -83,7 +84,9 @@ class CompletionLogprobs(Logprobs):
 
 
 def _token(entry: LogprobEntry) -> dict[str, Any]:
-    return {"token": entry.text, "logprob": _finite(entry), "bytes": list(entry.text.encode())}
+    # A token that is a part of a character has no bytes here: its text has U+FFFD in their place.
+    own = None if _REPLACEMENT in entry.text else list(entry.text.encode())
+    return {"token": entry.text, "logprob": _finite(entry), "bytes": own}
 
 
 def _finite(entry: LogprobEntry) -> float:

@@ -1,6 +1,6 @@
 """A position in a token log as HTTP carries it: `<request id>/<next index>/<digest>`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from pagestream_gateway.api.runs import Run
@@ -17,6 +17,8 @@ class Position:
     """Index of the next log entry."""
     digest: str = ""
     """Rolling digest of the entries before it; an empty one is not compared."""
+    source: str = field(default="", compare=False)
+    """The part of a call that gave it, for error messages."""
 
     @property
     def is_verified(self) -> bool:
@@ -35,12 +37,12 @@ class Position:
             raise InvalidRequest(
                 "Last-Event-ID", f"expected '{request_id}/<next index>/<digest>', got {event_id[:200]!r}"
             )
-        return cls(_index(parts[1], "Last-Event-ID"), parts[2])
+        return cls(_index(parts[1], "Last-Event-ID"), parts[2], "Last-Event-ID")
 
     @classmethod
     def parse_index(cls, text: str) -> Self:
         """Return the position of the query parameter `from`. Raises InvalidRequest."""
-        return cls(_index(text, "from"))
+        return cls(_index(text, "from"), source="from")
 
 
 START = Position()

@@ -8,15 +8,17 @@ from fastapi import APIRouter
 from pagestream.v1.inference_pb2 import RequestState
 from pagestream.v1.records_pb2 import API_FORM_CHAT_COMPLETIONS, RequestSpec
 from pagestream_streams import RequestSummary, RequestView
-from pagestream_streams.errors import RequestNotFound
+from pagestream_streams.errors import DigestMismatch, OffsetOutOfRange, RequestNotFound
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pagestream_gateway.api.documents import body_of
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai import chat_completions, completions
 from pagestream_gateway.api.openai.answers import Reading, request_headers
 from pagestream_gateway.api.openai.chat_completions import ChatWriter
 from pagestream_gateway.api.openai.completions import CompletionWriter
+from pagestream_gateway.api.openai.errors import error_response
 from pagestream_gateway.api.openai.generation import ParsedRequest, parsed_request
 from pagestream_gateway.api.openai.position import Position
 from pagestream_gateway.api.openai.streaming import EventStream
@@ -61,6 +63,7 @@ _LIST_PARAMETERS: dict[str, Any] = {
     ]
 }
 _AGAIN: dict[str, Any] = {
+    **body_of(completions.CompletionBody, chat_completions.ChatBody),
     "parameters": [
         {
             "name": "X-Request-Seed",
@@ -68,7 +71,7 @@ _AGAIN: dict[str, Any] = {
             "schema": {"type": "integer"},
             "description": "This header of the first answer; may be left out where the body has a seed.",
         }
-    ]
+    ],
 }
 
 
@@ -129,9 +132,12 @@ def router(gateway: Gateway) -> APIRouter:
     async def events(request: Request, request_id: str) -> Response:
         tenant = gateway.tenant(request.headers.get("authorization"))
         position = _position(request, request_id)
-        view, is_complete = await gateway.requests.resume(
-            request_id, tenant, from_index=position.next_index, digest=position.digest
-        )
+        try:
+            view, is_complete = await gateway.requests.resume(
+                request_id, tenant, from_index=position.next_index, digest=position.digest
+            )
+        except (OffsetOutOfRange, DigestMismatch) as error:
+            return error_response(error, field=position.source)
         with_opening = request.headers.get("last-event-id") is None and position.next_index == 0
         call = gateway.calls.begin("resume", RESUME, request.headers)
         call.resumed(view.spec)

@@ -31,6 +31,7 @@ class EventStream(LogAnswer):
         super().__init__(gateway, reading)
         self._headers_sent = False
         self._owes_opening = reading.with_opening
+        self._has_fingerprint = False
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Write all events; return the outcome for the metrics."""
@@ -67,6 +68,9 @@ class EventStream(LogAnswer):
                 await self._read_history()
             async with aclosing(self.follow()) as batches:
                 async for batch in batches:
+                    if not self._has_fingerprint:  # now an engine has claimed the request
+                        self._writer.set_fingerprint(await self._gateway.requests.fingerprint(self._reading.spec))
+                        self._has_fingerprint = True
                     body = self._events(batch).encode()
                     batch.clear()  # a client that has stopped reading holds the body alone
                     await self._send(send, body)

@@ -70,6 +70,9 @@ class WholeAnswer(LogAnswer):
             try:
                 with self._gateway.streams.entered():
                     body, usage = await self._follow_log()
+                fingerprint = await self._gateway.requests.fingerprint(self._reading.spec)
+                self._writer.set_fingerprint(fingerprint)
+                body.set_fingerprint(fingerprint)
             except (GatewayError, StreamsError) as error:
                 log_unexpected(error, self._request_id)
                 await error_response(error, self.request_headers())(scope, receive, send)

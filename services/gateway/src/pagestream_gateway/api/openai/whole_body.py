@@ -51,6 +51,10 @@ class WholeBody:
         echoes = siblings * sum(len(text.encode()) for text in writer.spec.answer.echo_texts)
         return writer.num_choices * _CHOICE_BYTES + echoes
 
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """Set what the body shows as `system_fingerprint`; "" for unknown."""
+        self._writer.set_fingerprint(fingerprint)
+
     def add(self, run: Run) -> None:
         """Add a run that is not the log's end."""
         choice = self._choices[run.choice]

@@ -6,7 +6,6 @@ each token.
 
 import json
 from abc import ABC, abstractmethod
-from json.encoder import encode_basestring_ascii
 from typing import Any, ClassVar, Self
 
 from pagestream.v1.inference_pb2 import FinishReason, Usage
@@ -46,10 +45,15 @@ class AnswerWriter(ABC):
         self.spec = spec
         self.logprobs = self.logprobs_form(spec)
         self.num_choices = len(spec.prompts) * max(1, spec.sampling.n)
-        shared = {"created": spec.answer.created, "model": spec.model}
-        self._head = _compact({"id": spec.request_id, "object": self.chunk_object, **shared})[:-1] + ',"choices":['
+        self._fingerprint: str | None = None
+        self._head = self._chunk_head()
         # With include_usage each chunk says that its usage is still to come.
         self._tail = '],"usage":null' if spec.answer.include_usage else "]"
+
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """Set the numerics fingerprint of the engine, which answers show as `system_fingerprint`; "" for unknown."""
+        self._fingerprint = fingerprint or None
+        self._head = self._chunk_head()
 
     @property
     def needs_history(self) -> bool:
@@ -58,7 +62,9 @@ class AnswerWriter(ABC):
 
     def again(self) -> Self:
         """Return a writer of the same answer that has written nothing yet."""
-        return type(self)(self.spec)
+        fresh = type(self)(self.spec)
+        fresh.set_fingerprint(self._fingerprint or "")
+        return fresh
 
     def skip(self, run: Run) -> None:
         """Take note of a run that the reader has already."""
@@ -89,7 +95,7 @@ class AnswerWriter(ABC):
         logprobs = "null"
         if self.logprobs.is_asked:
             logprobs = _compact(self.logprobs.write(run))
-        finish = '"finish_reason":null' if run.finish is None else _finish_fields(run.finish)
+        finish = '"finish_reason":null' if run.finish is None else self._finish_fields(run.finish)
         choice = f'{{"index":{run.choice},{self.delta(run)},"logprobs":{logprobs},{finish}}}'
         return f"{self._head}{choice}{self._tail}{self._position(position_after(run))}"
 
@@ -104,8 +110,7 @@ class AnswerWriter(ABC):
         return {
             "id": self.spec.request_id,
             "object": self.whole_object,
-            "created": self.spec.answer.created,
-            "model": self.spec.model,
+            **self._shared(),
             "choices": [],
             "usage": usage_body(usage),
         }
@@ -117,8 +122,31 @@ class AnswerWriter(ABC):
             **self.message(number, text),
             "logprobs": None,
             "finish_reason": finish_reason_body(finish.reason),
-            "stop_reason": finish.stop_reason or None,
+            "stop_reason": self._stop_reason(finish),
         }
+
+    def _shared(self) -> dict[str, Any]:
+        """Return the members that chunks and whole answers have alike."""
+        return {
+            "created": self.spec.answer.created,
+            "model": self.spec.model,
+            "system_fingerprint": self._fingerprint,
+            "service_tier": "default",
+        }
+
+    def _chunk_head(self) -> str:
+        members = {"id": self.spec.request_id, "object": self.chunk_object, **self._shared()}
+        return _compact(members)[:-1] + ',"choices":['
+
+    def _finish_fields(self, finish: ChoiceFinish) -> str:
+        stop = json.dumps(self._stop_reason(finish))
+        return f'"finish_reason":"{finish_reason_name(finish.reason)}","stop_reason":{stop}'
+
+    def _stop_reason(self, finish: ChoiceFinish) -> str | int | None:
+        """Return the stop string that ended a choice, or the stop token's id; None where neither did."""
+        text = finish.stop_reason
+        is_token = text not in self.spec.sampling.stop and text.isdecimal()
+        return int(text) if is_token else text or None
 
     def _position(self, position: Position) -> str:
         """Return the end of a chunk: the position after it, from which a reader resumes."""
@@ -127,8 +155,3 @@ class AnswerWriter(ABC):
 
 def _compact(body: dict[str, Any] | None) -> str:
     return json.dumps(body, separators=(",", ":"))
-
-
-def _finish_fields(finish: ChoiceFinish) -> str:
-    stop = encode_basestring_ascii(finish.stop_reason) if finish.stop_reason else "null"
-    return f'"finish_reason":"{finish_reason_name(finish.reason)}","stop_reason":{stop}'

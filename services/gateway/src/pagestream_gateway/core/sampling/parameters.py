@@ -170,6 +170,13 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "logprob_token_ids": ([],),
+    "repetition_detection": (),
+    "thinking_token_budget": (),
+    "watermarking": (False,),
+    "stream_interval": (1,),
     "logits_processors": ([],),
 }
 """Parameters of vLLM's HTTP API that are refused, each with the values that ask for nothing beside null."""

@@ -1,0 +1,167 @@
+"""Schemas of the answers, for the OpenAPI document alone: answers are written as JSON without them."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None = Field(description="The part of the request that is wrong.")
+    code: str | None = Field(description="A stable word for the error.")
+
+
+class ErrorAnswer(BaseModel):
+    """OpenAI's form of an error."""
+
+    error: ErrorDetail
+
+
+class UsageSchema(BaseModel):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class _Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None = Field(description="Numerics fingerprint of the engine: equal ones compute alike.")
+    service_tier: Literal["default"]
+
+
+class _Choice(BaseModel):
+    index: int
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "cancelled", "deadline", "error"] | None
+    stop_reason: str | int | None = Field(None, description="The stop string or stop token that ended the choice.")
+
+
+class CompletionChoice(_Choice):
+    """A choice of a completion; of a stream, a part of it."""
+
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(_Choice):
+    """A choice of a chat completion."""
+
+    message: ChatMessage
+
+
+class ChatDelta(BaseModel):
+    """A part of the assistant's message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(_Choice):
+    """A part of a choice of a chat completion."""
+
+    delta: ChatDelta
+
+
+class _Chunk(_Answer):
+    stream_position: str = Field(
+        description="`<request id>/<next index>/<digest>`: the Last-Event-ID with which a reader goes on after this."
+    )
+    usage: UsageSchema | None = None
+
+
+class CompletionAnswer(_Answer):
+    """A completion."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: UsageSchema
+
+
+class CompletionChunk(_Chunk):
+    """The data of an event of a streamed completion."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class ChatAnswer(_Answer):
+    """A chat completion."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: UsageSchema
+
+
+class ChatChunk(_Chunk):
+    """The data of an event of a streamed chat completion."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+
+
+class ModelAnswer(BaseModel):
+    """A model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """The models by name."""
+
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+class RequestItem(BaseModel):
+    """A request in the list of its tenant's."""
+
+    id: str
+    model: str
+    created: int = Field(description="Unix seconds of its acceptance, by Redis' clock.")
+    state: Literal["queued", "running", "finished"]
+    finish_reason: str | None
+    next_index: int
+    usage: UsageSchema
+    attempts: int
+
+
+class RequestList(BaseModel):
+    """A page of a tenant's requests, newest first."""
+
+    object: Literal["list"]
+    data: list[RequestItem]
+    has_more: bool
+
+
+class RequestAnswer(BaseModel):
+    """Where a request stands."""
+
+    id: str
+    model: str
+    state: Literal["queued", "running", "finished"]
+    queue_position: int | None
+    finish_reason: str | None
+    next_index: int
+    usage: UsageSchema
+    attempts: int
+    client_request_id: str | None = Field(description="The caller's own id.")

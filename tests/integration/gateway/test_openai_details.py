@@ -1,0 +1,170 @@
+"""Details of OpenAI's API that clients and hostile readers have found wrong elsewhere, or here before."""
+
+import gzip
+import json
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from support.clients.gateway_clients import chat_text, get_events, post_events
+from support.engines.synthetic_engine import FINGERPRINT, MODEL, SyntheticEngine
+
+COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "seed": 0}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "seed": 0}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "text"),
+    [
+        ("completions", {**COMPLETION, "echo": True, "logprobs": 1}, "echo", "not supported"),
+        ("completions", {**COMPLETION, "max_tokens": 0}, "max_tokens", "1 or more"),
+        ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": -1}, "top_logprobs", "0 or more"),
+        ("chat/completions", {**CHAT, "max_completion_tokens": -1}, "max_completion_tokens", "-1"),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+            "messages.0.tool_calls",
+            "not supported",
+        ),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [{"role": "assistant", "content": None}]},
+            "messages.0.content",
+            "must be a string",
+        ),
+        ("completions", {**COMPLETION, "thinking_token_budget": 3}, "thinking_token_budget", "not supported"),
+        ("chat/completions", {**CHAT, "return_prompt_text": True}, "return_prompt_text", "not supported"),
+        ("completions", {**COMPLETION, "temprature": 3}, "temprature", "unknown field"),
+        ("completions", {**COMPLETION, "service_tier": "gold"}, "service_tier", "default"),
+    ],
+)
+async def test_a_refusal_names_what_is_wrong(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], field: str, text: str
+) -> None:
+    answer = await http.post(f"/v1/{path}", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field)
+    assert text in error["message"]
+
+
+async def test_what_asks_for_nothing_is_accepted(http: httpx.AsyncClient) -> None:
+    neutral = {"watermarking": False, "return_token_offsets": False, "session_id": "s", "service_tier": "auto"}
+    neutral |= {"truncation_side": None, "routed_experts_prompt_start": 0, "stream_interval": 1}
+    answer = await http.post("/v1/completions", json={**COMPLETION, **neutral})
+    assert answer.json()["choices"][0]["text"] == "abc"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_echo_without_tokens_is_the_prompt(
+    http: httpx.AsyncClient, engine: SyntheticEngine, stream: bool
+) -> None:
+    engine.hold_at = 0
+    body = {**COMPLETION, "prompt": ["x", "y"], "echo": True, "max_tokens": 0}
+    if stream:
+        _, events = await post_events(http, "/v1/completions", body)
+        choices = [choice for event in events[:-1] for choice in event.body["choices"]]
+        texts = {number: "".join(each["text"] for each in choices if each["index"] == number) for number in (0, 1)}
+        assert texts == {0: "x", 1: "y"}
+        assert [each["finish_reason"] for each in choices if each["finish_reason"]] == ["length", "length"]
+        return
+    answer = (await http.post("/v1/completions", json=body)).json()
+    assert [(each["text"], each["finish_reason"]) for each in answer["choices"]] == [("x", "length"), ("y", "length")]
+    assert (answer["usage"]["completion_tokens"], answer["usage"]["prompt_tokens"]) == (0, 4)
+
+
+@pytest.mark.parametrize(("query", "field"), [("?from=99", "from"), ("?from=-1", "from"), ("", "Last-Event-ID")])
+async def test_a_wrong_offset_names_where_it_came_from(http: httpx.AsyncClient, query: str, field: str) -> None:
+    request_id, _ = await post_events(http, "/v1/completions", COMPLETION)
+    for place in ("99/", "2/0123456789abcdef"):
+        headers = {} if query else {"Last-Event-ID": f"{request_id}/{place}"}
+        answer = await http.get(f"/v1/requests/{request_id}/events{query}", headers=headers)
+        assert answer.status_code in (400, 409, 416)
+        assert answer.json()["error"]["param"] == field
+
+
+async def test_a_compressed_body_is_refused_by_its_name(http: httpx.AsyncClient) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    answer = await http.post("/v1/completions", content=gzip.compress(json.dumps(COMPLETION).encode()), headers=headers)
+    assert answer.status_code == 415
+    assert "Content-Encoding 'gzip' is not supported" in answer.json()["error"]["message"]
+    plain = {"Content-Type": "application/json", "Content-Encoding": "identity"}
+    answer = await http.post("/v1/completions", content=json.dumps(COMPLETION).encode(), headers=plain)
+    assert answer.status_code == 200
+
+
+async def test_head_answers_without_a_body_and_ends_a_stream(http: httpx.AsyncClient, engine: SyntheticEngine) -> None:
+    for path in ("/v1/models", "/healthz", f"/v1/models/{MODEL}"):
+        answer, whole = await http.head(path), await http.get(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert answer.headers["Content-Length"] == whole.headers["Content-Length"]
+    assert (await http.head("/v1/models/other")).status_code == 404
+    assert (await http.head("/v1/completions")).status_code == 405
+    engine.hold_at = 1
+    async with http.stream("POST", "/v1/completions", json={**COMPLETION, "stream": True}) as response:
+        name = f"/v1/requests/{response.headers['X-Request-Id']}/events"
+        answer = await http.head(name)
+        assert (answer.status_code, answer.headers["X-Stream-Verified"]) == (200, "true")
+        engine.go_on()
+
+
+async def test_a_slash_at_the_end_changes_nothing(http: httpx.AsyncClient) -> None:
+    assert (await http.post("/v1/chat/completions/", json=CHAT)).json()["choices"][0]["message"]["content"] == "abc"
+    assert (await http.get("/v1/models/")).json() == (await http.get("/v1/models")).json()
+
+
+async def test_a_stop_string_of_digits_stays_a_string(http: httpx.AsyncClient) -> None:
+    answer = (await http.post("/v1/completions", json={**COMPLETION, "stop": ["17"]})).json()
+    assert answer["choices"][0]["stop_reason"] == "17"
+
+
+async def test_a_callers_id_is_kept_and_returned(http: httpx.AsyncClient) -> None:
+    for header in ("X-Request-Id", "X-Client-Request-Id"):
+        answer = await http.post("/v1/chat/completions", json=CHAT, headers={header: "mine-1"})
+        request_id = answer.headers["X-Request-Id"]
+        assert request_id != "mine-1"
+        assert answer.headers["X-Client-Request-Id"] == "mine-1"
+        view = await http.get(f"/v1/requests/{request_id}")
+        assert view.json()["client_request_id"] == view.headers["X-Client-Request-Id"] == "mine-1"
+    body = {**CHAT, "request_id": "höhe"}
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert "X-Client-Request-Id" not in answer.headers
+    view = await http.get(f"/v1/requests/{answer.headers['X-Request-Id']}")
+    assert view.json()["client_request_id"] == "höhe"
+
+
+def resolved(document: dict[str, Any], path: str, method: str, status: int, kind: str) -> dict[str, Any]:
+    """Return a schema with which an answer can be validated."""
+    content = document["paths"][path][method]["responses"][str(status)]["content"]
+    return {**content[kind]["schema"], "components": document["components"]}
+
+
+async def test_answers_are_as_the_document_says(http: httpx.AsyncClient) -> None:
+    document = (await http.get("/openapi.json")).json()
+    json_type, usage = "application/json", {"stream_options": {"include_usage": True}}
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", {**CHAT, "logprobs": True})):
+        answer = (await http.post(path, json=body)).json()
+        jsonschema.validate(answer, resolved(document, path, "post", 200, json_type))
+        assert (answer["service_tier"], "system_fingerprint" in answer) == ("default", True)
+        _, events = await post_events(http, path, {**body, **usage})
+        for event in events[:-1]:
+            jsonschema.validate(event.body, resolved(document, path, "post", 200, "text/event-stream"))
+        refused = await http.post(path, json={**body, "n": 0})
+        jsonschema.validate(refused.json(), resolved(document, path, "post", refused.status_code, json_type))
+    for path in ("/v1/models", "/v1/requests"):
+        jsonschema.validate((await http.get(path)).json(), resolved(document, path, "get", 200, json_type))
+    name = (await http.get("/v1/requests")).json()["data"][0]["id"]
+    shown = (await http.get(f"/v1/requests/{name}")).json()
+    jsonschema.validate(shown, resolved(document, "/v1/requests/{request_id}", "get", 200, json_type))
+    statuses = {status for path in document["paths"].values() for each in path.values() for status in each["responses"]}
+    assert "422" not in statuses
+
+
+async def test_the_fingerprint_is_that_of_the_engine(http: httpx.AsyncClient, engine: SyntheticEngine) -> None:
+    request_id, events = await post_events(http, "/v1/chat/completions", CHAT)
+    again = await get_events(http, request_id)
+    assert chat_text(events) == chat_text(again) == "abc"
+    whole = (await http.post("/v1/chat/completions", json=CHAT)).json()
+    shown = {whole["system_fingerprint"], *(event.body["system_fingerprint"] for event in [*events[:-1], *again[:-1]])}
+    assert shown == {FINGERPRINT}
