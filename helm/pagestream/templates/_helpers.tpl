@@ -262,6 +262,13 @@ http://{{ include "pagestream.fullname" . }}-operator-sink.{{ .Release.Namespace
 {{- end -}}
 {{- end -}}
 
+{{/* The interval of the scrapes that the chart asks for. */}}
+{{- define "pagestream.scrapeInterval" -}}
+{{- $own := .Values.operator.prometheus -}}
+{{- $usual := ternary (printf "%ds" (int $own.scrapeIntervalSeconds)) "10s" (ne $own.url "") -}}
+{{- .Values.monitoring.monitors.interval | default $usual -}}
+{{- end -}}
+
 {{/* Refuses values that contradict each other, before anything is rendered. */}}
 {{- define "pagestream.check" -}}
 {{- $external := or .Values.redis.external.url .Values.redis.external.existingSecret -}}
@@ -275,6 +282,10 @@ http://{{ include "pagestream.fullname" . }}-operator-sink.{{ .Release.Namespace
 {{- end -}}
 {{- if and .Values.redis.external.url .Values.redis.external.existingSecret -}}
 {{- fail "redis.external: give either url or existingSecret" -}}
+{{- end -}}
+{{- $prometheus := .Values.operator.prometheus -}}
+{{- if and (or $prometheus.tokenKey $prometheus.caKey) (not $prometheus.existingSecret) -}}
+{{- fail "operator.prometheus: tokenKey and caKey are keys of existingSecret, which is empty; name the Secret" -}}
 {{- end -}}
 {{- if and .Values.apiKeys.existingSecret .Values.apiKeys.hashes -}}
 {{- fail "apiKeys: with existingSecret, all hashes lie in that Secret; apiKeys.hashes must be empty" -}}

@@ -39,6 +39,8 @@ from pagestream_operator.settings import Settings
 logger = logging.getLogger(__name__)
 
 SERVICE = "pagestream-operator"
+_LEAST_RANGE_S, _SCRAPES_OF_A_RANGE = 15.0, 8
+"""What a query of Prometheus covers, so that an answer that is lost costs no increment of a counter."""
 _BEAT_S = 1.0
 _HUNG_S = 30.0
 """Seconds without a turn of the event loop after which the process counts as hung."""
@@ -144,6 +146,9 @@ class App:
         return PrometheusSettings(
             url=variables.prometheus_url,
             bearer_token_file=_file(variables.prometheus_token_file),
+            ca_file=_file(variables.prometheus_ca_file),
+            interval_s=variables.prometheus_scrape_s,
+            range_s=max(_LEAST_RANGE_S, _SCRAPES_OF_A_RANGE * variables.prometheus_scrape_s),
             matchers=variables.prometheus_matchers,
         )
 

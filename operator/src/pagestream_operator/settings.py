@@ -64,6 +64,11 @@ class OperatorVariables:
     """A Prometheus server as a second source of metrics, such as http://prometheus:9090. Empty: OTLP alone."""
     prometheus_token_file: str = ""
     """File with its bearer token, read again for each query. Empty: none is sent."""
+    prometheus_ca_file: str = ""
+    """PEM file with the CA of its certificate, read again after a failure. Empty: the system's."""
+    prometheus_scrape_s: float = 2.0
+    """Seconds between its scrapes of gateways and engines. It is asked as often, and for the last eight scrapes at
+    least. With more than 5, pools must believe older samples: `scaling.samples.staleSeconds` of twice as much."""
     prometheus_matchers: str = ""
     """Further label matchers of the query, in PromQL: k8s_namespace_name="models"."""
     metrics_host: str = "0.0.0.0"  # noqa: S104 - probes and scrapers come from other machines

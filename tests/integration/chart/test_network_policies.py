@@ -19,6 +19,7 @@ GATEWAY, OPERATOR, REDIS, COLLECTOR = part("gateway"), part("operator"), part("r
 SMOKE, CRD_HOOK, POOLS_HOOK = part("smoke"), part("crd-hook"), part("pools-hook")
 # As the operator makes it: of no release.
 ENGINE = Pod(LLM, {"app.kubernetes.io/name": "pagestream-engine", "pagestream.dev/pool": "demo"})
+UNPUBLISH = Pod(LLM, {"app.kubernetes.io/name": "pagestream-engine", "app.kubernetes.io/component": "unpublish"})
 FAR_ENGINE = Pod("models", ENGINE.labels)
 CLIENT = Pod("apps", {"app": "chat"})
 NEIGHBOUR = Pod(LLM, {"app": "chat"})
@@ -50,7 +51,7 @@ DEFAULT: dict[str, tuple[bool, list[Flow]]] = {
         False,
         [(PROMETHEUS, REDIS, 6379), (PROMETHEUS, OPERATOR, 4317), (PROMETHEUS, COLLECTOR, 4317)],
     ),
-    "gateways and engines reach Redis": (True, [(GATEWAY, REDIS, 6379), (ENGINE, REDIS, 6379)]),
+    "gateways and engines reach Redis": (True, [(who, REDIS, 6379) for who in (GATEWAY, ENGINE, UNPUBLISH)]),
     "nobody else reaches Redis": (
         False,
         [(who, REDIS, 6379) for who in EVERYBODY if who not in (GATEWAY, ENGINE)] + [(FAR_ENGINE, REDIS, 6379)],
@@ -109,6 +110,14 @@ def test_every_pod_is_closed_in_both_directions() -> None:
     stranger = Pod("apps", {"app": "stranger"})
     for pod in (GATEWAY, ENGINE, OPERATOR, REDIS, COLLECTOR, SMOKE, CRD_HOOK, POOLS_HOOK):
         check(namespaced(render()), [(stranger, pod, 12345), (pod, stranger, 12345)], pass_=False)
+
+
+def test_the_operator_reaches_the_prometheus_that_it_asks() -> None:
+    asks = [(OPERATOR, PROMETHEUS, 9090)]
+    check(namespaced(render()), asks, pass_=False)
+    policies = namespaced(render("--set", "operator.prometheus.url=http://prometheus.monitoring:9090"))
+    check(policies, asks, pass_=True)
+    check(policies, [(who, PROMETHEUS, 9090) for who in (GATEWAY, ENGINE, REDIS)], pass_=False)
 
 
 def test_callers_can_be_limited_and_the_test_still_runs() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 from support.kubernetes.api import CommandError
-from support.kubernetes.chart import render
+from support.kubernetes.chart import one, render
 
 SENSELESS = {
     "redis.external.url=redis://redis": "set redis.bundled.enabled=false to use the external one",
@@ -12,6 +12,7 @@ SENSELESS = {
     ),
     f"apiKeys.existingSecret=keys,apiKeys.hashes.{'a' * 64}=team": "apiKeys.hashes must be empty",
     "collector.enabled=false": "processes reach only one operator; set operator.replicas=1",
+    "operator.prometheus.tokenKey=token": "tokenKey and caKey are keys of existingSecret, which is empty",
     "gateway.tls.enabled=true": "name a Secret (gateway.tls.existingSecret) or let cert-manager make one",
     "gateway.tls.enabled=true,gateway.tls.certificate.enabled=true": "name the cert-manager issuer",
     "gateway.autoscaling.minReplicas=20": "minReplicas (20) is above maxReplicas (10)",
@@ -36,3 +37,17 @@ def test_what_is_wrong_is_said(values: str) -> None:
     with pytest.raises(CommandError) as refused:
         render("--set", values)
     assert {**SENSELESS, **UNKNOWN}[values] in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "interval"),
+    [
+        ((), "10s"),
+        (("operator.prometheus.url=http://prometheus:9090",), "2s"),
+        (("operator.prometheus.url=http://prometheus:9090", "monitoring.monitors.interval=3s"), "3s"),
+    ],
+)
+def test_scrapes_are_frequent_where_the_operator_scales_by_them(values: tuple[str, ...], interval: str) -> None:
+    options = [part for value in ("monitoring.monitors.enabled=true", *values) for part in ("--set", value)]
+    monitor = one(render(*options), "PodMonitor", "pagestream-collector")
+    assert [each["interval"] for each in monitor["spec"]["podMetricsEndpoints"]] == [interval]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from pagestream_operator.errors import SourceUnavailable
 from pagestream_operator.metrics import MetricsStore, PoolMetrics, PrometheusSettings, PrometheusSource
+from support.clients.gateway_clients import issue_certificate
 from support.kubernetes.control_plane import ControlPlane, eventually
 from support.kubernetes.operator_process import PoolWorld, running_operator
 from support.processes.waiting import until
@@ -195,6 +198,28 @@ async def test_refusals_are_reported_and_tokens_sent(tmp_path: Path) -> None:
     assert b"k8s_namespace_name%3D%22ns%22" in heard[0]
 
 
+async def test_the_authority_of_its_certificate_is_read_again_after_a_failure(tmp_path: Path) -> None:
+    """It may be mounted late, and be replaced."""
+    certificate, key = issue_certificate(tmp_path, 1)
+    authority = tmp_path / "ca.crt"
+    heard: list[bytes] = []
+    answer = b'{"status":"success","data":{"resultType":"matrix","result":[]}}'
+    server_side = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server_side.load_cert_chain(certificate, key)
+    async with _answering(answer, heard=heard, tls=server_side) as url:
+        source = PrometheusSource(MetricsStore(), PrometheusSettings(url, interval_s=0.05, ca_file=authority))
+        with pytest.raises(SourceUnavailable, match=r"the CA in .*ca\.crt can't be used"):
+            await source.poll()
+        stopping = asyncio.Event()
+        running = asyncio.create_task(source.run(stopping))
+        try:
+            shutil.copy(certificate, authority)
+            await until(lambda: len(heard) > 1, "answers over TLS")
+        finally:
+            stopping.set()
+            await asyncio.wait_for(running, 10)
+
+
 async def test_absurd_series_are_counted_and_harm_nothing() -> None:
     now = time.time()
     bucket = {"__name__": "gen_ai_server_time_to_first_token_seconds_bucket", "k8s_pod_name": "gw-0"}
@@ -215,13 +240,22 @@ async def test_absurd_series_are_counted_and_harm_nothing() -> None:
 class _answering:  # noqa: N801 -- used as a function
     """An HTTP server that says one thing."""
 
-    def __init__(self, body: bytes, *, status: str = "200 OK", heard: list[bytes] | None = None) -> None:
+    def __init__(
+        self,
+        body: bytes,
+        *,
+        status: str = "200 OK",
+        heard: list[bytes] | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._tls = tls
         self._answer = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
         self._heard = [] if heard is None else heard
 
     async def __aenter__(self) -> str:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()

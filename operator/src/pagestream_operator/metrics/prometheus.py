@@ -97,19 +97,25 @@ class PrometheusSource:
     async def run(self, stopping: asyncio.Event) -> None:
         """Query every `interval_s` until `stopping` is set. Of consecutive failures the first is logged."""
         failures = 0
+        while not stopping.is_set():
+            try:
+                failures = await self._poll_until(stopping, failures)
+            except SourceUnavailable as error:
+                failures += 1
+                if failures == 1:
+                    _logger.warning("no metrics from Prometheus, will retry: %s", error)
+                await _wait(stopping, self._settings.interval_s)
+
+    async def _poll_until(self, stopping: asyncio.Event, failures: int) -> int:
+        """Query with one client, until `stopping` is set or a query fails; a new client reads the CA's file again."""
         async with self._client() as client:
             while not stopping.is_set():
-                try:
-                    await self._poll(client)
-                except SourceUnavailable as error:
-                    failures += 1
-                    if failures == 1:
-                        _logger.warning("no metrics from Prometheus, will retry: %s", error)
-                else:
-                    if failures:
-                        _logger.info("metrics from Prometheus again after %d failures", failures)
-                    failures = 0
+                await self._poll(client)
+                if failures:
+                    _logger.info("metrics from Prometheus again after %d failures", failures)
+                failures = 0
                 await _wait(stopping, self._settings.interval_s)
+        return failures
 
     async def poll(self) -> None:
         """Query once.
@@ -123,7 +129,10 @@ class PrometheusSource:
     def _client(self) -> aiohttp.ClientSession:
         settings = self._settings
         ca_file = None if settings.ca_file is None else str(settings.ca_file)
-        verify = ssl.create_default_context(cafile=ca_file) if settings.url.startswith("https:") else True
+        try:
+            verify = ssl.create_default_context(cafile=ca_file) if settings.url.startswith("https:") else True
+        except OSError as error:
+            raise SourceUnavailable(f"{settings.url}: the CA in {ca_file} can't be used: {error}") from error
         timeout = aiohttp.ClientTimeout(
             total=2 * settings.timeout_s, connect=settings.timeout_s, sock_read=settings.timeout_s
         )
