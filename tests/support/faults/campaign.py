@@ -20,7 +20,7 @@ from support.faults.feature_rows import FEATURE_ROWS
 PAUSE_LIMIT_S = 1.0
 INJECTIONS_BETWEEN_CHECKS = 20
 CHECK_LIMIT_S = 120.0
-FAULTS = {Fault.KILL: 94, Fault.STOP: 3, Fault.CUT: 3}  # weights; stops and cuts take longer than a lease each
+FAULTS = {Fault.KILL: 93, Fault.STOP: 3, Fault.CUT: 3, Fault.FILL: 1}  # weights; all but kills take seconds
 # The passage to pause at is drawn from 1 to this number, which is low enough to be reached within PAUSE_LIMIT_S.
 PASSAGES = {
     FaultPoint.ACCEPTED: 4,
@@ -174,7 +174,7 @@ class Campaign:
         cluster.fault_points.arm({injection.point: injection.passage})
         pause = await self._next_pause()
         cluster.fault_points.disarm()
-        victims = self._victims(injection, pause)
+        victims = [cluster.redis] if injection.fault is Fault.FILL else self._victims(injection, pause)
         cluster.inject(injection.fault, victims)
         if injection.fault is Fault.KILL:
             self._injected_at.append(time.monotonic())
@@ -188,6 +188,8 @@ class Campaign:
             results.killed.update(names)
         elif injection.fault is Fault.STOP:
             results.stops += len(victims)
+        elif injection.fault is Fault.FILL:
+            results.fills += 1
         else:
             results.cuts += len(victims)
         await cluster.repair(injection.fault, victims, supervised=injection.supervised)

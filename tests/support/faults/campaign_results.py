@@ -27,6 +27,8 @@ class CampaignResults:
     """Processes that got a SIGSTOP for longer than a lease."""
     cuts: int = 0
     """Parts whose network was cut for longer than a lease."""
+    fills: int = 0
+    """Times that Redis was at its memory limit for longer than a disconnect grace."""
     requests: int = 0
     tokens: int = 0
     reconnects: int = 0
@@ -81,7 +83,7 @@ class CampaignResults:
         """Yield the lines of a Markdown table."""
         yield "| what | count |"
         yield "|---|---|"
-        for name in ("kills", "stops", "cuts", "requests", "tokens", "reconnects"):
+        for name in ("kills", "stops", "cuts", "fills", "requests", "tokens", "reconnects"):
             yield f"| {name} | {getattr(self, name):,} |"
         for name in ("lost", "repeated", "different", "quarantined"):
             yield f"| **{name}** | **{getattr(self, name)}** |"

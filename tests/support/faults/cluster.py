@@ -17,6 +17,7 @@ from pagestream_streams import Broker, expire_engine
 from pagestream_streams.connection.embedded import find_server, server_command
 from pagestream_streams.errors import StreamsError
 from pagestream_streams.fault_points import VARIABLE
+from redis import Redis
 from support.faults.fault_points import FaultPointController
 from support.faults.feature_clients import FeatureClient, GrpcClient, Transcript, clients_of
 from support.faults.feature_rows import FEATURE_ROWS, FeatureRow
@@ -32,6 +33,8 @@ READY_LIMIT_S = 60.0
 POLL_S = 0.05
 PAST_LEASE_S = 2.6
 """A lease (1.5 s) and the time until a sweep finds that it has lapsed."""
+PAST_GRACE_S = 13.0
+"""The disconnect grace (10 s) and the time until a sweep would find that it is over."""
 
 
 class Fault(StrEnum):
@@ -40,6 +43,8 @@ class Fault(StrEnum):
     KILL = "SIGKILL"
     STOP = "SIGSTOP"
     CUT = "network cut"
+    FILL = "memory limit"
+    """Redis is at its memory limit, and every client has to reconnect meanwhile."""
 
 
 @dataclass
@@ -80,6 +85,7 @@ class FaultCluster:
         self._fork_server = fork_server
         self._broker: Broker | None = None
         self._number = 0
+        self._refused = 0
 
     @property
     def members(self) -> list[Member]:
@@ -130,12 +136,17 @@ class FaultCluster:
                 victim.part.signal(signal.SIGKILL)
             elif fault is Fault.STOP:
                 victim.part.signal(signal.SIGSTOP)
+            elif fault is Fault.FILL:
+                self._refused = self._num_refused()
+                self._limit_memory(1)  # below what is used: nothing that needs memory gets in between
+                for proxy in (proxy for gateway in self.gateways for proxy in gateway.proxies[1:]):
+                    proxy.reset()
             else:
                 for proxy in self._proxies(victim):
                     proxy.cut()
 
     async def repair(self, fault: Fault, victims: Collection[Member], *, supervised: bool = False) -> None:
-        """Restart killed parts at once; resume the others when every lease has lapsed.
+        """Restart killed parts at once; resume the others when every lease has lapsed, a full Redis when graces have.
 
         `supervised` expires a killed engine's lease first, as `pagestream serve` does.
         """
@@ -146,6 +157,13 @@ class FaultCluster:
                     await self.expire_engines([victim])
                 victim.part.start()
             return
+        if fault is Fault.FILL:
+            await asyncio.sleep(PAST_GRACE_S)  # the length of the fault is what is tested
+            refused = self._num_refused()
+            self._limit_memory(0)
+            if refused == self._refused:
+                raise StackError("Redis was at its memory limit and refused nothing")
+            return
         await asyncio.sleep(PAST_LEASE_S)  # the length of the outage is what is tested
         for victim in victims:
             if fault is Fault.STOP:
@@ -153,6 +171,16 @@ class FaultCluster:
             else:
                 for proxy in self._proxies(victim):
                     proxy.heal()
+
+    def _limit_memory(self, maxmemory: int) -> None:
+        """Set the bytes that Redis may use; 0 for no limit."""
+        with Redis(port=self.redis_port) as client:
+            client.config_set("maxmemory", maxmemory)
+
+    def _num_refused(self) -> int:
+        """Return how many commands Redis has refused for want of memory since its start."""
+        with Redis(port=self.redis_port) as client:
+            return int(client.info("errorstats").get("errorstat_OOM", {"count": 0})["count"])
 
     def _proxies(self, victim: Member) -> list[TcpProxy]:
         """Return the proxies to cut: a part's own; for Redis, those of all other parts to it."""

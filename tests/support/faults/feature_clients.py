@@ -29,9 +29,10 @@ RETRYABLE = {
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 RETRYABLE_HTTP = {httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.TOO_MANY_REQUESTS}
-RETRYABLE_CODES = {"unavailable", "gateway_stopping"}
+RETRYABLE_CODES = {"unavailable", "gateway_stopping", "storage_full"}
 CHANNEL_OPTIONS = (
     # Otherwise a process' channels share a connection to an address, and its back-off.
     ("grpc.use_local_subchannel_pool", 1),

@@ -57,7 +57,7 @@ PASSAGES: Mapping[Moment, Sequence[tuple[FaultPoint, int]]] = {
     # Before the append, and after it while its reply is unread.
     Moment.FINISH: [(FaultPoint.FINISH, 2), (FaultPoint.FINISHED, 2)],
 }
-FACTORS = {"target": tuple(Target), "fault": tuple(Fault), "moment": tuple(Moment)}
+FACTORS = {"target": tuple(Target), "fault": (Fault.KILL, Fault.STOP, Fault.CUT), "moment": tuple(Moment)}
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,14 @@ class CellResult:
 
 
 def all_cells() -> list[Cell]:
-    """Return all 84 cells."""
-    return [Cell(**case) for case in product(FACTORS)]
+    """Return all 91 cells: the combinations, and Redis at its memory limit at each moment."""
+    combinations = [Cell(**case) for case in product(FACTORS)]
+    return combinations + [Cell(Target.REDIS, Fault.FILL, moment) for moment in Moment]
 
 
 def covering_cells() -> list[Cell]:
-    """Return 28 cells in which each pair of target, fault and moment occurs."""
-    return [Cell(**case) for case in pairwise(FACTORS)]
+    """Return 28 cells in which each pair of target, fault and moment occurs, and one with a full Redis."""
+    return [*(Cell(**case) for case in pairwise(FACTORS)), Cell(Target.REDIS, Fault.FILL, Moment.MIDDLE)]
 
 
 async def run_cell(cluster: FaultCluster, cell: Cell) -> CellResult:

@@ -41,6 +41,11 @@ class TcpProxy(ConnectionServer):
         """Forward what was held back, and what follows."""
         self._carries.set()
 
+    def reset(self) -> None:
+        """End every connection; new ones are accepted."""
+        for task in self._tasks:
+            task.cancel()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._carries.wait()
         try:
