@@ -10,11 +10,12 @@ from pagestream_streams.protocol.keys import Partition
 
 
 class OpenReads:
-    """A multimap from request ids to followers."""
+    """A multimap from request ids to followers, indexed by partition: heartbeats ask for every partition."""
 
     def __init__(self) -> None:
         """Create it empty."""
         self._followers: defaultdict[str, list[Follower]] = defaultdict(list)
+        self._partitions: defaultdict[Partition, dict[Follower, None]] = defaultdict(dict)  # in the order of `add`
 
     def __contains__(self, request_id: object) -> bool:
         """Return whether a request is read."""
@@ -31,11 +32,15 @@ class OpenReads:
     def add(self, follower: Follower) -> None:
         """Add a read."""
         self._followers[follower.request_id].append(follower)
+        self._partitions[follower.where][follower] = None
 
     def remove(self, follower: Follower) -> bool:
         """Remove a read; return whether it was its request's last one."""
         remaining = self._followers[follower.request_id]
         remaining.remove(follower)
+        del self._partitions[follower.where][follower]
+        if not self._partitions[follower.where]:
+            del self._partitions[follower.where]
         if remaining:
             return False
         del self._followers[follower.request_id]
@@ -43,4 +48,4 @@ class OpenReads:
 
     def unfinished(self, where: Partition) -> dict[str, str]:
         """Return what should be registered in a partition: request id -> tenant of reads whose log has not finished."""
-        return {each.request_id: each.tenant for each in self if each.where == where and each.is_open}
+        return {each.request_id: each.tenant for each in self._partitions.get(where, ()) if each.is_open}

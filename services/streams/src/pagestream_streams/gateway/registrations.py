@@ -117,11 +117,13 @@ class Registrations:
         """Make Redis' registrations in a partition equal to the reads that are open here. Unavailable.
 
         Called with each heartbeat, with the number of registrations that it counted; they are read where that is wrong,
-        and at every 20th heartbeat. Some are missing when this gateway was taken for dead meanwhile. Some are too many
-        when a script arrived after its caller had given up: such a request would never count as abandoned.
+        and at every 20th heartbeat, not of all partitions at once. Some are missing when this gateway was taken for
+        dead meanwhile. Some are too many when a script arrived after its caller had given up: such a request would
+        never count as abandoned.
         """
         self._beats[where] += 1
-        if count == len(self._reads.unfinished(where)) and self._beats[where] % _COMPARE_EVERY:
+        is_turn = (self._beats[where] + where.number) % _COMPARE_EVERY == 0
+        if count == len(self._reads.unfinished(where)) and not is_turn:
             return
         key = where.reads(self._gateway_id)
         found = {each.decode() for each in await self._broker.connection.execute("SMEMBERS", key)}
