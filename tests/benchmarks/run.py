@@ -36,6 +36,7 @@ BENCHMARKS = (
     Benchmark("sampler_step", "what do penalties, bias and log probabilities cost a step?", has_short_form=False),
     Benchmark("streams_append", "what does a fenced append cost against plain XADDs?", has_short_form=False),
     Benchmark("streams_claim", "what does a claim cost, and how far is its order off?", has_short_form=False),
+    Benchmark("placement", "what does placement keep of the prefix cache?", has_short_form=False),
     Benchmark("streams_waits", "what do waits for the disk or a replica cost?", has_short_form=True),
     Benchmark("gateway_streams", "how many streams does one gateway carry?", has_short_form=False),
     Benchmark("metrics_sink", "what do the metrics of a thousand pods cost an operator?", has_short_form=True),

@@ -81,7 +81,7 @@ async def test_its_own_queue_ends_with_it_and_counts_as_queued(broker: Broker) -
     async with GatewaySession(broker) as gateway:
         request_id = await begun_on(broker, gateway, OLD, 2)
         where = await broker.directory.locate(request_id)
-        await eventually(lambda: gateway.acceptor.queued.get(where) == 1)
+        await eventually(lambda: gateway.acceptor.placer.queued.get(where) == 1)
         queue = f"{where.prefix}queue:resume:{OLD}"
         assert await broker.connection.execute("XLEN", queue) == 1
         async with engine_of(broker, OLD) as engine:

@@ -58,9 +58,11 @@ class StreamsSettings:
     steal_after_ms: int = 100
     """Milliseconds for which an entry is left to its partition's own engine; then any engine may claim it."""
     placement_tokens: int = 64
-    """Prompts with the same first tokens, so many, share a partition, and with it an engine's prefix cache."""
+    """Prompts with the same first tokens, so many, share a partition, and with it an engine's prefix cache. Twice, four
+    times... as many decide where so many are common to more requests than a partition should have (decision 0122)."""
     overload_factor: int = 2
-    """A request goes to its second partition when the first one has this many times its queue ..."""
+    """A request goes to its second partition when the first one has this many times its queue, and to that with the
+    shortest one when the second has this many times that ..."""
     overload_requests: int = 16
     """... and more than this many requests."""
     drain_window_ms: int = 10_000

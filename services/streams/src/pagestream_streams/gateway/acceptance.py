@@ -11,8 +11,9 @@ from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.scripts import ACCEPT
 from pagestream_streams.errors import QueueFull, RequestNotFound
 from pagestream_streams.fault_points import FaultPoint, reach
+from pagestream_streams.gateway.placing import Placer
 from pagestream_streams.gateway.reservations import Reservation, kept_ms, reserve
-from pagestream_streams.protocol import ids, placement
+from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.settings import StreamsSettings
 
@@ -28,15 +29,12 @@ class Acceptor:
         """`reader_id`: the gateway that an accept registers as the reader; "" for none."""
         self._broker = broker
         self._reader_id = reader_id
-        self.queued: dict[Partition, int] = {}
-        """Queued requests of each partition at the last heartbeat."""
+        self.placer = Placer(broker.settings, broker.connection.keyspace)
 
     async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str, cache_salt: bytes) -> str:
         """Create a request id; see GatewaySession.place."""
         partitions = await self._broker.partitions(model)
-        first_tokens = self._broker.settings.placement_tokens
-        first, second = placement.choices(prompt_token_ids, partitions, first_tokens, cache_salt)
-        return ids.new(model, second if self._is_overloaded(model, first, second) else first, tenant)
+        return ids.new(model, self.placer.place(model, partitions, prompt_token_ids, cache_salt), tenant)
 
     async def accept(
         self,
@@ -104,12 +102,6 @@ class Acceptor:
         same.CopyFrom(spec)
         same.request_id = reservation.request_id
         return reservation, same
-
-    def _is_overloaded(self, model: str, first: int, second: int) -> bool:
-        settings, keyspace = self._broker.settings, self._broker.connection.keyspace
-        here = self.queued.get(keyspace.partition(model, first), 0)
-        there = self.queued.get(keyspace.partition(model, second), 0)
-        return here > settings.overload_requests and here > settings.overload_factor * there
 
 
 def _queue_full(settings: StreamsSettings, tenant: str, reply: Sequence[int]) -> QueueFull:

@@ -60,7 +60,7 @@ class GatewayHeartbeat:
                 if isinstance(reply, Unavailable):
                     continue
                 registered, queued = reply
-                self._acceptor.queued[where] = queued
+                self._acceptor.placer.queued[where] = queued
                 await self._registrations.compare(where, registered)
             if replies and all(isinstance(reply, Unavailable) for reply in replies):
                 raise replies[0]
