@@ -57,13 +57,19 @@ def test_chat_without_rivals_lists_none() -> None:
     assert written["content"][0]["top_logprobs"] == []
 
 
-def test_a_part_of_a_character_has_no_bytes_of_its_own() -> None:
-    written = ChatLogprobs(spec(API_FORM_CHAT_COMPLETIONS, logprobs=1)).write(
-        run("", token(("\ufffd", -1.0), ("a", -2.0)))
-    )
-    assert written is not None
-    [shown] = written["content"]
-    assert (shown["token"], shown["bytes"], shown["top_logprobs"][0]["bytes"]) == ("\ufffd", None, [97])
+def test_a_part_of_a_character_has_its_own_bytes() -> None:
+    writer = ChatLogprobs(spec(API_FORM_CHAT_COMPLETIONS, logprobs=1))
+    half = run("", token(("\ufffd", -1.0), ("a", -2.0)))
+
+    def shown() -> tuple[object, object]:
+        written = writer.write(half)
+        assert written is not None
+        [content] = written["content"]
+        return content["bytes"], content["top_logprobs"][0]["bytes"]
+
+    assert shown() == (None, [97]), "unknown"
+    writer.token_bytes = {0: b"\xc3"}.get
+    assert shown() == ([0xC3], [97])
 
 
 def test_completions_tell_where_each_token_stands() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pagestream.v1.records_pb2 import LogEnd, LogEntry, RequestSpec
 from pagestream_streams.admin.unserved import ERROR_CODE
+from pagestream_streams.errors import StreamsError
 from pagestream_streams.tasks import cancel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,7 +17,8 @@ from pagestream_gateway.api.openai.writer import AnswerWriter
 from pagestream_gateway.api.runs import Run
 from pagestream_gateway.core.calls import DISCONNECTED, Call
 from pagestream_gateway.core.gateway import Gateway
-from pagestream_gateway.errors import GenerationFailed, NoEngine
+from pagestream_gateway.core.text.token_bytes import TokenBytes
+from pagestream_gateway.errors import GatewayError, GenerationFailed, NoEngine
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,17 @@ class LogAnswer(Response):
 
     async def keep_alive(self, send: Send) -> None:
         """Keep the connection alive; called after `keep_alive_s` without anything sent."""
+
+    async def learn_token_bytes(self) -> None:
+        """Let the writer find the bytes of tokens in the model's tokenizer, where the answer shows any."""
+        logprobs = self._writer.logprobs
+        if not (logprobs.is_asked and logprobs.shows_bytes):
+            return
+        try:
+            model = await self._gateway.models.resolve(self._reading.spec.model)
+        except (GatewayError, StreamsError):
+            return  # an answer is worth more than the bytes of its split characters
+        logprobs.token_bytes = TokenBytes(model.tokenizer).get
 
     def follow(self) -> AsyncGenerator[list[LogEntry], None]:
         """Yield the log from the start position, in batches."""

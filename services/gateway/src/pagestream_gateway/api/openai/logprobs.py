@@ -1,6 +1,6 @@
 """Log probabilities in OpenAI's two forms: the chat's list of tokens, and the four columns of completions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pagestream.v1.inference_pb2 import LogprobEntry, TokenLogprobs
@@ -22,8 +22,13 @@ class Logprobs:
     other_members: ClassVar[Mapping[str, Any]] = {}
     """Its other members."""
 
+    shows_bytes = False
+    """Whether tokens are written with their bytes."""
+
     def __init__(self, spec: RequestSpec) -> None:
         self.is_asked = spec.sampling.HasField("logprobs")
+        self.token_bytes: Callable[[int], bytes | None] = lambda token_id: None
+        """Returns the bytes of a token that is no text by itself; None for unknown ones."""
         self._num_best = spec.answer.top_logprobs
 
     def write(self, run: Run) -> dict[str, Any] | None:
@@ -46,6 +51,7 @@ class Logprobs:
 class ChatLogprobs(Logprobs):
     """A list of tokens, each with the likeliest ones at its place."""
 
+    shows_bytes = True
     list_names = ("content",)
     other_members: ClassVar[Mapping[str, Any]] = {"refusal": None}
 
@@ -53,8 +59,13 @@ class ChatLogprobs(Logprobs):
         content = []
         for token in run.logprobs:
             chosen, best = self._split(token)
-            content.append({**_token(chosen), "top_logprobs": [_token(entry) for entry in best]})
+            content.append({**self._token(chosen), "top_logprobs": [self._token(entry) for entry in best]})
         return {"content": content, **self.other_members}
+
+    def _token(self, entry: LogprobEntry) -> dict[str, Any]:
+        # The text of a part of a character has U+FFFD in place of its bytes.
+        own = self.token_bytes(entry.token_id) if _REPLACEMENT in entry.text else entry.text.encode()
+        return {"token": entry.text, "logprob": _finite(entry), "bytes": None if own is None else list(own)}
 
 
 class CompletionLogprobs(Logprobs):
@@ -81,12 +92,6 @@ class CompletionLogprobs(Logprobs):
             # By the tokens' own texts: in the shown text a character may come with a later token, or not at all.
             self._offsets[run.choice] += len(chosen.text)
         return columns
-
-
-def _token(entry: LogprobEntry) -> dict[str, Any]:
-    # A token that is a part of a character has no bytes here: its text has U+FFFD in their place.
-    own = None if _REPLACEMENT in entry.text else list(entry.text.encode())
-    return {"token": entry.text, "logprob": _finite(entry), "bytes": own}
 
 
 def _finite(entry: LogprobEntry) -> float:

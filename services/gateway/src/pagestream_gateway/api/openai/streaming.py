@@ -36,6 +36,7 @@ class EventStream(LogAnswer):
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Write all events; return the outcome for the metrics."""
         await self._start(send)
+        await self.learn_token_bytes()
         try:
             if not self._reading.is_complete:
                 await self._send_log(send)

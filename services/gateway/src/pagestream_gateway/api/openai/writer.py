@@ -64,6 +64,7 @@ class AnswerWriter(ABC):
         """Return a writer of the same answer that has written nothing yet."""
         fresh = type(self)(self.spec)
         fresh.set_fingerprint(self._fingerprint or "")
+        fresh.logprobs.token_bytes = self.logprobs.token_bytes
         return fresh
 
     def skip(self, run: Run) -> None:
