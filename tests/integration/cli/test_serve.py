@@ -16,6 +16,7 @@ import pytest
 from pagestream_cli.servefile import ServeRecord, read_record
 from pagestream_streams import EmbeddedRedis
 from redis import Redis
+from support.clients.gateway_clients import issue_certificate
 from support.processes.waiting import is_running, wait_until
 
 START_LIMIT_S = 90.0
@@ -275,5 +276,21 @@ def test_a_file_of_redis_that_was_torn_in_a_transaction_is_written_anew(tmp_path
         with Redis.from_url(serve.record.redis_url) as redis:
             assert (redis.get("kept"), redis.get("half")) == (b"1", None)
             wait_until(lambda: "cmdstat_bgrewriteaof" in redis.info("commandstats"), "the file is written anew")
+    finally:
+        end(serve)
+
+
+def test_it_serves_tls_and_says_what_is_ready_when(tmp_path: Path) -> None:
+    certificate, key = issue_certificate(tmp_path, 1)
+    files = ("--tls-certificate", str(certificate), "--tls-key", str(key))
+    serve = start(tmp_path / "data", *files)
+    try:
+        assert serve.url.startswith("https://")
+        assert serve.run("generate", "--max-tokens", "4", PROMPT).returncode == 0
+        said = (tmp_path / "data.err").read_text()
+        phases = [line.split() for line in said.splitlines() if line.startswith("  ")]
+        assert {phase[2] for phase in phases} == {"redis", "engine-0", "gateway-0"}
+        times = [float(phase[0]) for phase in phases]
+        assert times == sorted(times)
     finally:
         end(serve)

@@ -1,8 +1,15 @@
-"""The gateway: gRPC and OpenAI HTTP in front of the durable token stream."""
+"""The gateway: gRPC and OpenAI HTTP in front of the durable token stream.
 
-from pagestream_gateway.errors import GatewayError, SettingsError, StartupError
-from pagestream_gateway.lifecycle import Ports, running_gateway, serve
-from pagestream_gateway.settings import Settings, load_settings
+Names are imported when they are used: the settings are read without the servers' libraries.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagestream_gateway.errors import GatewayError, SettingsError, StartupError
+    from pagestream_gateway.lifecycle import Ports, running_gateway, serve
+    from pagestream_gateway.settings import Settings, load_settings
 
 __all__ = [
     "GatewayError",
@@ -14,3 +21,20 @@ __all__ = [
     "running_gateway",
     "serve",
 ]
+
+_MODULES = {
+    **dict.fromkeys(("GatewayError", "SettingsError", "StartupError"), "errors"),
+    **dict.fromkeys(("Ports", "running_gateway", "serve"), "lifecycle"),
+    **dict.fromkeys(("Settings", "load_settings"), "settings"),
+}
+"""The module that defines each exported name."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

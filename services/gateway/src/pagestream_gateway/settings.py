@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pagestream_streams import StreamsSettings, settings_from_environment
-from pagestream_streams.connection.topologies import SCHEMES
+from pagestream_streams.connection.schemes import SCHEMES
 from pagestream_telemetry.environment import fields_of, read_environment
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 
@@ -180,7 +180,7 @@ class Settings:
     """Settings of the durable streams: queue bounds, leases, retention. Equal in all processes of a deployment."""
 
 
-_OWN_GROUPS = {
+OWN_GROUPS = {
     "gateway": GatewaySettings,
     "limits": LimitSettings,
     "connections": ConnectionSettings,
@@ -199,9 +199,9 @@ def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
             flags[group][field_name] = value
     environ = os.environ if environ is None else environ
     try:
-        given = read_environment(environ, {group.upper(): fields_of(kind) for group, kind in _OWN_GROUPS.items()})
+        given = read_environment(environ, {group.upper(): fields_of(kind) for group, kind in OWN_GROUPS.items()})
         groups: dict[str, Any] = {
-            group: kind(**given[group.upper()] | flags.get(group, {})) for group, kind in _OWN_GROUPS.items()
+            group: kind(**given[group.upper()] | flags.get(group, {})) for group, kind in OWN_GROUPS.items()
         }
         telemetry = telemetry_settings(environ, flags["telemetry"])
         settings = Settings(**groups, telemetry=telemetry, broker=settings_from_environment(environ))

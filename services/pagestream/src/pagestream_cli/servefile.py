@@ -40,6 +40,8 @@ class ServeRecord:
     processes: tuple[ProcessRecord, ...]
     started: float
     """Unix seconds."""
+    tls_certificate: str = ""
+    """File of the certificate with which the gateways serve TLS; empty: no TLS."""
     ready: bool = False
     """Whether every gateway and one engine have been ready."""
     version: int = 1
@@ -47,7 +49,9 @@ class ServeRecord:
 
     def http_urls(self) -> tuple[str, ...]:
         """Return the base URL of every gateway."""
-        return tuple(f"http://{dial_host(self.host)}:{p.ports['http']}" for p in self.processes if "http" in p.ports)
+        scheme = "https" if self.tls_certificate else "http"
+        ports = (process.ports["http"] for process in self.processes if "http" in process.ports)
+        return tuple(f"{scheme}://{dial_host(self.host)}:{port}" for port in ports)
 
     def grpc_targets(self) -> tuple[str, ...]:
         """Return `host:port` of every gateway."""

@@ -24,6 +24,8 @@ GROUPS: Mapping[str, str] = {
     "ENGINE": "the engine inside it, under the names of its options",
     "GATEWAY": "a gateway process",
     "LIMITS": "what one request may take at a gateway",
+    "CONNECTIONS": "what one connection to a gateway may take",
+    "CACHE": "whose prefixes share KV blocks",
     "STREAM": "how a gateway streams",
     "SHUTDOWN": "how a gateway ends",
     "BROKER": "the durable streams, equal in all processes",

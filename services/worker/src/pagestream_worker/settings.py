@@ -26,8 +26,11 @@ class WorkerSettings:
     """The group WORKER: what the process serves, where its Redis is, and its time limits."""
 
     model: str
+    """Folder with config.json, *.safetensors and tokenizer.json, or a Hugging Face repository."""
     redis_url: str
+    """Address of the Redis: redis://, rediss:// (TLS), unix://, redis+sentinel:// or redis+cluster://."""
     served_model_name: str
+    """What clients ask for; not given: the folder's name."""
     engine_id: str
     """Name in leases and logs; leases add a boot nonce to it."""
     partitions: int = DEFAULT_PARTITIONS

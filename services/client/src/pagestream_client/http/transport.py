@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HttpTransport:
-    """Time limits of connections and calls, in seconds."""
+    """Time limits of connections and calls, in seconds, and whom a TLS connection trusts."""
 
     connect_timeout_s: float = 5.0
     """Until a gateway that does not answer at all counts as failed."""
@@ -16,3 +16,5 @@ class HttpTransport:
     silent for longer may be dead."""
     answer_timeout_s: float = 10.0
     """Time-out of a call that is no stream."""
+    ca_file: str | None = None
+    """File of certificates (PEM) to trust beside the system's authorities; None: the HTTP library's."""

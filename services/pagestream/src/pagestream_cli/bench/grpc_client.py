@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import grpc
 from pagestream.v1 import inference_pb2, inference_pb2_grpc
@@ -20,9 +22,7 @@ class GrpcClient:
 
     def __init__(self, targets: tuple[str, ...], endpoint: Endpoint, model: str, temperature: float) -> None:
         options = [("grpc.use_local_subchannel_pool", 1)]
-        self._channels = [
-            grpc.aio.insecure_channel(target, options=options) for _ in range(CHANNELS_EACH) for target in targets
-        ]
+        self._channels = [_channel(target, endpoint, options) for _ in range(CHANNELS_EACH) for target in targets]
         self._metadata = [(name.lower(), value) for name, value in endpoint.headers.items()]
         self._model = model
         self._temperature = temperature
@@ -77,3 +77,10 @@ def note_chunk(chunk: inference_pb2.TokenChunk, measurement: ResponseMeasurement
             chunk.usage.prompt_tokens,
             True,
         )
+
+
+def _channel(target: str, endpoint: Endpoint, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
+    if not endpoint.urls[0].startswith("https:"):
+        return grpc.aio.insecure_channel(target, options=options)
+    authorities = None if endpoint.ca_file is None else Path(endpoint.ca_file).read_bytes()
+    return grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(authorities), options=options)

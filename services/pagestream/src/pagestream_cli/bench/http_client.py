@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -51,8 +50,8 @@ class HttpClient:
         url = urlsplit(self._endpoint.urls[self._next % len(self._endpoint.urls)])
         self._next += 1
         port = url.port or (443 if url.scheme == "https" else 80)
-        context = ssl.create_default_context() if url.scheme == "https" else None
-        reader, writer = await asyncio.open_connection(url.hostname, port, ssl=context, limit=MAX_HEAD_BYTES)
+        tls = self._endpoint.tls() if url.scheme == "https" else None
+        reader, writer = await asyncio.open_connection(url.hostname, port, ssl=tls, limit=MAX_HEAD_BYTES)
         try:
             writer.write(self._request_bytes(request, url.netloc))
             decoder = SseDecoder()

@@ -33,7 +33,9 @@ async def stream_answer(
         RequestRejectedError: the server refuses the request, or the answer ends with an error.
         StreamLostError: no gateway answered for as long as the policy says.
     """
-    async with AsyncHttpClient(endpoint.urls, api_key=endpoint.api_key, reconnection=policy or RECONNECTION) as client:
+    async with AsyncHttpClient(
+        endpoint.urls, api_key=endpoint.api_key, reconnection=policy or RECONNECTION, transport=endpoint.transport
+    ) as client:
         stream = client.generate(**request)
         try:
             async for chunk in stream:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import ssl
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.errors import ServerNotFoundError, UsageError
 from pagestream_cli.servefile import read_record
 from pagestream_cli.supervisor.guard import is_alive
+
+if TYPE_CHECKING:
+    from pagestream_client.http import HttpTransport
 
 API_KEY_VARIABLE = "PAGESTREAM_CLIENT__API_KEY"
 
@@ -20,6 +25,24 @@ class Endpoint:
     urls: tuple[str, ...]
     """Base URL of each gateway, without a path; a broken stream continues at another one."""
     api_key: str | None = None
+    ca_file: str | None = None
+    """Certificates to trust beside the usual ones: that of the deployment itself."""
+
+    @property
+    def transport(self) -> HttpTransport:
+        """How the HTTP client connects."""
+        from pagestream_client.http import HttpTransport
+
+        return HttpTransport(ca_file=self.ca_file)
+
+    def tls(self) -> ssl.SSLContext | None:
+        """The TLS context of connections made by hand; None where the gateways speak none."""
+        if not self.urls[0].startswith("https:"):
+            return None
+        context = ssl.create_default_context()
+        if self.ca_file is not None:
+            context.load_verify_locations(self.ca_file)
+        return context
 
     @property
     def headers(self) -> dict[str, str]:
@@ -44,7 +67,7 @@ def find_endpoint(url: str | None, data_dir: DataDir, api_key: str | None = None
             f"no pagestream serve runs in {data_dir.path}",
             hint="start one with `pagestream serve`, or name a server with --url http://HOST:PORT",
         )
-    return Endpoint(record.http_urls(), key)
+    return Endpoint(record.http_urls(), key, record.tls_certificate or None)
 
 
 def _checked(url: str) -> str:

@@ -21,7 +21,9 @@ async def list_models(endpoint: Endpoint) -> dict[str, int | None]:
         RequestRejectedError: the server refuses, for example without an API key.
     """
     try:
-        async with AsyncHttpClient(endpoint.urls, api_key=endpoint.api_key, reconnection=ONCE) as client:
+        async with AsyncHttpClient(
+            endpoint.urls, api_key=endpoint.api_key, reconnection=ONCE, transport=endpoint.transport
+        ) as client:
             return {model.name: model.max_model_len for model in await client.list_models()}
     except Unavailable as error:
         if error.http_status is not None:

@@ -12,7 +12,7 @@ import time
 from pagestream_cli.client.endpoint import known_api_key
 from pagestream_cli.console import say
 from pagestream_cli.datadir import DataDirLock
-from pagestream_cli.errors import UsageError
+from pagestream_cli.serve.checks import check_options, check_parts
 from pagestream_cli.serve.deployment import Deployment
 from pagestream_cli.serve.engines import engines_left_behind
 from pagestream_cli.serve.model import choose_model
@@ -34,10 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
     """
     started = time.monotonic()
     options = parse_options(arguments)
-    if options.exit_after_greet and options.greet is None:
-        raise UsageError("--exit-after-greet needs --greet PROMPT")
-    if options.api_keys is not None and not options.api_keys.is_file():
-        raise UsageError(f"--api-keys {options.api_keys}: no such file")
+    if options.help_all:
+        from pagestream_cli.serve.help_all import print_settings
+
+        print_settings()
+        return 0
+    check_options(options)
     _set_title()
     options.data_dir.create()
     with DataDirLock(options.data_dir):
@@ -47,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         ports = assign_ports(options)
         command = _redis(options, ports)
         plan = Plan(options, ports, model)
+        check_parts([*plan.engines(lambda name: False), *plan.gateways()])
         reporter = Reporter(started=started, verbose=options.verbose)
         asyncio.run(_serve(plan, Deployment(plan, command, reporter, dead_engines), reporter))
     return 0

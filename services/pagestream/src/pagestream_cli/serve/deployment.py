@@ -17,6 +17,8 @@ from pagestream_cli.supervisor import PartSpec, PartState, Supervisor
 from pagestream_cli.supervisor.part import PartView
 from pagestream_cli.supervisor.restart import Death
 
+_READY_WORDS = {"redis": "has read its files", "engine": "has loaded the model and claims", "gateway": "answers"}
+
 
 class Deployment:
     """Start the parts of a plan and keep serve.json up to date.
@@ -40,6 +42,7 @@ class Deployment:
         self._started = time.time()
         self._ready = False
         self._dead: set[str] = set()
+        self._shown: set[str] = set()
         self._engine_names = frozenset(f"engine-{i}" for i in range(plan.options.engines))
         parts = [] if redis_command is None else [plan.redis(redis_command)]
         parts += plan.engines(self._engine_logs.claims)
@@ -55,8 +58,15 @@ class Deployment:
             ProcessRecord(view.spec.name, view.pid, view.spec.ports, view.restarts, str(view.spec.log_path))
             for view in self.supervisor.views
         )
+        certificate = plan.options.tls_certificate
         return ServeRecord(
-            plan.model.name, plan.ports.redis_url, plan.options.host, (serve, *parts), self._started, self._ready
+            plan.model.name,
+            plan.ports.redis_url,
+            plan.options.host,
+            (serve, *parts),
+            self._started,
+            tls_certificate=str(certificate.absolute()) if certificate else "",
+            ready=self._ready,
         )
 
     async def run(self) -> None:
@@ -88,9 +98,13 @@ class Deployment:
     def changed(self, views: Sequence[PartView]) -> None:
         """Update serve.json after a process started, became ready or ended."""
         for view in views:
-            if view.state is PartState.READY and view.spec.name in self._dead:
-                self._dead.discard(view.spec.name)
+            name = view.spec.name
+            if view.state is PartState.READY and name in self._dead:
+                self._dead.discard(name)
                 self._reporter.back(view)
+            elif view.state is PartState.READY and not self._ready and name not in self._shown:
+                self._shown.add(name)
+                self._reporter.phase(f"{name} {_READY_WORDS.get(name.partition('-')[0], 'is ready')}")
         if any(view.state is not PartState.ENDED for view in views):
             self._write()
 

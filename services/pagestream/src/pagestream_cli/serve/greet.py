@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 
 from pagestream_cli.client.answer import stream_answer
@@ -30,7 +31,7 @@ async def greet(record: ServeRecord, prompt: str, *, api_key: str | None) -> flo
         "temperature": 0,
     }
     tokens = 0
-    async for chunk in stream_answer(Endpoint(record.http_urls(), api_key), request):
+    async for chunk in stream_answer(Endpoint(record.http_urls(), api_key, record.tls_certificate or None), request):
         if chunk.text and first is None:
             first = time.monotonic() - asked
         show(chunk.text)
@@ -45,13 +46,16 @@ async def greet(record: ServeRecord, prompt: str, *, api_key: str | None) -> flo
 def examples(record: ServeRecord) -> str:
     """Format commands to paste into a shell."""
     url, target = record.http_urls()[0], record.grpc_targets()[0]
+    certificate = shlex.quote(record.tls_certificate)
+    authority = f"--cacert {certificate} " if record.tls_certificate else ""
+    grpc_authority = f"-cacert {certificate}" if record.tls_certificate else "-plaintext"
     messages = [{"role": "user", "content": "Who lives in the lighthouse?"}]
     chat = json.dumps({"model": record.model, "stream": True, "messages": messages})
     generate = json.dumps({"model": record.model, "prompt": "Once upon a time"})
     lines = (
         "\nTry it:",
-        f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{chat}'",
-        f"  grpcurl -plaintext -d '{generate}' {target} pagestream.v1.Inference/Generate",
+        f"  curl -N {authority}{url}/v1/chat/completions -H 'Content-Type: application/json' -d '{chat}'",
+        f"  grpcurl {grpc_authority} -d '{generate}' {target} pagestream.v1.Inference/Generate",
         "  pagestream chat",
         f"API pages: {url}/docs   Ctrl-C stops everything.",
     )

@@ -48,11 +48,17 @@ class ServeOptions:
     data_dir: DataDir
     api_keys: Path | None
     """File of key hashes and tenants, for the gateways; None: no API key is required."""
+    tls_certificate: Path | None
+    """PEM file of a certificate chain with which gateways serve TLS; None: no TLS."""
+    tls_key: Path | None
+    """PEM file of its private key."""
     engine_arguments: tuple[str, ...]
     """Options for the command line of every engine."""
     greet: str | None
     """A first prompt, whose answer is shown; None: none."""
     exit_after_greet: bool
+    help_all: bool
+    """Print every setting, and serve nothing."""
     verbose: bool
     """Show the whole output of the parts."""
 
@@ -93,8 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data-dir", metavar="DIR", help="queue, logs and serve.json (default: ~/.local/share/pagestream)"
     )
     parser.add_argument("--api-keys", type=Path, metavar="FILE", help="key hashes and tenants (default: no keys)")
+    parser.add_argument("--tls-certificate", type=Path, metavar="FILE", help="serve TLS with this chain (PEM)")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
     parser.add_argument("--greet", metavar="PROMPT", help="send this prompt when ready, and show the answer")
     parser.add_argument("--exit-after-greet", action="store_true", help="shut down after that answer")
+    parser.add_argument("--help-all", action="store_true", help="list every setting of every process, with its default")
     parser.add_argument("--verbose", "-v", action="store_true", help="show the whole output of the parts")
     engine = parser.add_argument_group("engine options, passed to every engine")
     for flag, metavar, text in ENGINE_OPTIONS:
@@ -121,9 +130,12 @@ def parse_options(arguments: argparse.Namespace) -> ServeOptions:
         gateways=arguments.gateways,
         data_dir=DataDir.at(arguments.data_dir),
         api_keys=arguments.api_keys,
+        tls_certificate=arguments.tls_certificate,
+        tls_key=arguments.tls_key,
         engine_arguments=_engine_arguments(arguments),
         greet=arguments.greet,
         exit_after_greet=arguments.exit_after_greet,
+        help_all=arguments.help_all,
         verbose=arguments.verbose,
     )
 

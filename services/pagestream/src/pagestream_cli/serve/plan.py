@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,13 +89,16 @@ class Plan:
             argv += ["--metrics-port", str(ports.metrics)]
         if self.options.api_keys is not None:
             argv += ["--api-keys", str(self.options.api_keys.absolute())]
+        has_tls = self.options.tls_certificate is not None
+        for flag, file in (("--tls-certificate", self.options.tls_certificate), ("--tls-key", self.options.tls_key)):
+            argv += [] if file is None else [flag, str(file.absolute())]
         return PartSpec(
             name=name,
             argv=tuple(argv),
             log_path=self.options.data_dir.logs / f"{name}.log",
             drain_stage=DrainStage.GATEWAY,
             ports=_known({"http": ports.http, "grpc": ports.grpc, "metrics": ports.metrics}),
-            probe=lambda: http_ok(self.options.host, ports.http, "/readyz"),
+            probe=lambda: http_ok(self.options.host, ports.http, "/readyz", has_tls=has_tls),
         )
 
     def _engine(self, index: int, claims: Callable[[str], bool]) -> PartSpec:
@@ -160,10 +164,16 @@ def _known(ports: Mapping[str, int | None]) -> dict[str, int]:
     return {name: port for name, port in ports.items() if port is not None}
 
 
-async def http_ok(host: str, port: int, path: str) -> bool:
-    """Whether `GET path` is answered with 200. Needs no HTTP library, so that serve stays small."""
+async def http_ok(host: str, port: int, path: str, *, has_tls: bool = False) -> bool:
+    """Whether `GET path` is answered with 200. Needs no HTTP library, so that serve stays small.
+
+    A certificate is not verified: it may name another host than the one that is dialled here.
+    """
+    context = ssl._create_unverified_context() if has_tls else None  # noqa: S323
     request = f"GET {path} HTTP/1.1\r\nHost: {dial_host(host)}:{port}\r\nConnection: close\r\n\r\n"
-    return b" 200 " in await _ask(asyncio.open_connection(dial_host(host).strip("[]"), port), request.encode())
+    return b" 200 " in await _ask(
+        asyncio.open_connection(dial_host(host).strip("[]"), port, ssl=context), request.encode()
+    )
 
 
 async def redis_pong(socket: Path) -> bool:

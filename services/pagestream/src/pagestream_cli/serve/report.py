@@ -62,6 +62,10 @@ class Reporter:
                 self._status.stop()
             self._status = None
 
+    def phase(self, name: str) -> None:
+        """Print that a part is ready, and what the others are waited for."""
+        self.say(f"  {self.elapsed_s:5.1f} s  {name}")
+
     def ready(self, record: ServeRecord) -> None:
         """Print the line that says that the deployment is ready; scripts wait for it."""
         urls, targets = " ".join(record.http_urls()), " ".join(record.grpc_targets())

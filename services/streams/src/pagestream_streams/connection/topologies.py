@@ -16,19 +16,9 @@ from redis.backoff import NoBackoff
 
 from pagestream_streams.connection.base import Command, Topology, close_idle
 from pagestream_streams.connection.cluster import ClusterTopology
+from pagestream_streams.connection.schemes import SCHEMES
 from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.settings import StreamsSettings
-
-SCHEMES = (
-    "redis://",
-    "rediss://",
-    "unix://",
-    "redis+sentinel://",
-    "rediss+sentinel://",
-    "redis+cluster://",
-    "rediss+cluster://",
-)
-"""Schemes of addresses; "rediss" is TLS."""
 
 _TLS_OPTIONS = ("ssl_ca_certs", "ssl_ca_data", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 _SENTINEL_PORT, _REDIS_PORT = 26379, 6379

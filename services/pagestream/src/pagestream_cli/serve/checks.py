@@ -1,0 +1,58 @@
+"""Check what the parts will be started with, before any of them is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from pagestream_cli.errors import UsageError
+from pagestream_cli.serve.options import ServeOptions
+from pagestream_cli.supervisor import PartSpec
+
+ENGINE_MODULE, GATEWAY_MODULE = "pagestream_worker", "pagestream_gateway"
+
+
+def check_options(options: ServeOptions) -> None:
+    """Check serve's own options.
+
+    Raises:
+        UsageError: they contradict each other, or name a file that is not there.
+    """
+    if options.exit_after_greet and options.greet is None:
+        raise UsageError("--exit-after-greet needs --greet PROMPT")
+    if (options.tls_certificate is None) != (options.tls_key is None):
+        raise UsageError("--tls-certificate and --tls-key go together", hint="give both, or neither")
+    files = {
+        "--api-keys": options.api_keys,
+        "--tls-certificate": options.tls_certificate,
+        "--tls-key": options.tls_key,
+    }
+    for flag, file in files.items():
+        if file is not None and not file.is_file():
+            raise UsageError(f"{flag} {file}: no such file")
+
+
+def check_parts(parts: Sequence[PartSpec]) -> None:
+    """Read each part's command line and environment as the part will: engine options and PAGESTREAM_... variables.
+
+    Raises:
+        UsageError: a value is unknown, malformed or out of range; it is named.
+    """
+    from pagestream_engine.errors import EngineError
+    from pagestream_gateway import settings as gateway
+    from pagestream_gateway.errors import SettingsError
+    from pagestream_worker import settings as worker
+
+    for part in parts:
+        environment = {**os.environ, **part.env}
+        try:
+            if ENGINE_MODULE in part.argv:
+                worker.load_settings(_options_of(part, ENGINE_MODULE), environment)
+            elif GATEWAY_MODULE in part.argv:
+                gateway.load_settings(_options_of(part, GATEWAY_MODULE), environment)
+        except (EngineError, SettingsError, ValueError) as error:
+            raise UsageError(str(error), hint="`pagestream serve --help-all` lists every setting") from error
+
+
+def _options_of(part: PartSpec, module: str) -> list[str]:
+    return list(part.argv[part.argv.index(module) + 1 :])
