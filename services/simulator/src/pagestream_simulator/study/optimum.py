@@ -2,8 +2,9 @@
 
 A plan holds the number of ready engines for each slot of SLOT_S. Its cost follows from the start-up time: a pod is
 ordered one start-up before it is needed, and kept where it is needed again within one (a new one would cost as much).
-The search starts with fluid demand, scaled until the objective is just met in simulation, then tries many small changes
-and keeps each one that costs less and still meets it. The result is a plan that works and thereby an upper bound of the
+The search starts with fluid demand, scaled until the objective is just met in simulation, or with the smallest fixed
+fleet that meets it if that costs less; then it tries many small changes and keeps each one that costs less and still
+meets it. The result is a plan that works and thereby an upper bound of the
 optimum's cost; `lower_bound` is a lower one.
 """
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from pagestream_simulator.fleet.profile import EngineProfile
 from pagestream_simulator.laws import PlannedLaw
 from pagestream_simulator.simulation import Outcome, simulate
+from pagestream_simulator.study.peak import smallest_fleet
 from pagestream_simulator.terms import Terms
 from pagestream_simulator.traces.load import Load
 
@@ -87,7 +89,8 @@ class Planner:
 
     def optimum(self, changes: int) -> Plan:
         """Return the best plan after trying this number of changes."""
-        best = min((self._scaled(share) for share in PEAK_SHARES), key=lambda plan: plan.outcome.pod_hours)
+        plans = [self._scaled(share) for share in PEAK_SHARES]
+        best = min([*plans, *self._constant()], key=lambda plan: plan.outcome.pod_hours)
         self._evaluated(best.needed)
         share, kept = 0.3, 0
         for number in range(changes):
@@ -123,6 +126,11 @@ class Planner:
             else:
                 low = middle
         return plan
+
+    def _constant(self) -> list[Plan]:
+        """Return the plan of the smallest fixed fleet that meets the objective, if one of the terms' sizes does."""
+        engines = smallest_fleet(self._load, self._profile, self._terms, self._seed)
+        return [] if engines is None else [self._evaluated(np.full(self._slots, engines, dtype=np.int64))]
 
     def _demand(self, share: float) -> Floats:
         """Return the engines that a slot's arrivals keep busy: its mean, and its busiest second weighted by `share`."""

@@ -28,6 +28,22 @@ def scaled_load(rows: Sequence[TraceRow], factor: float, terms: Terms, seed: int
     )
 
 
+def smallest_fleet(load: Load, profile: EngineProfile, terms: Terms, seed: int = 0) -> int | None:
+    """Return the size of the smallest fixed fleet that attains the objective; None if `max_engines` don't."""
+
+    def attains(engines: int) -> bool:
+        outcome = simulate(load, profile, FixedLaw(engines), terms, startup_s=0.0, seed=seed)
+        return outcome.attainment >= terms.objective.attainment
+
+    low, high = 0, terms.fleet.max_engines  # low doesn't attain
+    if not attains(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if attains(middle) else (middle, high)
+    return high
+
+
 def peak_factor(rows: Sequence[TraceRow], profile: EngineProfile, terms: Terms, seed: int = 0) -> float:
     """Return the largest factor, within 1 part in 2,000, at which `engines_at_peak` engines attain the objective.
 
