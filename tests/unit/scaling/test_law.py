@@ -295,7 +295,7 @@ def test_a_backlog_is_measured_against_what_a_pod_drains() -> None:
     decision, _ = decide(policy, shown, ScalingMemory())
     assert decision.inputs["capacity"] == 1000
     assert decision.inputs["backlog_left"] == 4000
-    assert decision.desired == math.ceil(4000 / 1000 / 0.8 + 4000 / 1000 / policy.backlog.drain_s)
+    assert decision.desired == math.ceil(4000 / 1000 / policy.backlog.busy + 4000 / 1000 / policy.backlog.drain_s)
     assert decision.limiting is Limit.BACKLOG
 
 

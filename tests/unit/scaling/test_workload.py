@@ -16,7 +16,9 @@ from pagestream_scaling import (
 )
 from support.scaling.worlds import NOW, at, pool, queue, starting_pod
 
-POLICY = ScalingPolicy(min_replicas=1, max_replicas=100, rate=RatePolicy(up_pods=100))
+POLICY = ScalingPolicy(
+    min_replicas=1, max_replicas=100, rate=RatePolicy(up_pods=100), backlog=BacklogPolicy(forget_s=600.0)
+)
 
 
 def working(

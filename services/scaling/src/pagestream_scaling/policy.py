@@ -64,7 +64,7 @@ class BacklogPolicy:
     """Seconds in which a backlog should be gone, from when the pods ordered for it are ready."""
     drain_startups: float = 1.0
     """The same in start-up times, if that is longer: even a pod for a moment costs a start-up."""
-    busy: float = 0.80
+    busy: float = 0.75
     """Share of a pod's measured capacity that arrivals may fill; the rest absorbs their variation."""
     level_window_s: float = 30.0
     """Seconds whose mean rate is the level of arrivals."""
@@ -96,8 +96,9 @@ class BacklogPolicy:
     """Prompt tokens per second that a pod is assumed to do until it was measured."""
     settle_s: float = 20.0
     """Time constant in seconds of the measured capacity, rate and utilization."""
-    forget_s: float = 600.0
-    """Seconds for which a capacity seen at saturation holds; then it gives way to rate / utilization."""
+    forget_s: float = 1800.0
+    """Seconds for which a capacity seen at saturation holds; then it gives way to rate / utilization, which is too high
+    where computing limits a pod: each time the pool shrinks until it is saturated again."""
     evidence_utilization: float = 0.25
     """Mean utilization below which rate / utilization is no estimate of the capacity."""
 
