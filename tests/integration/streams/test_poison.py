@@ -9,6 +9,7 @@ import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, REQUEST_STATE_QUEUED
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, Claim, EngineSession, GatewaySession, RequestNotFound, expire_engine
+from pagestream_streams.protocol.claimed_log import ClaimedLog
 from pagestream_streams.protocol.keys import Partition
 from support.protocol.token_streams import (
     FAST,
@@ -343,7 +344,7 @@ class TestQuarantine:
             assert await broker.requeue(request.request_id) == new_id != request.request_id
             [claim] = await engine.claim()
             assert (claim.request_id, claim.isolated, claim.next_index) == (new_id, True, 1)
-            assert claim.entries == old[:1]
+            assert claim.log == ClaimedLog.of(old[:1])
             await engine.generate(claim, 3, finish=True)
         assert numbers(await read_all(gateway, new_id)) == [100, 101, 102]
         assert await read_all(gateway, request.request_id) == old, "its own log has one end and keeps it"

@@ -21,6 +21,7 @@ from pagestream.v1.records_pb2 import LogEntry
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, GatewaySession, expire_engine
 from pagestream_streams.connection.scripts import APPEND, Script
 from pagestream_streams.engine import appending
+from pagestream_streams.protocol.claimed_log import ClaimedLog
 from pagestream_streams.protocol.entries import from_stream_fields
 from redis.exceptions import ResponseError
 from support.protocol.token_streams import LIMIT_S, MODEL, STILL, TENANT, card, ending, numbers, spec, tokens
@@ -94,7 +95,7 @@ class Protocol(RuleBasedStateMachine):
         [claim] = claims
         self.model.claims += 1
         assert (claim.epoch, claim.attempts) == (self.model.claims, self.model.claims)
-        assert claim.entries == self.model.log
+        assert claim.log == ClaimedLog.of(self.model.log)
         assert (claim.next_index, claim.digest) == (len(self.model.log), self.model.digest)
         self.model.owner = claim
         self.held[name].append(claim)

@@ -10,6 +10,7 @@ from pagestream_engine.request.outputs import StepOutput, TokenLogprob
 from pagestream_engine.request.sampling_params import child_seed
 from pagestream_streams import Claim
 from pagestream_streams.protocol import digests
+from pagestream_streams.protocol.claimed_log import ClaimedLog
 from pagestream_worker.requests.running_request import RunningRequest
 from pagestream_worker.requests.unacknowledged_log import LogMemory
 
@@ -36,7 +37,7 @@ def claim(entries: list[LogEntry] | None = None, *, n: int = 1, num_prompts: int
         cached_tokens=0,
         attempts=1,
         deadline=None,
-        entries=log,
+        log=ClaimedLog.of(log),
     )
 
 

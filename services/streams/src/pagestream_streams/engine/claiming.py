@@ -22,8 +22,9 @@ from pagestream_streams.engine.claim_order import ClaimOrder, Head, Heads, Take
 from pagestream_streams.engine.doorbell import Doorbell
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
+from pagestream_streams.engine.opening import open_log
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.protocol.entries import from_stream_fields
+from pagestream_streams.protocol.claimed_log import ClaimedLog
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import Claim
 
@@ -248,7 +249,7 @@ class Claimer:
         """End a request whose record or log can't be read: it would stop one engine after another."""
         try:
             return await self._open(where, nonce, now, row)
-        except (DecodeError, KeyError, ValueError) as error:
+        except (DecodeError, KeyError, ValueError, OverflowError) as error:
             request_id = row[0].decode()
             _log.exception("%s: its record or its log can't be read", request_id)
             message = f"the request's record or log can't be read: {type(error).__name__}: {error}"
@@ -257,10 +258,9 @@ class Claimer:
 
     async def _open(self, where: Partition, nonce: str, now: int, row: Sequence[Any]) -> Claim:
         request_id, spec, epoch, next_index, digest, attempts, deadline, isolated, cached, waited = row
-        entries = []
+        log = ClaimedLog()
         if int(next_index):
-            logged = await self._broker.connection.execute("XRANGE", where.log(request_id.decode()), "-", "+")
-            entries = [from_stream_fields(fields) for _, fields in logged]
+            log = await open_log(self._broker.connection, where, request_id.decode())
         return Claim(
             spec=RequestSpec.FromString(spec),
             epoch=epoch,
@@ -270,12 +270,11 @@ class Claimer:
             attempts=attempts,
             cached_tokens=int(cached),
             deadline=time.monotonic() + (int(deadline) - now) / 1000 if int(deadline) else None,
-            entries=entries,
+            log=log,
             isolated=bool(isolated),
             waited_s=waited / 1000,
         )
 
 
 def _tokens(claim: Claim) -> int:
-    generated = sum(entry.HasField("token_id") for entry in claim.entries)
-    return sum(len(prompt.ids) for prompt in claim.spec.prompts) + generated
+    return sum(len(prompt.ids) for prompt in claim.spec.prompts) + claim.log.num_tokens

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pagestream.v1.inference_pb2 import FinishReason, RequestState, Usage
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 
+from pagestream_streams.protocol.claimed_log import ClaimedLog
+
 FINGERPRINT_FIELD, CONTEXT_FIELD = "fingerprint", "context"
 """Fields of what an engine publishes of itself: its fingerprint, and the longest context that it holds (0: any)."""
 
@@ -112,8 +114,8 @@ class Claim:
     """Prompt tokens that earlier claims had from a prefix cache."""
     deadline: float | None
     """On this process' time.monotonic() clock; None for no deadline."""
-    entries: list[LogEntry] = field(default_factory=list)
-    """The log so far."""
+    log: ClaimedLog = field(default_factory=ClaimedLog)
+    """What earlier engines generated."""
     isolated: bool = False
     """Whether engines died of it: nothing else may run until its log has a new entry."""
     waited_s: float = 0.0

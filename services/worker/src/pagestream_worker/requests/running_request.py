@@ -18,6 +18,7 @@ from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 from pagestream_engine.request.outputs import StepOutput, TokenLogprob
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_streams import Append, Claim
+from pagestream_streams.protocol.claimed_log import ClaimedLog
 from pagestream_streams.protocol.finish_reasons import parse_finish_reason
 from pagestream_telemetry.context import TraceContext, caller_context
 
@@ -59,19 +60,17 @@ class RunningRequest:
     """The log of one claimed request, with the entries that this engine has generated."""
 
     def __init__(self, claim: Claim, memory: LogMemory) -> None:
-        self.claim = replace(claim, entries=[])  # they are replayed below, and not needed again
+        self.claim = replace(claim, log=ClaimedLog())  # its tokens are taken below, and not needed again
         self.request_id = claim.spec.request_id
         self._siblings = max(1, claim.spec.sampling.n)
         self._num_choices = self._siblings * len(claim.spec.prompts)
-        self._outputs: dict[int, list[int]] = {choice: [] for choice in range(self._num_choices)}
+        self._outputs = {choice: list(claim.log.tokens.get(choice, ())) for choice in range(self._num_choices)}
         self._held: defaultdict[int, deque[StepOutput]] = defaultdict(deque)  # generated before their turn
-        self._finishes: dict[int, FinishReason] = {}
+        self._finishes = dict(claim.log.finishes)
         self._running: set[int] = set()
         self._cached_tokens = claim.cached_tokens
         self.log = UnacknowledgedLog(claim, memory)
         self._ended = False
-        for entry in claim.entries:
-            self._replay(entry)
 
     @property
     def trace(self) -> TraceContext:
@@ -191,13 +190,6 @@ class RunningRequest:
     def _seq_id(self, choice: int) -> str:
         # The nonce separates the outputs of this claim from those of an earlier claim of the same request.
         return f"{self.request_id}/{self.claim.nonce}/{choice}"
-
-    def _replay(self, entry: LogEntry) -> None:
-        body = entry.WhichOneof("body")
-        if body == "token_id":
-            self._outputs[entry.choice].append(entry.token_id)
-        elif body == "finish":
-            self._finishes[entry.choice] = entry.finish.reason
 
     def _finish_choice(self, choice: int, output: StepOutput) -> None:
         reason = parse_finish_reason(output.finish_reason) if output.finish_reason else FINISH_REASON_ERROR
