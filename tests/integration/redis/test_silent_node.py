@@ -121,3 +121,23 @@ async def test_an_append_tells_what_was_taken_and_what_was_not(topology: Topolog
             assert not outcomes[0].lost
         outcomes = await engine.session.append(appends)
         assert [(outcome.kind, outcome.next_index) for outcome in outcomes] == [(AppendKind.OK, 1)] * 2
+
+
+async def test_claims_of_other_partitions_go_on(topology: Topology, broker: Broker) -> None:
+    """The silent node holds the earliest requests, and is asked for them at most once a second."""
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        port = port_of(broker, Partition(MODEL, 0).prefix)
+        await gateway.accept(spec(partition=0))
+        with silent(topology, port):
+            slowest, begun = 0.0, time.monotonic()
+            for _ in range(10):
+                request = spec(partition=elsewhere(broker, port))
+                await gateway.accept(request)
+                asked_at = time.monotonic()
+                [claim] = await engine.claim()
+                assert claim.request_id == request.request_id
+                slowest = max(slowest, time.monotonic() - asked_at)
+            assert slowest < SHIPPED.command_timeout_s / 2
+            assert time.monotonic() - begun < 2 * SHIPPED.command_timeout_s
+        [claim] = await engine.claim()
+        assert claim.spec.request_id != request.request_id

@@ -56,6 +56,8 @@ MUTANTS = [
     Mutant("claim", "if retired and name ~= 'resume:' .. fingerprint then", "if retired and not tonumber(name) then"),
     Mutant("claim", "class and arrival + class * ageing", "class and arrival - class * ageing"),
     Mutant("claim", "or arrival - BEGUN", "or arrival"),
+    Mutant("claim", "best.key > bound or", ""),
+    Mutant("claim", "or one.key < other.key or", "or one.key > other.key or"),
     Mutant("end", "if not due or tonumber(due) > now_ms() then", "if not due then"),
     Mutant("end", "if state == 'finished' then", "if false then"),
     Mutant("end", "if call('XDEL', queue, found[11]) == 1 then", "if false then"),

@@ -266,8 +266,13 @@ class Protocol:
         idle = int(not world.held[name] and not retired)
         if any(requests(before).get(request, {}).get("alone") == "1" for request in world.held[name]):
             return
-        arguments = engine, nonce, room, 1000, 0, 1000, LEASE, 10_000, idle, PRINTS[name], PATIENCE, CONTROL
-        _, _, *rows = self.call("claim", *arguments, int(retired))
+        limits = 1000, 0, 1000, LEASE, 10_000, idle, PRINTS[name], PATIENCE, CONTROL, int(retired)
+        front = self._front(engine, nonce, limits)
+        before = self.state
+        _, _, *rows = self.call("claim", engine, nonce, room, *limits)
+        keys = [row[10] for row in rows if not row[7]]
+        must(keys == sorted(keys), f"claimed out of order: {keys}")
+        must(not keys or keys[0] == front, f"{front} was named as the next one, and {keys} were claimed")
         records, after = requests(before), requests(self.state)
         must(len(rows) <= room, "claimed more than asked for")
         running = {
@@ -299,6 +304,17 @@ class Protocol:
                 entries = [_values(fields) for fields in log(self.state, request)]
                 world.held[name][request] = Held(engine, str(epoch), nonce, entries, len(entries))
         self._in_order(before, rows, room, name)
+
+    def _front(self, engine: str, nonce: str, limits: Sequence[Any]) -> int | None:
+        """Ask for the key of the next request; check that this, and a claim bounded below it, takes nothing."""
+        before = _but_for_empty_queues(self.state)
+        [_, [_, _, _, *heads]] = self.call("claim", engine, nonce, 0, *limits)
+        front: int | None = heads[0] if heads else None
+        if front is not None and not limits[5]:
+            self.call("claim", engine, nonce, 4, *limits, 0, 1, front - 1)
+        after = _but_for_empty_queues(self.state)
+        must(after == before, f"a question changed {difference(before, after)}")
+        return front
 
     def _in_order(self, before: Content, rows: Sequence[Any], room: int, name: str) -> None:
         if [row for row in rows if row[7]]:
@@ -698,6 +714,12 @@ def _others(held: Held) -> list[tuple[str, ...]]:
     kind, choice, _, text, _, extra = held.entries[place]
     digest = chain(held.entries[place - 1][4] if place else "", f"c:{choice}:t:9")
     return [(kind, choice, "9", text, digest, extra)]
+
+
+def _but_for_empty_queues(state: Content) -> Content:
+    """Leave out what a claim tidies up on its way: empty queues of begun requests, and their names in meta."""
+    empty = {key for key, value in state.items() if key.startswith("queue:resume:") and not value["rows"]}
+    return {key: value for key, value in state.items() if key not in empty | {"meta"}}
 
 
 def _values(fields: dict[str, str]) -> tuple[str, ...]:
