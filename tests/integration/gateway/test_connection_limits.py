@@ -13,7 +13,7 @@ import httpx
 import pytest
 from pagestream.v1 import inference_pb2 as api
 from pagestream_gateway import Settings
-from pagestream_gateway.settings import ConnectionSettings
+from pagestream_gateway.settings import ConnectionSettings, LimitSettings
 from support.clients.gateway_clients import Address, grpc_stub, issue_certificate, post_events
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
 
@@ -22,6 +22,7 @@ SHORT_S = 0.2
 MAX_HEADER = 4096
 GET = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+JSON = {"Content-Type": "application/json"}
 CONNECTIONS = ConnectionSettings(
     max_header_bytes=MAX_HEADER,
     max_header_fields=16,
@@ -57,6 +58,10 @@ class Connection:
         """Write the same bytes again and again. Raises ConnectionError where the gateway has closed."""
         for _ in range(times):
             await self.send(data)
+
+    async def first_line(self) -> bytes:
+        """Return the first line that the gateway sends."""
+        return await self._reader.readline()
 
     async def end(self) -> Answer:
         """Return the answer that the gateway closes the connection with."""
@@ -160,6 +165,28 @@ async def test_a_body_that_nobody_reads_ends(address: Address, settings: Setting
         await connection.send(GET + b"Content-Length: 100000000000\r\n\r\n")
         with pytest.raises(ConnectionError):
             await connection.send_many(b"a" * 2**20, most // 2**20 + 64)
+
+
+async def test_bodies_that_stall_give_way_to_others(
+    engine: SyntheticEngine, settings: Settings, another: Another, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each lacks its last byte, and together they have all the room that large bodies have."""
+    monkeypatch.setattr("pagestream_gateway.core.tokenization.PATIENCE_S", 0.1)
+    most = 2**20
+    limits = LimitSettings(max_body_bytes=most, max_pending_bytes=2 * most)
+    body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1}).ljust(most).encode()
+    async with (
+        another(replace(settings, limits=limits)) as address,
+        connect(address) as first,
+        connect(address) as second,
+        httpx.AsyncClient(base_url=address.url, timeout=LIMIT_S) as client,
+    ):
+        for connection in (first, second):
+            await connection.send(POST + b"Content-Length: %d\r\n\r\n" % most + body[:-1])
+        answers = await asyncio.gather(*(client.post("/v1/completions", content=body, headers=JSON) for _ in range(4)))
+        assert [answer.status_code for answer in answers] == [200] * 4
+        async with asyncio.timeout(LIMIT_S):
+            assert b" 429 " in await first.first_line()
 
 
 async def test_pipelined_requests_and_tiny_chunks_are_bounded(address: Address) -> None:

@@ -14,6 +14,8 @@ from pagestream_gateway.errors import Overloaded
 T = TypeVar("T")
 SMALL_BYTES = 64 * 1024
 """Bytes of a request that is parsed in less time than a thread takes to answer."""
+PATIENCE_S = 2.0
+"""Seconds in which a body is received whole, unless its sender or the network is slow."""
 
 
 class TokenizePool:
@@ -61,26 +63,63 @@ class TokenizePool:
         self._num_pending -= 1
 
 
+class PendingRequest:
+    """One request's place among the pending ones."""
+
+    def __init__(self) -> None:
+        self._scope: asyncio.Timeout | None = None
+        self._began_at = 0.0
+
+    @contextlib.asynccontextmanager
+    async def receiving(self) -> AsyncIterator[None]:
+        """Receive the body inside the block. Raises Overloaded where it takes long and others wait for its room."""
+        self._began_at = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(None) as self._scope:
+                yield
+        except TimeoutError as error:
+            raise Overloaded("the body arrives slowly, and other large requests wait for its room", 5.0) from error
+        finally:
+            self._scope = None
+
+    def give_way(self) -> bool:
+        """End the receiving where it has been under way for long; return whether it has."""
+        if self._scope is None or asyncio.get_running_loop().time() - self._began_at < PATIENCE_S:
+            return False
+        self._scope.reschedule(0.0)
+        self._scope = None
+        return True
+
+
 class PendingRequests:
-    """Bounds the bytes of large requests that are read, parsed and tokenized at once; further ones wait in order."""
+    """Bounds the bytes of large requests that are read, parsed and tokenized at once; further ones wait in order.
+
+    Where one has waited for `PATIENCE_S`, the request whose body has been arriving for longest gives way.
+    """
 
     def __init__(self, max_bytes: int, *, limit_s: float) -> None:
         """`limit_s`: seconds that a request may wait."""
         self._budget = ByteBudget(max_bytes)
         self._limit_s = limit_s
+        self._admitted: dict[PendingRequest, None] = {}  # in order
 
     @contextlib.asynccontextmanager
-    async def hold(self, num_bytes: int) -> AsyncIterator[None]:
+    async def hold(self, num_bytes: int) -> AsyncIterator[PendingRequest]:
         """Count a request of so many bytes as pending inside the block; small ones do not count. Raises Overloaded."""
         num_bytes = 0 if num_bytes <= SMALL_BYTES else min(num_bytes, self._budget.limit_bytes)
         if num_bytes and not self._budget.try_take(num_bytes):
             await self._wait(num_bytes)
+        request = PendingRequest()
+        if num_bytes:
+            self._admitted[request] = None
         try:
-            yield
+            yield request
         finally:
+            self._admitted.pop(request, None)
             self._budget.give(num_bytes)
 
     async def _wait(self, num_bytes: int) -> None:
+        impatience = asyncio.create_task(self._make_room())
         try:
             async with asyncio.timeout(self._limit_s):
                 await self._budget.take(num_bytes)
@@ -88,3 +127,10 @@ class PendingRequests:
             raise Overloaded(
                 f"large requests of {self._budget.limit_bytes} bytes together are being read", retry_after_s=5.0
             ) from error
+        finally:
+            impatience.cancel()
+
+    async def _make_room(self) -> None:
+        while True:
+            await asyncio.sleep(PATIENCE_S)
+            any(request.give_way() for request in list(self._admitted))  # the first that can

@@ -190,8 +190,11 @@ async def parsed_request(gateway: Gateway, request: Request, parse: Parser) -> A
 
     Errors of the draft name its fields as the body does. Raises InvalidRequest, Overloaded.
     """
-    async with gateway.pending.hold(_num_bytes(request, gateway.settings.limits.max_body_bytes)):
-        parsed = await _parsed(gateway, request, parse)
+    max_bytes = gateway.settings.limits.max_body_bytes
+    async with gateway.pending.hold(_num_bytes(request, max_bytes)) as pending:
+        async with pending.receiving():
+            data = await read_body(request, max_bytes)
+        parsed = await _parsed(gateway, data, request.headers, parse)
         with named_as(parsed.field_names):
             yield parsed
 
@@ -202,12 +205,11 @@ def _num_bytes(request: Request, most: int) -> int:
     return min(int(announced), most) if announced.isdecimal() else most
 
 
-async def _parsed(gateway: Gateway, request: Request, parse: Parser) -> ParsedRequest:
-    """Read and parse the body; a large one is parsed outside the event loop."""
-    data = await read_body(request, gateway.settings.limits.max_body_bytes)
+async def _parsed(gateway: Gateway, data: bytes, headers: Headers, parse: Parser) -> ParsedRequest:
+    """Parse a body, outside the event loop where it is large."""
 
     def work() -> ParsedRequest:
-        return parse(parse_json(data), request.headers)
+        return parse(parse_json(data), headers)
 
     return work() if len(data) <= SMALL_BYTES else await gateway.pool.run(work)
 
