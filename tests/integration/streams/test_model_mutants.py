@@ -33,15 +33,15 @@ def test_a_broken_script_is_caught(client: Redis, mutant: Mutant) -> None:
     assert any(is_caught(client, mutant, seed) for seed in range(CATCHES))
 
 
-ONLY_TELL = {"queue", "outline"}
+ONLY_TELL = {"queue", "outline", "log_sizes"}
 """Scripts that change nothing, and whose answers no step of the protocol uses."""
 
 AFTER_ALL = {"forget"}
 """Scripts that run when no engine and no unfinished request is left, tried in test_unpublish.py."""
 
-
-BESIDE = {"reserve", "release"}
-"""Scripts of idempotency keys, which are beside the partitions: test_accept tests them."""
+BESIDE = {"reserve", "release", "enlist", "reserve_log", "settle_logs"}
+"""Scripts of tenants' keys, which are beside the partitions, tested in test_accept, test_request_lists, test_log_quota.
+"""
 
 
 def is_caught(client: Redis, mutant: Mutant, seed: int) -> bool:
