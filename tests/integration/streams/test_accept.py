@@ -18,6 +18,7 @@ from pagestream_streams import (
     Broker,
     GatewaySession,
     IdempotencyConflict,
+    LogsFull,
     ModelNotFound,
     QueueFull,
     RequestNotFound,
@@ -220,6 +221,21 @@ class TestIdempotencyKey:
             assert running.request_id == late.request_id
             assert await queued(broker) == 1
 
+    async def test_a_tenant_s_limit_concerns_no_retry(self, redis_url: str, broker: Broker) -> None:
+        """It was accepted where there was no limit yet."""
+        limited = dataclasses.replace(FAST, tenant_log_bytes=1)
+        async with (
+            GatewaySession(broker) as gateway,
+            await Broker.connect(redis_url, limited) as narrow,
+            GatewaySession(narrow) as other,
+        ):
+            request = await gateway.accept_once(spec(key="k"), body_digest="d")
+            for _ in range(2):
+                assert await other.accept_once(spec(key="k"), body_digest="d") == request
+            with pytest.raises(LogsFull):
+                await other.accept_once(spec(key="other"), body_digest="d")
+            assert await gateway.accept_once(spec(key="other"), body_digest="e"), "a refusal frees the key"
+
     @pytest.mark.parametrize("on_disconnect", [ON_DISCONNECT_CANCEL, ON_DISCONNECT_CONTINUE])
     async def test_a_retry_renews_the_record_with_the_key(
         self, redis_url: str, broker: Broker, on_disconnect: OnDisconnect
@@ -279,8 +295,8 @@ class TestIdempotencyKey:
             await brief.cancel(first.request_id, TENANT)
             await reader
             where = await broker.directory.locate(first.request_id)
-            reserved_ms = await broker.connection.execute("PTTL", reserved)
             log_ms = await broker.connection.execute("PTTL", where.log(first.request_id))
+            reserved_ms = await broker.connection.execute("PTTL", reserved)
             assert settings.retention_s * 1000 <= reserved_ms <= log_ms
 
     async def test_what_nobody_reads_keeps_its_key_for_a_day(self, broker: Broker) -> None:

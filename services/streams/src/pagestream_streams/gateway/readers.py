@@ -214,7 +214,7 @@ class Readers:
         if now - self._renewed_at < renewal_s(retention_s):
             return
         self._renewed_at += _RENEWAL_RETRY_S  # where Redis refuses
-        specs = [each.spec for each in self.reads if each.spec is not None]
+        specs = [each.spec for each in self.reads if each.spec is not None and each.is_open]
         await renew(self._broker.connection, specs, retention_s, self._limit_s)
         self._renewed_at = now
 

@@ -13,7 +13,7 @@ from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.subscription import Subscription
-from pagestream_streams.errors import QueueFull, RequestNotFound, StorageFull
+from pagestream_streams.errors import LogsFull, QueueFull, RequestNotFound, StorageFull
 from pagestream_streams.gateway.acceptance import Acceptor
 from pagestream_streams.gateway.heartbeat import GatewayHeartbeat
 from pagestream_streams.gateway.log_quota import LogQuota
@@ -141,9 +141,9 @@ class GatewaySession:
         connection = self._broker.connection
         reservation, same = await self.acceptor.reserved(spec, body_digest)
         try:
-            if await self.accept(same):
+            if await (self._accept(same, True) if await self._is_known(same, spec) else self.accept(same)):
                 return same
-        except (QueueFull, RequestNotFound, StorageFull):
+        except (QueueFull, LogsFull, RequestNotFound, StorageFull):
             await release(connection, reservation)
             raise
         view = await self._broker.view(same.request_id, spec.tenant, with_position=False)
@@ -195,6 +195,16 @@ class GatewaySession:
     async def _awake_partitions(self) -> list[Partition]:
         partitions, read = await self._partitions(), {follower.where.model for follower in self.readers.reads}
         return [where for where in partitions if where.model in read or not self.sweeper.is_resting(where.model)]
+
+    async def _is_known(self, same: RequestSpec, spec: RequestSpec) -> bool:
+        """Return whether an earlier try's request is in Redis: what bounds new requests doesn't concern it then."""
+        if same is spec:
+            return False
+        try:
+            await self._broker.view(same.request_id, same.tenant, with_position=False)
+        except RequestNotFound:
+            return False
+        return True
 
     async def _partitions(self) -> list[Partition]:
         directory = self._broker.directory
