@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import re
@@ -131,7 +132,11 @@ def account(admin: Administrator, installed: str, tmp_path: Path) -> Path:
 @pytest.fixture
 def operator(installed: str, account: Path, options: tuple[str, ...], tmp_path: Path) -> Iterator[Operator]:
     """The operator's process as the chart starts it."""
-    environ = environment(render(*options, namespace=installed), "StatefulSet/pagestream-operator")
+    manifests = render(*options, namespace=installed)
+    environ = environment(manifests, "StatefulSet/pagestream-operator")
+    for name, content in one(manifests, "Secret", "pagestream-operator-sink")["data"].items():
+        (tmp_path / name).write_bytes(base64.b64decode(content))
+    environ = {name: value.replace("/etc/pagestream-sink", str(tmp_path)) for name, value in environ.items()}
     port = free_port()
     environ |= {
         "KUBECONFIG": str(account),
@@ -172,11 +177,13 @@ def exists(admin: Administrator, namespace: str, *what: str) -> bool:
 
 def test_the_operators_rights_are_enough(admin: Administrator, installed: str, operator: Operator) -> None:
     children = ("deployment/demo-engine", "service/demo-engines", "poddisruptionbudget/demo-engine")
-    children += ("configmap/demo-engine", "serviceaccount/demo-engine")
+    children += ("serviceaccount/demo-engine",)
     wait_until(lambda: exists(admin, installed, *children), limit_s=30, what="the pool's objects")
     wait_until(lambda: bool(conditions(admin, installed)), limit_s=30, what="the pool's status")
     pod = admin.get("--namespace", installed, "deployment/demo-engine")["spec"]["template"]["spec"]
     assert pod["containers"][0]["image"] == "pagestream-engine:0.1.0"
+    own = pod["containers"][0]["envFrom"][-1]["configMapRef"]["name"]
+    assert exists(admin, installed, f"configmap/{own}")
     admin.run("kubectl", "--namespace", installed, "scale", "enginepool/demo", "--replicas=2")
     wait_until(lambda: replicas(admin, installed) == 2, limit_s=30, what="two replicas")
     wait_until(lambda: has_events(admin, installed), limit_s=30, what="an event")
@@ -206,10 +213,21 @@ def has_events(admin: Administrator, namespace: str) -> bool:
 
 FORBIDDEN = {
     "get": ("secrets", "enginepools.pagestream.dev --namespace=kube-system", "nodes", "leases/other"),
-    "create": ("pods", "pods/exec", "secrets", "roles", "rolebindings", "enginepools.pagestream.dev", "jobs"),
-    "delete": ("deployments", "pods", "enginepools.pagestream.dev", "persistentvolumeclaims"),
+    "create": ("pods", "pods/exec", "secrets", "roles", "rolebindings", "enginepools.pagestream.dev", "cronjobs"),
+    "delete": ("deployments", "pods", "jobs", "services", "enginepools.pagestream.dev", "persistentvolumeclaims"),
     "patch": ("secrets", "statefulsets", "roles", "customresourcedefinitions", "nodes"),
 }
+
+
+LATER = {"create": "jobs", "get": "jobs", "list": "replicasets", "delete": "configmaps"}
+"""What the operator needs for a changed template and a deleted pool whose engines have run."""
+
+
+@pytest.mark.parametrize("options", [()])
+def test_the_operator_may_do_what_a_pool_needs_later(admin: Administrator, installed: str) -> None:
+    user = f"--as=system:serviceaccount:{installed}:pagestream-operator"
+    for verb, resource in LATER.items():
+        admin.run("kubectl", "auth", "can-i", verb, resource, user, f"--namespace={installed}")
 
 
 @pytest.mark.parametrize("options", [()])

@@ -84,7 +84,7 @@ def test_deletions_that_no_watch_reported_are_found(kube: ControlPlane) -> None:
         with running_operator(kube, world.namespace, kubeconfig=kubeconfig, **SHORT) as operator:
             eventually(operator.leads, "a leader")
             world.create("kept", replicas=2, drain={"deletionTimeoutSeconds": 0})
-            world.create("lost", minReplicas=0)
+            world.create("lost", replicas=0)
             names = world.make_ready("kept", 2)
             world.wait_condition("Ready", "EnoughEngines", "kept")
             world.wait_condition("Ready", "ScaledToZero", "lost")
