@@ -25,6 +25,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 from pagestream_engine.scheduler.prefill import RESERVE_SHARE
+from pagestream_streams.engine.claim_order import SLACK_MS
 from pagestream_streams.settings import StreamsSettings
 
 from pagestream_simulator.fleet.native import load_library
@@ -34,8 +35,6 @@ from pagestream_simulator.traces.load import Load
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
 
-CLAIM_SLACK_S = 0.1
-"""Difference of arrivals that does not count: what lies that close is claimed together, own partitions first."""
 _COSTS = ("fixed_s", "prefill_token_s", "prefill_pair_s", "decode_s", "decode_context_s")
 _LIMITS = ("kv_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "claim_tokens")
 
@@ -100,7 +99,7 @@ class Fleet:
             *(_pointer(column) for column in (load.arrival_s, load.prompt_tokens, load.output_tokens, load.partition)),
             partitions,
             StreamsSettings().steal_after_ms / 1000,
-            CLAIM_SLACK_S,
+            SLACK_MS / 1000,
             seed,
             _pointer(self.first_s),
             _pointer(self.end_s),
