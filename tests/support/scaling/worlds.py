@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 from pagestream_scaling import (
     BacklogPolicy,
+    ClassSample,
     Decision,
     LatencyWindow,
     PodObservation,
@@ -144,6 +145,8 @@ def observations(draw: st.DrawFn, time_s: float = NOW) -> PoolObservation:
         age_s=draw(amounts(30)) if depth else 0.0,
         running=draw(st.integers(0, 50)),
         drain_tokens_per_s=draw(st.none() | amounts(20_000)),
+        longest_tokens=draw(st.none() | amounts(50_000)),
+        classes=tuple(draw(st.lists(class_samples(), max_size=3, unique_by=lambda each: each.name))),
     )
     return PoolObservation(
         time_s=time_s,
@@ -151,7 +154,15 @@ def observations(draw: st.DrawFn, time_s: float = NOW) -> PoolObservation:
         pods=tuple(pods),
         queue=waiting,
         ttft=draw(st.none() | latency_windows()),
+        share=draw(st.sampled_from([1.0, 1.0, 0.4, 0.0])),
     )
+
+
+@st.composite
+def class_samples(draw: st.DrawFn) -> ClassSample:
+    """One class of a queue."""
+    name = draw(st.sampled_from(["0", "1", "2", "resume"]))
+    return ClassSample(name, draw(amounts(50_000)), draw(amounts(30)), draw(amounts(10_000)))
 
 
 @st.composite
