@@ -125,7 +125,8 @@ def _draw_panel(axes: Axes, panel: Mapping[str, Any], lines: Sequence[Line]) -> 
     if not lines:
         axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", color="grey")
     elif len(lines) <= _LINES_WITH_A_LEGEND:
-        axes.legend(fontsize=6, loc="upper left", framealpha=0.5)
+        # Below the axes: inside them some curve is always in the way.
+        axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False)
 
 
 def _percent(value: float, _: object) -> str:

@@ -142,3 +142,29 @@ def test_options_that_mean_nothing_are_refused(
 ) -> None:
     assert main(["bench", *arguments]) == 2
     assert named in capsys.readouterr().err
+
+
+async def test_waiting_for_an_answer_is_no_lateness() -> None:
+    """In a closed loop of one, each request waits for those before it: the generator is on time all the same."""
+    async with ScriptedGateway() as gateway:
+        outcomes = await load(gateway.url, [EXACT] * 4, concurrency=1)
+    summary = summarize(outcomes)
+    assert summary.late is not None
+    assert outcomes[-1].waited_s > 0
+    assert max(outcome.sent_s for outcome in outcomes) >= sum(outcome.e2e_s for outcome in outcomes[:-1])
+    assert summary.late.max < max(outcome.sent_s - outcome.due_s for outcome in outcomes) * 1000
+
+
+def test_a_legend_covers_no_curve() -> None:
+    mpl = pytest.importorskip("matplotlib")
+    mpl.use("Agg")
+    from matplotlib import pyplot
+    from pagestream_cli.bench.plot import draw_distribution
+
+    figure, axes = pyplot.subplots(layout="constrained")
+    draw_distribution(axes, {"TTFT": [0.1, 0.2, 0.4], "end to end": [0.5, 1.0, 2.0]})
+    figure.canvas.draw()
+    legend = axes.get_legend().get_window_extent()
+    assert not legend.overlaps(axes.get_window_extent())
+    assert figure.bbox.contains(legend.x0, legend.y0)
+    pyplot.close(figure)

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,10 @@ from pagestream_telemetry.environment import fields_of, read_environment
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 
 from pagestream_gateway.errors import SettingsError
+
+LOCALHOST = "localhost"
+"""In `cors_origins`: pages of this machine, on any port."""
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,21 @@ class GatewaySettings:
     """A second TCP port that serves only /metrics, /healthz and /readyz; the HTTP port serves them, too.
     None: no second port.
     """
+    cors_origins: str = "localhost"
+    """Web pages that may call the HTTP API from a browser: origins separated by commas. "localhost" is every page of
+    this machine, "*" every page; empty: none.
+    """
     api_keys: Path | None = None
     """File of `sha256 of the key -> tenant`. None: no key is asked for, and every caller is the tenant "default"."""
     tls_certificate: Path | None = None
     """PEM file of the certificate chain for both APIs, reloaded when it changes. None: no TLS."""
     tls_key: Path | None = None
     """PEM file of the certificate's private key, without a passphrase."""
+
+    @property
+    def origins(self) -> list[str]:
+        """The parts of `cors_origins`."""
+        return [each.strip() for each in self.cors_origins.split(",") if each.strip()]
 
 
 @dataclass(frozen=True)
@@ -246,6 +260,12 @@ def _check(settings: Settings) -> None:
         if name.endswith("_port") and value is not None and not 0 <= value <= 65535:
             flag = name.replace("_", "-")
             raise SettingsError(f"gateway.{name} (--{flag}): {value} is not a TCP port (0 to 65535)")
+    for each in settings.gateway.origins:
+        if each not in (LOCALHOST, "*") and not _ORIGIN.fullmatch(each):
+            raise SettingsError(
+                f"gateway.cors_origins: {each!r} was given, an origin such as https://app.example.com, localhost "
+                "or *, is expected"
+            )
     if (settings.gateway.tls_certificate is None) != (settings.gateway.tls_key is None):
         raise SettingsError("gateway.tls_certificate (--tls-certificate) and gateway.tls_key (--tls-key) go together")
     scheme, separator, _ = settings.gateway.redis.partition("://")

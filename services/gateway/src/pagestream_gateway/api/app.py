@@ -3,6 +3,7 @@
 from fastapi import FastAPI
 
 from pagestream_gateway.api import documents, health
+from pagestream_gateway.api.cors import allow_origins
 from pagestream_gateway.api.leniency import Lenient
 from pagestream_gateway.api.openai import chat_completions, completions, models, requests
 from pagestream_gateway.api.openai.errors import install_error_handlers
@@ -20,6 +21,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     for resource in (completions, chat_completions, models, requests, health):
         app.include_router(resource.router(gateway))
     app.add_middleware(Lenient)
+    allow_origins(app, gateway.settings.gateway.origins)
     documents.install(app, [completions.CompletionBody, chat_completions.ChatBody])
     return app
 

@@ -1,4 +1,6 @@
-"""/healthz, /readyz and /metrics: for probes and scrapers, which send no API key."""
+"""/healthz, /readyz, /metrics and vLLM's names for such: for probes and scrapers, which send no API key."""
+
+from importlib.metadata import version
 
 from fastapi import APIRouter
 from pagestream_telemetry.endpoint import PROMETHEUS_TYPE
@@ -17,6 +19,19 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.get("/healthz", summary="Whether the process works")
     async def healthz() -> Response:
         return PlainTextResponse("ok\n")
+
+    @routes.get("/health", summary="As /healthz, under vLLM's name")
+    @routes.get("/ping", summary="As /healthz, under SageMaker's name")
+    async def health() -> Response:
+        return Response(status_code=200)
+
+    @routes.get("/version", summary="Version of the gateway")
+    async def gateway_version() -> dict[str, str]:
+        return {"version": version("pagestream-gateway")}
+
+    @routes.get("/load", summary="Answers that this process is writing")
+    async def load() -> dict[str, int]:
+        return {"server_load": len(gateway.streams)}
 
     @routes.get("/readyz", summary="Whether Redis answers and a model is known")
     async def readyz() -> Response:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pagestream_cli.bench.measurement import AnswerError, LoadClient, ResponseMeasurement, outcome_of
 from pagestream_cli.bench.stats import Outcome
@@ -36,8 +37,10 @@ async def run_load(
     slots = asyncio.Semaphore(concurrency) if concurrency is not None else contextlib.nullcontext()
 
     async def one(request: BenchRequest) -> Outcome:
+        asked = time.perf_counter()
         async with slots:
-            outcome = await _ask(client, request, start, timeout_s)
+            waited_s = time.perf_counter() - asked
+            outcome = replace(await _ask(client, request, start, timeout_s), waited_s=waited_s)
         on_done(outcome)
         return outcome
 

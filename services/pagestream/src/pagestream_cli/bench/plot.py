@@ -39,10 +39,10 @@ def write_plot(run: Run, path: Path) -> None:
     figure, axes = pyplot.subplots(2, 2, figsize=SIZE_INCHES, layout="constrained")
     _ttft_over_time(axes[0][0], run.outcomes)
     _throughput(axes[0][1], good)
-    _distribution(
+    draw_distribution(
         axes[1][0], {"TTFT": [o.ttft_s for o in good if o.ttft_s is not None], "end to end": [o.e2e_s for o in good]}
     )
-    _distribution(
+    draw_distribution(
         axes[1][1],
         {"ITL": [gap for o in good for gap in o.itl_s], "TPOT": [o.tpot_s for o in good if o.tpot_s is not None]},
     )
@@ -72,7 +72,8 @@ def _throughput(axes: Any, outcomes: Sequence[Outcome]) -> None:
     axes.set(title="output tokens a second", xlabel="s", ylabel="tok/s")
 
 
-def _distribution(axes: Any, measures: dict[str, list[float]]) -> None:
+def draw_distribution(axes: Any, measures: dict[str, list[float]]) -> None:
+    """Draw the share of values up to each length of time, a curve for each measure in seconds."""
     for name, seconds in measures.items():
         if seconds:
             ordered = sorted(value * 1000 for value in seconds)
@@ -80,4 +81,5 @@ def _distribution(axes: Any, measures: dict[str, list[float]]) -> None:
     axes.set(title=" and ".join(measures), xlabel="ms", ylabel="part of all", ylim=(0, 1.02))
     if axes.get_legend_handles_labels()[0]:
         axes.set_xscale("log")
-        axes.legend(loc="lower right")
+        # Below the axes: inside them some curve is always in the way.
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)

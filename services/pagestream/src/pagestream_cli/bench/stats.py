@@ -29,6 +29,8 @@ class Outcome:
     error: str = ""
     """Kind of the error; empty where there is none."""
     message: str = ""
+    waited_s: float = 0.0
+    """How long it waited for another request to end, as a bound on requests at once asks for (a closed loop)."""
 
     @property
     def e2e_s(self) -> float:
@@ -90,7 +92,8 @@ class Summary:
     e2e: Spread | None
     """Whole answers."""
     late: Spread | None
-    """Delay of the load generator in sending: where it is large, the generator was the limit, not the server."""
+    """Delay of the load generator in sending, less what a closed loop asks for: where it is large, the generator was
+    the limit, not the server."""
 
 
 def spread(seconds: Sequence[float]) -> Spread | None:
@@ -121,5 +124,5 @@ def summarize(outcomes: Sequence[Outcome]) -> Summary:
         tpot=spread([o.tpot_s for o in good if o.tpot_s is not None]),
         itl=spread([gap for o in good for gap in o.itl_s]),
         e2e=spread([o.e2e_s for o in good]),
-        late=spread([max(o.sent_s - o.due_s, 0.0) for o in outcomes]),
+        late=spread([max(o.sent_s - o.due_s - o.waited_s, 0.0) for o in outcomes]),
     )

@@ -35,7 +35,8 @@ def write_plot(comparison: Comparison, path: Path) -> None:
     axes[2].set(title="KV utilization, mean of ready pods", ylim=(0, 1))
     axes[3].set(title=f"TTFT, p99 of {BIN_S:g} s", xlabel="s", ylabel="s", yscale="log")
     axes[3].axhline(s["objective_s"], color="black", linestyle=":", linewidth=0.8)
-    axes[1].legend(loc="upper left", fontsize=8, ncols=3)
+    # Beside the axes: inside them some curve is always in the way.
+    axes[1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
     figure.suptitle(f"{Path(s['trace']).name}, {s['factor']:.2f} times its requests, start-up {s['startup_s']:g} s")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI, format="png")
