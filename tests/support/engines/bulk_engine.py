@@ -1,6 +1,7 @@
 """A process without a model that writes whole logs as fast as Redis takes them, for measurements of memory.
 
-A token's text is its number, and it has the log probabilities that its request asks for. Requests take turns.
+A token's text is its number, and it has the log probabilities that its request asks for. Requests take turns. A request
+that another engine has begun is written again from its start, which its log skips.
 
     PYTHONPATH=tests python -m support.engines.bulk_engine --redis URL
 """
@@ -60,27 +61,43 @@ def _logprobs(num_best: int) -> TokenLogprobs:
     return TokenLogprobs(entries=best)
 
 
+class _Slices:
+    """A log in slices, made once for all requests whose logs are alike."""
+
+    def __init__(self, spec: RequestSpec) -> None:
+        self._entries = entries_of(spec)
+        self._made: list[list[LogEntry]] = []
+
+    def __getitem__(self, number: int) -> list[LogEntry]:
+        while len(self._made) <= number:
+            self._made.append(list(islice(self._entries, _SLICE)))
+        return self._made[number]
+
+
 class _Log:
     """A claimed request's log, as far as it is written."""
 
-    def __init__(self, claim: Claim) -> None:
+    def __init__(self, claim: Claim, slices: _Slices) -> None:
         self.claim = claim
-        self.index = claim.next_index
-        self._entries = islice(entries_of(claim.spec), claim.next_index, None)
-        self._next: list[LogEntry] = []
-        self._digest = claim.digest
+        self._slices = slices
+        self._number = 0
+        self._next = slices[0]
+        self._index, self._digest = 0, ""
 
     def append(self) -> Append:
         """Return the next append; the same one until `settle`."""
-        self._next = self._next or list(islice(self._entries, _SLICE))
         claim = self.claim
-        return Append(claim.request_id, claim.epoch, claim.nonce, self.index, self._next, previous_digest=self._digest)
+        return Append(claim.request_id, claim.epoch, claim.nonce, self._index, self._next, previous_digest=self._digest)
 
     def settle(self) -> bool:
         """Go on behind the append; return whether the log has ended."""
         last = self._next[-1]
-        self.index, self._digest, self._next = self.index + len(self._next), last.digest, []
-        return last.HasField("end")
+        self._index, self._digest = self._index + len(self._next), last.digest
+        self._number += 1
+        if last.HasField("end"):
+            return True
+        self._next = self._slices[self._number]
+        return False
 
 
 class BulkEngine:
@@ -89,6 +106,7 @@ class BulkEngine:
     def __init__(self, broker: Broker) -> None:
         self._session = EngineSession(broker, model=MODEL, on_lost=self._drop)
         self._logs: deque[_Log] = deque()
+        self._made: dict[tuple[int, ...], _Slices] = {}
         self._has_work = asyncio.Event()
 
     async def run(self) -> None:
@@ -104,7 +122,7 @@ class BulkEngine:
             except Unavailable:
                 await asyncio.sleep(_RETRY_S)
                 continue
-            self._logs.extend(map(_Log, claims))
+            self._logs.extend(_Log(claim, self._slices_of(claim.spec)) for claim in claims)
             if claims:
                 self._has_work.set()
             else:
@@ -125,6 +143,12 @@ class BulkEngine:
             for each, outcome in zip(batch, outcomes, strict=True):
                 if outcome.kind is AppendKind.AWAY or (outcome.kind is AppendKind.OK and not each.settle()):
                     self._logs.append(each)
+
+    def _slices_of(self, spec: RequestSpec) -> _Slices:
+        sampling = spec.sampling
+        logprobs = sampling.logprobs if sampling.HasField("logprobs") else -1
+        form = (len(spec.prompts), len(spec.prompts[0].ids), sampling.n, sampling.max_tokens, logprobs)
+        return self._made.setdefault(form, _Slices(spec))
 
     def _drop(self, request_ids: Collection[str]) -> None:
         self._logs = deque(each for each in self._logs if each.claim.request_id not in request_ids)
