@@ -1,9 +1,10 @@
 import asyncio
+import itertools
 from contextlib import suppress
 
 import pytest
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.tasks import Periodic, cancel, raise_if_cancelled
+from pagestream_streams.tasks import Periodic, Turns, cancel, raise_if_cancelled
 
 
 async def test_rounds_go_on_after_every_kind_of_failure(caplog: pytest.LogCaptureFixture) -> None:
@@ -78,3 +79,31 @@ async def test_a_cancellation_that_a_library_took_is_heeded_later() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 10)
+
+
+async def test_a_thousand_ready_tasks_leave_room_for_others_between_them() -> None:
+    """One goes on in each round of the loop, in order; those that were cancelled cost no round."""
+    turns = Turns()
+    log: list[int] = []
+
+    async def take(number: int) -> None:
+        await turns.take()
+        log.append(number)
+
+    async def other() -> None:
+        while True:
+            log.append(-1)
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(take(number)) for number in range(40)]
+    watcher = asyncio.create_task(other())
+    await asyncio.sleep(0)
+    for number in range(20, 30):
+        tasks[number].cancel()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel(watcher)
+    assert [number for number in log if number >= 0] == [*range(20), *range(30, 40)]
+    assert all(-1 in (one, other) for one, other in itertools.pairwise(log)), "two went on in one round"
+    async with asyncio.timeout(5):
+        await turns.take()

@@ -14,7 +14,7 @@ from pagestream_streams import Broker, GatewaySession
 from pagestream_streams.admin.unserved import UnservedRequests
 from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.tasks import Periodic
+from pagestream_streams.tasks import Periodic, Turns
 from pagestream_telemetry import catalog
 from pagestream_telemetry.process import Telemetry, running_telemetry
 
@@ -124,6 +124,7 @@ async def _gateway(settings: Settings, authenticator: Authenticator) -> AsyncIte
                 memory=MemoryMonitor(broker, session, telemetry.registry),
                 telemetry=telemetry,
                 answer_budget=ByteBudget(settings.stream.whole_answers_bytes),
+                turns=Turns(),
             )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pagestream_streams import Broker
 from pagestream_streams.byte_budget import ByteBudget
 from pagestream_streams.errors import Unavailable
+from pagestream_streams.tasks import Turns
 from pagestream_telemetry.process import Telemetry
 
 from pagestream_gateway.core.auth import Authenticator
@@ -42,6 +43,8 @@ class Gateway:
     telemetry: Telemetry
     answer_budget: ByteBudget
     """Bytes of answers that are not streamed."""
+    turns: Turns
+    """Of requests that are read and checked: a burst of them must not hold up the streams."""
 
     def tenant(self, authorization: str | None) -> str:
         """Return the tenant of a call with this Authorization header. Raises GatewayStopping or Unauthenticated."""

@@ -66,6 +66,8 @@ class Follower:
         self._log_read_requested = True
         self._limits = limits
         self.buffer = SliceBuffer(limits)
+        self.taken_bytes = 0
+        """Of the entries that were taken last, as they are packed."""
         self._entry_bytes = 0.0  # of an entry in the last page of the log
         self._is_woken = False
         self._waiter: asyncio.Future[None] | None = None
@@ -157,16 +159,17 @@ class Follower:
     def take_buffered(self) -> list[LogEntry]:
         """Return buffered entries that continue the position, of about `batch_bytes`. Others make it read the log."""
         taken: list[LogEntry] = []
-        taken_bytes = 0
-        while self.buffer and self._anchored and taken_bytes < self._limits.batch_bytes:
+        self.taken_bytes = 0
+        while self.buffer and self._anchored and self.taken_bytes < self._limits.batch_bytes:
             packed = self.buffer.pop()
-            taken_bytes += len(packed)
+            self.taken_bytes += len(packed)
             if not self._take_slice(packed, taken):
                 self.request_log_read()
         return taken
 
     def note_page(self, num_entries: int, num_bytes: int) -> None:
         """Note the size of a page's values, so that the next one has about `batch_bytes`."""
+        self.taken_bytes = num_bytes
         if num_entries:
             self._entry_bytes = num_bytes / num_entries + _ENTRY_BYTES
 

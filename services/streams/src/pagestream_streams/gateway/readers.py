@@ -21,12 +21,13 @@ from pagestream_streams.gateway.registrations import Registrations
 from pagestream_streams.gateway.reservations import renew, renewal_s
 from pagestream_streams.gateway.slice_buffer import ReadLimits
 from pagestream_streams.protocol.entries import from_stream_fields
-from pagestream_streams.tasks import Periodic, raise_if_cancelled
+from pagestream_streams.tasks import Periodic, Turns, raise_if_cancelled
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _REQUEST_ID_TAG = LogSlice.REQUEST_ID_FIELD_NUMBER << 3 | 2  # a field of bytes on the wire
+_LARGE_BYTES = 2048  # of a batch, packed: it takes milliseconds to write
 _RETRY_PAUSE_S = 0.1
 _RENEWAL_RETRY_S = 5.0
 
@@ -69,6 +70,7 @@ class Readers:
         self.registrations = Registrations(broker, gateway_id, self.reads, limit_s, serves=serves)
         self.poller = Poller(broker.connection, broker.settings, self.reads, limit_s)
         self.timer = Periodic("readers", self._settings.poll_ms / 4000, self.maintain)
+        self._turns = Turns()
         self._closed = False
         self._renewed_at = time.monotonic()
 
@@ -121,6 +123,8 @@ class Readers:
             while not follower.ended:
                 entries = await self._next(follower)
                 if entries:
+                    if follower.taken_bytes > _LARGE_BYTES:
+                        await self._turns.take()
                     reach(FaultPoint.FORWARDING)
                     yield entries
         finally:

@@ -56,6 +56,7 @@ class InferenceServicer:
 
     async def generate(self, data: bytes, context: Context, tenant: str, call: Call) -> None:
         """Accept a request and stream its log. The first message has the request id and no token."""
+        await self._gateway.turns.take()
         request = parse_message(api.GenerateRequest, data)
         try:
             draft = generate_draft(request, deadline_ms=_deadline_ms(context))

@@ -207,6 +207,7 @@ def _num_bytes(request: Request, most: int) -> int:
 
 async def _parsed(gateway: Gateway, data: bytes, headers: Headers, parse: Parser) -> ParsedRequest:
     """Parse a body, outside the event loop where it is large."""
+    await gateway.turns.take()
 
     def work() -> ParsedRequest:
         return parse(parse_json(data), headers)
