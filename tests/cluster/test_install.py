@@ -18,7 +18,7 @@ from support.redis.servers import skip_for_want_of
 
 
 def test_everything_is_ready(release: Release, times: Times) -> None:
-    components = {"gateway": 2, "redis": 1, "operator": 2, "collector": 1}
+    components = {"gateway": 2, "redis": 1, "operator": 2, "collector": 2}
 
     def all_there() -> bool:
         ready = {each: len(NAMESPACE.ready_pods(release.selector(each))) for each in components}

@@ -51,8 +51,13 @@ def tiny_pool(release: Release, tmp_path_factory: pytest.TempPathFactory, times:
     with times.of("a second pool with another model, until it is ready"):
         wait_for_pool("tiny", 1)
     yield "tiny"
-    NAMESPACE.kubectl("delete", "enginepool", "tiny", "--wait", "--timeout", "60s", limit_s=70)
+    delete_pool("tiny")
     NAMESPACE.kubectl("delete", "configmap", "tiny-model")
+
+
+def delete_pool(name: str) -> None:
+    options = ("--ignore-not-found", "--wait", "--timeout", "90s")
+    NAMESPACE.kubectl("delete", "enginepool", name, *options, limit_s=100)
 
 
 async def test_a_second_pool(scene: Scene, tiny_pool: str) -> None:
@@ -64,6 +69,15 @@ async def test_a_second_pool(scene: Scene, tiny_pool: str) -> None:
         assert len(answer.choices[0].token_ids) == 32
     again = await known_answers([scene.target], scene.api_key, scene.questions[:2])
     assert again == {number: scene.answers[number] for number in again}
+
+
+async def test_a_deleted_pool_takes_its_model_along(scene: Scene, tiny_pool: str) -> None:
+    """A Job of the engine's image removes it from Redis, and goes with the pool."""
+    with scene.times.of("the deletion of a pool: drained, its model unpublished"):
+        await asyncio.to_thread(delete_pool, tiny_pool)
+    async with AsyncClient([scene.target], api_key=scene.api_key) as client, asyncio.timeout(LISTED_LIMIT_S):
+        while {model.name for model in await client.list_models()} != {"demo"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
