@@ -253,6 +253,35 @@ def test_a_paused_pool_is_left_alone_and_degraded(operator: OperatorProcess, wor
 
 
 @contextmanager
+def older_definition(kube: ControlPlane) -> Iterator[None]:
+    """Without the field of the status by which a release claims a pool: the API server drops it."""
+    place = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/enginepools.pagestream.dev"
+    at = "/spec/versions/0/schema/openAPIV3Schema/properties/status/properties/controllerClass"
+    patch = "application/json-patch+json"
+    kube.request("PATCH", place, [{"op": "remove", "path": at}], kind=patch)
+    try:
+        yield
+    finally:
+        kube.request("PATCH", place, [{"op": "add", "path": at, "value": {"type": "string"}}], kind=patch)
+
+
+def test_an_operator_serves_pools_under_an_older_definition(operator: OperatorProcess, world: PoolWorld) -> None:
+    """One that an administrator has not applied yet (`crds.upgrade=false`)."""
+
+    def is_dropped() -> bool:
+        change = {"status": {"controllerClass": "x"}}
+        status = world.kube.merge(f"{world.path('enginepools', 'probe')}/status", change)["status"]
+        return "controllerClass" not in status
+
+    world.create("probe", controllerClass="another.release")
+    with older_definition(world.kube):
+        eventually(is_dropped, "the definition is in force")
+        world.create("older", replicas=1)
+        world.wait_replicas(1, "older")
+        world.wait_condition("Ready", "NoEngine", "older")
+
+
+@contextmanager
 def newer_definition(kube: ControlPlane) -> Iterator[None]:
     """With a data type that this operator has never heard of."""
     place = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/enginepools.pagestream.dev"

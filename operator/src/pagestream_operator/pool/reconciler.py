@@ -91,6 +91,8 @@ class Reconciler:
     _done: tuple[str, int] | None = None
     """Version of the pool and leader's term for which its objects were last applied."""
     _status_written_s: float = 0.0
+    _cannot_claim: bool = False
+    """Whether the API server drops what a claim writes."""
 
     def __post_init__(self) -> None:
         context = self.context
@@ -128,7 +130,7 @@ class Reconciler:
         if not self.context.leadership.is_leading:
             return
         pool = reading.pool or EnginePool.without_spec(body)
-        if claim is Claim.FREE:
+        if claim is Claim.FREE and not self._cannot_claim:
             await self._claim(pool, dict(body))
         elif pool.is_deleted:
             await self._delete(pool, dict(body), view)
@@ -161,6 +163,9 @@ class Reconciler:
         left = [each for each in pool.status.conditions if each.type != ConditionType.CONTESTED]
         status = pool.status.model_copy(update={"controller_class": release, "conditions": left})
         await self._write_status(body, status, pool.status)
+        if claim_on(self.context.store.get(POOL, *self.key) or {}, release) is Claim.FREE:
+            self._cannot_claim = True
+            logger.warning("the definition of EnginePool is older than this operator: apply the chart's crds/")
         if holder is not None:
             await self._event(body, "Moved", f"from the operator of {holder} to that of {release}", action="Claim")
 
