@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Items
 from collections.abc import Sequence as Tokens
 from pathlib import Path
@@ -29,6 +29,10 @@ from pagestream_engine.scheduler.scheduler import Scheduler
 from pagestream_engine.text.detokenizer import IncrementalDetokenizer, Pieces
 
 _log = logging.getLogger(__name__)
+
+
+REPLAY_TOKENS = 512
+"""Output tokens that one part of `adding_group` replays: 1.5 ms, with stop strings 7 ms."""
 
 
 class ModelFacts(Protocol):
@@ -169,14 +173,24 @@ class Engine:
             InvalidRequest: names what is wrong (a `ValueError`). The engine is unhurt.
             PromptTooLong: the prompt leaves no room for a new token.
         """
+        for _ in self.adding_group(prompt_token_ids, siblings, priority=priority, cache_salt=cache_salt):
+            pass
+
+    def adding_group(
+        self, prompt_token_ids: Tokens[int], siblings: Items[Sibling], *, priority: int = 0, cache_salt: bytes = b""
+    ) -> Iterator[None]:
+        """Do `add_group` in parts, between which steps may run: each takes at most REPLAY_TOKENS output tokens.
+
+        The group is queued by the last one. Arguments and errors are those of `add_group`.
+        """
         names = [sibling.request_id for sibling in siblings]
         if not names or len(set(names)) < len(names):
             raise InvalidRequest(f"siblings: given request ids {names}, expected at least one, and all different")
-        made = [
-            self._make_generation(prompt_token_ids, sibling, priority, self._num_arrivals + index)
-            for index, sibling in enumerate(siblings)
-        ]
-        self._num_arrivals += len(made)
+        first_arrival = self._num_arrivals
+        self._num_arrivals += len(siblings)
+        made: list[tuple[Generation, Taken | None]] = []
+        for index, sibling in enumerate(siblings):
+            made.append((yield from self._make_generation(prompt_token_ids, sibling, priority, first_arrival + index)))
         open_ones: list[Sequence] = []
         for generation, end in made:
             seq = generation.seq
@@ -313,14 +327,14 @@ class Engine:
 
     def _make_generation(
         self, prompt: Tokens[int], sibling: Sibling, priority: int, arrival: int
-    ) -> tuple[Generation, Taken | None]:
-        """A new sequence with its text up to now, and its end where it has ended already."""
+    ) -> Generator[None, None, tuple[Generation, Taken | None]]:
+        """Return a new sequence with its text up to now, and its end where it has ended; yield between parts."""
         params, outputs = sibling.params, sibling.output_token_ids
         self._check_request(sibling.request_id, prompt, outputs, params)
         seq = self._make_sequence(prompt, sibling, priority, arrival)
         try:
-            generation = Generation(seq, self._make_detokenizer(prompt, params), self.eos_token_ids)
-            num_taken, end = generation.replay(outputs)
+            generation = Generation(seq, _make_detokenizer(self._pieces, prompt, params), self.eos_token_ids)
+            num_taken, end = yield from _replayed(generation, outputs)
         except Exception as error:
             raise InvalidRequest(
                 f"tokens: given ids that the tokenizer can't make text of, expected ids of its vocabulary: {error}"
@@ -351,11 +365,6 @@ class Engine:
             priority=priority,
             end_token_ids=end_token_ids,
         )
-
-    def _make_detokenizer(self, prompt: Tokens[int], params: SamplingParams) -> IncrementalDetokenizer | None:
-        if self._pieces is None:
-            return None
-        return IncrementalDetokenizer(self._pieces, prompt, skip_special_tokens=params.skip_special_tokens)
 
     def _check_request(
         self, request_id: str, prompt: Tokens[int], outputs: Tokens[int], params: SamplingParams
@@ -421,6 +430,29 @@ class _Counts:
         self.last_schedule_s = schedule_s
         self.total_step_s += step_s
         self.total_schedule_s += schedule_s
+
+
+def _make_detokenizer(
+    pieces: Pieces | None, prompt: Tokens[int], params: SamplingParams
+) -> IncrementalDetokenizer | None:
+    if pieces is None:
+        return None
+    return IncrementalDetokenizer(pieces, prompt, skip_special_tokens=params.skip_special_tokens)
+
+
+def _replayed(generation: Generation, outputs: Tokens[int]) -> Generator[None, None, tuple[int, Taken | None]]:
+    """Do Generation.replay in parts of REPLAY_TOKENS."""
+    if len(outputs) <= REPLAY_TOKENS:
+        result = generation.replay(outputs)
+        yield
+        return result
+    for index, token_id in enumerate(outputs):
+        taken = generation.take(token_id, index + 1)
+        if taken.finish_reason is not None:
+            return index + 1, taken
+        if index % REPLAY_TOKENS == 0:
+            yield
+    return len(outputs), None
 
 
 def _fit_model_len(config: EngineConfig, facts: ModelFacts, num_blocks: int) -> int:

@@ -3,11 +3,14 @@
 import queue
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pagestream_engine import Engine, EngineConfig, SamplingParams, Sibling, StepOutput
+from pagestream_engine import engine as engine_module
 from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
+from pagestream_worker.stepping import engine_thread
 from pagestream_worker.stepping.engine_thread import AbortSequences, AddGroup, EngineThread, Stop
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
 
@@ -115,6 +118,38 @@ def test_an_aborted_sequence_has_no_further_output(tmp_path: Path) -> None:
     owner.end()
     while not owner.outputs.empty():
         assert all(output.request_id != "a" for output in owner.next_outputs())
+
+
+@pytest.fixture
+def slow_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tokens of a resumed sequence are replayed before each step."""
+    monkeypatch.setattr(engine_thread, "ADD_LIMIT_S", 0.0)
+    for module in (engine_module, engine_thread):
+        monkeypatch.setattr(module, "REPLAY_TOKENS", 4)
+
+
+def test_a_long_resumed_sequence_holds_no_step_up(tmp_path: Path, slow_replay: None) -> None:
+    whole = undisturbed([1, 2, 3], replace(PARAMS, max_tokens=70), FACTS, 100)
+    owner, endless = Owner(tmp_path), SamplingParams(max_tokens=None, ignore_eos=True)
+    owner.thread.submit(AddGroup([1], [Sibling("a", endless, [])]))
+    owner.next_outputs()
+    owner.thread.submit(AddGroup([1, 2, 3], [Sibling("b", replace(PARAMS, max_tokens=70), whole[:60])]))
+    num_steps, seen = 0, []
+    while not seen:
+        num_steps += 1
+        seen = [output.token_id for output in owner.next_outputs() if output.request_id == "b"]
+    assert (seen, num_steps >= 15) == (whole[60:61], True)
+    owner.end()
+
+
+def test_a_sequence_that_is_aborted_while_it_is_replayed_never_runs(tmp_path: Path, slow_replay: None) -> None:
+    owner, endless = Owner(tmp_path), SamplingParams(max_tokens=None, ignore_eos=True)
+    owner.thread.submit(AddGroup([1, 2, 3], [Sibling("b", endless, [5] * 60)]))
+    owner.thread.submit(AbortSequences(["b"]))
+    owner.thread.submit(AddGroup([2], [Sibling("c", PARAMS, [])]))
+    assert owner.tokens_of("c") == undisturbed([2], PARAMS, FACTS, 100)
+    owner.end()
+    assert [sequences for _, sequences in owner.steps] == [1] * 20
 
 
 def test_an_idle_thread_stops_at_once(tmp_path: Path) -> None:

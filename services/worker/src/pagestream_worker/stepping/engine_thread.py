@@ -10,12 +10,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from math import inf
 
-from pagestream_engine.engine import Engine
+from pagestream_engine.engine import REPLAY_TOKENS, Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.request.outputs import EngineStats, StepOutput
 from pagestream_engine.request.sequence import Sibling
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 1.0  # longest wait for a command; a command ends it at once
 FRAGMENTATION_PERIOD_S = 0.5  # between two readings of the fragmentation, which walks over all sequences
+ADD_LIMIT_S = 0.005  # of replaying outputs before a step; 524,288 tokens with stop strings take 7 s in all
 MARK_LIMIT_S = 0.25  # longest wait of a step for the future of `on_membership`
 
 
@@ -88,6 +90,7 @@ class EngineThread(threading.Thread):
         self._on_step: Callable[[float, int], None] = _no_step
         self._on_prefill: Callable[[Mapping[str, int]], None] = _no_prefill
         self._is_prefilling = False
+        self._adding: deque[tuple[AddGroup, Iterator[None]]] = deque()  # begun, with outputs that are being replayed
         self._members = StepMembers()
         self._step_started: float | None = None
         self._num_scheduled = 0
@@ -144,6 +147,7 @@ class EngineThread(threading.Thread):
         engine.on_schedule = lambda step: self._note_step(step, engine.num_preemptions)
         try:
             while self._execute_commands(engine):
+                self._add_on(engine)
                 self._step(engine)
                 self._read_fragmentation(engine)
         except Exception as error:  # noqa: BLE001 - raised by `ended`
@@ -200,7 +204,7 @@ class EngineThread(threading.Thread):
         reach(FaultPoint.PREFILL)
 
     def _execute_commands(self, engine: Engine) -> bool:
-        blocks = not engine.has_unfinished_requests()
+        blocks = not (self._adding or engine.has_unfinished_requests())
         try:
             while True:
                 command = self._commands.get(block=blocks, timeout=IDLE_WAIT_S)
@@ -213,14 +217,38 @@ class EngineThread(threading.Thread):
 
     def _execute(self, engine: Engine, command: AddGroup | AbortSequences) -> None:
         if isinstance(command, AbortSequences):
-            for seq_id in command.seq_ids:
+            aborted = set(command.seq_ids)
+            for seq_id in aborted:
                 engine.abort_request(seq_id)
                 self._members.discard(seq_id)
+            # A group is claimed and aborted as a whole.
+            self._adding = deque(each for each in self._adding if not aborted & _seq_ids(each[0]))
             return
+        adding = engine.adding_group(command.prompt_token_ids, command.siblings, cache_salt=command.cache_salt)
+        if sum(len(sibling.output_token_ids) for sibling in command.siblings) > REPLAY_TOKENS:
+            self._adding.append((command, adding))
+        else:
+            self._add(command, adding, inf)
+
+    def _add_on(self, engine: Engine) -> None:
+        """Go on with the groups that are being added, for at most ADD_LIMIT_S before the next step."""
+        until = time.monotonic() + ADD_LIMIT_S
+        while self._adding and self._add(*self._adding[0], until):
+            self._adding.popleft()
+
+    def _add(self, command: AddGroup, adding: Iterator[None], until: float) -> bool:
+        """Add a group until a time on time.monotonic(); return whether it is done, or refused."""
         try:
-            engine.add_group(command.prompt_token_ids, command.siblings, cache_salt=command.cache_salt)
+            for _ in adding:
+                if time.monotonic() >= until:
+                    return False
         except InvalidRequest as error:
             self._on_outputs([_refused(sibling, error) for sibling in command.siblings])
+        return True
+
+
+def _seq_ids(command: AddGroup) -> set[str]:
+    return {sibling.request_id for sibling in command.siblings}
 
 
 def _remaining_after(step: ScheduledStep) -> dict[str, int]:
