@@ -12,7 +12,7 @@ from pagestream_streams.connection.scripts import ACCEPT
 from pagestream_streams.errors import QueueFull, RequestNotFound
 from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.gateway.placing import Placer
-from pagestream_streams.gateway.reservations import Reservation, kept_ms, reserve
+from pagestream_streams.gateway.reservations import Reservation, record_ms, reserve
 from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.settings import StreamsSettings
@@ -78,7 +78,7 @@ class Acceptor:
             settings.tenant_alone_percent,
             int(bounded),
             max((len(prompt.ids) for prompt in spec.prompts), default=0) + 1,
-            kept_ms(settings.retention_s) if spec.idempotency_key else 0,
+            record_ms(settings.retention_s) if spec.idempotency_key else 0,
         )
         if reply[0] == _FULL:
             raise _queue_full(settings, spec.tenant, reply[1:])

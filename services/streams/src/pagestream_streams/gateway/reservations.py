@@ -63,7 +63,7 @@ async def release(connection: Connection, reservation: Reservation) -> None:
 async def shorten(connection: Connection, reservation: Reservation, retention_s: int) -> None:
     """Let the key of a finished request expire no later than its record, which this try has renewed."""
     try:
-        await connection.execute("PEXPIRE", reservation.name, kept_ms(retention_s))
+        await connection.execute("PEXPIRE", reservation.name, _kept_ms(retention_s))
     except Unavailable as error:
         _log.info("an idempotency key stays reserved for longer than its request's log: %s", error)
 
@@ -81,8 +81,15 @@ def renewal_s(retention_s: int) -> float:
     return retention_s / 8
 
 
-def kept_ms(retention_s: int) -> int:
-    """Return how long a key is reserved after its last renewal, and a finished request that has one is kept."""
+def record_ms(retention_s: int) -> int:
+    """Return how long a finished request that has a key is kept: no shorter than a key that was renewed after its end.
+
+    A reader hears of the end late, and may renew the key once more.
+    """
+    return _kept_ms(retention_s) + round(renewal_s(retention_s) * 1000)
+
+
+def _kept_ms(retention_s: int) -> int:
     return retention_s * 1250
 
 
@@ -92,4 +99,4 @@ def _name(keyspace: Keyspace, spec: RequestSpec) -> str:
 
 def _length_ms(spec: RequestSpec, retention_s: int) -> int:
     unread_ms = _UNREAD_MS if spec.on_disconnect == ON_DISCONNECT_CONTINUE else 0
-    return kept_ms(retention_s) + unread_ms
+    return _kept_ms(retention_s) + unread_ms
