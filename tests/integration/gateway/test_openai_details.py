@@ -134,6 +134,12 @@ async def test_a_callers_id_is_kept_and_returned(http: httpx.AsyncClient) -> Non
     assert view.json()["client_request_id"] == "höhe"
 
 
+@pytest.mark.parametrize("header", ["X-Request-Id", "X-Client-Request-Id", "Idempotency-Key"])
+async def test_a_header_that_is_too_long_is_named(http: httpx.AsyncClient, header: str) -> None:
+    answer = await http.post("/v1/chat/completions", json=CHAT, headers={header: "x" * 5000})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, header)
+
+
 def resolved(document: dict[str, Any], path: str, method: str, status: int, kind: str) -> dict[str, Any]:
     """Return a schema with which an answer can be validated."""
     content = document["paths"][path][method]["responses"][str(status)]["content"]

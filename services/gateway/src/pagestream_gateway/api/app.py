@@ -20,7 +20,6 @@ def build_app(gateway: Gateway) -> FastAPI:
     app = _bare_app()
     for resource in (completions, chat_completions, models, requests, health):
         app.include_router(resource.router(gateway))
-    app.add_middleware(Lenient)
     allow_origins(app, gateway.settings.gateway.origins)
     documents.install(app, [completions.CompletionBody, chat_completions.ChatBody])
     return app
@@ -43,5 +42,6 @@ def _bare_app() -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.add_middleware(Lenient)
     install_error_handlers(app)
     return app

@@ -195,8 +195,14 @@ async def parsed_request(gateway: Gateway, request: Request, parse: Parser) -> A
         async with pending.receiving():
             data = await read_body(request, max_bytes)
         parsed = await _parsed(gateway, data, request.headers, parse)
-        with named_as(parsed.field_names):
+        with named_as({**_names_of_headers(request.headers), **parsed.field_names}):
             yield parsed
+
+
+def _names_of_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return what an HTTP call names the fields of a draft that come from its headers."""
+    own = next((name for name in ("X-Client-Request-Id", "X-Request-Id") if name.lower() in headers), "request_id")
+    return {"idempotency_key": "Idempotency-Key", "client_request_id": own}
 
 
 def _num_bytes(request: Request, most: int) -> int:
