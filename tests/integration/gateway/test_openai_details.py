@@ -140,10 +140,13 @@ async def test_a_header_that_is_too_long_is_named(http: httpx.AsyncClient, heade
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, header)
 
 
-def resolved(document: dict[str, Any], path: str, method: str, status: int, kind: str) -> dict[str, Any]:
-    """Return a schema with which an answer can be validated."""
-    content = document["paths"][path][method]["responses"][str(status)]["content"]
-    return {**content[kind]["schema"], "components": document["components"]}
+def check(answer: dict[str, Any], document: dict[str, Any], operation: tuple[str, str, int], kind: str) -> None:
+    """Compare an answer with the document: its types, and that it has no member that the document leaves out."""
+    path, method, status = operation
+    schema = document["paths"][path][method]["responses"][str(status)]["content"][kind]["schema"]
+    jsonschema.validate(answer, {**schema, "components": document["components"]})
+    named = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    assert set(answer) <= set(named["properties"]), path
 
 
 async def test_answers_are_as_the_document_says(http: httpx.AsyncClient) -> None:
@@ -151,18 +154,19 @@ async def test_answers_are_as_the_document_says(http: httpx.AsyncClient) -> None
     json_type, usage = "application/json", {"stream_options": {"include_usage": True}}
     for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", {**CHAT, "logprobs": True})):
         answer = (await http.post(path, json=body)).json()
-        jsonschema.validate(answer, resolved(document, path, "post", 200, json_type))
+        check(answer, document, (path, "post", 200), json_type)
         assert (answer["service_tier"], "system_fingerprint" in answer) == ("default", True)
         _, events = await post_events(http, path, {**body, **usage})
         for event in events[:-1]:
-            jsonschema.validate(event.body, resolved(document, path, "post", 200, "text/event-stream"))
+            check(event.body, document, (path, "post", 200), "text/event-stream")
         refused = await http.post(path, json={**body, "n": 0})
-        jsonschema.validate(refused.json(), resolved(document, path, "post", refused.status_code, json_type))
+        check(refused.json(), document, (path, "post", refused.status_code), json_type)
     for path in ("/v1/models", "/v1/requests"):
-        jsonschema.validate((await http.get(path)).json(), resolved(document, path, "get", 200, json_type))
+        check((await http.get(path)).json(), document, (path, "get", 200), json_type)
     name = (await http.get("/v1/requests")).json()["data"][0]["id"]
     shown = (await http.get(f"/v1/requests/{name}")).json()
-    jsonschema.validate(shown, resolved(document, "/v1/requests/{request_id}", "get", 200, json_type))
+    check(shown, document, ("/v1/requests/{request_id}", "get", 200), json_type)
+    check((await http.get(f"/v1/models/{MODEL}")).json(), document, ("/v1/models/{name}", "get", 200), json_type)
     statuses = {status for path in document["paths"].values() for each in path.values() for status in each["responses"]}
     assert "422" not in statuses
 

@@ -123,6 +123,7 @@ class ModelAnswer(BaseModel):
     owned_by: str
     root: str
     max_model_len: int
+    engines: int = Field(description="Engines that live now.")
 
 
 class ModelList(BaseModel):
@@ -159,7 +160,10 @@ class RequestAnswer(BaseModel):
     id: str
     model: str
     state: Literal["queued", "running", "finished"]
-    queue_position: int | None
+    queue_position: int | None = Field(description="Requests before it; null unless queued.")
+    expected_wait_ms: int | None = Field(
+        description="Until an engine takes it, by the measured rate; null for unknown."
+    )
     finish_reason: str | None
     next_index: int
     usage: UsageSchema
