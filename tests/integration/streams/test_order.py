@@ -143,3 +143,18 @@ async def test_only_the_owner_keeps_room_for_a_large_request(redis_url: str) -> 
         assert {each.request_id for each in claims} == {each.request_id for each in (behind, *small)}
         [claim] = await one.claim(max_requests=9, max_prompt_tokens=80)
         assert claim.request_id == large.request_id
+
+
+async def test_a_suspect_that_is_gone_lends_its_turn_to_none(redis_url: str) -> None:
+    """The last heartbeat saw one; what else waits in its partition comes after what is earlier elsewhere."""
+    async with (
+        engines(redis_url, 4, 1) as [engine],
+        await Broker.connect(redis_url, CALM) as broker,
+        GatewaySession(broker) as gateway,
+    ):
+        later, earlier = spec(partition=3, priority=2), spec(partition=0)
+        for request in (later, earlier):
+            await gateway.accept(request)
+        engine.assignment.with_suspects = {3}
+        [claim] = await engine.claim(max_requests=1, max_prompt_tokens=1000)
+        assert claim.request_id == earlier.request_id

@@ -23,6 +23,8 @@ REFRESH_EACH_S = 0.004
 """... or after this time for each partition, which bounds what an engine asks to 250 a second."""
 REFRESH_AT_ONCE = 32
 """Most partitions that are asked again at once only because of their age, so that their turns spread."""
+BEFORE_ALL = -(10**14)
+"""A bound below all keys, also those of begun requests."""
 AWAY_S = 1.0
 """A partition whose node did not answer is left out for so long."""
 

@@ -18,7 +18,7 @@ from pagestream_streams.connection.connection import Call
 from pagestream_streams.connection.scripts import CLAIM
 from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.assignment import Assignment
-from pagestream_streams.engine.claim_order import ClaimOrder, Head, Heads, Take
+from pagestream_streams.engine.claim_order import BEFORE_ALL, ClaimOrder, Head, Heads, Take
 from pagestream_streams.engine.doorbell import Doorbell
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
@@ -112,15 +112,14 @@ class Claimer:
         `max_tokens` bounds the tokens to compute before the first new one; `idle`: the engine holds nothing, so that a
         suspect may be claimed. Unavailable.
         """
-        take, nonce, asked_at = (
-            Take(where.number, max_requests, max_tokens, None),
-            secrets.token_hex(8),
-            time.monotonic(),
-        )
+        return await self._claim_one(Take(where.number, max_requests, max_tokens, None), idle=idle)
+
+    async def _claim_one(self, take: Take, *, idle: bool) -> list[Claim]:
+        nonce, asked_at = secrets.token_hex(8), time.monotonic()
         call = self._call(take, nonce, idle=idle)
         reply = await self._broker.connection.run(call.script, call.key, *call.arguments)
-        self._learn(where.number, reply, asked_at)
-        return [claim for _, claim in await self._opened(where, nonce, reply)]
+        self._learn(take.number, reply, asked_at)
+        return [claim for _, claim in await self._opened(self._where(take.number), nonce, reply)]
 
     async def _claim_suspect(self, found: _Found) -> bool:
         """Claim a suspect, where this engine holds nothing and the last heartbeat saw one; return whether it did."""
@@ -128,7 +127,8 @@ class Claimer:
         for number in sorted(assignment.with_suspects):
             if len(self._active_requests) or assignment.is_retired or found.claims:
                 break
-            claims = await self.claim_from(self._where(number), found.max_requests, found.max_tokens, idle=True)
+            # Nothing but a suspect: what is in the queues has its turn among all partitions.
+            claims = await self._claim_one(Take(number, 1, found.max_tokens, BEFORE_ALL), idle=True)
             assignment.with_suspects.discard(number)
             found.add([(0, claim) for claim in claims])
             if claims and claims[0].isolated:

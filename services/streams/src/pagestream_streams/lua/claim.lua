@@ -20,7 +20,7 @@
 --       [16] the greatest key to claim ('' or none: any)
 --       [17] most tokens of the entry that the reply names as the next one ('' or none: what is left of [4])
 -- Returns: {now, what is next, {id, spec, epoch, next index, digest, attempts, deadline, isolated (0 | 1), cached
---          tokens, ms in its queue, key}...}. What is next: {whether a suspect waits that an engine may run (0 | 1),
+--          tokens, ms in its queue, key}...}. What is next: {whether a suspect waits that this engine may run (0 | 1),
 --          ms until an entry may be taken that is left to other engines (-1: none), the room that the rest is about;
 --          where entries may be taken: key and tokens of the first one, whether it must not be overtaken (0 | 1); where
 --          that is larger than the room, but another one isn't: key and tokens of the first that isn't}.
@@ -218,6 +218,7 @@ for _, queue in ipairs(queues) do
 end
 local first, fit = choose()
 local suspects = not retired and call('ZCARD', prefix .. 'suspects') > 0 and control_is_over(now, control)
+  and first_suspect(fingerprint, context, patience, now)
 local next_one = {suspects and 1 or 0, ripens, max_tokens}
 if first then
   next_one[4], next_one[5], next_one[6] = first.key, first.tokens, first.stays and 1 or 0
