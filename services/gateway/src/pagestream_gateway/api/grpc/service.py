@@ -57,14 +57,7 @@ class InferenceServicer:
     async def generate(self, data: bytes, context: Context, tenant: str, call: Call) -> None:
         """Accept a request and stream its log. The first message has the request id and no token."""
         await self._gateway.turns.take()
-        request = parse_message(api.GenerateRequest, data)
-        try:
-            draft = generate_draft(request, deadline_ms=_deadline_ms(context))
-            call.name_operation(CHAT if request.HasField("chat") else TEXT_COMPLETION)
-            async with self._gateway.pending.hold(len(data)):
-                spec = await self._gateway.submission.submit(draft, tenant, call)
-        except InvalidRequest as error:
-            raise with_message_path(error) from error.__cause__
+        spec = await self._accept(data, context, tenant, call)
         first = api.GenerateResponse(chunk=api.TokenChunk(request_id=spec.request_id), seed=spec.sampling.seed)
         await context.write(first)  # type: ignore[arg-type]
         await self._stream(context, spec, call, message=api.GenerateResponse)
@@ -86,6 +79,17 @@ class InferenceServicer:
         call.resumed(spec)
         if not is_complete:
             await self._stream(context, spec, call, next_index=index, digest=digest, message=api.ResumeResponse)
+
+    async def _accept(self, data: bytes, context: Context, tenant: str, call: Call) -> RequestSpec:
+        """Accept a request. A large one is parsed when there is room for it, and not kept for its stream's life."""
+        async with self._gateway.pending.hold(len(data)):
+            request = parse_message(api.GenerateRequest, data)
+            try:
+                draft = generate_draft(request, deadline_ms=_deadline_ms(context))
+                call.name_operation(CHAT if request.HasField("chat") else TEXT_COMPLETION)
+                return await self._gateway.submission.submit(draft, tenant, call)
+            except InvalidRequest as error:
+                raise with_message_path(error) from error.__cause__
 
     async def _accept_again(self, request: api.ResumeRequest, context: Context, tenant: str, call: Call) -> RequestSpec:
         try:
