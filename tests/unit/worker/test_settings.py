@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 from pagestream_engine.errors import ConfigError
-from pagestream_worker.settings import ProcessSettings, load_settings
+from pagestream_worker.settings import ProcessSettings, build_parser, load_settings
 
 POD = {
     "PAGESTREAM_WORKER__REDIS": "redis://there:6379/0",
@@ -61,6 +61,7 @@ def test_the_model_may_come_from_the_environment_and_names_have_defaults() -> No
         ("PAGESTREAM_WORKER__REDIS_URL", "redis://x"),
         ("PAGESTREAM_WORKER__METRICS_PORT", "tcp://10.0.0.1:80"),
         ("PAGESTREAM_WORKER__METRICS_PORT", "0"),
+        ("PAGESTREAM_WORKER__PARTITIONS", "1025"),
         ("PAGESTREAM_WORKER__STALL_TIMEOUT_S", "-1"),
         ("PAGESTREAM_WORKER__FINISH_TIMEOUT_S", "-1"),
         ("PAGESTREAM_WORKER__FINISH_TIMEOUT_S", "inf"),
@@ -89,3 +90,10 @@ def test_a_missing_option_is_named_with_its_variable() -> None:
 def test_a_flag_out_of_range_is_the_engines_own_error() -> None:
     with pytest.raises(ConfigError, match=r"^max_num_seqs: "):
         load("m", "--redis", "redis://x", "--max-num-seqs", "0", PAGESTREAM_ENGINE__MAX_NUM_SEQS="4")
+
+
+def test_more_partitions_than_one_round_can_sweep_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["--partitions", "1025"])
+    assert "'1025' was given, a whole number from 1 to 1024 is expected" in capsys.readouterr().err
+    assert build_parser().parse_args(["--partitions", "1024"]).partitions == 1024

@@ -13,7 +13,7 @@ from typing import Any
 from pagestream_engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, EngineConfig, EngineOptions
 from pagestream_engine.errors import ConfigError
 from pagestream_streams import StreamsSettings, settings_from_environment
-from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS
+from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS, MAX_PARTITIONS
 from pagestream_telemetry.environment import fields_of, out_of_range, read_environment, variable_of
 from pagestream_telemetry.errors import VariableError
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
@@ -134,6 +134,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _partition_count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_PARTITIONS:
+        raise argparse.ArgumentTypeError(f"{text!r} was given, a whole number from 1 to {MAX_PARTITIONS} is expected")
+    return int(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `pagestream-engine`; an option that is not given may come from the environment."""
     parser = argparse.ArgumentParser(
@@ -148,7 +154,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients ask for (default: the folder's name)")
     parser.add_argument("--engine-id", type=_engine_name, metavar="ID", help="default: host name and process id")
     parser.add_argument(
-        "--partitions", type=_count, metavar="N", help=f"of a model new to this Redis (default {DEFAULT_PARTITIONS})"
+        "--partitions",
+        type=_partition_count,
+        metavar="N",
+        help=f"of a model new to this Redis, at most {MAX_PARTITIONS} (default {DEFAULT_PARTITIONS})",
     )
     parser.add_argument("--metrics-port", type=_count, metavar="PORT", help="serve /healthz, /readyz and /metrics")
     parser.add_argument("--profile-dir", type=Path, metavar="DIR", help="for profiles on demand (default: none)")
@@ -198,6 +207,8 @@ def _check(given: Mapping[str, Any]) -> None:
             fits, wanted = (value >= 0, "0 or more") if name in _MAY_BE_ZERO else (value > 0, "above 0")
             if not fits or value == math.inf:
                 raise out_of_range(WORKER, name, value, f"a number {wanted}")
+        if name == "partitions" and value > MAX_PARTITIONS:
+            raise out_of_range(WORKER, name, value, f"a number from 1 to {MAX_PARTITIONS}")
         if name in _CHECKED_TEXTS and value:
             try:
                 _CHECKED_TEXTS[name](value)
