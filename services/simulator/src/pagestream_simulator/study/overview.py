@@ -41,12 +41,16 @@ CONSTANT = (ConstantArrivals(8.0, 200, 200), ConstantArrivals(1.0, 200, 800))
 _LAWS: Mapping[str, tuple[str, Setting]] = {
     "pagestream": ("pagestream", {}),
     "hpa": ("hpa", {}),
-    "hpa tuned on conversations": ("hpa", HPA_TUNED),
+    "hpa tuned": ("hpa", HPA_TUNED),
 }
 """By label: the law, and what differs from its defaults."""
+_SHORT = {"azure_llm_2023_code.csv": "code", "azure_llm_2023_conv.csv": "conversations"} | {
+    "mooncake_conversation.jsonl": "Mooncake"
+}
+"""What tables call the traces."""
 _HEAD = (
-    "| load | law | 8 s: attained (lowest) | pod-hours | of the optimum | orders | 60 s: attained (lowest) | pod-hours "
-    "| of the optimum | orders |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| load | law | 8 s: % attained | pod-hours | ratio | orders | 60 s: % attained | pod-hours | ratio | orders |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
 )
 Kept = dict[str, Any]
 
@@ -118,7 +122,10 @@ class Overview:
 
 
 def table(kept: Mapping[str, Any], terms: Terms) -> Iterator[str]:
-    """Yield the Markdown lines: a row for each load and law, over the seeds that have results."""
+    """Yield the Markdown lines: a row for each load and law, over the seeds that have results.
+
+    Attained are the mean and the lowest of the seeds; the ratio is that of the pod-hours to the optimum's.
+    """
     yield _HEAD
     for load in (*TRACES, *(each.name for each in CONSTANT)):
         fleets = [
@@ -126,12 +133,12 @@ def table(kept: Mapping[str, Any], terms: Terms) -> Iterator[str]:
         ]
         if not fleets:
             continue
-        sizes = " / ".join(str(fleet["engines"]) for fleet in fleets)
+        sizes = ", ".join(str(fleet["engines"]) for fleet in fleets)
         for law in ("fixed", "optimum", *_LAWS):
             cells = [_cells(kept, load, law, startup_s, terms) for startup_s in terms.fleet.startup_s]
             if all(cells):
-                label = f"best fixed fleet ({sizes})" if law == "fixed" else law
-                yield f"| {load} | {label} | {' | '.join(cell for cell in cells if cell)} |"
+                label = f"fixed fleet of {sizes}" if law == "fixed" else law
+                yield f"| {_SHORT.get(load, load)} | {label} | {' | '.join(cell for cell in cells if cell)} |"
 
 
 def _cells(kept: Mapping[str, Any], load: str, law: str, startup_s: float, terms: Terms) -> str | None:
@@ -146,7 +153,7 @@ def _cells(kept: Mapping[str, Any], load: str, law: str, startup_s: float, terms
         for outcomes, name in ((found, "pod_hours"), (plans, "pod_hours"), (found, "pods_up"))
     )
     mean = sum(attained) / len(attained)
-    return f"{mean:.2f} % ({min(attained):.2f} %) | {hours:.2f} | {hours / best:.2f} | {orders:.0f}"
+    return f"{mean:.2f} / {min(attained):.2f} | {hours:.2f} | {hours / best:.2f} | {orders:.0f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

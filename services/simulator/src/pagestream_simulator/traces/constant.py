@@ -22,7 +22,7 @@ class ConstantArrivals:
     @property
     def name(self) -> str:
         """What tables call it."""
-        return f"constant {self.rate:g}/s of {self.prompt_tokens} + {self.output_tokens}"
+        return f"{self.rate:g}/s of {self.prompt_tokens} + {self.output_tokens}"
 
     def load(self, partitions: int, seed: int) -> Load:
         """Draw arrivals and partitions."""
