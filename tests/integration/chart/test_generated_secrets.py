@@ -111,6 +111,19 @@ def test_the_certificate_of_redis_is_kept(admin: Administrator, installed: str) 
     assert quote_plus(after["ca.crt"].strip()) in after["url"]
 
 
+def test_the_sink_s_certificate_and_token_are_kept_until_their_secret_is_deleted(
+    admin: Administrator, installed: str
+) -> None:
+    before = secret(admin, installed, "llm-operator-sink")
+    assert set(before) == {"ca.crt", "tls.crt", "tls.key", "token"}
+    helm(admin, "upgrade", installed, "--set", "operator.replicas=3")
+    assert secret(admin, installed, "llm-operator-sink") == before
+    admin.run("kubectl", "--namespace", installed, "delete", "secret", "llm-operator-sink")
+    helm(admin, "upgrade", installed)
+    after = secret(admin, installed, "llm-operator-sink")
+    assert not set(before.values()) & set(after.values())
+
+
 def test_a_new_installation_has_a_new_key(admin: Administrator, installed: str) -> None:
     before = secret(admin, installed, "llm-api-key")["key"]
     helm(admin, "uninstall", installed)
