@@ -55,6 +55,7 @@ BENCHMARKS = (
         script="full_path",
         arguments=("--step-ms", "30", "--rate", "15", "--repeats", "7"),
     ),
+    Benchmark("vllm_bench", "does vLLM's load generator run without an error?", has_short_form=False),
     Benchmark("telemetry", "what do metrics, spans and scrapes cost?", has_short_form=True),
     Benchmark("deterministic", "what do bit-identical logits cost?", has_short_form=True),
     Benchmark("engine_throughput", "how fast is LLM.generate against transformers?", has_short_form=True),
