@@ -206,7 +206,7 @@ def _status(answer: bytes) -> str:
 
 
 def _nice(command: list[str]) -> list[str]:
-    return ["nice", "-n", "5", *command]
+    return ["nice", "-n", "15", *command]
 
 
 async def run(options: argparse.Namespace, folder: Path) -> int:
@@ -235,7 +235,7 @@ async def run(options: argparse.Namespace, folder: Path) -> int:
             raise RuntimeError("the streams have no pipes")
         if (await streams.stdout.readline()).decode().strip() != READY:
             raise RuntimeError("the streams have not begun")
-        os.nice(5)  # this process is the attacker
+        os.nice(15)  # this process is the attacker
         begun = time.monotonic()
         ended = await attack(gateway, options)
         seconds = time.monotonic() - begun

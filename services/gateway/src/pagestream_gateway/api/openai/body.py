@@ -36,7 +36,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 def parse_json(data: bytes) -> dict[str, Any]:
     """Return a JSON object from its bytes. Raises InvalidRequest, with the field for text that is not UTF-8."""
-    if count_parts(data, _MAX_PARTS + 1) > _MAX_PARTS:
+    # The exact count lets no other thread run while it passes over a string: 50 ms for one of 7 MiB.
+    if _most_parts(data) > _MAX_PARTS and count_parts(data, _MAX_PARTS + 1) > _MAX_PARTS:
         raise InvalidRequest(None, f"the body has more than {_MAX_PARTS} lists, objects and fields")
     try:
         text = data.decode("utf-8")
@@ -50,8 +51,12 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 def count_parts(data: bytes, limit: int) -> int:
     """Return the number of lists, objects and members of objects in JSON, or `limit` where there are more."""
-    most = data.count(b"[") + data.count(b"{") + data.count(b":")  # with those in strings
-    return sum(bool(part[1]) for part in islice(_TO_NEXT_PART.finditer(data), min(limit, most)))
+    return sum(bool(part[1]) for part in islice(_TO_NEXT_PART.finditer(data), min(limit, _most_parts(data))))
+
+
+def _most_parts(data: bytes) -> int:
+    """Return what count_parts does, with what stands in strings."""
+    return data.count(b"[") + data.count(b"{") + data.count(b":")
 
 
 def _load(text: str) -> object:
