@@ -243,7 +243,7 @@ def test_the_job_that_unpublishes_is_no_engine_and_reaches_redis_as_one() -> Non
     assert not template_of_job["metadata"]["labels"].keys() & {"pagestream.dev/pool", "app.kubernetes.io/managed-by"}
     (container,) = template_of_job["spec"]["containers"]
     assert container["command"] == ["pagestream-unpublish"]
-    assert container["args"][:2] == ["org/llama", "--end-requests"]
+    assert container["args"][:2] == ["org/llama", "--wait"]
     variables = {each["name"]: each for each in container["env"]}
     redis = {"secretKeyRef": {"name": SHARED.redis_secret, "key": "url"}}
     assert variables["PAGESTREAM_WORKER__REDIS"]["valueFrom"] == redis
@@ -252,3 +252,9 @@ def test_the_job_that_unpublishes_is_no_engine_and_reaches_redis_as_one() -> Non
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert template_of_job["spec"]["securityContext"]["runAsNonRoot"] is True
     assert job["spec"]["activeDeadlineSeconds"] == 60
+
+
+def test_accepted_requests_are_ended_only_where_the_pool_says_so() -> None:
+    job = unpublish_job(pool("llama", drain={"whenDeleted": "EndRequests"}), DEFAULTS)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["args"][1] == "--end-requests"

@@ -23,10 +23,10 @@ class DrainPolicy(ApiModel):
     deletion_timeout_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
     """Seconds that the deletion of a pool waits for its pods to end. After them the pool is deleted, and its pods go
     on draining. 0 doesn't wait."""
-    when_deleted: Literal["Unpublish", "Keep"] = "Unpublish"
+    when_deleted: Literal["Unpublish", "EndRequests", "Keep"] = "Unpublish"
     """What becomes of the model when the pool is deleted and no other pool serves it. Unpublish: a Job of the engine's
-    image removes it from the list of models, and ends requests that still wait for it with an error. Keep: both stay,
-    for a later pool."""
+    image removes it from the list of models, unless accepted requests still wait for it: both then stay for a later
+    pool. EndRequests: such requests are ended with an error. Keep: nothing is removed."""
     max_unavailable: IntOrPercent = 1
     """Pods that voluntary disruptions, such as the drain of a node, may evict at once (the PodDisruptionBudget): a
     number or `25%`."""

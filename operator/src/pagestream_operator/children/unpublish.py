@@ -68,11 +68,12 @@ def _pod_spec(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
 def _container(pool: EnginePool, defaults: EngineDefaults) -> dict[str, Any]:
     mounts = [mount.to_object() for mount in pool.spec.template.volume_mounts or []]
     options = config_map(pool, defaults)["metadata"]["name"]
+    ending = ["--end-requests"] if pool.spec.drain.when_deleted == "EndRequests" else []
     return {
         "name": "unpublish",
         **engine_image(pool, defaults),
         "command": ["pagestream-unpublish"],
-        "args": [pool.spec.model.served_name, "--end-requests", "--wait", str(_WAIT_S)],
+        "args": [pool.spec.model.served_name, *ending, "--wait", str(_WAIT_S)],
         **environment(pool, defaults, options),
         "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "512Mi"}},
         **container_security(pool),
