@@ -46,6 +46,15 @@ def test_pools_without_pods_divide_equally_so_that_one_request_wakes_them() -> N
     assert shares.share(OLD, "demo", NOW) == shares.share(NEW, "demo", NOW) == 0.5
 
 
+def test_a_pool_at_zero_helps_one_that_may_not_grow() -> None:
+    shares = Shares()
+    shares.report(OLD, "demo", pods=3, each=500.0, now_s=NOW, is_at_limit=True)
+    shares.report(NEW, "demo", pods=0, each=None, now_s=NOW)
+    assert (shares.share(OLD, "demo", NOW), shares.share(NEW, "demo", NOW)) == (0.75, 0.25)
+    shares.report(OLD, "demo", pods=3, each=500.0, now_s=NOW)
+    assert shares.share(NEW, "demo", NOW) == 0
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.none() | st.floats(1, 1e5)), min_size=1, max_size=6))
 def test_shares_add_up_to_one(pools: list[tuple[int, float | None]]) -> None:

@@ -58,7 +58,11 @@ class Scaler:
         pods = int(decision.inputs["ready"] + decision.inputs["starting"])
         each = work_capacity(self._memory, policy.backlog)
         key = PoolKey(pool.namespace, pool.name)
-        self._shares.report(key, pool.spec.model.served_name, pods=pods, each=each, now_s=now_s)
+        most = policy.max_replicas if pool.spec.replicas is None else pool.spec.replicas
+        is_at_limit = decision.inputs["need"] > most
+        self._shares.report(
+            key, pool.spec.model.served_name, pods=pods, each=each, now_s=now_s, is_at_limit=is_at_limit
+        )
 
     def _observe(self, pool: EnginePool, policy: ScalingPolicy, view: PoolView, now_s: float) -> PoolObservation:
         pods = [pod for pod in view.pods if not pod.is_terminated]
