@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from pagestream_streams import Broker, Claim, EngineSession, GatewaySession
+from pagestream_streams.connection.connection import Call
+from pagestream_streams.connection.scripts import CLAIM
 from support.protocol.token_streams import LIMIT_S, MODEL, STILL, card, eventually, spec
 
 TOLERANCE_MS = 250
@@ -158,3 +160,38 @@ async def test_a_suspect_that_is_gone_lends_its_turn_to_none(redis_url: str) -> 
         engine.assignment.with_suspects = {3}
         [claim] = await engine.claim(max_requests=1, max_prompt_tokens=1000)
         assert claim.request_id == earlier.request_id
+
+
+async def test_room_that_is_kept_for_a_lower_class_is_not_asked_for_again_and_again(redis_url: str) -> None:
+    """A large request of class 2 keeps the room, behind one of class 0 that is too large as well but has not aged."""
+    patient = dataclasses.replace(CALM, ageing_ms=10**12)
+    async with await Broker.connect(redis_url, patient) as broker, GatewaySession(broker) as gateway:
+        await broker.publish_model(card(), partitions=1)
+        [where] = await broker.directory.all_partitions(MODEL)
+        aged, first, small = (
+            spec(prompt=range(80), priority=2),
+            spec(prompt=range(80), priority=0),
+            spec(priority=2),
+        )
+        await gateway.accept(aged)
+        queue = f"{where.prefix}queue:2"  # as if it had waited since 1970
+        await broker.connection.execute("DEL", queue)
+        await broker.connection.execute("XADD", queue, "1-0", "id", aged.request_id, "t", 80)
+        await broker.connection.execute("HSET", where.request(aged.request_id), "entry", "1-0")
+        for request in (first, small):
+            await gateway.accept(request)
+        async with EngineSession(broker, model=MODEL, on_lost=lambda _: None) as engine:
+            sent = 0
+            run_each = broker.connection.run_each
+
+            async def counted(calls: Sequence[Call], limit_s: float | None = None) -> list[object]:
+                nonlocal sent
+                sent += sum(call.script is CLAIM for call in calls)
+                return await run_each(calls, limit_s)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(broker.connection, "run_each", counted)
+                assert await engine.claim(max_requests=9, max_prompt_tokens=50) == []
+            assert sent <= 2
+            claims = await engine.claim(max_requests=9, max_prompt_tokens=170)
+            assert [each.request_id for each in claims] == [each.request_id for each in (first, aged, small)]

@@ -30,7 +30,7 @@ from pagestream_streams.protocol.records import Claim
 
 _log = logging.getLogger(__name__)
 
-_MOST_ROUNDS = 32  # of one claim; the next one goes on
+_MOST_EMPTY_ROUNDS = 8  # of one claim, in which other engines were faster
 _ASK_AGAIN = 16  # partitions
 _ROWS_AT = 2  # index of the first claim in a reply of claim.lua
 
@@ -138,9 +138,8 @@ class Claimer:
 
     async def _claim_in_order(self, found: _Found) -> None:
         """Claim from the partitions with the smallest keys until the room is used, or nothing is left that fits."""
-        for _ in range(_MOST_ROUNDS):
-            if found.max_requests <= 0 or found.max_tokens <= 0:
-                return
+        num_empty = 0
+        while num_empty < _MOST_EMPTY_ROUNDS and found.max_requests > 0 and found.max_tokens > 0:
             await self._ask(self._order.unsure(found.max_tokens), found)
             takes = self._order.takes(found.max_requests, found.max_tokens, self._assignment.own)
             if not takes:
@@ -148,7 +147,7 @@ class Claimer:
             if not await self._send(takes, found):
                 # Other engines were faster, so what is known of the heads beside these is probably as old.
                 await self._ask(self._order.foremost(_ASK_AGAIN, found.max_tokens), found)
-        self._doorbell.look_again()
+                num_empty += 1
 
     async def _ask_changed(self, found: _Found) -> None:
         count, own = len(self._assignment.partitions), self._assignment.own

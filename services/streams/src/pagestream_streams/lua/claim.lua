@@ -221,7 +221,9 @@ local suspects = not retired and call('ZCARD', prefix .. 'suspects') > 0 and con
   and first_suspect(fingerprint, context, patience, now)
 local next_one = {suspects and 1 or 0, ripens, max_tokens}
 if first then
-  next_one[4], next_one[5], next_one[6] = first.key, first.tokens, first.stays and 1 or 0
+  -- Where a later one stays, the engine's room is kept from the first one on.
+  local stays = first.stays or keeps_room and reserved() < math.huge
+  next_one[4], next_one[5], next_one[6] = first.key, first.tokens, stays and 1 or 0
   if fit and fit ~= first then
     next_one[7], next_one[8] = fit.key, fit.tokens
   end
