@@ -57,7 +57,8 @@ class LoadedModel:
         Raises PromptTooLong for `field` when there are more than `limit`, InvalidRequest for text that can't be
         encoded: half of a surrogate pair, or a million letters in a row.
         """
-        if not text.isascii():
+        most = self.encoder.most_chars(limit)
+        if not text.isascii() and (most is None or len(text) <= most):
             check_unicode(text, field)
         try:
             return self.encoder.encode(text, add_special_tokens=add_special_tokens, limit=limit)

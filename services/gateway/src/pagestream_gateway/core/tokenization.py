@@ -99,6 +99,10 @@ class PendingRequests:
 
     def __init__(self, max_bytes: int, *, limit_s: float) -> None:
         """`limit_s`: seconds that a request may wait."""
+        self.parsing = asyncio.Lock()
+        """Held while a large body is parsed. A parser holds Python's lock for tens of milliseconds at a time, and two
+        would keep the event loop waiting twice as long.
+        """
         self._budget = ByteBudget(max_bytes)
         self._limit_s = limit_s
         self._admitted: dict[PendingRequest, None] = {}  # in order

@@ -218,7 +218,10 @@ async def _parsed(gateway: Gateway, data: bytes, headers: Headers, parse: Parser
     def work() -> ParsedRequest:
         return parse(parse_json(data), headers)
 
-    return work() if len(data) <= SMALL_BYTES else await gateway.pool.run(work)
+    if len(data) <= SMALL_BYTES:
+        return work()
+    async with gateway.pending.parsing:
+        return await gateway.pool.run(work)
 
 
 def _wants_ids(headers: Mapping[str, str]) -> bool:
