@@ -40,7 +40,9 @@ async def test_a_key_without_a_replica_accepts_nothing(topology: Topology) -> No
         elsewhere = next(key for key in keys if nodes_of(topology, keyspace.idempotency(TENANT, key))[0] is not home)
         async with GatewaySession(broker) as gateway:
             assert await gateway.accept_once(spec(key=elsewhere), body_digest="d")
-            master, replica = nodes_of(topology, keyspace.idempotency(TENANT, elsewhere))
+            name = keyspace.idempotency(TENANT, elsewhere)
+            await eventually(lambda: len(nodes_of(topology, name)) == 2)  # the replicas become known one by one
+            master, replica = nodes_of(topology, name)
             replica.kill()
             await eventually(lambda: num_replicas(master) == 0)
             assert await gateway.accept(spec()), "records are on the other node"
