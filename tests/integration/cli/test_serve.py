@@ -252,12 +252,15 @@ def test_a_greeting_in_a_pipe_ends_serve(tmp_path: Path) -> None:
     assert not (tmp_path / "data" / "serve.json").exists()
 
 
-def test_a_wrong_engine_option_ends_serve_with_the_engines_words(tmp_path: Path) -> None:
-    command = serve_command(tmp_path / "data", "--max-model-len", "many")
+@pytest.mark.parametrize(
+    ("value", "said"), [("many", "--max-model-len"), ("999999", "engine-0 cannot start")], ids=["text", "too long"]
+)
+def test_a_wrong_engine_option_ends_serve_with_the_engines_words(tmp_path: Path, value: str, said: str) -> None:
+    """Before anything starts where the option alone shows it, else as soon as the engine has seen the model."""
+    command = serve_command(tmp_path / "data", "--max-model-len", value)
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_LIMIT_S, check=False)
     assert done.returncode == 2
-    assert done.stderr.count("engine-0 cannot start") == 1
-    assert "--max-model-len" in done.stderr
+    assert done.stderr.count(said) == 1
 
 
 def test_a_file_of_redis_that_was_torn_in_a_transaction_is_written_anew(tmp_path: Path) -> None:

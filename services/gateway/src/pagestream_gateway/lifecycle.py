@@ -40,6 +40,7 @@ from pagestream_gateway.tls import Certificate
 
 logger = logging.getLogger(__name__)
 _HEALTH_PERIOD_S = 1.0
+_PRELOAD_PERIOD_S = 1.0  # one round trip, and a second one for each model
 _SERVICE = "pagestream-gateway"
 _OWN_FILES = 256  # open files beside those of clients' connections: to Redis, to the collector, logs
 
@@ -180,6 +181,7 @@ async def _servers(
         timers: list[Periodic | UnservedRequests] = [
             Periodic("health", _HEALTH_PERIOD_S, lambda: _set_health(gateway, grpc_server))
         ]
+        timers.append(Periodic("preload models", _PRELOAD_PERIOD_S, gateway.models.preload))
         timers += [file.watch() for file in watched]
         timers.append(UnservedRequests(gateway.broker, gateway.settings.limits.no_engine_deadline_s))
         if gateway.settings.telemetry.exports:

@@ -1,12 +1,17 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from pagestream.v1.records_pb2 import ModelCard
-from pagestream_gateway.core.models import LoadedModel, ModelCache, load_model
+from pagestream_gateway.core.models import LoadedModel, ModelCache, Models, load_model
+from pagestream_gateway.core.redis_timeout import RedisTimeout
+from pagestream_gateway.core.tokenization import TokenizePool
 from pagestream_gateway.errors import InvalidRequest, PromptTooLong
-from support.engines.synthetic_engine import byte_tokenizer, synthetic_card
+from pagestream_streams.errors import ModelNotFound
+from support.engines.synthetic_engine import MODEL, byte_tokenizer, synthetic_card
 
 
 def test_encodes_as_the_tokenizer_does() -> None:
@@ -105,3 +110,28 @@ async def test_cards_that_change_while_they_are_loaded() -> None:
     assert (await new).max_model_len == 64
     gates[0].set()
     assert (await old).max_model_len != 64
+
+
+async def test_tokenizers_are_loaded_before_anybody_asks(caplog: pytest.LogCaptureFixture) -> None:
+    """Each once, whatever else is published; a broken card is logged once and stops no other."""
+    broken = synthetic_card()
+    broken.MergeFrom(ModelCard(name="broken", tokenizer_json_zlib=b"x"))
+    broker, cards = SimpleNamespace(), {"broken": broken, "gone": None, MODEL: synthetic_card()}
+
+    async def model_card(name: str) -> ModelCard:
+        if (card := cards[name]) is None:
+            raise ModelNotFound(name)
+        return card
+
+    async def models() -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name) for name in cards]
+
+    broker.model_card, broker.models = model_card, models
+    async with TokenizePool(workers=1, max_pending=4, limit_s=10.0) as pool:
+        known = Models(cast(Any, broker), pool, RedisTimeout(5.0))
+        for _ in range(3):
+            await known.preload()
+        loaded = await known.resolve(MODEL)
+        await known.preload()
+        assert await known.resolve(MODEL) is loaded
+    assert len([record for record in caplog.records if "broken" in record.getMessage()]) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import zlib
 from array import array
 from collections.abc import Awaitable, Callable
@@ -19,7 +20,10 @@ from pagestream_gateway.core.chat_templates import ChatTemplate
 from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.core.text.encoder import MAX_RUN_CHARS, TextEncoder, TooManyTokensError, UnbrokenTextError
 from pagestream_gateway.core.tokenization import TokenizePool
-from pagestream_gateway.errors import InvalidRequest, PromptTooLong
+from pagestream_gateway.errors import InvalidRequest, Overloaded, PromptTooLong
+
+logger = logging.getLogger(__name__)
+_MOST_PRELOADED = 4  # tokenizers of 10 to 60 MB each
 
 Runner = Callable[[Callable[[], "LoadedModel"]], Awaitable["LoadedModel"]]
 
@@ -144,6 +148,7 @@ class Models:
         self._pool = pool
         self._limit = limit
         self._cache = ModelCache()
+        self._broken: dict[str, ModelCard] = {}
 
     async def resolve(self, name: str) -> LoadedModel:
         """Return the model of that name, or the only one where the name is empty.
@@ -167,6 +172,23 @@ class Models:
             (info, await self._limit.wait(self._broker.model_card(info.name)))
             for info in sorted(infos, key=lambda info: info.name)
         ]
+
+    async def preload(self) -> None:
+        """Load the tokenizers of a few models, so that no first request waits for them. Raises Unavailable.
+
+        A broken card is logged once; requests for its model are told what is wrong.
+        """
+        infos = await self._limit.wait(self._broker.models())
+        for info in sorted(infos, key=lambda info: info.name)[:_MOST_PRELOADED]:
+            try:
+                card = await self._limit.wait(self._broker.model_card(info.name))
+                if self._broken.get(card.name) is not card:
+                    await self._cache.load(card, self._pool.run)
+            except (ModelNotFound, Overloaded):
+                continue  # removed meanwhile, or there is other work: the next call tries again
+            except ValueError as error:
+                self._broken[card.name] = card
+                logger.warning("cannot load the model card of %s: %s", card.name, error)
 
     async def is_any_known(self) -> bool:
         """Return whether Redis has a model. Raises Unavailable."""

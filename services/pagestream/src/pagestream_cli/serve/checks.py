@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from collections.abc import Sequence
 
@@ -9,6 +11,7 @@ from pagestream_cli.errors import UsageError
 from pagestream_cli.serve.options import ServeOptions
 from pagestream_cli.supervisor import PartSpec
 
+_HINT = "`pagestream serve --help-all` lists every setting"
 ENGINE_MODULE, GATEWAY_MODULE = "pagestream_worker", "pagestream_gateway"
 
 
@@ -45,13 +48,17 @@ def check_parts(parts: Sequence[PartSpec]) -> None:
 
     for part in parts:
         environment = {**os.environ, **part.env}
+        said = io.StringIO()
         try:
-            if ENGINE_MODULE in part.argv:
-                worker.load_settings(_options_of(part, ENGINE_MODULE), environment)
-            elif GATEWAY_MODULE in part.argv:
-                gateway.load_settings(_options_of(part, GATEWAY_MODULE), environment)
+            with contextlib.redirect_stderr(said):
+                if ENGINE_MODULE in part.argv:
+                    worker.load_settings(_options_of(part, ENGINE_MODULE), environment)
+                elif GATEWAY_MODULE in part.argv:
+                    gateway.load_settings(_options_of(part, GATEWAY_MODULE), environment)
+        except SystemExit as error:  # argparse has said what is wrong, below the usage of another program
+            raise UsageError(said.getvalue().strip().rpartition("error: ")[2], hint=_HINT) from error
         except (EngineError, SettingsError, ValueError) as error:
-            raise UsageError(str(error), hint="`pagestream serve --help-all` lists every setting") from error
+            raise UsageError(str(error), hint=_HINT) from error
 
 
 def _options_of(part: PartSpec, module: str) -> list[str]:
