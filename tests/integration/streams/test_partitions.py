@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from pagestream_streams.connection.partition_runs import run_on_each
 from pagestream_streams.connection.scripts import SWEEP
 from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.keys import Partition
-from support.protocol.token_streams import FAST, MODEL, TENANT, card, eventually, spec, worker
+from support.protocol.token_streams import FAST, MODEL, TENANT, card, eventually, once_there, spec, worker
 from support.redis.topologies import Place, ask_all
 
 MANY = ids.MAX_PARTITIONS
@@ -24,7 +25,8 @@ async def test_more_partitions_than_the_option_takes_are_refused(broker: Broker)
 
 
 async def test_deadlines_and_reclaim_with_all_partitions(redis_url: str) -> None:
-    async with await Broker.connect(redis_url, replace(FAST, lease_ms=1500, sweep_gap_ms=900)) as broker:
+    settings = replace(FAST, lease_ms=1500, heartbeat_ms=300, sweep_ms=300, sweep_gap_ms=900)  # as shipped
+    async with await Broker.connect(redis_url, settings) as broker:
         await broker.publish_model(card(), partitions=MANY)
         async with GatewaySession(broker) as gateway, worker(broker):
             late, orphan = spec(partition=MANY - 1, deadline_ms=50), spec(partition=MANY // 2)
@@ -48,7 +50,7 @@ async def test_deadlines_and_reclaim_with_all_partitions(redis_url: str) -> None
 
 async def test_a_round_goes_on_behind_what_failed(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is too slow for a whole round: it was thrown away, and the last partitions were never swept."""
-    async with await Broker.connect(redis_url, FAST) as broker:
+    async with await Broker.connect(redis_url, replace(FAST, heartbeat_ms=100, sweep_ms=100)) as broker:
         await broker.publish_model(card(), partitions=MANY)
         run_each, turns = broker.connection.run_each, 0
 
@@ -68,7 +70,7 @@ async def test_a_round_goes_on_behind_what_failed(redis_url: str, monkeypatch: p
                 await gateway.accept(request)
 
             async def are_over() -> bool:
-                views = [await broker.view(request.request_id, TENANT) for request in requests]
+                views = [await once_there(partial(broker.view, each.request_id, TENANT)) for each in requests]
                 return all(view.state == REQUEST_STATE_FINISHED for view in views)
 
             await eventually(are_over)

@@ -48,6 +48,7 @@ OMITTED: Mapping[str, Omission] = {
     "test_model_mutants": Omission(PLACES, "starts a server of its own: broken scripts are caught once"),
     "test_machine_loss": Omission(PLACES, "starts servers of its own: it cuts their append-only files by hand"),
     "test_outage": Omission(PLACES, "starts a server of its own: it kills and starts it by hand"),
+    "test_partitions::test_a_round_goes_on_behind_what_failed": Omission((CLUSTER,), "its rounds have one part"),
     "test_embedded": Omission(PLACES, "starts servers of its own: it is about starting one"),
 }
 """By module, or by module and test as pytest names them."""
