@@ -7,6 +7,7 @@ from pagestream_gateway.api.cors import allow_origins
 from pagestream_gateway.api.leniency import Lenient
 from pagestream_gateway.api.openai import chat_completions, completions, models, requests
 from pagestream_gateway.api.openai.errors import install_error_handlers
+from pagestream_gateway.api.pacing import Paced
 from pagestream_gateway.core.gateway import Gateway
 
 _ABOUT = (
@@ -21,6 +22,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     for resource in (completions, chat_completions, models, requests, health):
         app.include_router(resource.router(gateway))
     allow_origins(app, gateway.settings.gateway.origins)
+    app.add_middleware(Paced, turns=gateway.turns)
     documents.install(app, [completions.CompletionBody, chat_completions.ChatBody])
     return app
 
