@@ -14,9 +14,11 @@ from typing import TypeVar
 
 import pytest
 from pagestream.v1.inference_pb2 import REQUEST_STATE_QUEUED
+from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Append, AppendKind, Broker, EmbeddedRedis, GatewaySession, Unavailable
 from pagestream_streams.connection.embedded import ServerBinary, find_servers
 from pagestream_streams.connection.scripts import ACCEPT, APPEND, CLAIM, Script
+from pagestream_streams.engine import claim_order
 from pagestream_streams.protocol.keys import Partition
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -26,6 +28,7 @@ from support.protocol.token_streams import (
     MODEL,
     STILL,
     TENANT,
+    Worker,
     card,
     ending,
     eventually,
@@ -303,17 +306,38 @@ async def test_an_accept_whose_connection_is_reset_in_the_middle_of_the_script_i
             assert numbers(await read_all(other, request.request_id)) == [100, 101]
 
 
+async def claim_one_before(
+    monkeypatch: pytest.MonkeyPatch, gateway: GatewaySession, engine: Worker, requests: list[RequestSpec]
+) -> None:
+    """Accept the requests behind another one that is claimed. The engine knows then what is first in each partition,
+    and asks nothing more: its next call is one that claims.
+    """
+    monkeypatch.setattr(claim_order, "LOOK_PAUSE_S", 0.0)
+    first = spec(partition=0)
+    for request in (first, *requests):
+        await gateway.accept(request)
+    await engine.session.wait_for_work(5.0)
+    [claim] = await engine.claim()
+    assert claim.request_id == first.request_id
+    await engine.generate(claim, 2, finish=True)
+    assert await engine.session.claim(max_requests=0, max_prompt_tokens=100) == []
+    for pause in ("LOOK_PAUSE_S", "REFRESH_S"):
+        monkeypatch.setattr(claim_order, pause, 60.0)
+
+
 async def test_a_claim_whose_connection_is_reset_in_the_middle_of_the_script_leaves_nothing_that_nobody_serves(
-    broker: Broker, redis_server: EmbeddedRedis, network: FlakyNetwork, quiet: Broker
+    broker: Broker,
+    redis_server: EmbeddedRedis,
+    network: FlakyNetwork,
+    quiet: Broker,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Redis shows a request as its engine's that never heard of it: it is handed back, and counts as tried once."""
     places = [Partition(MODEL, number) for number in range(2)]
     async with GatewaySession(broker) as gateway, worker(quiet) as engine:
         assert await engine.session.claim(max_requests=1, max_prompt_tokens=100) == []  # the server has the script
         requests = [spec(partition=where.number) for where in places]
-        for request in requests:
-            await gateway.accept(request)
-        await engine.session.wait_for_work(5.0)
+        await claim_one_before(monkeypatch, gateway, engine, requests)
         network.client_chunks.clear()
         with inside_a_call(redis_server):
             claiming = asyncio.create_task(engine.session.claim(max_requests=1, max_prompt_tokens=100))
@@ -347,16 +371,16 @@ async def test_a_claim_whose_connection_is_reset_in_the_middle_of_the_script_lea
         assert await broker.connection.pipeline(owned) == [0, 0]
 
 
-async def test_a_claim_whose_reply_is_lost_is_handed_back_by_itself(broker: Broker, network: FlakyNetwork) -> None:
+async def test_a_claim_whose_reply_is_lost_is_handed_back_by_itself(
+    broker: Broker, network: FlakyNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Nothing else uses the connections, so that the claim's own answer is what gets lost.
     still = dataclasses.replace(STILL, command_timeout_s=0.5)
     async with await Broker.connect(f"redis://{network.target}/0", still) as cut:
         async with GatewaySession(broker) as gateway, worker(cut) as engine:
             assert await engine.session.claim(max_requests=1, max_prompt_tokens=100) == []  # the server has the script
             requests = [spec(partition=number) for number in range(2)]
-            for request in requests:
-                await gateway.accept(request)
-            await engine.session.wait_for_work(5.0)
+            await claim_one_before(monkeypatch, gateway, engine, requests)
             network.lose_answers()
             with pytest.raises(Unavailable):
                 await engine.session.claim(max_requests=1, max_prompt_tokens=100)
