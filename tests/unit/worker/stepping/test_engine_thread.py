@@ -164,6 +164,25 @@ def test_an_error_that_ends_the_thread_is_the_futures(tmp_path: Path) -> None:
     owner.thread.join(LIMIT_S)
 
 
+class Panic(BaseException):
+    """As pyo3 raises where a library in Rust panics: no Exception."""
+
+
+def test_a_panic_that_ends_the_thread_is_an_error_of_the_future(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*_: object, **__: object) -> None:
+        raise Panic("tokenizers panicked")
+
+    owner = Owner(tmp_path)
+    monkeypatch.setattr(Engine, "adding_group", panic)
+    owner.thread.submit(AddGroup([1], [Sibling("a", PARAMS, [])]))
+    error = owner.thread.ended.exception(LIMIT_S)
+    assert isinstance(error, RuntimeError)
+    assert "Panic: tokenizers panicked" in str(error)
+    owner.thread.join(LIMIT_S)
+
+
 def test_a_step_in_progress_has_an_age_and_no_step_has_none(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
     assert owner.thread.step_age_s() == pytest.approx(0.0)

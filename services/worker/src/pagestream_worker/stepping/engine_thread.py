@@ -139,9 +139,9 @@ class EngineThread(threading.Thread):
         """Load, then step until `Stop`."""
         try:
             engine = self._make_engine()
-        except Exception as error:  # noqa: BLE001 - raised by `loaded`
-            self.loaded.set_exception(error)
-            self.ended.set_exception(error)
+        except BaseException as error:  # noqa: BLE001 - raised by `loaded`
+            self.loaded.set_exception(_as_exception(error))
+            self.ended.set_exception(_as_exception(error))
             return
         self.loaded.set_result(engine)
         engine.on_schedule = lambda step: self._note_step(step, engine.num_preemptions)
@@ -150,8 +150,8 @@ class EngineThread(threading.Thread):
                 self._add_on(engine)
                 self._step(engine)
                 self._read_fragmentation(engine)
-        except Exception as error:  # noqa: BLE001 - raised by `ended`
-            self.ended.set_exception(error)
+        except BaseException as error:  # noqa: BLE001 - raised by `ended`
+            self.ended.set_exception(_as_exception(error))
         else:
             self.ended.set_result(None)
 
@@ -262,3 +262,12 @@ def _remaining_after(step: ScheduledStep) -> dict[str, int]:
 
 def _refused(sibling: Sibling, error: InvalidRequest) -> StepOutput:
     return StepOutput(sibling.request_id, token_id=None, text="", finish_reason="error", error=str(error))
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """Wrap what is no Exception, such as the panic of a library in Rust: it must end the worker, not pass it by."""
+    if isinstance(error, Exception):
+        return error
+    ended = RuntimeError(f"the engine's thread was ended by {type(error).__name__}: {error}")
+    ended.__cause__ = error
+    return ended
