@@ -191,6 +191,34 @@ async def test_bodies_that_stall_give_way_to_others(
             assert b" 429 " in await first.first_line()
 
 
+async def test_grpc_calls_that_send_nothing_give_way_to_others(
+    engine: SyntheticEngine, settings: Settings, another: Another
+) -> None:
+    """Two calls have all the room that messages have, of two services."""
+    limits = LimitSettings(max_body_bytes=2**20, max_arriving_bytes=2**21)
+    async with (
+        another(replace(settings, limits=limits)) as address,
+        grpc.aio.insecure_channel(address.target) as channel,
+        grpc_stub(address) as stub,
+    ):
+        methods = ("pagestream.v1.Inference/Generate", "grpc.health.v1.Health/Check")
+        stalled = [channel.stream_stream(f"/{method}")() for method in methods]
+        async with asyncio.timeout(LIMIT_S):
+            while not any(call.done() for call in stalled):
+                assert (await stub.ListModels(api.ListModelsRequest())).models
+            codes = {await call.code() for call in stalled if call.done()}
+            assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
+async def test_a_grpc_message_that_never_arrives_ends(address: Address) -> None:
+    async with grpc.aio.insecure_channel(address.target) as channel, asyncio.timeout(LIMIT_S):
+        call = channel.stream_stream("/pagestream.v1.Inference/Generate")()
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        empty = channel.stream_stream("/pagestream.v1.Inference/Generate")()
+        await empty.done_writing()
+        assert await empty.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_pipelined_requests_and_tiny_chunks_are_bounded(address: Address) -> None:
     assert (await end_of(address, (GET + b"\r\n") * 1000)).status == 0
     tiny = POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 5000

@@ -6,9 +6,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import psutil
 import pytest
+from pagestream.v1 import inference_pb2 as api
+from pagestream.v1.inference_pb2_grpc import InferenceStub
 from pagestream_streams import Broker
 from support.engines.synthetic_engine import MODEL, synthetic_card
 from support.processes.stack import Gateway, Stack
@@ -18,6 +21,9 @@ LIMIT_S = 60.0
 MB = 1_000_000
 BOUND = 280 * MB
 """Most bytes of the process. Measured: 200 MB, 85 MB before; one body took 1,600 MB where all of it was encoded."""
+GRPC_BOUND = 450 * MB
+"""Measured: 275 MB; 920 MB where an error keeps its request until the next garbage collection."""
+GRPC_CALLS = 32
 TEXT = "a b c d " * (7 * MB // 8)
 BODIES: list[dict[str, Any]] = [
     {"prompt": TEXT},
@@ -64,3 +70,22 @@ async def test_memory_stays_bounded_whatever_is_sent(gateway: Gateway) -> None:
             await asyncio.wait([posts], timeout=0.01)
         assert set(posts.result()) == {400}
     assert most < BOUND
+
+
+async def test_memory_stays_bounded_by_calls_of_grpc(gateway: Gateway) -> None:
+    assert gateway.process is not None
+    process, most = psutil.Process(gateway.process.pid), 0
+    large = api.GenerateRequest(model=MODEL, prompt=TEXT).SerializeToString()
+    async with grpc.aio.insecure_channel(gateway.grpc_target) as channel, asyncio.timeout(LIMIT_S):
+
+        async def generate() -> grpc.StatusCode:
+            return await channel.unary_stream("/pagestream.v1.Inference/Generate")(large).code()
+
+        calls = asyncio.gather(*(generate() for _ in range(GRPC_CALLS)))
+        small = asyncio.gather(*(InferenceStub(channel).ListModels(api.ListModelsRequest()) for _ in range(GRPC_CALLS)))
+        while not calls.done():
+            most = max(most, process.memory_info().rss)
+            await asyncio.wait([calls], timeout=0.01)
+        assert set(calls.result()) - {grpc.StatusCode.RESOURCE_EXHAUSTED} == {grpc.StatusCode.INVALID_ARGUMENT}
+        assert all(answer.models for answer in await small)
+    assert most < GRPC_BOUND

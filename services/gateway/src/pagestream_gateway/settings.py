@@ -72,6 +72,10 @@ class LimitSettings:
     """Bytes of the large bodies that are being read, parsed and tokenized at once; further ones wait, unread. One byte
     can take thirteen: as a character of four bytes in the text, in what was parsed, and in the rendered prompt.
     """
+    max_arriving_bytes: int = 64 * 1024 * 1024
+    """Bytes of gRPC messages that arrive at once, each counted as one of `max_body_bytes` since its size is not known
+    before; half as many large ones may wait to be parsed.
+    """
     max_messages: int = 4096
     """Messages of a conversation. Some chat templates look back from each message over all before it."""
     max_prompts: int = 128

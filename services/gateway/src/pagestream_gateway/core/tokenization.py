@@ -66,7 +66,8 @@ class TokenizePool:
 class PendingRequest:
     """One request's place among the pending ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
         self._scope: asyncio.Timeout | None = None
         self._began_at = 0.0
 
@@ -84,7 +85,7 @@ class PendingRequest:
 
     def give_way(self) -> bool:
         """End the receiving where it has been under way for long; return whether it has."""
-        if self._scope is None or asyncio.get_running_loop().time() - self._began_at < PATIENCE_S:
+        if self._scope is None or asyncio.get_running_loop().time() - self._began_at < self._patience_s:
             return False
         self._scope.reschedule(0.0)
         self._scope = None
@@ -94,11 +95,12 @@ class PendingRequest:
 class PendingRequests:
     """Bounds the bytes of large requests that are read, parsed and tokenized at once; further ones wait in order.
 
-    Where one has waited for `PATIENCE_S`, the request whose body has been arriving for longest gives way.
+    Where one has waited for the patience, the request whose body has been arriving for longest gives way.
     """
 
-    def __init__(self, max_bytes: int, *, limit_s: float) -> None:
-        """`limit_s`: seconds that a request may wait."""
+    def __init__(self, max_bytes: int, *, limit_s: float, patience_s: float | None = None) -> None:
+        """`limit_s`: seconds that a request may wait; `patience_s`: PATIENCE_S where it is None."""
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self.parsing = asyncio.Lock()
         """Held while a large body is parsed. A parser holds Python's lock for tens of milliseconds at a time, and two
         would keep the event loop waiting twice as long.
@@ -113,7 +115,7 @@ class PendingRequests:
         num_bytes = 0 if num_bytes <= SMALL_BYTES else min(num_bytes, self._budget.limit_bytes)
         if num_bytes and not self._budget.try_take(num_bytes):
             await self._wait(num_bytes)
-        request = PendingRequest()
+        request = PendingRequest(self._patience_s)
         if num_bytes:
             self._admitted[request] = None
         try:
@@ -136,5 +138,5 @@ class PendingRequests:
 
     async def _make_room(self) -> None:
         while True:
-            await asyncio.sleep(PATIENCE_S)
+            await asyncio.sleep(self._patience_s)
             any(request.give_way() for request in list(self._admitted))  # the first that can

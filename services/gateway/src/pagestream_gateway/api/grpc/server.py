@@ -5,6 +5,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from pagestream_gateway.api.grpc.receiving import WINDOW_BYTES, Receiver, ReceivingInterceptor
 from pagestream_gateway.api.grpc.service import SERVICE_NAME, InferenceServicer
 from pagestream_gateway.core.gateway import Gateway
 from pagestream_gateway.errors import StartupError
@@ -19,6 +20,9 @@ class GrpcServer:
         bounds = gateway.settings.connections
         options = (
             ("grpc.max_receive_message_length", gateway.settings.limits.max_body_bytes),
+            # What arrives of a message that nobody has asked for. The probe would raise it to megabytes.
+            ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+            ("grpc.http2.bdp_probe", 0),
             # Above the first bound gRPC refuses calls at random, above the second all.
             ("grpc.max_metadata_size", bounds.max_header_bytes),
             ("grpc.absolute_max_metadata_size", bounds.max_header_bytes),
@@ -32,8 +36,10 @@ class GrpcServer:
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         )
-        self._server = grpc.aio.server(options=options)
-        self._server.add_generic_rpc_handlers((InferenceServicer(gateway).handler(),))
+        receiver = Receiver(gateway.settings, gateway.pending)
+        interceptor = ReceivingInterceptor(receiver, own_service=SERVICE_NAME)
+        self._server = grpc.aio.server(options=options, interceptors=(interceptor,))
+        self._server.add_generic_rpc_handlers((InferenceServicer(gateway, receiver).handler(),))
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(

@@ -1,7 +1,7 @@
 """pagestream.v1.Inference over grpc.aio.
 
-Messages are taken as bytes and parsed here, and every error leaves as a status with details: grpc.aio itself answers an
-undecodable message and an unexpected error alike, with INTERNAL or UNKNOWN.
+Messages are received in turn, taken as bytes and parsed here, and every error leaves as a status with details: grpc.aio
+itself answers an undecodable message and an unexpected error alike, with INTERNAL or UNKNOWN.
 """
 
 import logging
@@ -16,7 +16,8 @@ from pagestream_streams.errors import RequestNotFound, StreamsError
 
 from pagestream_gateway.api.error_codes import INTERNAL_ERROR, error_report
 from pagestream_gateway.api.grpc.drafts import generate_draft, with_message_path
-from pagestream_gateway.api.grpc.status import abort
+from pagestream_gateway.api.grpc.receiving import Receiver
+from pagestream_gateway.api.grpc.status import abort, drop_frames
 from pagestream_gateway.api.grpc.wire import parse_message
 from pagestream_gateway.api.runs import Run, split_runs
 from pagestream_gateway.core.calls import CHAT, DISCONNECTED, OK, RESUME, TEXT_COMPLETION, Call
@@ -29,18 +30,20 @@ _MAX_INDEX = 2**63
 _OPERATIONS = {"grpc": TEXT_COMPLETION, "grpc_resume": RESUME}
 SERVICE_NAME = api.DESCRIPTOR.services_by_name["Inference"].full_name
 Context = grpc.aio.ServicerContext[bytes, bytes]
-Method = Callable[[bytes, Context, str, Call], Awaitable[Any]]
+Method = Callable[[Context, str, Call], Awaitable[Any]]
 
 
 class InferenceServicer:
     """The service's methods, each called with the caller's tenant."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, receiver: Receiver) -> None:
         self._gateway = gateway
+        self._receiver = receiver
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handler that a server is given."""
-        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        # Methods of one message: as handlers of streams they receive it when they ask for it.
+        unary, stream = grpc.stream_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Generate": stream(self._guarded("grpc", self.generate), None, api.GenerateResponse.SerializeToString),
             "Resume": stream(self._guarded("grpc_resume", self.resume), None, api.ResumeResponse.SerializeToString),
@@ -54,35 +57,24 @@ class InferenceServicer:
         }
         return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
 
-    async def generate(self, data: bytes, context: Context, tenant: str, call: Call) -> None:
+    async def generate(self, context: Context, tenant: str, call: Call) -> None:
         """Accept a request and stream its log. The first message has the request id and no token."""
         await self._gateway.turns.take()
-        spec = await self._accept(data, context, tenant, call)
+        spec = await self._accept(context, tenant, call)
         first = api.GenerateResponse(chunk=api.TokenChunk(request_id=spec.request_id), seed=spec.sampling.seed)
         await context.write(first)  # type: ignore[arg-type]
         await self._stream(context, spec, call, message=api.GenerateResponse)
 
-    async def resume(self, data: bytes, context: Context, tenant: str, call: Call) -> None:
+    async def resume(self, context: Context, tenant: str, call: Call) -> None:
         """Stream a log from an offset; accept the request again where Redis has lost it and the caller repeats it."""
-        request = parse_message(api.ResumeRequest, data)
-        request_id, index, digest = request.request_id, request.next_index, request.digest
-        if index >= _MAX_INDEX:
-            raise InvalidRequest("next_index", f"expected the index of a log entry, got {index}")
-        try:
-            view, is_complete = await self._gateway.requests.resume(request_id, tenant, from_index=index, digest=digest)
-        except RequestNotFound:
-            if not request.HasField("request"):
-                raise
-            spec, is_complete = await self._accept_again(request, context, tenant, call), False
-        else:
-            spec = view.spec
+        spec, is_complete, index, digest = await self._resumed(context, tenant, call)
         call.resumed(spec)
         if not is_complete:
             await self._stream(context, spec, call, next_index=index, digest=digest, message=api.ResumeResponse)
 
-    async def _accept(self, data: bytes, context: Context, tenant: str, call: Call) -> RequestSpec:
-        """Accept a request. A large one is parsed when there is room for it, and not kept for its stream's life."""
-        async with self._gateway.pending.hold(len(data)):
+    async def _accept(self, context: Context, tenant: str, call: Call) -> RequestSpec:
+        """Accept a request. Its message is not kept for its stream's life."""
+        async with self._receiver.message(context) as data:
             request = parse_message(api.GenerateRequest, data)
             try:
                 draft = generate_draft(request, deadline_ms=_deadline_ms(context))
@@ -91,24 +83,43 @@ class InferenceServicer:
             except InvalidRequest as error:
                 raise with_message_path(error) from error.__cause__
 
+    async def _resumed(self, context: Context, tenant: str, call: Call) -> tuple[RequestSpec, bool, int, str]:
+        """Return the request, whether the caller has all of its log, and the position to go on from."""
+        async with self._receiver.message(context) as data:
+            request = parse_message(api.ResumeRequest, data)
+            index, digest = request.next_index, request.digest
+            if index >= _MAX_INDEX:
+                raise InvalidRequest("next_index", f"expected the index of a log entry, got {index}")
+            try:
+                view, is_complete = await self._gateway.requests.resume(
+                    request.request_id, tenant, from_index=index, digest=digest
+                )
+            except RequestNotFound:
+                if not request.HasField("request"):
+                    raise
+                return await self._accept_again(request, context, tenant, call), False, index, digest
+            return view.spec, is_complete, index, digest
+
     async def _accept_again(self, request: api.ResumeRequest, context: Context, tenant: str, call: Call) -> RequestSpec:
         try:
             draft = generate_draft(request.request, deadline_ms=_deadline_ms(context))
-            async with self._gateway.pending.hold(request.ByteSize()):
-                return await self._gateway.submission.submit_again(draft, tenant, request.request_id, call)
+            return await self._gateway.submission.submit_again(draft, tenant, request.request_id, call)
         except InvalidRequest as error:
             named = with_message_path(error)
             named.field = f"request.{named.field}"
             raise named from error.__cause__
 
-    async def cancel(self, data: bytes, context: Context, tenant: str, call: Call) -> api.CancelResponse:
+    async def cancel(self, context: Context, tenant: str, call: Call) -> api.CancelResponse:
         """End a request; idempotent."""
-        request = parse_message(api.CancelRequest, data)
+        async with self._receiver.message(context) as data:
+            request = parse_message(api.CancelRequest, data)
         return api.CancelResponse(finish_reason=await self._gateway.requests.cancel(request.request_id, tenant))
 
-    async def get_request(self, data: bytes, context: Context, tenant: str, call: Call) -> api.GetRequestResponse:
+    async def get_request(self, context: Context, tenant: str, call: Call) -> api.GetRequestResponse:
         """Return a request's state."""
-        view = await self._gateway.requests.view(parse_message(api.GetRequestRequest, data).request_id, tenant)
+        async with self._receiver.message(context) as data:
+            request = parse_message(api.GetRequestRequest, data)
+        view = await self._gateway.requests.view(request.request_id, tenant)
         return api.GetRequestResponse(
             request_id=view.request_id,
             model=view.model,
@@ -121,9 +132,10 @@ class InferenceServicer:
             attempts=view.attempts,
         )
 
-    async def list_models(self, data: bytes, context: Context, tenant: str, call: Call) -> api.ListModelsResponse:
+    async def list_models(self, context: Context, tenant: str, call: Call) -> api.ListModelsResponse:
         """Return all models by name."""
-        parse_message(api.ListModelsRequest, data)
+        async with self._receiver.message(context) as data:
+            parse_message(api.ListModelsRequest, data)
         models = [
             api.Model(name=info.name, max_model_len=card.max_model_len, created=info.created, engines=info.engines)
             for info, card in await self._gateway.models.list_models()
@@ -151,26 +163,28 @@ class InferenceServicer:
                         await context.write(response)
                         next_index = run.next_index
 
-    def _guarded(self, name: str, method: Method) -> Callable[[bytes, Context], Awaitable[Any]]:
+    def _guarded(self, name: str, method: Method) -> Callable[[Any, Context], Awaitable[Any]]:
         """Return `method` with authentication before it, and its errors as statuses; its outcome is measured."""
 
-        async def answered(data: bytes, context: Context) -> Any:
-            outcome = DISCONNECTED
+        async def answered(_: Any, context: Context) -> Any:
+            outcome, answer, report = DISCONNECTED, None, None
             metadata = _metadata(context)
             call = self._gateway.calls.begin(name, _OPERATIONS.get(name, ""), metadata)
             try:
-                answer = await method(data, context, self._gateway.tenant(metadata.get("authorization")), call)
+                answer = await method(context, self._gateway.tenant(metadata.get("authorization")), call)
                 outcome = OK
             except (GatewayError, StreamsError) as error:
                 report = error_report(error)
                 outcome = report.code
-                await abort(context, report)
+                drop_frames(error)
             except Exception as error:
                 logger.exception("call failed", extra={"method": name})
-                outcome = INTERNAL_ERROR
-                await abort(context, error_report(error))
+                outcome, report = INTERNAL_ERROR, error_report(error)
+                drop_frames(error)
             finally:
                 call.end(outcome)
+            if report is not None:
+                await abort(context, report)
             return answer
 
         return answered

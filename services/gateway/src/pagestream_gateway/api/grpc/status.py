@@ -24,6 +24,17 @@ async def abort(context: "grpc.aio.ServicerContext[bytes, bytes]", report: Error
     raise AssertionError("abort does not return")
 
 
+def drop_frames(error: BaseException) -> None:
+    """Let go of the frames in which an error and its causes were raised, and so of the request's data in them.
+
+    Errors of futures are in cycles with their frames, which would stay until the next garbage collection.
+    """
+    following: BaseException | None = error
+    while following is not None:
+        following.__traceback__ = None
+        following = following.__cause__ or following.__context__
+
+
 def _details(report: ErrorReport) -> list[Message]:
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=report.code.upper(), domain=_DOMAIN)]
     if report.field is not None:
