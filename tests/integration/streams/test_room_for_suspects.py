@@ -3,12 +3,17 @@
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
+import pytest
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_streams import Broker, EngineSession, GatewaySession
+from pagestream_streams import Broker, EngineSession, GatewaySession, Unavailable
 from pagestream_streams.admin.broker import expire_engine
+from pagestream_streams.connection.connection import Call
+from pagestream_streams.connection.scripts import ISOLATE
 from pagestream_streams.protocol.keys import Partition
 from support.protocol.token_streams import FAST, MODEL, Worker, eventually, spec
+from support.redis.topologies import Place, ask_all
 
 OLD, NEW = "0123456789abcdef", "fedcba9876543210"
 
@@ -119,3 +124,66 @@ async def test_one_that_needs_a_long_context_is_left_to_an_engine_that_holds_it(
             assert long.session.assignment.with_suspects == {0}
             [claim] = await long.claim()
             assert (claim.request_id, claim.isolated) == (suspect.request_id, True)
+
+
+async def isolated(broker: Broker) -> list[dict[bytes, bytes]]:
+    """What each partition knows of engines that run a suspect."""
+    where = await broker.directory.all_partitions(MODEL)
+    return [await broker.connection.execute("HGETALL", each.isolated) for each in where]
+
+
+async def beaten_until_seen(engine: Worker) -> None:
+    async def is_seen() -> bool:
+        await engine.session.heartbeat.beat()
+        return engine.session.assignment.with_suspects == {0}
+
+    await eventually(is_seen)
+
+
+async def test_every_partition_knows_of_a_suspect_that_is_claimed_while_redis_is_full(
+    broker: Broker, redis_server: Place
+) -> None:
+    async with GatewaySession(broker) as gateway:
+        suspect = await accepted(gateway, 0)
+        await make_suspect(broker, suspect)
+        await accepted(gateway, 1)
+        async with still_engine(broker, "engine") as engine:
+            await beaten_until_seen(engine)
+            ask_all(redis_server, "CONFIG", "SET", "maxmemory", 1)
+            try:
+                [claim] = await engine.session.claim(max_requests=4, max_prompt_tokens=1000)
+                assert (claim.request_id, claim.isolated) == (suspect.request_id, True)
+                assert await isolated(broker) == [{engine.session.engine_id.encode(): suspect.request_id.encode()}] * 2
+                assert await engine.session.claim(max_requests=4, max_prompt_tokens=1000) == []
+            finally:
+                ask_all(redis_server, "CONFIG", "SET", "maxmemory", 0)
+
+
+async def test_one_whose_isolation_is_not_known_everywhere_is_not_held_and_is_handed_back(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_many = broker.connection.run_many
+
+    async def loses_the_last(calls: list[Call]) -> list[Any]:
+        if calls[0].script is not ISOLATE or not calls[0].arguments[1]:
+            return await run_many(calls)
+        await run_many(calls[:-1])
+        raise Unavailable("the connection was lost")
+
+    async with GatewaySession(broker) as gateway:
+        suspect = await accepted(gateway, 0)
+        await make_suspect(broker, suspect)
+        async with still_engine(broker, "engine") as engine:
+            await beaten_until_seen(engine)
+            with monkeypatch.context() as patch:
+                patch.setattr(broker.connection, "run_many", loses_the_last)
+                with pytest.raises(Unavailable):
+                    await engine.session.claim(max_requests=4, max_prompt_tokens=1000)
+            assert list(engine.session.active_requests) == []
+            engine.session.assignment.with_suspects.clear()
+            assert await engine.session.claim(max_requests=4, max_prompt_tokens=1000) == []
+            assert await isolated(broker) == [{}, {}]
+            await beaten_until_seen(engine)
+            [claim] = await engine.session.claim(max_requests=4, max_prompt_tokens=1000)
+            assert (claim.request_id, claim.isolated) == (suspect.request_id, True)
+            assert len((await isolated(broker))[1]) == 1

@@ -130,10 +130,11 @@ class Claimer:
             # Nothing but a suspect: what is in the queues has its turn among all partitions.
             claims = await self._claim_one(Take(number, 1, found.max_tokens, BEFORE_ALL), idle=True)
             assignment.with_suspects.discard(number)
-            found.add([(0, claim) for claim in claims])
             if claims and claims[0].isolated:
-                await self._isolation.begin(claims[0])
+                await self._isolation.begin(claims[0])  # where it can't, nothing is held: the heartbeats hand it back
+                found.add([(0, claims[0])])
                 return True
+            found.add([(0, claim) for claim in claims])
         return False
 
     async def _claim_in_order(self, found: _Found) -> None:

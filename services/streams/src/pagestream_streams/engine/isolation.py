@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagestream_streams.admin.broker import Broker
+from pagestream_streams.connection.connection import Call
+from pagestream_streams.connection.scripts import ISOLATE
 from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.assignment import Assignment
 from pagestream_streams.engine.doorbell import Doorbell
@@ -60,8 +62,9 @@ class Isolation:
         Every partition has to know before the request runs, so that this engine's death counts against the suspect and
         not as a sign of a storm of failures.
         """
-        await self._publish(claim.request_id)
+        # First, so that the next claim withdraws what only some partitions know: the engine does not hold it then.
         self._run = _IsolatedRun(claim.request_id, claim.next_index)
+        await self._publish(claim.request_id)
 
     async def is_running(self) -> bool:
         """Return whether a suspect still has to run isolated; withdraw `begin` when it no longer has. Unavailable."""
@@ -70,7 +73,7 @@ class Isolation:
             return False
         if not run.has_passed and run.request_id in self._active_requests:
             return True
-        await self._publish(None)
+        await self._publish("")
         self._run = None
         return False
 
@@ -84,14 +87,7 @@ class Isolation:
         run.has_passed = True
         self._doorbell.look_again()
 
-    async def _publish(self, request_id: str | None) -> None:
-        engine_id = self._identity.engine_id
+    async def _publish(self, request_id: str) -> None:
         partitions = await self._broker.directory.all_partitions(self._identity.model)
-        await self._broker.connection.pipeline(
-            [
-                ("HDEL", where.isolated, engine_id)
-                if request_id is None
-                else ("HSET", where.isolated, engine_id, request_id)
-                for where in partitions
-            ]
-        )
+        arguments = self._identity.engine_id, request_id
+        await self._broker.connection.run_many([Call(ISOLATE, where.prefix, arguments) for where in partitions])
