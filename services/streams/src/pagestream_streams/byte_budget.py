@@ -19,6 +19,11 @@ class ByteBudget:
         self.held_bytes = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether anybody waits for bytes that others hold."""
+        return bool(self._waiting)
+
     def try_take(self, num_bytes: int) -> bool:
         """Take bytes if they are free and nobody waits for them; return whether they were taken."""
         if self._waiting or self.held_bytes + num_bytes > self.limit_bytes:

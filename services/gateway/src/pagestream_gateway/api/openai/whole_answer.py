@@ -1,7 +1,7 @@
 """The answer that is a single JSON body, within the memory that all such answers of a process share."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator
 from contextlib import aclosing
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR, Usage
@@ -23,6 +23,8 @@ from pagestream_gateway.errors import AnswerTooLarge, GatewayError, GenerationFa
 
 _PIECE_BYTES = 64 * 1024  # handed to the server at once
 STALL_S = 5.0  # without a piece taken: the rest is dropped, and read again when the client reads on
+_TURN_S = 30.0  # a sender that others wait for must be fast enough to be done in; else the rest is dropped alike
+_LEAST_PART_BYTES = 4 * _PIECE_BYTES  # of the rest that is read again while others wait
 _RETRY_AFTER_S = 5.0
 
 
@@ -47,6 +49,11 @@ class _Share:
             await self.budget.take(num_bytes)
         self.num_bytes = num_bytes
 
+    def shrink_to(self, num_bytes: int) -> None:
+        """Hold less."""
+        self.budget.give(self.num_bytes - num_bytes)
+        self.num_bytes = num_bytes
+
     def release(self) -> None:
         """Hold nothing."""
         self.budget.give(self.num_bytes)
@@ -57,7 +64,7 @@ class WholeAnswer(LogAnswer):
     """One JSON body, once the log has ended.
 
     It is built while the log is followed, as far as there is room. Without room, or while the client does not take
-    it, nothing is held: the log is read again.
+    it, nothing is held: the log is read again. So it is where the client is slow and others wait.
     """
 
     def __init__(self, gateway: Gateway, reading: Reading) -> None:
@@ -148,29 +155,52 @@ class WholeAnswer(LogAnswer):
             *self.header_pairs(),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        pieces, parts = _pieces(parts, 0), []
+        now = asyncio.get_running_loop().time
         while True:
-            sent, stalled = await self._send_from(sent, parts, send)
+            began = now()
+            taken, stalled = await self._send_pieces(pieces, send)
+            sent, rate = sent + taken, taken / max(now() - began, STALL_S)
+            pieces = iter(())
+            self._share.release()
             if stalled is not None:
-                parts = []
-                self._share.release()
                 await _result(stalled)
             if sent == num_bytes:
                 break
             try:
                 with self._gateway.streams.entered():
-                    parts = list((await self._read_again(num_bytes)).parts(usage))
+                    pieces = await self._rest(sent, num_bytes, usage, rate)
             except (GatewayError, StreamsError) as error:
                 log_unexpected(error, self._request_id)
                 return error_report(error).code  # the body is not complete, so the server closes the connection
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return OK
 
-    async def _send_from(self, sent: int, parts: Sequence[bytes], send: Send) -> tuple[int, asyncio.Task[None] | None]:
-        """Send what follows the first `sent` bytes.
+    async def _rest(self, sent: int, num_bytes: int, usage: Usage, rate: float) -> Iterator[bytes]:
+        """Read the body again; return what follows the first `sent` bytes.
 
-        Returns how much is sent, and where the client has stopped reading, the send that waits for it.
+        While others wait only as much as a client that takes `rate` bytes a second has in half of _TURN_S.
         """
-        for piece in _pieces(parts, sent):
+        budget = self._share.budget
+        parts = list((await self._read_again(min(num_bytes, budget.limit_bytes))).parts(usage))
+        pieces = _pieces(parts, sent)
+        if not budget.is_waited_for:
+            return pieces
+        most, part, part_bytes = max(_LEAST_PART_BYTES, rate * _TURN_S / 2), list[bytes](), 0
+        while part_bytes < most and (piece := next(pieces, None)) is not None:
+            part.append(piece)
+            part_bytes += len(piece)
+        self._share.shrink_to(min(part_bytes, self._share.num_bytes))
+        return iter(part)
+
+    async def _send_pieces(self, pieces: Iterator[bytes], send: Send) -> tuple[int, asyncio.Task[None] | None]:
+        """Send pieces until all are sent, the client has stopped reading, or it is slow and others wait for memory.
+
+        Returns how many bytes are sent, and where the client has stopped reading, the send that waits for it.
+        """
+        now = asyncio.get_running_loop().time
+        taken, since, taken_before = 0, now(), 0
+        for piece in pieces:
             message = {"type": "http.response.body", "body": piece, "more_body": True}
             sending = asyncio.create_task(_awaited(send(message)), name="send a body")
             try:
@@ -178,11 +208,16 @@ class WholeAnswer(LogAnswer):
             except asyncio.CancelledError:
                 await cancel(sending)
                 raise
-            sent += len(piece)
+            taken += len(piece)
             if not sending.done():
-                return sent, sending
+                return taken, sending
             sending.result()
-        return sent, None
+            if (passed := now() - since) >= STALL_S:
+                is_slow = (taken - taken_before) * _TURN_S < self._share.num_bytes * passed
+                if is_slow and self._share.budget.is_waited_for:
+                    break
+                since, taken_before = now(), taken
+        return taken, None
 
 
 async def _awaited(sending: Awaitable[None]) -> None:
