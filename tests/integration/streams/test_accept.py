@@ -221,6 +221,44 @@ class TestIdempotencyKey:
             assert running.request_id == late.request_id
             assert await queued(broker) == 1
 
+    async def test_a_refusal_leaves_a_key_whose_tries_are_unknown(self, redis_url: str, broker: Broker) -> None:
+        """A version without them reserved it; Redis has lost the record, and its reader accepts it again."""
+        bounded = dataclasses.replace(FAST, max_queued_requests=1)
+        async with (
+            GatewaySession(broker) as gateway,
+            await Broker.connect(redis_url, bounded) as narrow,
+            GatewaySession(narrow) as other,
+        ):
+            first = await gateway.accept_once(spec(key="k"), body_digest="d")
+            await broker.connection.execute("DEL", f"{Keyspace().reservation(TENANT, 'k')}tries")
+            where = await broker.directory.locate(first.request_id)
+            await broker.connection.execute("DEL", where.request(first.request_id))
+            for _ in range(2):
+                with pytest.raises(QueueFull):
+                    await other.accept_once(spec(key="k"), body_digest="d")
+            again = await gateway.accept_once(spec(key="k"), body_digest="d")
+            assert again.request_id == first.request_id
+
+    async def test_a_request_of_an_earlier_version_is_kept_as_long_as_its_key(
+        self, redis_url: str, broker: Broker
+    ) -> None:
+        """It has no field for that until a retry joins it."""
+        brief = dataclasses.replace(FAST, retention_s=2)
+        async with (
+            await Broker.connect(redis_url, brief) as short,
+            GatewaySession(short) as gateway,
+            worker(short) as engine,
+        ):
+            request = await gateway.accept_once(spec(key="k"), body_digest="d")
+            where = await broker.directory.locate(request.request_id)
+            record = where.request(request.request_id)
+            await broker.connection.execute("HDEL", record, "kept")
+            assert await gateway.accept_once(spec(key="k"), body_digest="d") == request
+            [claim] = await engine.claim()
+            await engine.generate(claim, 1, finish=True)
+            key_ms = await broker.connection.execute("PTTL", broker.connection.keyspace.idempotency(TENANT, "k"))
+            assert await broker.connection.execute("PTTL", record) >= key_ms > brief.retention_s * 1000
+
     async def test_a_tenant_s_limit_concerns_no_retry(self, redis_url: str, broker: Broker) -> None:
         """It was accepted where there was no limit yet."""
         limited = dataclasses.replace(FAST, tenant_log_bytes=1)
@@ -284,10 +322,12 @@ class TestIdempotencyKey:
             first = await gateway.accept_once(spec(key="k"), body_digest="d")
             reader = asyncio.create_task(read_with(gateway, first))
             reserved = Keyspace().idempotency(TENANT, "k")
+            tries = f"{Keyspace().reservation(TENANT, 'k')}tries"
             begun = time.monotonic()
 
             async def has_run_long() -> bool:
-                assert await broker.connection.execute("EXISTS", reserved)
+                for name in (reserved, tries):
+                    assert await broker.connection.execute("EXISTS", name)
                 return time.monotonic() > begun + 3 * settings.retention_s
 
             await eventually(has_run_long)

@@ -70,9 +70,11 @@ async def shorten(connection: Connection, reservation: Reservation, retention_s:
 
 async def renew(connection: Connection, specs: Iterable[RequestSpec], retention_s: int, limit_s: float) -> None:
     """Renew the reservations of running requests that have a key. Unavailable, also after `limit_s` seconds."""
-    lengths = {
-        _name(connection.keyspace, spec): _length_ms(spec, retention_s) for spec in specs if spec.idempotency_key
-    }
+    lengths: dict[str, int] = {}
+    for spec in specs:
+        if spec.idempotency_key:
+            tries = f"{connection.keyspace.reservation(spec.tenant, spec.idempotency_key)}tries"
+            lengths[tries] = lengths[_name(connection.keyspace, spec)] = _length_ms(spec, retention_s)
     await connection.pipeline([("PEXPIRE", name, length_ms) for name, length_ms in lengths.items()], limit_s)
 
 

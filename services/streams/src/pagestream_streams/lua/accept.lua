@@ -38,13 +38,15 @@ local function portion()
   return {tonumber(mine[1] or 0), tonumber(mine[2] or 0), most, math.floor(max_tokens * share)}
 end
 
-local known = call('HMGET', req, 'state', 'readers', 'tenant')
+local known = call('HMGET', req, 'state', 'readers', 'tenant', 'kept')
 if known[3] and known[3] ~= tenant then
   return {3}
 end
 if known[1] then
   although_full()
-  if known[1] == 'finished' and kept > 0 then
+  if known[1] ~= 'finished' and kept > tonumber(known[4] or 0) then
+    call('HSET', req, 'kept', kept) -- who accepted it may be of a version without this field
+  elseif known[1] == 'finished' and kept > 0 then
     for _, key in ipairs({req, prefix .. 'log:' .. id}) do
       if call('PTTL', key) < kept then
         call('PEXPIRE', key, kept)

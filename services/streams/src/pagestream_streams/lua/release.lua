@@ -2,9 +2,12 @@
 -- Run by: gateway/reservations.py.
 -- KEYS: the prefix of what stands beside the reservation, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] the request id that it stands for, [2] the try that was refused
--- Returns: 1 where the key is free, else 0.
+-- Returns: 1 where this call has freed the key, else 0: without the set nobody knows whether a try was accepted.
 -- Retry: harmless, a try is removed once, and a later reservation has another id.
 local key, tries = string.match(prefix, '{(.*)}'), prefix .. 'tries'
+if call('EXISTS', tries) == 0 then
+  return 0
+end
 call('SREM', tries, ARGV[2])
 if call('EXISTS', tries) == 1 then
   return 0
