@@ -50,7 +50,7 @@ async def held(broker: Broker, tenant: str = TENANT) -> int:
 async def actual(broker: Broker, request_id: str) -> int:
     where = await broker.directory.locate(request_id)
     sizes = [
-        await broker.connection.execute("MEMORY", "USAGE", key)
+        await broker.connection.execute("MEMORY", "USAGE", key, "SAMPLES", 0)
         for key in (where.request(request_id), where.log(request_id))
     ]
     return sum(size or 0 for size in sizes)
@@ -97,6 +97,23 @@ async def test_an_end_gives_back_what_was_not_written(narrow: Broker) -> None:
 
         await eventually(is_settled)
         assert exact < EACH
+
+
+async def test_a_large_record_counts_whole(narrow: Broker) -> None:
+    """One field of a record may be a thousand times as large as the others."""
+    async with GatewaySession(narrow) as gateway, worker(narrow) as engine:
+        total = 0
+        for _ in range(8):
+            large = request(tenant="rich")
+            large.prompts[0].ids[:] = range(70_000, 75_000)
+            await gateway.accept(large)
+            [claim] = await engine.claim()
+            await engine.generate(claim, 3, finish=True)
+            gateway.quota.note_ended("rich", large.request_id)
+            total += await actual(narrow, large.request_id)
+        await gateway.quota.settle_ended()
+        assert await held(narrow, "rich") == pytest.approx(total, rel=0.03)
+        assert total > 8 * 15_000
 
 
 async def test_a_refused_request_keeps_nothing(redis_url: str) -> None:
