@@ -29,7 +29,7 @@ from engine_throughput import DTYPES, make_model, make_prompts
 from goals import print_goal
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.config import EngineOptions
-from pagestream_engine.cpu import computes_bfloat16_on_amx, read_cpuinfo
+from pagestream_engine.cpu import bfloat16_varies_with_rows, read_cpuinfo
 from pagestream_engine.runner import ModelRunner
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo-model" / "model"
@@ -137,7 +137,7 @@ def measure(workload: Workload, repeats: int) -> Result:
 
 def default_dtype() -> str:
     """Return bfloat16, except where the deterministic mode refuses it."""
-    return "float32" if computes_bfloat16_on_amx(read_cpuinfo(), os.environ) else "bfloat16"
+    return "float32" if bfloat16_varies_with_rows(read_cpuinfo(), os.environ) else "bfloat16"
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.cpu import computes_bfloat16_on_amx, read_cpuinfo
+from pagestream_engine.cpu import bfloat16_varies_with_rows, read_cpuinfo
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.layers.linear import Linear
@@ -38,7 +38,7 @@ MODELS = ["demo", "llama", "qwen3"]
 DTYPES = ["float32", "bfloat16"]
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 BACKENDS = [pytest.param("auto", marks=needs_compiler, id="native"), "torch"]
-OFF_IN_BFLOAT16 = computes_bfloat16_on_amx(read_cpuinfo(), os.environ)
+OFF_IN_BFLOAT16 = bfloat16_varies_with_rows(read_cpuinfo(), os.environ)
 """Whether this machine refuses deterministic mode in bfloat16."""
 _MANY_STEPS = ("test_logits", "test_the_comparison")
 Logits = dict[tuple[str, int], Tensor]

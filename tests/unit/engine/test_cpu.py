@@ -1,5 +1,10 @@
 import pytest
-from pagestream_engine.cpu import computes_bfloat16_on_amx, instruction_sets, processor_identity
+from pagestream_engine.cpu import (
+    computes_bfloat16_on_amx,
+    emulates_bfloat16_in_avx512,
+    instruction_sets,
+    processor_identity,
+)
 
 SAPPHIRE_RAPIDS = """\
 processor\t: 0
@@ -7,6 +12,12 @@ vendor_id\t: GenuineIntel
 model name\t: Intel(R) Xeon(R) Platinum 8488C
 flags\t\t: fpu sse4_2 avx avx2 fma avx512f avx512_bf16 avx512_fp16 amx_bf16 amx_tile amx_int8
 bugs\t\t: spectre_v1
+"""
+CASCADE_LAKE = """\
+processor\t: 0
+vendor_id\t: GenuineIntel
+model name\t: Intel(R) Xeon(R) Platinum 8275CL
+flags\t\t: fpu sse4_2 avx avx2 fma avx512f avx512_vnni
 """
 EPYC = """\
 processor\t: 0
@@ -40,6 +51,23 @@ CPU part\t: 0xd40
 )
 def test_whether_bfloat16_runs_on_amx(cpuinfo: str, environ: dict[str, str], expected: bool) -> None:
     assert computes_bfloat16_on_amx(cpuinfo, environ) is expected
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "environ", "expected"),
+    [
+        (CASCADE_LAKE, {}, True),
+        (CASCADE_LAKE, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, False),
+        (EPYC, {}, False),
+        (EPYC, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, True),
+        (SAPPHIRE_RAPIDS, {"ONEDNN_MAX_CPU_ISA": "avx512_core_vnni"}, True),
+        (SAPPHIRE_RAPIDS, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, False),
+        (GRAVITON, {}, False),
+        ("", {}, False),
+    ],
+)
+def test_whether_bfloat16_is_emulated_in_avx512(cpuinfo: str, environ: dict[str, str], expected: bool) -> None:
+    assert emulates_bfloat16_in_avx512(cpuinfo, environ) is expected
 
 
 def test_only_what_every_processor_has_counts() -> None:

@@ -17,6 +17,7 @@ _LEVELS_WITHOUT_AMX = frozenset(
     }
 )
 """Their values that leave AMX out, in lower case: oneDNN ignores case, and ignores other values."""
+_LEVELS_BELOW_AVX512 = frozenset(("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2"))
 
 
 def read_cpuinfo() -> str:
@@ -51,5 +52,28 @@ def computes_bfloat16_on_amx(cpuinfo: str, environ: Mapping[str, str]) -> bool:
         cpuinfo: text of /proc/cpuinfo.
         environ: environment of the process at its start.
     """
-    limit = next((environ[name] for name in _ONEDNN_LIMITS if environ.get(name)), "")
-    return "amx_bf16" in instruction_sets(cpuinfo) and limit.lower() not in _LEVELS_WITHOUT_AMX
+    limit = _onednn_limit(environ)
+    return "amx_bf16" in instruction_sets(cpuinfo) and limit not in _LEVELS_WITHOUT_AMX
+
+
+def emulates_bfloat16_in_avx512(cpuinfo: str, environ: Mapping[str, str]) -> bool:
+    """Return whether oneDNN multiplies bfloat16 matrices by AVX-512 without instructions for it: the processor lacks
+    them, or a variable rules them out.
+
+    Args:
+        cpuinfo: text of /proc/cpuinfo.
+        environ: environment of the process at its start.
+    """
+    sets, limit = instruction_sets(cpuinfo), _onednn_limit(environ)
+    if "avx512f" not in sets or limit in _LEVELS_BELOW_AVX512:
+        return False
+    return "avx512_bf16" not in sets or limit in ("avx512_core", "avx512_core_vnni")
+
+
+def bfloat16_varies_with_rows(cpuinfo: str, environ: Mapping[str, str]) -> bool:
+    """Return whether a row of a bfloat16 product by oneDNN may have other bits beside other rows, on this processor."""
+    return computes_bfloat16_on_amx(cpuinfo, environ) or emulates_bfloat16_in_avx512(cpuinfo, environ)
+
+
+def _onednn_limit(environ: Mapping[str, str]) -> str:
+    return next((environ[name] for name in _ONEDNN_LIMITS if environ.get(name)), "").lower()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pagestream_engine.cpu import computes_bfloat16_on_amx, read_cpuinfo
+from pagestream_engine.cpu import bfloat16_varies_with_rows, read_cpuinfo
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.layers.linear import Linear
 from pagestream_engine.layers.row_counts import TRIED_AT_LOAD, RowCounts
@@ -119,7 +119,7 @@ def test_the_digest_is_of_the_bits() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("features", [(96, 160), (136, 96), (256, 1536), (2048, 64)])
 def test_this_machines_linears(features: tuple[int, int], dtype: torch.dtype, packed: bool) -> None:
-    if dtype is torch.bfloat16 and computes_bfloat16_on_amx(read_cpuinfo(), os.environ):
+    if dtype is torch.bfloat16 and bfloat16_varies_with_rows(read_cpuinfo(), os.environ):
         # The trial is not reliable there, so nothing is promised of these linears.
         assert possible_mode(None, dtype, torch.device("cpu")) is False
         with pytest.raises(ConfigError, match=r"^deterministic: given True"):

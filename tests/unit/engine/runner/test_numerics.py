@@ -38,6 +38,7 @@ def test_unasked_only_where_it_is_free(monkeypatch: pytest.MonkeyPatch, folder: 
 @pytest.fixture(params=[True, False], ids=["amx", "no-amx"])
 def has_amx(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(numerics, "computes_bfloat16_on_amx", lambda *_: request.param)
+    monkeypatch.setattr(numerics, "emulates_bfloat16_in_avx512", lambda *_: False)
     return bool(request.param)
 
 
@@ -56,6 +57,15 @@ def test_bfloat16_on_amx_refuses_it_and_is_off_by_default(
     assert caught.value.field == "deterministic"
     for remedy in ("float32", "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"):
         assert remedy in str(caught.value)
+
+
+def test_avx512_without_bfloat16_refuses_it_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "computes_bfloat16_on_amx", lambda *_: False)
+    monkeypatch.setattr(numerics, "emulates_bfloat16_in_avx512", lambda *_: True)
+    cpu = torch.device("cpu")
+    assert numerics.possible_mode(None, torch.bfloat16, cpu) is False
+    with pytest.raises(ConfigError, match=r"AVX-512 and no instructions for it.*float32"):
+        numerics.possible_mode(True, torch.bfloat16, cpu)
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,15 @@ from typing import Any
 import torch
 
 from pagestream_engine.attention import AttentionBackend
-from pagestream_engine.cpu import computes_bfloat16_on_amx, read_cpuinfo
+from pagestream_engine.cpu import computes_bfloat16_on_amx, emulates_bfloat16_in_avx512, read_cpuinfo
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.models.llama import LlamaModel
 
 _log = logging.getLogger(__name__)
 
-_ON_AMX = (
-    "there a row's bits change with the rows beside it, and the trial at load does not find all such cases; set dtype "
-    "to float32, or ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment before the engine starts"
-)
+_VARIES = "there a row's bits change with the rows beside it, and the trial at load does not find all such cases"
+_ON_AMX = f"{_VARIES}; set dtype to float32, or ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment before the start"
+_IN_AVX512 = f"{_VARIES}; set dtype to float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,8 @@ def possible_mode(wanted: bool | None, dtype: torch.dtype, device: torch.device)
     """Return the mode to settle: `wanted`, or False instead of None where deterministic mode is not available.
 
     oneDNN's AMX kernels in bfloat16 change a row's bits with the number of rows, and the trial with random rows at load
-    has called row counts equal that were not: of 64 requests, 31 got other log probabilities in a batch than alone.
+    has called row counts equal that were not: of 64 requests, 31 got other log probabilities in a batch than alone. The
+    same was seen of its AVX-512 kernels on a processor without instructions for bfloat16.
 
     Args:
         wanted: `ModelConfig.deterministic`.
@@ -45,15 +45,21 @@ def possible_mode(wanted: bool | None, dtype: torch.dtype, device: torch.device)
         device: that computes.
 
     Raises:
-        ConfigError: `wanted` is True, and the model computes in bfloat16 on a CPU with AMX.
+        ConfigError: `wanted` is True, and the model computes in bfloat16 on a CPU with AMX, or with AVX-512 and no
+            instructions for bfloat16.
     """
     if wanted is False or dtype != torch.bfloat16 or device.type != "cpu":
         return wanted
-    if not computes_bfloat16_on_amx(read_cpuinfo(), os.environ):
+    cpuinfo = read_cpuinfo()
+    if computes_bfloat16_on_amx(cpuinfo, os.environ):
+        where, why = "a CPU with AMX", _ON_AMX
+    elif emulates_bfloat16_in_avx512(cpuinfo, os.environ):
+        where, why = "a CPU with AVX-512 and no instructions for it", _IN_AVX512
+    else:
         return wanted
     if wanted:
-        raise ConfigError("deterministic", True, "False or None in bfloat16 on a CPU with AMX", _ON_AMX)
-    _log.info("deterministic mode is off: it is not available in bfloat16 on a CPU with AMX")
+        raise ConfigError("deterministic", True, f"False or None in bfloat16 on {where}", why)
+    _log.info("deterministic mode is off: it is not available in bfloat16 on %s", where)
     return False
 
 
