@@ -33,6 +33,7 @@ _IN_WHEELS = (
 )
 MOST_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 """Longest path of a unix socket, the size of sockaddr_un.sun_path less a zero."""
+_SOCKET = "redis.sock"
 _VERSION = re.compile(r"v=(\d+)\.(\d+)\.(\d+)")
 _PAUSE_S = 0.02
 _START_TIMEOUT_S = 30.0
@@ -116,21 +117,27 @@ def socket_path(data_dir: Path) -> Path:
     a folder of this user's own under XDG_RUNTIME_DIR or the folder for temporary files. That folder is made.
 
     Raises:
-        Unavailable: the other folder belongs to somebody else, or others can open it.
+        Unavailable: the other folder belongs to somebody else, others can open it, or its path is too long as well.
     """
-    path = data_dir.absolute() / "redis.sock"
+    path = data_dir.absolute() / _SOCKET
     if len(os.fsencode(path)) <= MOST_SOCKET_PATH_BYTES:
         return path
     name = f"pagestream-{os.getuid()}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
-    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), name)
+    folders = [Path(each, name) for each in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()) if each]
+    folder = next((each for each in folders if len(os.fsencode(each / _SOCKET)) <= MOST_SOCKET_PATH_BYTES), None)
+    if folder is None:
+        raise Unavailable(
+            f"the path of {data_dir} is too long for a socket, and so are those of {', '.join(map(str, folders))}: "
+            f"choose a data folder whose path has fewer than {MOST_SOCKET_PATH_BYTES - len(_SOCKET)} bytes"
+        )
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise Unavailable(
             f"{folder}, for the socket of {data_dir}, is not a folder of this user alone: remove it, or choose a data "
-            f"folder whose path has fewer than {MOST_SOCKET_PATH_BYTES - len('/redis.sock')} bytes"
+            f"folder whose path has fewer than {MOST_SOCKET_PATH_BYTES - len(_SOCKET)} bytes"
         )
-    return folder / "redis.sock"
+    return folder / _SOCKET
 
 
 def free_port() -> int:
