@@ -1,8 +1,9 @@
 """The model card: durable, cached by digest, and known without any engine."""
 
 import pytest
+from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED
 from pagestream.v1.records_pb2 import ModelCard
-from pagestream_streams import Broker, GatewaySession, ModelNameRefused, ModelNotFound
+from pagestream_streams import Broker, GatewaySession, ModelNameRefused, ModelNotFound, RequestNotFound, unpublish
 from support.protocol.token_streams import FAST, MODEL, card, eventually, spec, worker
 
 
@@ -53,7 +54,14 @@ async def test_numbers_of_partitions_that_ids_can_t_hold_are_refused(broker: Bro
 
 
 async def test_ids_of_an_older_number_of_partitions_stay_valid(broker: Broker) -> None:
-    request = spec(partition=77)
+    """Of requests that were accepted then; nothing new is accepted where no engine of the model would look."""
+    request = spec(partition=1)
     async with GatewaySession(broker) as gateway:
         await gateway.accept(request)
-        assert await broker.cancel(request.request_id, request.tenant)
+        assert await broker.cancel(request.request_id, request.tenant) == FINISH_REASON_CANCELLED
+        await unpublish(broker, MODEL)
+        await broker.publish_model(card(MODEL), partitions=1)
+        assert await broker.cancel(request.request_id, request.tenant) == FINISH_REASON_CANCELLED
+        assert not await gateway.accept(request)
+        with pytest.raises(RequestNotFound):
+            await gateway.accept(spec(partition=1))

@@ -19,6 +19,7 @@ EXPECTED = [
     "ModelNameRefused",
     "ModelNotFound",
     "OffsetOutOfRange",
+    "PartitionGone",
     "QuarantinedRequest",
     "QueueFull",
     "RequestNotFound",

@@ -68,6 +68,18 @@ class RequestNotFound(StreamsError):
         self.request_id = request_id
 
 
+class PartitionGone(RequestNotFound):
+    """The request's model was published anew with fewer partitions: what the request's one has can only be read."""
+
+    def __init__(self, request_id: str, partition: int, partitions: int) -> None:
+        """`partition`: of the request; `partitions`: number of the model's now."""
+        super().__init__(request_id)
+        self.args = (
+            f"{request_id!r} is in partition {partition}, and its model was published anew with {partitions}: it can "
+            "be read, but not run again under its id or requeued; send it as a new request",
+        )
+
+
 class ModelNotFound(StreamsError):
     """No engine has ever published this model."""
 
@@ -78,11 +90,14 @@ class ModelNotFound(StreamsError):
 
 
 class ModelInUse(StreamsError):
-    """Engines serve the model, so it can't be removed."""
+    """Engines serve the model, or it was published again meanwhile, so it can't be removed."""
 
-    def __init__(self, name: str, engines: Sequence[str]) -> None:
-        """`engines`: ids of those that live."""
-        super().__init__(f"{len(engines)} engines serve {name!r}, such as {min(engines)}; stop them first")
+    def __init__(self, name: str, engines: Sequence[str] = ()) -> None:
+        """`engines`: ids of those that live; none where it was published again."""
+        if engines:
+            super().__init__(f"{len(engines)} engines serve {name!r}, such as {min(engines)}; stop them first")
+        else:
+            super().__init__(f"{name!r} was published again while it was removed; it stays published")
         self.name = name
         self.engines = tuple(engines)
 

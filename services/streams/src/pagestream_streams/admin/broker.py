@@ -172,14 +172,16 @@ class Broker:
         return await quarantine.get_request(self.connection, await self.directory.locate(request_id), request_id)
 
     async def requeue(self, request_id: str) -> str:
-        """Requeue a quarantined request from where it stood, for the same tenant. RequestNotFound, Unavailable.
+        """Requeue a quarantined request from where it stood, for the same tenant.
 
         Its log keeps its end. The new request runs whether or not it is read, and its deadline starts anew.
+        RequestNotFound, PartitionGone, ModelNotFound, Unavailable.
 
         Returns:
             The id of the new request; a repeated call returns the same one.
         """
-        return await quarantine.requeue(self.connection, await self.directory.locate_published(request_id), request_id)
+        where = await self.directory.locate_published(request_id)
+        return await quarantine.requeue(self.connection, where, request_id, self.directory.check_published)
 
     async def end(
         self,

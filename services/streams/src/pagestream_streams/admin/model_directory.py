@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pagestream.v1.records_pb2 import ModelCard
 
 from pagestream_streams.connection.connection import Call, Connection
-from pagestream_streams.connection.scripts import REGISTRY
-from pagestream_streams.errors import ModelNameRefused, ModelNotFound, RequestNotFound, Unavailable
+from pagestream_streams.connection.scripts import FORGET_MODEL, REGISTRY
+from pagestream_streams.errors import ModelNameRefused, ModelNotFound, PartitionGone, RequestNotFound, Unavailable
 from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import ModelInfo
@@ -62,9 +62,9 @@ class ModelDirectory:
         key, (seconds, _) = self._keyspace.model(card.name), await self._connection.execute("TIME")
         await self._connection.pipeline(
             [
+                ("HSET", key, "card", stored, "digest", digest),  # first: with it, an unpublishing leaves the row
                 ("HSETNX", key, "created", seconds),
                 ("HSETNX", key, "partitions", partitions),
-                ("HSET", key, "card", stored, "digest", digest),
             ]
         )
         self._read_at = float("-inf")
@@ -79,10 +79,26 @@ class ModelDirectory:
         await self._connection.execute("HDEL", self._keyspace.model(name), "card", "digest", "created")
         self._read_at = float("-inf")
 
-    async def forget(self, name: str) -> None:
-        """Delete what is stored for a withdrawn model. Its tag stays: ids of its logs name it."""
-        keyspace = self._keyspace
-        await self._connection.pipeline([("DEL", keyspace.model(name)), ("DEL", keyspace.engines(name))])
+    async def is_published(self, name: str) -> bool:
+        """Return whether a model's card is stored now."""
+        return bool(await self._connection.execute("HEXISTS", self._keyspace.model(name), "card"))
+
+    async def forget(self, name: str) -> bool:
+        """Delete what is stored for a withdrawn model. Its tag stays: ids of its logs name it.
+
+        Returns:
+            False where the model was published again, and stays.
+        """
+        if not await self._connection.run(FORGET_MODEL, self._keyspace.model(name)):
+            return False
+        await self._connection.execute("DEL", self._keyspace.engines(name))
+        return True
+
+    async def check_published(self, request_id: str) -> None:
+        """Read the models anew. ModelNotFound where that of a request isn't published, PartitionGone."""
+        self._read_at = float("-inf")
+        where = await self.locate(request_id)
+        _check_partition(request_id, where, await self._entry(where.model))
 
     async def names(self) -> list[str]:
         """Return the names of all models, sorted."""
@@ -122,12 +138,17 @@ class ModelDirectory:
         ]
 
     async def locate_published(self, request_id: str) -> Partition:
-        """Return the partition of a request id as `locate`; RequestNotFound also for a model that was unpublished."""
+        """Return the partition of a request id as `locate`, where requests are served.
+
+        RequestNotFound also for a model that was unpublished; PartitionGone where it was published anew with fewer
+        partitions.
+        """
         where = await self.locate(request_id)
         try:
-            await self._entry(where.model)
+            entry = await self._entry(where.model)
         except ModelNotFound as error:
             raise RequestNotFound(request_id) from error
+        _check_partition(request_id, where, entry)
         return where
 
     async def locate(self, request_id: str) -> Partition:
@@ -182,6 +203,11 @@ class ModelDirectory:
         }
         self._tags = tags
         self._read_at, self._is_stale = time.monotonic(), False
+
+
+def _check_partition(request_id: str, where: Partition, entry: _Entry) -> None:
+    if where.number >= entry.partitions:
+        raise PartitionGone(request_id, where.number, entry.partitions)
 
 
 def _check(name: str, partitions: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
@@ -10,7 +10,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.connection.connection import Connection
 from pagestream_streams.connection.scripts import REVIVE
-from pagestream_streams.errors import RequestNotFound
+from pagestream_streams.errors import ModelNotFound, RequestNotFound
 from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import QuarantinedRequest
@@ -42,17 +42,20 @@ async def get_request(connection: Connection, where: Partition, request_id: str)
     return _to_request(where, rows[0], record)
 
 
-async def requeue(connection: Connection, where: Partition, request_id: str) -> str:
-    """Requeue a quarantined request; return its new id, the same in a repeated call. RequestNotFound, Unavailable."""
+async def requeue(
+    connection: Connection, where: Partition, request_id: str, check_published: Callable[[str], Awaitable[None]]
+) -> str:
+    """Requeue a quarantined request; return its new id, the same in a repeated call. RequestNotFound, Unavailable.
+
+    `check_published`: raises where the model of an id is not published now; called where the partition was closed.
+    """
     spec = RequestSpec()
     spec.CopyFrom((await get_request(connection, where, request_id)).spec)
     spec.idempotency_key = ""  # stays with the quarantined request, whose log has its end
     spec.request_id = ids.new(where.model, where.number, spec.tenant)
     # Without a reader yet, a disconnect grace would end it before the administrator has looked.
     spec.on_disconnect = ON_DISCONNECT_CONTINUE
-    made = await connection.run(
-        REVIVE,
-        where.prefix,
+    arguments = (
         request_id,
         spec.request_id,
         spec.SerializeToString(),
@@ -62,9 +65,15 @@ async def requeue(connection: Connection, where: Partition, request_id: str) -> 
         where.doorbell,
         where.number,
     )
+    made = await connection.run(REVIVE, where.prefix, *arguments)
+    if made is not None and not made[0]:
+        await check_published(request_id)
+        made = await connection.run(REVIVE, where.prefix, *arguments, made[1])
     if made is None:
         raise RequestNotFound(request_id)
-    return str(made.decode())
+    if not made[0]:
+        raise ModelNotFound(where.model)
+    return str(made[0].decode())
 
 
 def _record_command(where: Partition, request_id: str) -> tuple[str, ...]:

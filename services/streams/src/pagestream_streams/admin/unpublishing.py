@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.connection import Call
-from pagestream_streams.connection.scripts import FORGET, REGISTRY, UNFINISHED
+from pagestream_streams.connection.scripts import FORGET, REGISTRY
 from pagestream_streams.errors import ModelInUse, ModelNotFound, RequestsUnfinished
 from pagestream_streams.protocol.keys import Partition
 
@@ -19,6 +19,7 @@ _MESSAGE = "the model was removed while this request waited for an engine; send 
 _LISTED_AT_ONCE = 256  # ids of one partition in one reply
 _ENDS_AT_ONCE = 32
 _POLL_S = 0.1
+_MOST_ROUNDS = 8  # of ending what came before the partitions were closed
 
 
 async def unpublish(broker: Broker, name: str, *, end_requests: bool = False, wait_s: float = 0.0) -> int:
@@ -39,8 +40,10 @@ async def unpublish(broker: Broker, name: str, *, end_requests: bool = False, wa
 
     Raises:
         ModelNotFound: it is not published.
-        ModelInUse: engines serve it. It stays published.
-        RequestsUnfinished: requests wait, and `end_requests` is not set. It stays published.
+        ModelInUse: engines serve it, or still finish requests of it; or it was published again meanwhile. It stays
+            published.
+        RequestsUnfinished: requests wait, and `end_requests` is not set: it stays published. Or gateways of an
+            earlier version go on accepting requests.
         Unavailable: a retry is harmless.
     """
     connection, directory = broker.connection, broker.directory
@@ -48,7 +51,7 @@ async def unpublish(broker: Broker, name: str, *, end_requests: bool = False, wa
     if count is None:
         raise ModelNotFound(name)
     partitions = [connection.keyspace.partition(name, number) for number in range(count)]
-    await _wait_for_engines(broker, name, wait_s)
+    await _wait_for_engines(broker, name, partitions, wait_s)
     if not end_requests:
         unfinished = await _unfinished(broker, partitions)
         if unfinished:
@@ -56,18 +59,33 @@ async def unpublish(broker: Broker, name: str, *, end_requests: bool = False, wa
     await directory.withdraw(name)
     num_ended = await _end_all(broker, partitions)
     await asyncio.sleep(2 * broker.settings.directory_ttl_s)
-    num_ended += await _end_all(broker, partitions)
-    await _wait_for_engines(broker, name, 0.0)  # one that came meanwhile has published it again
-    retention_ms = broker.settings.dead_retention_s * 1000
-    await connection.run_many([Call(FORGET, where.prefix, (retention_ms,)) for where in partitions])
-    await directory.forget(name)
+    num_ended += await _close(broker, name, partitions)
+    if not await directory.forget(name):
+        raise ModelInUse(name)
     return num_ended
 
 
-async def _wait_for_engines(broker: Broker, name: str, limit_s: float) -> None:
+async def _close(broker: Broker, name: str, partitions: Sequence[Partition]) -> int:
+    """Have the partitions take nothing new, and delete what they keep; return how many requests were ended."""
+    num_ended, retention_ms = 0, broker.settings.dead_retention_s * 1000
+    for _ in range(_MOST_ROUNDS):
+        await _wait_for_engines(broker, name, partitions, 0.0)
+        if await broker.directory.is_published(name):
+            raise ModelInUse(name)
+        num_ended += await _end_all(broker, partitions)
+        left = await _unfinished(broker, partitions, retention_ms)
+        if not left:
+            return num_ended
+    raise RequestsUnfinished(name, len(left))
+
+
+async def _wait_for_engines(broker: Broker, name: str, partitions: Sequence[Partition], limit_s: float) -> None:
+    """Wait for the engines in the registry, and for retired ones, which have a lease until they have finished."""
+    keys = [broker.connection.keyspace.engines(name), *(where.leases for where in partitions)]
     until = time.monotonic() + limit_s
     while True:
-        living = await broker.connection.run(REGISTRY, broker.connection.keyspace.engines(name), "", 0)
+        found = await broker.connection.run_many([Call(REGISTRY, key, ("", 0)) for key in keys])
+        living = {engine for engines in found for engine in engines}
         if not living:
             return
         if time.monotonic() > until:
@@ -75,8 +93,12 @@ async def _wait_for_engines(broker: Broker, name: str, limit_s: float) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-async def _unfinished(broker: Broker, partitions: Sequence[Partition]) -> list[tuple[Partition, str]]:
-    calls = [Call(UNFINISHED, where.prefix, (_LISTED_AT_ONCE,)) for where in partitions]
+async def _unfinished(
+    broker: Broker, partitions: Sequence[Partition], retention_ms: int | None = None
+) -> list[tuple[Partition, str]]:
+    """Return unfinished requests; with `retention_ms`, close the partitions and forget those that have none."""
+    arguments = _LISTED_AT_ONCE, "" if retention_ms is None else retention_ms
+    calls = [Call(FORGET, where.prefix, arguments) for where in partitions]
     replies = await broker.connection.run_many(calls)
     return [(where, found.decode()) for where, ids in zip(partitions, replies, strict=True) for found in ids]
 

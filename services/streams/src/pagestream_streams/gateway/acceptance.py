@@ -9,7 +9,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.scripts import ACCEPT
-from pagestream_streams.errors import QueueFull, RequestNotFound
+from pagestream_streams.errors import ModelNotFound, PartitionGone, QueueFull, RequestNotFound
 from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.gateway.placing import Placer
 from pagestream_streams.gateway.reservations import Reservation, record_ms, reserve
@@ -19,7 +19,7 @@ from pagestream_streams.settings import StreamsSettings
 
 _SHORTEST_SPAN_S = 1.0  # shorter spans give no meaningful rate
 
-_FULL, _ACCEPTED, _WRONG_TENANT = 0, 1, 3  # accept.lua's replies; 2: it had been accepted before
+_FULL, _ACCEPTED, _WRONG_TENANT, _REMOVED = 0, 1, 3, 4  # accept.lua's replies; 2: it had been accepted before
 
 
 class Acceptor:
@@ -52,13 +52,11 @@ class Acceptor:
             expect: gets the partition and the id before Redis is asked.
             deadline_ms: what is left of the deadline of a request that is accepted again; None for the spec's.
         """
-        where = await self._broker.directory.locate_published(spec.request_id)
+        where = await self._locate(spec)
         expect(where, spec.request_id)
         settings = self._broker.settings
         tokens = sum(len(prompt.ids) for prompt in spec.prompts)
-        reply = await self._broker.connection.run_acknowledged(
-            ACCEPT,
-            where.prefix,
+        arguments = (
             spec.request_id,
             spec.SerializeToString(),
             spec.tenant,
@@ -80,12 +78,26 @@ class Acceptor:
             max((len(prompt.ids) for prompt in spec.prompts), default=0) + 1,
             record_ms(settings.retention_s) if spec.idempotency_key else 0,
         )
+        connection = self._broker.connection
+        reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments)
+        if reply[0] == _REMOVED:  # this process' view of the models is old, or the model was published anew
+            await self._broker.directory.check_published(spec.request_id)
+            reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments, reply[1])
+        if reply[0] == _REMOVED:
+            raise ModelNotFound(spec.model)
         if reply[0] == _FULL:
             raise _queue_full(settings, spec.tenant, reply[1:])
         if reply[0] == _WRONG_TENANT:
             raise RequestNotFound(spec.request_id)
         reach(FaultPoint.ACCEPTED)
         return bool(reply[0] == _ACCEPTED)
+
+    async def _locate(self, spec: RequestSpec) -> Partition:
+        try:
+            return await self._broker.directory.locate_published(spec.request_id)
+        except PartitionGone:
+            await self._broker.view(spec.request_id, spec.tenant, with_position=False)  # its answer can be read
+            return await self._broker.directory.locate(spec.request_id)
 
     async def reserved(self, spec: RequestSpec, body_digest: str) -> tuple[Reservation, RequestSpec]:
         """Reserve the spec's idempotency key; return the spec under the id that it stands for.

@@ -12,7 +12,7 @@ from pagestream.v1.records_pb2 import LogEntry, LogSlice, PackedWakeUp, RequestS
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.byte_budget import ByteBudget
-from pagestream_streams.errors import RequestNotFound, Unavailable
+from pagestream_streams.errors import ModelNotFound, RequestNotFound, Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.gateway.follower import Follower
 from pagestream_streams.gateway.open_reads import OpenReads
@@ -208,7 +208,7 @@ class Readers:
             if follower.deadline is not None:
                 left_ms = max(1, round((follower.deadline - time.monotonic()) * 1000))
             await self._accept_again(spec, not follower.is_registered, left_ms)
-        except RequestNotFound as error:
+        except (ModelNotFound, RequestNotFound) as error:
             if not follower.is_registered:
                 raise
             raise Unavailable("Redis has lost the model; its engines publish it again") from error

@@ -13,7 +13,7 @@ from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.subscription import Subscription
-from pagestream_streams.errors import LogsFull, QueueFull, RequestNotFound, StorageFull
+from pagestream_streams.errors import LogsFull, ModelNotFound, QueueFull, RequestNotFound, StorageFull
 from pagestream_streams.gateway.acceptance import Acceptor
 from pagestream_streams.gateway.heartbeat import GatewayHeartbeat
 from pagestream_streams.gateway.log_quota import LogQuota
@@ -113,12 +113,13 @@ class GatewaySession:
             QueueFull: the queue's bound, or the tenant's share of it, is reached.
             LogsFull: the tenant's logs take what they may.
             RequestNotFound: the id is of an unknown model or another tenant.
+            ModelNotFound: the model was removed.
             Unavailable: the request may have been accepted all the same; a retry is harmless.
         """
         await self.quota.reserve(spec)
         try:
             return await self._accept(spec, True)
-        except (QueueFull, RequestNotFound, StorageFull):
+        except (QueueFull, ModelNotFound, RequestNotFound, StorageFull):
             await self.quota.give_back(spec)
             raise
 
@@ -136,14 +137,14 @@ class GatewaySession:
 
         Raises:
             IdempotencyConflict: the key was used with another body.
-            QueueFull, LogsFull, RequestNotFound, Unavailable: as `accept`.
+            QueueFull, LogsFull, ModelNotFound, RequestNotFound, Unavailable: as `accept`.
         """
         connection = self._broker.connection
         reservation, same = await self.acceptor.reserved(spec, body_digest)
         try:
             if await (self._accept(same, True) if await self._is_known(same, spec) else self.accept(same)):
                 return same
-        except (QueueFull, LogsFull, RequestNotFound, StorageFull):
+        except (QueueFull, LogsFull, ModelNotFound, RequestNotFound, StorageFull):
             await release(connection, reservation)
             raise
         view = await self._broker.view(same.request_id, spec.tenant, with_position=False)

@@ -16,7 +16,8 @@
 --       [19] the context that it needs at least: tokens of its longest prompt and one more (0 or none: any)
 --       [20] how long it is kept after its end at least, and after this call where it has ended, in ms (0 or none: the
 --            retention of any request)
--- Returns: {1} accepted; {2} was accepted before; {3} the id is another tenant's;
+--       [21] the removal after which the model was published again, see forget.lua ('' or none: unknown)
+-- Returns: {1} accepted; {2} was accepted before; {3} the id is another tenant's; {4, removal} the model was removed;
 --          {0, requests, tokens, drained, drain window in ms, bound of requests, bound of tokens, whose bound it is
 --          (0: all tenants', 1: this tenant's)} beyond a bound.
 -- Retry: harmless, a record that exists is only read.
@@ -54,6 +55,10 @@ if known[1] then
     end
   end
 else
+  local removed = call('GET', prefix .. 'removed')
+  if removed and removed ~= ARGV[21] then
+    return {4, removed}
+  end
   local requests = call('XLEN', prefix .. 'queue:' .. class)
   local state = call('HMGET', meta, 'tokens:' .. class, 'classes', 'drain_from', 'drained')
   local queued = tonumber(state[1] or 0)
@@ -85,6 +90,9 @@ else
   end
   if deadline > 0 then
     call('ZADD', prefix .. 'deadlines', now + deadline, id)
+  end
+  if removed then
+    call('DEL', prefix .. 'removed')
   end
 end
 if gateway ~= '' and known[1] ~= 'finished' then

@@ -1,6 +1,6 @@
 -- Renew an engine in its model's registry, and read the living engines.
--- Run by: engine/heartbeat.py, engine/retirement.py, admin/model_directory.py.
--- KEYS: the registry.
+-- Run by: engine/heartbeat.py, engine/retirement.py, admin/model_directory.py, admin/unpublishing.py.
+-- KEYS: the registry; only to read, also a partition's leases, which have the same form.
 -- ARGV: [1] engine id to renew ('': only read), [2] lease in ms
 -- Returns: the ids of the living engines.
 -- Retry: harmless, the lease is renewed again.

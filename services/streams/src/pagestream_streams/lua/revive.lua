@@ -3,7 +3,8 @@
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] id, [2] new id, [3] the new id's spec, [4] deadline in ms from now (0: none), [5] disconnect grace in ms
 --       [6] continue on disconnect (0 | 1), [7] doorbell channel, [8] partition number
--- Returns: the new id, or nothing where no such request is quarantined.
+--       [9] the removal after which the model was published again, see forget.lua ('' or none: unknown)
+-- Returns: {the new id}; {'', removal} where the model was removed; nothing where no such request is quarantined.
 -- Retry: harmless, the second run returns the new id of the first.
 local id, new, spec, deadline, grace, continue = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5], ARGV[6]
 local old, req, log, now = prefix .. 'req:' .. id, prefix .. 'req:' .. new, prefix .. 'log:' .. new, now_ms()
@@ -13,7 +14,11 @@ if not found[1] then
   return false
 end
 if found[2] then
-  return found[2]
+  return {found[2]}
+end
+local removed = call('GET', prefix .. 'removed')
+if removed and removed ~= ARGV[9] then
+  return {'', removed}
 end
 local index, digest, tokens = tonumber(found[3]), '', 0
 call('HSET', req, 'spec', spec, 'tenant', found[4], 'class', found[5], 'ptok', found[6], 'choices', found[7],
@@ -42,5 +47,8 @@ if deadline > 0 then
 end
 call('ZADD', prefix .. 'suspects', now, new)
 call('HSET', old, 'revived_as', new)
+if removed then
+  call('DEL', prefix .. 'removed')
+end
 call('PUBLISH', ARGV[7], ARGV[8])
-return new
+return {new}

@@ -52,6 +52,11 @@ class Partition(NamedTuple):
         return f"{self.prefix}alone"
 
     @property
+    def leases(self) -> str:
+        """The sorted set of the engines that live for this partition, scored by the end of their leases."""
+        return f"{self.prefix}leases"
+
+    @property
     def dead(self) -> str:
         """The stream of quarantined requests."""
         return f"{self.prefix}dead"
