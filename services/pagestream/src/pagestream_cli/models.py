@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of models; without an action it lists."""
-    _add_listing(parser)
+    """Add the options of models; without an action it lists.
+
+    An action's parser writes its defaults over what stood before the action, so shared options have none there.
+    """
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    store.add_arguments(parser)
     parser.set_defaults(action="list")
     actions = parser.add_subparsers(metavar="ACTION")
 
     listing = actions.add_parser("list", help="list the models, with their living engines")
-    _add_listing(listing)
+    listing.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
+    store.add_arguments(listing, argparse.SUPPRESS)
     listing.set_defaults(action="list")
 
     removing = actions.add_parser("rm", help="remove a model that no engine serves")
     removing.add_argument("name", metavar="NAME")
     removing.add_argument("--end-requests", action="store_true", help="end unfinished requests with an error")
     removing.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="for its engines to end")
-    store.add_arguments(removing)
+    store.add_arguments(removing, argparse.SUPPRESS)
     removing.set_defaults(action="rm")
-
-
-def _add_listing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    store.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -19,10 +19,12 @@ CONNECT_LIMIT_S = 5.0
 """Short, since a user waits."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name the Redis."""
-    parser.add_argument("--redis", metavar="URL", help="default: that of the serve that runs in the data folder")
-    parser.add_argument("--data-dir", metavar="DIR", help="the data folder of that serve")
+def add_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add the options that name the Redis; `default` is SUPPRESS where the command's own parser has them, too."""
+    parser.add_argument(
+        "--redis", metavar="URL", default=default, help="default: that of the serve that runs in the data folder"
+    )
+    parser.add_argument("--data-dir", metavar="DIR", default=default, help="the data folder of that serve")
 
 
 def redis_url(arguments: argparse.Namespace) -> str:
