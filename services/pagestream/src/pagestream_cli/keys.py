@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import os
 import re
 import secrets
+import stat
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,13 +61,19 @@ def run(arguments: argparse.Namespace) -> int:
         NotFoundError: the file has no such key.
     """
     file: Path = arguments.file or DataDir.at(arguments.data_dir).path / FILE_NAME
-    if arguments.action == "new":
-        _new(file, arguments.tenant, arguments.note)
-    elif arguments.action == "revoke":
-        _revoke(file, arguments.key)
-    else:
+    try:
+        file = file.expanduser().resolve()  # a link to the file stays one
+    except (OSError, RuntimeError) as error:
+        raise UsageError(f"{file} can't be read: {error}") from error
+    if arguments.action == "list":
         for line in _keys(_lines(file)):
-            say(f"{line.digest[:_SHOWN_DIGITS]}  {line.tenant}  {line.note}".rstrip())
+            print(f"{line.digest[:_SHOWN_DIGITS]}  {line.tenant}  {line.note}".rstrip())
+        return 0
+    with _locked(file):
+        if arguments.action == "new":
+            _new(file, arguments.tenant, arguments.note)
+        else:
+            _revoke(file, arguments.key)
     return 0
 
 
@@ -129,13 +138,57 @@ def _keys(lines: Sequence[str]) -> list[KeyLine]:
     return found
 
 
-def _write(file: Path, lines: Sequence[str]) -> None:
-    """Replace the file as a whole: a gateway may read it at any moment. Readable by its owner alone."""
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Keep other calls from changing the file until the block ends: each writes the whole of it."""
+    lock = file.with_name(f"{file.name}.lock")
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as scratch:
-            scratch.write("".join(f"{line}\n" for line in lines))
-        Path(scratch.name).chmod(file.stat().st_mode & 0o777 if file.exists() else 0o600)
-        os.replace(scratch.name, file)  # noqa: PTH105
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(f"{lock} can't be opened: {error}") from error
+    try:
+        if file.exists():
+            _give(lock, file.stat())  # so that its owner can lock it as well
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _write(file: Path, lines: Sequence[str]) -> None:
+    """Replace the file as a whole: a gateway may read it at any moment. Owner, group and mode stay; a new file is
+    readable by its owner alone.
+    """
+    scratch: Path | None = None
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as opened:
+            scratch = Path(opened.name)
+            opened.write("".join(f"{line}\n" for line in lines))
+            opened.flush()
+            os.fsync(opened.fileno())
+        if file.exists():
+            former = file.stat()
+            _give(scratch, former)
+            scratch.chmod(stat.S_IMODE(former.st_mode))
+        scratch.replace(file)
+        scratch = None
     except OSError as error:
         raise UsageError(f"{file} can't be written: {error}") from error
+    finally:
+        if scratch is not None:
+            scratch.unlink(missing_ok=True)
+
+
+def _give(path: Path, former: os.stat_result) -> None:
+    """Give a new file the owner and group of the file of keys, which a gateway of another user reads."""
+    now = path.stat()
+    if (now.st_uid, now.st_gid) == (former.st_uid, former.st_gid):
+        return
+    try:
+        os.chown(path, former.st_uid, former.st_gid)
+    except PermissionError as error:
+        raise UsageError(
+            f"the file of keys belongs to user {former.st_uid}, group {former.st_gid}, and would be yours",
+            hint="run the command as that user, or as root",
+        ) from error
