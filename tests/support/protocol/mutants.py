@@ -99,7 +99,7 @@ MUTANTS = [
     Mutant("sweep", "postpone('gateways', gateway_lease)\n  restart_graces()", "postpone('gateways', gateway_lease)"),
     Mutant("sweep", "or last[2] ~= run.id", ""),
     Mutant("sweep", "if call('XLEN', prefix .. 'queue:resume:' .. print) > 0 then", "if false then"),
-    Mutant("unfinished", "add_queue('resume:' .. print)", ""),
+    Mutant("forget", "add_queue('resume:' .. print)", ""),
     Mutant("sweep", "'deserted', 1", "'desert', 1"),
     Mutant("sweep", "if full or call", "if call"),
     Mutant("sweep", "    note_death(engine, now)\n", ""),

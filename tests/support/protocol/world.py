@@ -587,7 +587,7 @@ class Protocol:
         must(restarted == int(hole), f"sweep answered restarted {restarted}")
         unfinished = [each for each, record in requests(self.state).items() if record["state"] != "finished"]
         must(busy == 1 or not unfinished, f"nothing is to be swept for {unfinished}")
-        must(sorted(self.call("unfinished", 100)) == sorted(unfinished), "requests that are unfinished")
+        must(sorted(self.call("forget", 100)) == sorted(unfinished), "requests that are unfinished")
         dead = set() if hole or early else {each for each, until in leases.items() if until <= world.now}
         self._reclaimed(before, dead)
         must(all(_noted(self.state, each) for each in dead), "a lapse wasn't noted")
@@ -675,16 +675,17 @@ class Protocol:
         new, before = f"{request}{self.world.nonces}", requests(self.state).get(request, {})
         self.world.nonces += 1
         arguments = new, f"spec-{new}", 0, GRACE, 1, BELL, 0
-        reply, content = self.call("revive", request, *arguments), self.state
+        made, content = self.call("revive", request, *arguments), self.state
         if "dead" not in before:
-            must(reply is None, "revived what wasn't quarantined")
+            must(made is None, "revived what wasn't quarantined")
             return
+        [reply] = made
         record, index = requests(content)[reply], int(before["dead_index"])
         must(reply == before.get("revived_as", new), "revived twice")
         if reply == new:
             must(log(content, reply) == log(content, request)[:index], "revived with another log")
             must(waiting(content)[reply] == ["suspects"] and record["tenant"] == before["tenant"], "revived elsewhere")
-        must(self.call("revive", request, "other", *arguments[1:]) == reply, "a retry of revive made another")
+        must(self.call("revive", request, "other", *arguments[1:]) == made, "a retry of revive made another")
 
 
 def _extend(held: Held, choices: int, what: str) -> None:
