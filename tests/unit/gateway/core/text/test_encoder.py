@@ -39,6 +39,10 @@ WORD = st.sampled_from(
         "12345",
         "e\u0301",
         "\u0301",
+        "كَتَبَ",
+        "كَتَبَ ",
+        "مُحَمَّدٌ 1",
+        "\U0001e900\U0001e944",
         "é",
         "你好",
         "\uff0c",
@@ -139,6 +143,33 @@ def test_what_is_surely_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch)
     assert sum(seen) < 3 * 200_000
     with pytest.raises(UnbrokenTextError):
         encoder.encode("a" * (2 * module.MAX_RUN_CHARS), add_special_tokens=True, limit=MANY)
+
+
+ARABIC = "مُحَمَّدٌ كَتَبَ "
+
+
+@pytest.mark.parametrize("make", [demo, words])
+def test_text_of_letters_with_marks_is_encoded_in_pieces(
+    make: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, longest = make(), 0
+    encode = TextEncoder._encoding
+
+    def measured(self: TextEncoder, text: str, add_special_tokens: bool) -> Encoding:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(module, "PIECE_CHARS", 2**10)
+    monkeypatch.setattr(module, "MAX_RUN_CHARS", 2**14)
+    monkeypatch.setattr(TextEncoder, "_encoding", measured)
+    text = ARABIC * 2**11
+    found = TextEncoder(tokenizer).encode(text, add_special_tokens=True, limit=MANY)
+    assert list(found) == tokenizer.encode(text).ids
+    assert longest < 2 * 2**10
+    with pytest.raises(TooManyTokensError):  # of which no part can be cut off
+        TextEncoder(tokenizer).encode("a\u0301" * (2**13 - 1), add_special_tokens=True, limit=2**12)
+    assert longest < 2 * 2**10
 
 
 def _bert() -> Tokenizer:

@@ -7,6 +7,7 @@ import re
 import unicodedata
 from array import array
 from collections.abc import Iterator
+from itertools import islice
 
 from tokenizers import Encoding, Tokenizer
 
@@ -16,8 +17,16 @@ PIECE_CHARS = 2**16
 """Characters that are encoded at once: a token takes about 400 bytes until its encoding is read, an id takes 4."""
 MAX_RUN_CHARS = 2**20
 """Characters without a place to cut; they are one word to the tokenizer, which takes about 100 bytes for each."""
-# A letter before something that is neither letter nor apostrophe: a word's end for every splitter by categories.
-_WORD_END = re.compile(r"[^\W\d_](?=[^\w'\u2019]|[\d_])")
+
+
+def _is_mark(character: str) -> bool:
+    return unicodedata.category(character).startswith("M")
+
+
+_MARKS = "".join(filter(_is_mark, map(chr, range(0x300, 0x10000))))
+# The end of a word for every splitter by categories: a letter before what is neither letter, apostrophe nor mark, or a
+# letter and its marks before a blank or a digit. Some splitters take the marks to the word, some to punctuation.
+_WORD_END = re.compile(rf"[^\W\d_](?:(?=[\d_])|(?=[^\w'\u2019])(?:(?![{_MARKS}])|[{_MARKS}]+(?=[^\S\r\n]|\d)))")
 _MAX_TRIES = 64
 _WINDOW_CHARS = 256  # on each side of a border, more than any added token; what is beyond has no say in the border
 # Tokens by which a cut at any place can change the count of a text: merges that end at it, and their neighbours.
@@ -66,12 +75,14 @@ class TextEncoder:
         if self._frame is not None and self._is_separable:
             before, after = self._frame if add_special_tokens else (_NO_IDS, _NO_IDS)
             return before + self._in_pieces(text, limit - len(before) - len(after), limit) + after
-        self._check_count(text, limit)
+        self._check_count(text, limit, limit)
         return _ids_of(self._encoding(text, add_special_tokens), limit)
 
     def _in_pieces(self, text: str, room: int, limit: int) -> array[int]:
         ids = array("I")
         for piece in self._pieces(text):
+            if len(piece) > 2 * PIECE_CHARS:
+                self._check_count(piece, room - len(ids), limit)
             ids.extend(self._encoding(piece, add_special_tokens=False).ids)
             if len(ids) > room:
                 raise TooManyTokensError(f"more than {limit} tokens")
@@ -88,19 +99,16 @@ class TextEncoder:
     def _border(self, text: str, start: int) -> int:
         """Return where the piece that begins at `start` ends; the end of the text where that is near."""
         most = min(len(text), start + MAX_RUN_CHARS)
-        for number, found in enumerate(_WORD_END.finditer(text, start + PIECE_CHARS, most)):
-            if number == _MAX_TRIES:
-                break
-            if self._is_border(text, found.end()):
-                return found.end()
+        ends = (found.end() for found in _WORD_END.finditer(text, start + PIECE_CHARS, most))
+        for end in islice((end for end in ends if not _is_mark(text[end])), _MAX_TRIES):
+            if self._is_border(text, end):
+                return end
         if most < len(text):
             raise UnbrokenTextError
         return most
 
     def _is_border(self, text: str, place: int) -> bool:
         """Return whether the tokenizer splits at `place`, tried on the text around it."""
-        if unicodedata.category(text[place]).startswith("M"):
-            return False
         left, right = text[max(0, place - _WINDOW_CHARS) : place], text[place : place + _WINDOW_CHARS]
         if self._tokenizer.normalizer is not None:
             left, right = (self._tokenizer.normalizer.normalize_str(side) for side in (left, right))
@@ -111,12 +119,15 @@ class TextEncoder:
         whole, *halves = (encoding.ids for encoding in both)
         return bool(whole == halves[0] + halves[1])
 
-    def _check_count(self, text: str, limit: int) -> None:
-        """Raise TooManyTokensError where the pieces of a text that can't be separated surely have too many together."""
+    def _check_count(self, text: str, room: int, limit: int) -> None:
+        """Raise TooManyTokensError where a text that can't be separated surely has more tokens than `room`.
+
+        `limit` is that of the whole text.
+        """
         least = 0
         for start in range(0, len(text), PIECE_CHARS):
             least += len(self._encoding(text[start : start + PIECE_CHARS], add_special_tokens=False)) - _CUT_SLACK
-            if least > limit:
+            if least > room:
                 raise TooManyTokensError(f"more than {limit} tokens")
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
