@@ -1,5 +1,5 @@
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -52,6 +52,17 @@ def test_one_port_for_two_is_refused() -> None:
         require_free("127.0.0.1", {"--http-port": port, "--grpc-port": port})
 
 
-def test_a_host_of_another_machine_is_refused() -> None:
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "999.1.1.1", "192.0.2.1", f"{'a' * 64}.invalid"])
+@pytest.mark.parametrize("ask", [lambda host: is_free(host, 8000), free_port], ids=["is_free", "free_port"])
+def test_a_host_of_another_machine_is_refused(ask: Callable[[str], object], host: str) -> None:
     with pytest.raises(UsageError, match="cannot listen"):
-        is_free("no.such.host.invalid", 8000)
+        ask(host)
+
+
+def test_a_port_is_chosen_on_an_address_of_the_newer_family() -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no ::1")
+    assert is_free("::1", free_port("::1"))

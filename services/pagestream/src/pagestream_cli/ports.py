@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from pagestream_cli.errors import PortTakenError, UsageError
 
@@ -15,29 +19,49 @@ def is_free(host: str, port: int) -> bool:
     Raises:
         UsageError: `host` is no address of this machine.
     """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise UsageError(
-            f"cannot listen on host {host!r}: {error.strerror}", hint="give an address of this machine with --host"
-        ) from error
-    with socket.socket(family, kind, protocol) as probe:
+    with _socket(host, port) as (probe, address):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
             probe.listen(1)
-        except OSError:
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise _no_address(host, error) from error
             return False
     return True
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that is free at this moment, chosen by the system."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
+    """Return a port that is free at this moment, chosen by the system.
+
+    Raises:
+        UsageError: `host` is no address of this machine.
+    """
+    with _socket(host, 0) as (probe, address):
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise _no_address(host, error) from error
         return int(probe.getsockname()[1])
+
+
+@contextmanager
+def _socket(host: str, port: int) -> Iterator[tuple[socket.socket, Any]]:
+    """Open a socket of the family of `host`, with the address to bind it to. Raises UsageError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        opened = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise _no_address(host, error) from error
+    with opened:
+        yield opened, address
+
+
+def _no_address(host: str, error: Exception) -> UsageError:
+    text = getattr(error, "strerror", None) or error
+    return UsageError(f"cannot listen on host {host!r}: {text}", hint="give an address of this machine with --host")
 
 
 def require_free(host: str, ports: dict[str, int]) -> None:
