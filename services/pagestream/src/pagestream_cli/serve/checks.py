@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import ssl
 from collections.abc import Sequence
+from pathlib import Path
 
 from pagestream_cli.errors import UsageError
 from pagestream_cli.serve.options import ServeOptions
@@ -19,7 +21,7 @@ def check_options(options: ServeOptions) -> None:
     """Check serve's own options.
 
     Raises:
-        UsageError: they contradict each other, or name a file that is not there.
+        UsageError: they contradict each other, or name a file that is not there or that a gateway could not use.
     """
     if options.exit_after_greet and options.greet is None:
         raise UsageError("--exit-after-greet needs --greet PROMPT")
@@ -33,6 +35,35 @@ def check_options(options: ServeOptions) -> None:
     for flag, file in files.items():
         if file is not None and not file.is_file():
             raise UsageError(f"{flag} {file}: no such file")
+    if options.api_keys is not None:
+        _check_keys(options.api_keys)
+    if options.tls_certificate is not None and options.tls_key is not None:
+        _check_tls(options.tls_certificate, options.tls_key)
+
+
+def _check_keys(file: Path) -> None:
+    from pagestream_gateway.core.auth import KeyFile
+    from pagestream_gateway.errors import SettingsError
+
+    try:
+        KeyFile(file)
+    except SettingsError as error:
+        raise UsageError(str(error), hint="`pagestream keys new TENANT --file FILE` adds a key") from error
+
+
+def _check_tls(certificate: Path, key: Path) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(certificate)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"--tls-certificate {certificate}: no certificate can be read: {error}") from error
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except (OSError, ssl.SSLError) as error:
+        if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
+            raise UsageError(f"--tls-key {key} is not the key of the certificate {certificate}") from error
+        raise UsageError(
+            f"--tls-key {key} cannot be used with {certificate}: {error}", hint="a PEM file without a passphrase"
+        ) from error
 
 
 def check_parts(parts: Sequence[PartSpec]) -> None:

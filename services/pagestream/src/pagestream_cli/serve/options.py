@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from pagestream_telemetry.environment import variable_of
 
 from pagestream_cli.datadir import DataDir
 
@@ -117,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_options(arguments: argparse.Namespace) -> ServeOptions:
-    """Return the parsed options."""
+    """Return the parsed options. Files of gateways come from their variables where no flag names them."""
     return ServeOptions(
         model=arguments.model,
         served_model_name=arguments.served_model_name,
@@ -129,15 +132,21 @@ def parse_options(arguments: argparse.Namespace) -> ServeOptions:
         engines=arguments.engines,
         gateways=arguments.gateways,
         data_dir=DataDir.at(arguments.data_dir),
-        api_keys=arguments.api_keys,
-        tls_certificate=arguments.tls_certificate,
-        tls_key=arguments.tls_key,
+        api_keys=arguments.api_keys or _file_of_gateways("api_keys"),
+        tls_certificate=arguments.tls_certificate or _file_of_gateways("tls_certificate"),
+        tls_key=arguments.tls_key or _file_of_gateways("tls_key"),
         engine_arguments=_engine_arguments(arguments),
         greet=arguments.greet,
         exit_after_greet=arguments.exit_after_greet,
         help_all=arguments.help_all,
         verbose=arguments.verbose,
     )
+
+
+def _file_of_gateways(field: str) -> Path | None:
+    """Return the file that a gateway would take from its environment, since serve checks it and probes by TLS."""
+    given = os.environ.get(variable_of("GATEWAY", field))
+    return None if given is None else Path(given)
 
 
 def _engine_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:
