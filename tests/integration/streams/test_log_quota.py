@@ -1,12 +1,14 @@
 """What a tenant's logs may take: never more is accepted, and whoever dies, what is free again is used again."""
 
+import asyncio
 import dataclasses
 import random
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_streams import Broker, GatewaySession, LogsFull, QueueFull
+from pagestream_streams import Broker, GatewaySession, LogsFull, QueueFull, list_requests
 from pagestream_streams.gateway import log_quota
 from pagestream_streams.gateway.log_quota import most_bytes
 from support.protocol.token_streams import FAST, MODEL, TENANT, card, eventually, read_all, spec, worker
@@ -142,6 +144,118 @@ async def test_an_expired_log_makes_room(redis_url: str, looks_at_once: None) ->
 
         await eventually(fits)
         assert await held(broker) == EACH
+
+
+async def test_a_log_that_retries_renew_keeps_its_place(redis_url: str) -> None:
+    """Else its tenant would keep any number of logs."""
+    settings = dataclasses.replace(FAST, tenant_log_bytes=EACH + 100, retention_s=2)
+    async with await Broker.connect(redis_url, settings) as broker:
+        await broker.publish_model(card(MODEL), partitions=1)
+        async with GatewaySession(broker) as gateway, worker(broker) as engine:
+            first, retry = request(), request()
+            first.idempotency_key = retry.idempotency_key = "k"
+            await gateway.accept_once(first, body_digest="d")
+            [claim] = await engine.claim()
+            await engine.generate(claim, 3, finish=True)
+            await read_all(gateway, first.request_id)
+            await gateway.quota.settle_ended()
+            prefix = broker.connection.keyspace.tenant_logs(TENANT)
+            exact = await actual(broker, first.request_id)
+            await broker.connection.execute("ZADD", f"{prefix}kept", 1, first.request_id)  # as if its time had come
+            await gateway.accept_once(retry, body_digest="d")
+            await gateway.quota.settle_ended()
+            with pytest.raises(LogsFull):
+                await gateway.accept(request())
+            assert await held(broker) == exact
+            await broker.connection.execute("ZADD", f"{prefix}kept", 1, first.request_id)
+            small = request()
+            small.sampling.max_tokens = 1
+            await gateway.accept(small)  # takes out what has expired
+            await gateway.accept_once(retry, body_digest="d")
+            await gateway.quota.settle_ended()
+            assert await held(broker) == exact + most_bytes(small), "counted again"
+
+
+async def test_a_refused_try_leaves_what_another_one_uses(redis_url: str) -> None:
+    settings = dataclasses.replace(FAST, tenant_log_bytes=100 * EACH, max_queued_requests=1)
+    async with (
+        await Broker.connect(redis_url, settings) as broker,
+        GatewaySession(broker) as slow,
+        GatewaySession(broker) as quick,
+    ):
+        await broker.publish_model(card(MODEL), partitions=1)
+        filler, shared = request(), request()
+        await quick.accept(filler)
+        accept = slow.acceptor.accept
+
+        async def accept_late(*arguments: Any, **named: Any) -> bool:
+            with pytest.raises(QueueFull):
+                await quick.accept(shared)
+            await broker.cancel(filler.request_id, TENANT)
+            return await accept(*arguments, **named)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(slow.acceptor, "accept", accept_late)
+            assert await slow.accept(shared)
+        for gateway in (slow, quick):
+            await gateway.quota.settle_ended()
+        assert await held(broker) == await actual(broker, filler.request_id) + EACH
+
+
+@pytest.mark.parametrize("deadline_ms", [0, 50])
+async def test_what_ends_unread_makes_room_at_once(redis_url: str, deadline_ms: int) -> None:
+    """Cancelled, or past its deadline; without the looks that find what other processes have ended."""
+    settings = dataclasses.replace(FAST, tenant_log_bytes=EACH + 8192)
+    async with await Broker.connect(redis_url, settings) as broker, GatewaySession(broker) as gateway:
+        await broker.publish_model(card(MODEL), partitions=1)
+        first = request()
+        first.deadline_ms = deadline_ms
+        await gateway.accept(first)
+        if not deadline_ms:
+            with pytest.raises(LogsFull) as refused:
+                await gateway.accept(request())
+            assert (refused.value.retry_after_s or 0) <= log_quota.LOOK_UP_AFTER_S, "then it is looked up"
+            await broker.cancel(first.request_id, TENANT)
+
+        async def fits() -> bool:
+            try:
+                return await gateway.accept(request())
+            except LogsFull:
+                return False
+
+        await eventually(fits, log_quota.LOOK_UP_AFTER_S / 2)
+
+
+async def test_a_lost_request_is_reserved_and_listed_again(narrow: Broker) -> None:
+    async with GatewaySession(narrow) as gateway, worker(narrow) as engine:
+        lost = request()
+        where = await narrow.directory.locate(lost.request_id)
+        await gateway.accept(lost)
+        [claim] = await engine.claim()
+        await engine.generate(claim, 2)
+        seen = 0
+
+        async def read() -> None:
+            nonlocal seen
+            async for batch in gateway.read(lost.request_id, tenant=TENANT, spec=lost):
+                seen += len(batch)
+
+        reading = asyncio.create_task(read())
+        await eventually(lambda: seen == 2)
+        prefix = narrow.connection.keyspace.tenant_logs(TENANT)
+        beside = [f"{prefix}{name}" for name in ("bytes", "held", "open")]
+        for key in (*beside, where.request(lost.request_id), where.log(lost.request_id)):
+            await narrow.connection.execute("DEL", key)
+
+        async def is_back() -> bool:
+            listed = (await list_requests(narrow, TENANT, limit=5)).requests
+            return [each.request_id for each in listed] == [lost.request_id]
+
+        await eventually(is_back)
+        assert await held(narrow) == EACH
+        [claim] = await engine.claim()
+        await engine.generate(claim, 3, finish=True)
+        await reading
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -42,7 +42,7 @@ AFTER_ALL = {"forget_model"}
 APART = {"isolate"}
 """Scripts whose writes the checker makes itself where it needs them, tried in test_room_for_suspects.py."""
 
-BESIDE = {"reserve", "release", "enlist", "reserve_log", "settle_logs"}
+BESIDE = {"reserve", "release", "enlist", "delist", "reserve_log", "settle_logs"}
 """Scripts of tenants' keys, which are beside the partitions, tested in test_accept, test_request_lists, test_log_quota.
 """
 

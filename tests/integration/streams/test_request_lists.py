@@ -49,18 +49,30 @@ async def test_pages_show_each_request_once_with_its_state(broker: Broker) -> No
     assert (await list_requests(broker, "tenant-b", limit=10)).requests == []
 
 
-async def test_a_request_whose_record_is_gone_is_not_shown(broker: Broker) -> None:
+async def test_a_request_whose_record_has_expired_is_taken_out(broker: Broker) -> None:
+    name = broker.connection.keyspace.requests(TENANT)
     async with GatewaySession(broker) as gateway:
         ids = await accept(broker, gateway, 5)
-        for request_id in ids[1::2]:
+        for age, request_id in enumerate(ids[1::2]):
             where = await broker.directory.locate(request_id)
             await broker.connection.execute("DEL", where.request(request_id))
+            await broker.connection.execute("ZADD", name, age + 1, request_id)  # an hour and more ago
         assert await pages(broker, 1) == ids[::2]
         with pytest.raises(RequestNotFound):
             await list_requests(broker, TENANT, limit=1, after=ids[1])
-    name = broker.connection.keyspace.requests(TENANT)
     assert await broker.connection.execute("ZCARD", name) == 3
     assert await broker.connection.execute("PTTL", name) > 0
+
+
+async def test_a_lost_record_that_comes_back_is_shown_again(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway:
+        ids = await accept(broker, gateway, 3)
+        record = (await broker.directory.locate(ids[1])).request(ids[1])
+        await broker.connection.execute("RENAME", record, f"{record}:lost")
+        for limit in (1, 2):
+            assert await pages(broker, limit) == ids[::2]
+        await broker.connection.execute("RENAME", f"{record}:lost", record)
+        assert await pages(broker, 1) == ids
 
 
 async def test_the_newest_are_kept(redis_url: str) -> None:

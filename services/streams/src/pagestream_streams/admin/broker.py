@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -45,6 +46,8 @@ class Broker:
         self.settings = settings
         self.directory = ModelDirectory(connection, settings)
         self.positions = QueuePositions(connection, settings, self.directory)
+        self.end_listeners: list[Callable[[str, str], None]] = []
+        """Called with tenant and id of each request that `end` has ended, or found to have ended before."""
 
     @classmethod
     async def connect(cls, url: str, settings: StreamsSettings | None = None) -> Broker:
@@ -216,7 +219,9 @@ class Broker:
         reply = await self.connection.run_acknowledged(END, where.prefix, *arguments)
         if reply[0] not in (1, 2):
             return None
-        _, ended_by, next_index, readers = reply
+        _, ended_by, next_index, readers, owner = reply
+        for listener in self.end_listeners:
+            listener(owner.decode(), request_id)
         await wakeups.publish(self.connection, [(LogSlice(request_id=request_id, first_index=next_index), readers)])
         return parse_finish_reason(ended_by.decode())
 

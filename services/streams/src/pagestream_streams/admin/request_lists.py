@@ -15,7 +15,7 @@ from pagestream.v1.inference_pb2 import Usage
 
 from pagestream_streams.admin.broker import STATES, Broker
 from pagestream_streams.connection.connection import Call
-from pagestream_streams.connection.scripts import ENLIST
+from pagestream_streams.connection.scripts import DELIST, ENLIST
 from pagestream_streams.errors import RequestNotFound, Unavailable
 from pagestream_streams.protocol.finish_reasons import parse_finish_reason
 from pagestream_streams.protocol.keys import Partition
@@ -76,9 +76,9 @@ async def list_requests(broker: Broker, tenant: str, *, limit: int, after: str =
         summaries = await _read(broker, ids, tenant)
         found += [summary for summary in summaries if summary is not None]
         gone = [request_id for request_id, summary in zip(ids, summaries, strict=True) if summary is None]
-        if gone:
-            await broker.connection.execute("ZREM", name, *gone)
         start += len(ids) - len(gone)
+        if gone:
+            start += await broker.connection.run(DELIST, name, broker.settings.retention_s * 1000, *gone)
     return RequestPage(found[:limit], has_more=len(found) > limit)
 
 

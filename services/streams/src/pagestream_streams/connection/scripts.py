@@ -47,6 +47,7 @@ def _load(name: str, *, repeat: bool = True, num_arguments: int | None = None) -
 
 ACCEPT = _load("accept")
 ENLIST = _load("enlist")
+DELIST = _load("delist")
 CLAIM = _load("claim", repeat=False)  # a second run would claim more
 APPEND = _load("append")
 END = _load("end")

@@ -1,7 +1,8 @@
 """What a tenant's logs may take in Redis: reserved before a request is accepted, made exact once it has ended.
 
 The tenant's keys and a partition's are on different nodes of a cluster, so no script sees both. A reservation is made
-first; then the request is accepted; where it is refused, the reservation is given back. A process that dies in between
+first; then the request is accepted; where it is refused, the reservation is given back. What is known to have ended,
+or to be kept for longer, is looked up and made exact. A process that dies in between
 leaves a reservation too many. It is found when the tenant's next request does not fit: reservations of requests that
 have not been looked up lately are compared with the requests themselves, before anything is refused.
 """
@@ -60,55 +61,77 @@ class LogQuota:
         self._num_ended = 0
         self.timer = Periodic("log quota", _SETTLE_S, self.settle_ended)
 
-    async def reserve(self, spec: RequestSpec) -> None:
-        """Reserve what a request's log may take; a request that has a reservation keeps it. LogsFull, Unavailable."""
+    async def reserve(self, spec: RequestSpec, *, bounded: bool = True) -> int:
+        """Reserve what a request's log may take; a request that has a reservation keeps it. LogsFull, Unavailable.
+
+        `bounded`: whether the limit applies. Returns by what this try gives it back; 0: other tries share it.
+        """
         limit = self._limit(spec.tenant)
         if not limit:
-            return
+            return 0
         wanted = most_bytes(spec)
-        if wanted > limit:
+        if bounded and wanted > limit:
             raise LogsFull(wanted=wanted, held=0, limit=limit, retry_after_s=None)
-        for _ in range(_ROUNDS):
+        for turn in range(_ROUNDS):
             is_reserved, held, *rest = await self._broker.connection.run(
                 RESERVE_LOG,
                 self._prefix(spec.tenant),
                 spec.request_id,
                 wanted,
-                limit,
+                limit if bounded else 0,
                 round(LOOK_UP_AFTER_S * 1000),
-                (self._settings.retention_s + _UNUSED_S) * 1000,
+                self._unused_ms,
                 _LOOK_UP_AT_ONCE,
             )
             if is_reserved:
-                return
+                return int(rest[0])
             next_ms, *due = rest
-            if not due:
+            if turn == 0 and spec.tenant in self._ended:
+                await self._settle_ended_of(spec.tenant)
+            elif due:
+                await self._look_up(spec.tenant, [request_id.decode() for request_id in due])
+            else:
                 break
-            await self._look_up(spec.tenant, [request_id.decode() for request_id in due])
         longest_s = self._settings.retry_after_max_s
         retry_s = longest_s if next_ms < 0 else min(longest_s, max(1.0, next_ms / 1000))
         raise LogsFull(wanted=wanted, held=held, limit=limit, retry_after_s=retry_s)
 
-    async def give_back(self, spec: RequestSpec) -> None:
-        """Give back the reservation of a request that was refused; where Redis is away, it is found later."""
-        if not self._limit(spec.tenant):
+    async def give_back(self, spec: RequestSpec, place: int) -> None:
+        """Give back the reservation of a request that was refused; where that can't be done now, it is found later.
+
+        `place`: as `reserve` returned it. A reservation that several tries share is left: another may be accepted.
+        """
+        if not place:
             return
         try:
-            await self._settle(spec.tenant, [(spec.request_id, 0, 0)])
+            await self._settle(spec.tenant, [(spec.request_id, 0, place)])
         except Unavailable as error:
             _log.info("%s: its reservation is given back later: %s", spec.request_id, error)
 
     def note_ended(self, tenant: str, request_id: str) -> None:
         """Have a finished request's reservation made exact by the next `settle_ended`."""
-        if self._limit(tenant) and self._num_ended < _MOST_ENDED:
-            self._ended[tenant].add(request_id)
+        known = self._ended[tenant] if self._limit(tenant) else None
+        if known is not None and request_id not in known and self._num_ended < _MOST_ENDED:
+            known.add(request_id)
             self._num_ended += 1
 
     async def settle_ended(self) -> None:
-        """Make the reservations of finished requests exact. Unavailable; what is not settled is found later."""
-        ended, self._ended, self._num_ended = self._ended, defaultdict(set), 0
-        for tenant, request_ids in ended.items():
-            await self._look_up(tenant, request_ids)
+        """Make the reservations of finished requests exact. Unavailable; what is not settled is tried again."""
+        for tenant in list(self._ended):
+            await self._settle_ended_of(tenant)
+
+    @property
+    def _unused_ms(self) -> int:
+        return (self._settings.retention_s + _UNUSED_S) * 1000
+
+    async def _settle_ended_of(self, tenant: str) -> None:
+        left = ended = self._ended.pop(tenant, set())
+        self._num_ended -= len(ended)
+        try:
+            left = await self._look_up(tenant, ended)
+        finally:
+            for request_id in left:
+                self.note_ended(tenant, request_id)
 
     def _limit(self, tenant: str) -> int:
         return self._settings.tenant_log_limits.get(tenant, self._settings.tenant_log_bytes)
@@ -116,8 +139,9 @@ class LogQuota:
     def _prefix(self, tenant: str) -> str:
         return self._broker.connection.keyspace.tenant_logs(tenant)
 
-    async def _look_up(self, tenant: str, request_ids: Iterable[str]) -> None:
-        """Compare reservations with their requests."""
+    async def _look_up(self, tenant: str, request_ids: Iterable[str]) -> set[str]:
+        """Compare reservations with their requests. Returns those of partitions that are unreachable."""
+        left: set[str] = set()
         found: list[tuple[str, int, int]] = []
         by_partition: defaultdict[Partition, list[str]] = defaultdict(list)
         for request_id in request_ids:
@@ -130,10 +154,13 @@ class LogQuota:
         for ids, reply in zip(by_partition.values(), replies, strict=True):
             if isinstance(reply, Unavailable):
                 found += [(request_id, -1, 0) for request_id in ids]  # to be looked up again
+                left.update(ids)
             else:
                 found += zip(ids, reply[::2], reply[1::2], strict=True)
         await self._settle(tenant, found)
+        return left
 
     async def _settle(self, tenant: str, found: Iterable[tuple[str, int, int]]) -> None:
+        times = round(LOOK_UP_AGAIN_S * 1000), self._unused_ms
         values = [value for each in found for value in each]
-        await self._broker.connection.run(SETTLE_LOGS, self._prefix(tenant), round(LOOK_UP_AGAIN_S * 1000), *values)
+        await self._broker.connection.run(SETTLE_LOGS, self._prefix(tenant), *times, *values)

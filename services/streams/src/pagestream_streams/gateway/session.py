@@ -11,6 +11,7 @@ from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 
 from pagestream_streams.admin.broker import Broker
+from pagestream_streams.admin.request_lists import enlist
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.subscription import Subscription
 from pagestream_streams.errors import LogsFull, ModelNotFound, QueueFull, RequestNotFound, StorageFull
@@ -46,7 +47,7 @@ class GatewaySession:
         self._serves = serves
         self.acceptor = Acceptor(broker, self._id if serves else "")
         self.quota = LogQuota(broker)
-        self.readers = Readers(broker, self._id, self._accept, serves=serves, on_end=self.quota.note_ended)
+        self.readers = Readers(broker, self._id, self._accept_again, serves=serves, on_end=self.quota.note_ended)
         self.subscription = Subscription(
             broker.connection, [broker.connection.keyspace.wake_ups(self._id)], self.readers.wake, self.readers.on_gap
         )
@@ -72,6 +73,7 @@ class GatewaySession:
 
     async def __aenter__(self) -> Self:
         """Start the subscription, the heartbeat, the polls and the sweeps, also while Redis is unreachable."""
+        self._broker.end_listeners.append(self.quota.note_ended)
         self.subscription.start()
         if self._serves:
             self.heartbeat.start()
@@ -85,6 +87,7 @@ class GatewaySession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop them all, and take the registrations of reads back: their grace starts."""
+        self._broker.end_listeners.remove(self.quota.note_ended)
         await self.sweeper.stop()
         await self.heartbeat.stop()
         await self.subscription.stop()
@@ -116,12 +119,7 @@ class GatewaySession:
             ModelNotFound: the model was removed.
             Unavailable: the request may have been accepted all the same; a retry is harmless.
         """
-        await self.quota.reserve(spec)
-        try:
-            return await self._accept(spec, True)
-        except (QueueFull, ModelNotFound, RequestNotFound, StorageFull):
-            await self.quota.give_back(spec)
-            raise
+        return await self._accept_reserved(spec, await self.quota.reserve(spec), bounded=True)
 
     async def accept_once(self, spec: RequestSpec, *, body_digest: str) -> RequestSpec:
         """Accept a request once for its tenant and idempotency key. A retry completes an accept that was interrupted.
@@ -191,7 +189,26 @@ class GatewaySession:
     async def _accept(self, spec: RequestSpec, bounded: bool, deadline_ms: int | None = None) -> bool:
         self.sweeper.wake(spec.model)
         expect = self.readers.registrations.expect
-        return await self.acceptor.accept(spec, bounded=bounded, expect=expect, deadline_ms=deadline_ms)
+        is_new = await self.acceptor.accept(spec, bounded=bounded, expect=expect, deadline_ms=deadline_ms)
+        if not is_new and spec.idempotency_key:
+            self.quota.note_ended(spec.tenant, spec.request_id)  # where it has, its log is now kept for longer
+        return is_new
+
+    async def _accept_reserved(
+        self, spec: RequestSpec, place: int, *, bounded: bool, deadline_ms: int | None = None
+    ) -> bool:
+        """Accept a request, or give its reservation back."""
+        try:
+            return await self._accept(spec, bounded, deadline_ms)
+        except (QueueFull, ModelNotFound, RequestNotFound, StorageFull):
+            await self.quota.give_back(spec, place)
+            raise
+
+    async def _accept_again(self, spec: RequestSpec, bounded: bool, deadline_ms: int | None) -> None:
+        """Accept a request that Redis has lost, and what stands beside its record."""
+        place = await self.quota.reserve(spec, bounded=False)
+        await self._accept_reserved(spec, place, bounded=bounded, deadline_ms=deadline_ms)
+        await enlist(self._broker, spec.request_id, spec.tenant)
 
     async def _awake_partitions(self) -> list[Partition]:
         partitions, read = await self._partitions(), {follower.where.model for follower in self.readers.reads}

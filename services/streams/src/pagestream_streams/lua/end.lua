@@ -8,8 +8,8 @@
 --           With 'unclaimed' it is ended only if it has no deadline, no engine has ever claimed it, and it was accepted
 --           ARGV[8] ms ago.
 --       [6] error ('': none), [7] most quarantined requests listed in the partition, [8] see [5]
--- Returns: {1, reason, next index, readers} ended now; {2, reason, next index, ''} had ended before; {0} not found;
---          {3} not due.
+-- Returns: {1, reason, next index, readers, tenant} ended now; {2, reason, next index, '', tenant} had ended before;
+--          {0} not found; {3} not due.
 -- Retry: harmless, a finished request stays as it is.
 local id, tenant, reason, retention, condition, message = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local req = prefix .. 'req:' .. id
@@ -23,7 +23,7 @@ if not state or tenant ~= '' and tenant ~= found[2] then
   return {0}
 end
 if state == 'finished' then
-  return {2, found[13], next_index, ''}
+  return {2, found[13], next_index, '', found[2]}
 end
 if condition == 'unclaimed' then
   local has_deadline, is_new = tonumber(found[18] or 0) > 0, tonumber(found[19] or 0) > now_ms() - ARGV[8]
@@ -68,4 +68,4 @@ local usage = found[6] .. ',' .. tokens .. ',' .. found[8]
 call('XADD', log, next_index .. '-0', 'end', reason, 'u', usage, 'm', message, 'd', digest)
 call('HSET', req, 'next', next_index, 'digest', digest, 'others', next_index - tokens, 'nonce', '')
 retire(id, found[9], found[12], reason, retention)
-return {1, reason, next_index, found[12]}
+return {1, reason, next_index, found[12], found[2]}

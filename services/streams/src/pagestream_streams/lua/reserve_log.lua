@@ -5,24 +5,34 @@
 -- scored by when their logs expire). All expire when the tenant sends nothing for long.
 -- Run by: gateway/log_quota.py.
 -- KEYS: the prefix of the tenant's keys, and a second name in its slot (see prelude.lua).
--- ARGV: [1] request id, [2] bytes, [3] bytes that all may take, [4] ms until it is looked up
+-- ARGV: [1] request id, [2] bytes, [3] bytes that all may take (0: any), [4] ms until it is looked up
 --       [5] ms until the keys expire, [6] most ids to look up
--- Returns: {1, bytes held} reserved, now or before;
---          {0, bytes held, ms until the next log expires (-1: none is kept), ids to look up...} where it doesn't fit.
--- Retry: harmless, a request has one reservation.
+-- Returns: {1, bytes held, by what it is given back} reserved: its place in open, while no other try shares it; else 0;
+--          {0, bytes held, ms until something may be free (-1: nothing is held), ids to look up...} where it doesn't
+--          fit: until the next log expires, or the next reservation is looked up.
+-- Retry: harmless, a request has one reservation. It counts as shared then, and is found by looking it up.
 local id, bytes, limit, now = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), now_ms()
 local AT_ONCE = 1000 -- expired reservations that are removed
 
 if call('HEXISTS', prefix .. 'bytes', id) == 1 then
-  return {1, tonumber(call('GET', prefix .. 'held') or 0)}
+  -- Of two tries one may be accepted where the other one is refused: with another place the first can't give it back.
+  local place = call('ZSCORE', prefix .. 'open', id)
+  if place then
+    call('ZADD', prefix .. 'open', math.max(place + 1, now + ARGV[4]), id)
+  end
+  return {1, tonumber(call('GET', prefix .. 'held') or 0), 0}
 end
 for _, expired in ipairs(call('ZRANGEBYSCORE', prefix .. 'kept', '-inf', now, 'LIMIT', 0, AT_ONCE)) do
   unreserve(expired)
 end
 local held = tonumber(call('GET', prefix .. 'held') or 0)
-if held + bytes > limit then
-  local first = call('ZRANGE', prefix .. 'kept', 0, 0, 'WITHSCORES')
-  local out = {0, held, first[2] and math.max(0, first[2] - now) or -1}
+if limit > 0 and held + bytes > limit then
+  local free
+  for _, name in ipairs({'kept', 'open'}) do
+    local first = call('ZRANGE', prefix .. name, 0, 0, 'WITHSCORES')[2]
+    free = first and math.min(free or math.huge, math.max(0, first - now)) or free
+  end
+  local out = {0, held, free or -1}
   for _, due in ipairs(call('ZRANGEBYSCORE', prefix .. 'open', '-inf', now, 'LIMIT', 0, ARGV[6])) do
     out[#out + 1] = due
   end
@@ -34,4 +44,4 @@ call('INCRBY', prefix .. 'held', bytes)
 for _, name in ipairs({'bytes', 'open', 'kept', 'held'}) do
   call('PEXPIRE', prefix .. name, ARGV[5])
 end
-return {1, held + bytes}
+return {1, held + bytes, now + ARGV[4]}
