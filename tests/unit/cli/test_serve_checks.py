@@ -143,5 +143,5 @@ async def test_tls_by_variables_is_probed_and_recorded_as_tls(
         plan = Plan(options, ports, ModelChoice(str(tmp_path), "model"))
         (gateway,) = plan.gateways()
         assert gateway.probe is not None
-    assert await gateway.probe()
+        assert await gateway.probe()
     assert Deployment(plan, None, Reporter(started=0.0, verbose=False)).record.tls_certificate == str(certificate)
