@@ -120,6 +120,23 @@ async def test_what_needs_a_longer_context_waits_for_an_engine_that_has_it(redis
         assert claim.request_id == long.request_id, "no other engine came: its own reports the error"
 
 
+async def test_many_that_need_a_longer_context_hide_none_behind_them(broker: Broker) -> None:
+    """However often it claims, an engine gets all that it holds, in order, and none of the others."""
+    async with GatewaySession(broker) as gateway, of_context(broker, 50) as short:
+        fitting = []
+        for number in range(44):
+            if number < 40:
+                await gateway.accept(spec(prompt=[1] * 60))
+            if number == 20 or number >= 40:
+                fitting.append(spec())
+                await gateway.accept(fitting[-1])
+        claims = await short.claim(2)
+        assert [claim.request_id for claim in claims] == [each.request_id for each in fitting[:2]]
+        claims = await short.claim(3)
+        assert [claim.request_id for claim in claims] == [each.request_id for each in fitting[2:]]
+        assert await short.session.claim(max_requests=9, max_prompt_tokens=1000) == []
+
+
 @asynccontextmanager
 async def of_context(broker: Broker, max_model_len: int) -> AsyncIterator[Worker]:
     async with EngineSession(

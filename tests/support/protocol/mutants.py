@@ -49,7 +49,9 @@ MUTANTS = [
     Mutant("claim", "'from', found[3], ", ""),
     Mutant("claim", "local alone = idle and", "local alone ="),
     Mutant("claim", "control_is_over(now, control) and claim_suspect()", "claim_suspect()"),
-    Mutant("claim", "if print ~= '' and fingerprint ~= '' and print ~= fingerprint\n", "if false\n"),
+    Mutant(
+        "claim", "is_foreign = print ~= '' and fingerprint ~= '' and print ~= fingerprint\n", "is_foreign = false\n"
+    ),
     Mutant("claim", "(print == '' or fingerprint == '' or print == fingerprint) or age", "true or age"),
     Mutant("claim", "if retired and name ~= 'resume:' .. fingerprint then", "if false then"),
     Mutant("claim", "if retired and name ~= 'resume:' .. fingerprint then", "if retired and tonumber(name) then"),

@@ -3,9 +3,9 @@
 -- The queues of begun requests ("resume") come first; then the entry with the earliest virtual arrival, which is its
 -- arrival plus class * ageing. Both are one number, the entry's key (see order_key in prelude.lua), so that an engine
 -- can compare the heads of partitions and claim only what comes before a bound (docs/decisions/0120). An engine that
--- holds nothing gets a suspect before all that, and then nothing else (docs/decisions/0024). Entries behind one that
--- is too large for the room, or needs a longer context than the engine holds, are looked at up to LOOK_BEHIND; one
--- that needs a longer context is left to other engines for ARGV[11].
+-- holds nothing gets a suspect before all that, and then nothing else (docs/decisions/0024). One that needs a longer
+-- context than the engine holds is left to other engines for ARGV[11]. Entries are looked at until LOOK_BEHIND more
+-- than the first were too large for the room, or MOST_LEFT were left to other engines.
 -- Run by: engine/claiming.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] engine id, [2] nonce (random), [3] most requests (0: only look), [4] most tokens
@@ -33,7 +33,7 @@ local keeps_room, bound = ARGV[15] == '1', tonumber(ARGV[16] or '') or math.huge
 local meta, now, drained = prefix .. 'meta', now_ms(), 0
 local claims, HEAD = {now, {}}, 2
 local drained_tokens, drained_longest, drained_of = 0, 0, {}
-local LOOK_BEHIND = 16
+local LOOK_BEHIND, MOST_LEFT = 16, 256
 
 -- Makes a queued request this engine's; false where it is not queued any more.
 local function own(id, alone, since, key)
@@ -68,18 +68,18 @@ end
 
 local ripens = -1 -- ms until the first entry that is left to other engines may be taken
 
--- An entry of a queue, or nothing where it is left to other engines.
+-- An entry of a queue, or nothing where it is left to other engines; then also whether all behind it are.
 local function candidate(queue, entry)
   local arrival, least = tonumber(string.match(entry[1], '^%d+')), min_age
   local id, print = entry[2][2], queue.print
-  if print ~= '' and fingerprint ~= '' and print ~= fingerprint
-    or context > 0 and tonumber(call('HGET', prefix .. 'req:' .. id, 'context') or 0) > context then
+  local is_foreign = print ~= '' and fingerprint ~= '' and print ~= fingerprint
+  local waited = age(arrival, now)
+  if is_foreign or context > 0 and tonumber(call('HGET', prefix .. 'req:' .. id, 'context') or 0) > context then
     least = math.max(least, patience)
   end
-  local waited = age(arrival, now)
   if waited < least then
     ripens = ripens < 0 and least - waited or math.min(ripens, least - waited)
-    return nil
+    return nil, is_foreign or waited < min_age -- those behind it are younger
   end
   return {queue = queue, entry = entry[1], id = id, tokens = tonumber(entry[2][4]), arrival = arrival,
     key = order_key(queue.name, arrival, ageing), stays = queue.begun or waited >= ageing}
@@ -88,27 +88,38 @@ end
 -- Finds a queue's first entry that this engine may take, and the first of those that fits into the room. Returns
 -- whether the queue has any.
 local function look(queue)
-  local from, count, seen = '-', 1, 0
+  local from, count, seen, large, left = queue.from, 1, 0, 0, queue.left
   queue.first, queue.fit = nil, nil
   repeat
     local entries = call('XRANGE', prefix .. 'queue:' .. queue.name, from, '+', 'COUNT', count)
     for _, entry in ipairs(entries) do
-      local found = candidate(queue, entry)
+      local found, is_last = candidate(queue, entry)
       queue.first, from = queue.first or found, '(' .. entry[1]
       if found and found.tokens <= max_tokens then
         queue.fit = found
         return true
+      elseif found then
+        large = large + 1
+      else
+        left = left + 1
+        if not queue.first then
+          queue.from, queue.left = from, left -- the same for all of this script
+        end
+      end
+      if is_last or large > LOOK_BEHIND or left >= MOST_LEFT then
+        return true
       end
     end
-    local is_last = count > 1 or #entries == 0
-    seen, count = seen + #entries, LOOK_BEHIND
-  until is_last
+    seen = seen + #entries
+    local is_over = #entries < count
+    count = LOOK_BEHIND
+  until is_over
   return seen > 0
 end
 
 local known, queues = call('HMGET', meta, 'classes', 'prints'), {}
 local function add(name, print)
-  local queue = {name = name, print = print, begun = string.sub(name, 1, 6) == 'resume'}
+  local queue = {name = name, print = print, begun = string.sub(name, 1, 6) == 'resume', from = '-', left = 0}
   if retired and name ~= 'resume:' .. fingerprint then
     return call('EXISTS', prefix .. 'queue:' .. name) == 1
   end
