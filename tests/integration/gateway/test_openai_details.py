@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from support.clients.gateway_clients import chat_text, get_events, post_events
+from support.clients.gateway_clients import chat_text, get_events, lose, post_events
 from support.engines.synthetic_engine import FINGERPRINT, MODEL, SyntheticEngine
 
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3, "seed": 0}
@@ -60,7 +60,6 @@ async def test_what_asks_for_nothing_is_accepted(http: httpx.AsyncClient) -> Non
 async def test_an_echo_without_tokens_is_the_prompt(
     http: httpx.AsyncClient, engine: SyntheticEngine, stream: bool
 ) -> None:
-    engine.hold_at = 0
     body = {**COMPLETION, "prompt": ["x", "y"], "echo": True, "max_tokens": 0}
     if stream:
         _, events = await post_events(http, "/v1/completions", body)
@@ -72,6 +71,24 @@ async def test_an_echo_without_tokens_is_the_prompt(
     answer = (await http.post("/v1/completions", json=body)).json()
     assert [(each["text"], each["finish_reason"]) for each in answer["choices"]] == [("x", "length"), ("y", "length")]
     assert (answer["usage"]["completion_tokens"], answer["usage"]["prompt_tokens"]) == (0, 4)
+
+
+async def test_a_lost_echo_without_tokens_ends_as_the_first_time(
+    http: httpx.AsyncClient, engine: SyntheticEngine, redis_url: str
+) -> None:
+    """It ends in the step that accepts it, so that no engine is ever faster; so it does when it is accepted again."""
+    body = {**COMPLETION, "prompt": ["x", "y"], "echo": True, "max_tokens": 0}
+    request_id = (await http.post("/v1/completions", json=body)).headers["X-Request-Id"]
+    name = f"/v1/requests/{request_id}"
+    before = (await http.get(name)).json()
+    assert (before["state"], before["usage"]["completion_tokens"]) == ("finished", 0)
+    await lose(redis_url, request_id)
+    again = (await http.put(name, json=body)).json()
+    assert (again["state"], again["usage"]) == ("finished", before["usage"])
+    assert (await http.get(name)).json()["next_index"] == before["next_index"]
+    assert engine.claimed == []
+    refused = await http.put(name, json={**body, "max_tokens": 1})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "request_differs")
 
 
 @pytest.mark.parametrize(("query", "field"), [("?from=99", "from"), ("?from=-1", "from"), ("", "Last-Event-ID")])

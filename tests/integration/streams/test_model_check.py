@@ -57,6 +57,13 @@ def test_no_walk_breaks_a_rule(client: Redis, part: int) -> None:
             raise
 
 
+def test_a_request_that_ends_as_it_is_accepted_is_never_claimed(client: Redis) -> None:
+    steps: list[Op] = [("beat", "a", 0), ("echo", "g", "p"), ("claim", "a", 4, False), ("echo", "g", "p"), ("sweep",)]
+    steps += [("accept", "g", "p", 1), ("cancel", "p"), ("read", "g", "p"), ("claim", "a", 4, False)]
+    for twice in (False, True):
+        run(client, steps, twice=twice)
+
+
 def test_every_order_of_three_steps_of_one_request(client: Redis) -> None:
     states, steps = explore(client, [("accept", "g", "p", 1)], MENU, 3)
     assert states > len(MENU)

@@ -142,7 +142,7 @@ class Protocol:
     def _fenced(self, name: str, arguments: Sequence[Any], before: Content) -> None:
         for request, record in requests(self.state).items():
             grown = len(log(self.state, request)) > len(log(before, request))
-            must(not grown or name in ("append", "end", "revive"), f"{name} wrote to the log of {request}")
+            must(not grown or name in ("accept", "append", "end", "revive"), f"{name} wrote to the log of {request}")
             if grown and name == "append":
                 values, old = json.loads(arguments[1]), requests(before)[request]
                 must(old["state"] == "running", f"{request}: appended while {old['state']}")
@@ -173,6 +173,16 @@ class Protocol:
                 place = waiting(self.state)[request][0]
                 must(place.startswith(f"{given.priority} " if bounded else "resume "), f"accepted into {place}")
             self.world.streams.setdefault((gateway, request), [])
+
+    def _echo(self, gateway: str, request: str) -> None:
+        """Accept a request that ends as it is accepted."""
+        known = requests(self.state).get(request)
+        reply = self.call("accept", *self._accept_arguments(gateway, request, 1), 0, 0, 1, RETENTION)
+        must(reply[0] == (2 if known else 1), f"accept of an echo answered {reply}")
+        record = requests(self.state)[request]
+        if known is None:
+            must((record["state"], record["reason"], record["readers"]) == ("finished", "length", ""), f"{record}")
+            must(len(log(self.state, request)) == ALL[request].choices + 1, "an echo with more than its finishes")
 
     def _accept_arguments(self, gateway: str, request: str, bounded: int) -> list[Any]:
         given = ALL[request]

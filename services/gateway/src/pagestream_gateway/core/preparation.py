@@ -75,6 +75,7 @@ def build_spec(
         cache_salt=cache_salt,
         traceparent=trace.traceparent,
         tracestate=trace.tracestate,
+        ends_when_accepted=draft.is_prompt_alone,
         seed_for_each_prompt=len(prepared.prompts) > 1 and not draft.sampling.HasField("seed"),
     )
     spec.answer.echo_texts.extend(prepared.echo_texts)

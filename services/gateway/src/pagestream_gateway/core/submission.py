@@ -50,9 +50,6 @@ class Submission:
             await self.limit.wait(self.session.accept(spec))
         else:
             spec = await self.limit.wait(self.session.accept_once(spec, body_digest=draft.body_digest))
-        if draft.is_prompt_alone:
-            where = await self.broker.directory.locate(spec.request_id)
-            await self.limit.wait(self.broker.end(where, spec.request_id, "length", tenant=tenant))
         call.accepted(spec)
         await enlist(self.broker, spec.request_id, tenant)
         logger.info(
@@ -92,7 +89,7 @@ class Submission:
         spec = self._spec(draft, prepared, request_id, tenant=tenant, model=model, trace=call.context)
         if not await self.limit.wait(self.session.accept(spec)):  # another reader was sooner
             found = await self.limit.wait(self.broker.spec(request_id, tenant))
-            if is_compared and (found.prompts != spec.prompts or found.sampling != spec.sampling):
+            if is_compared and _asked(found) != _asked(spec):
                 raise RequestDiffers(request_id)
             return found
         await enlist(self.broker, request_id, tenant)
@@ -127,6 +124,11 @@ class Submission:
             cache_salt=cache_salt(tenant, draft.cache_salt, self.settings.cache),
             trace=trace,
         )
+
+
+def _asked(spec: RequestSpec) -> tuple[object, ...]:
+    """Return what determines the tokens of a request."""
+    return spec.prompts, spec.sampling, spec.ends_when_accepted
 
 
 def _is_quick(draft: Draft) -> bool:

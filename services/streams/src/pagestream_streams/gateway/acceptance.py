@@ -77,6 +77,8 @@ class Acceptor:
             int(bounded),
             max((len(prompt.ids) for prompt in spec.prompts), default=0) + 1,
             record_ms(settings.retention_s) if spec.idempotency_key else 0,
+            int(spec.ends_when_accepted),
+            settings.retention_s * 1000,
         )
         connection = self._broker.connection
         reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments)

@@ -1,4 +1,5 @@
--- Accept a request: write its record and its queue entry, and register the gateway as its reader.
+-- Accept a request: write its record and its queue entry, and register the gateway as its reader. One that ends as it
+-- is accepted (ARGV[21]) gets its whole log instead: it uses no bounds, and no engine can find it.
 --
 -- When Redis is full a new request is refused (OOM), and a known one is joined.
 -- A tenant may use a class' bounds up to its share: while no other tenant waits, the share of a tenant alone
@@ -16,7 +17,8 @@
 --       [19] the context that it needs at least: tokens of its longest prompt and one more (0 or none: any)
 --       [20] how long it is kept after its end at least, and after this call where it has ended, in ms (0 or none: the
 --            retention of any request)
---       [21] the removal after which the model was published again, see forget.lua ('' or none: unknown)
+--       [21] whether it ends as it is accepted, with no tokens (0 or none: it runs), and [22] its retention in ms then
+--       [23] the removal after which the model was published again, see forget.lua ('' or none: unknown)
 -- Returns: {1} accepted; {2} was accepted before; {3} the id is another tenant's; {4, removal} the model was removed;
 --          {0, requests, tokens, drained, drain window in ms, bound of requests, bound of tokens, whose bound it is
 --          (0: all tenants', 1: this tenant's)} beyond a bound.
@@ -39,9 +41,20 @@ local function portion()
   return {tonumber(mine[1] or 0), tonumber(mine[2] or 0), most, math.floor(max_tokens * share)}
 end
 
+local function write_record()
+  call('HSET', req, 'spec', spec, 'tenant', tenant, 'class', class, 'ptok', tokens, 'choices', choices,
+    'others', 0, 'cached', 0, 'state', 'queued', 'epoch', 0, 'nonce', '', 'owner', '', 'next', 0, 'digest', '',
+    'readers', '', 'attempts', 0, 'accepted', now, 'deadline', deadline > 0 and now + deadline or 0,
+    'grace', grace, 'continue', continue, 'context', ARGV[19] or 0, 'kept', kept)
+end
+
 local known = call('HMGET', req, 'state', 'readers', 'tenant', 'kept')
 if known[3] and known[3] ~= tenant then
   return {3}
+end
+local removed = not known[1] and call('GET', prefix .. 'removed')
+if removed and removed ~= ARGV[23] then
+  return {4, removed}
 end
 if known[1] then
   although_full()
@@ -54,11 +67,15 @@ if known[1] then
       end
     end
   end
-else
-  local removed = call('GET', prefix .. 'removed')
-  if removed and removed ~= ARGV[21] then
-    return {4, removed}
+elseif ARGV[21] == '1' then
+  write_record()
+  write_end(id, 'length', '')
+  retire(id, '', '', 'length', ARGV[22])
+  if removed then
+    call('DEL', prefix .. 'removed')
   end
+  return {1}
+else
   local requests = call('XLEN', prefix .. 'queue:' .. class)
   local state = call('HMGET', meta, 'tokens:' .. class, 'classes', 'drain_from', 'drained')
   local queued = tonumber(state[1] or 0)
@@ -73,10 +90,7 @@ else
   if bounded and mine[1] > 0 and (mine[1] + 1 > mine[3] or mine[2] + tokens > mine[4]) then
     return {0, mine[1], mine[2], drained, window, mine[3], mine[4], 1}
   end
-  call('HSET', req, 'spec', spec, 'tenant', tenant, 'class', class, 'ptok', tokens, 'choices', choices,
-    'others', 0, 'cached', 0, 'state', 'queued', 'epoch', 0, 'nonce', '', 'owner', '', 'next', 0, 'digest', '',
-    'readers', '', 'attempts', 0, 'accepted', now, 'deadline', deadline > 0 and now + deadline or 0,
-    'grace', grace, 'continue', continue, 'context', ARGV[19] or 0, 'kept', kept)
+  write_record()
   local classes = state[2] or ' '
   if not string.find(classes, ' ' .. class .. ' ', 1, true) then
     call('HSET', meta, 'classes', classes .. class .. ' ')

@@ -13,9 +13,9 @@
 -- Retry: harmless, a finished request stays as it is.
 local id, tenant, reason, retention, condition, message = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local req = prefix .. 'req:' .. id
-local found = call('HMGET', req, 'state', 'tenant', 'next', 'digest', 'choices', 'ptok', 'others', 'cached', 'owner',
-  'queue', 'entry', 'readers', 'reason', 'class', 'attempts', 'died_on', 'epoch', 'deadline', 'accepted')
-local state, next_index, digest = found[1], tonumber(found[3] or 0), found[4]
+local found = call('HMGET', req, 'state', 'tenant', 'next', 'owner', 'queue', 'entry', 'ptok', 'readers', 'reason',
+  'attempts', 'died_on', 'epoch', 'deadline', 'accepted')
+local state, next_index = found[1], tonumber(found[3] or 0)
 if not state or tenant ~= '' and tenant ~= found[2] then
   if condition ~= '' then
     call('ZREM', prefix .. condition, id)
@@ -23,11 +23,11 @@ if not state or tenant ~= '' and tenant ~= found[2] then
   return {0}
 end
 if state == 'finished' then
-  return {2, found[13], next_index, '', found[2]}
+  return {2, found[9], next_index, '', found[2]}
 end
 if condition == 'unclaimed' then
-  local has_deadline, is_new = tonumber(found[18] or 0) > 0, tonumber(found[19] or 0) > now_ms() - ARGV[8]
-  if state ~= 'queued' or tonumber(found[17] or 0) > 0 or has_deadline or is_new then
+  local has_deadline, is_new = tonumber(found[13] or 0) > 0, tonumber(found[14] or 0) > now_ms() - ARGV[8]
+  if state ~= 'queued' or tonumber(found[12] or 0) > 0 or has_deadline or is_new then
     return {3}
   end
 elseif condition ~= '' then
@@ -45,27 +45,15 @@ call('ZREM', prefix .. 'verdicts', id)
 if condition == 'verdicts' then
   local said = string.match(message, '%z(.*)$') or message
   local dead = call('XADD', prefix .. 'dead', 'MAXLEN', '~', ARGV[7], '*', 'id', id, 'tenant', found[2],
-    'reason', said, 'index', found[3], 'attempts', found[15] or 0, 'engines', found[16] or '')
+    'reason', said, 'index', found[3], 'attempts', found[10] or 0, 'engines', found[11] or '')
   call('HSET', req, 'dead', dead, 'dead_index', found[3])
 end
-if found[10] then
-  local queue = prefix .. 'queue:' .. found[10]
-  if call('XDEL', queue, found[11]) == 1 then
-    uncount(id, found[10], found[6])
+if found[5] then
+  local queue = prefix .. 'queue:' .. found[5]
+  if call('XDEL', queue, found[6]) == 1 then
+    uncount(id, found[5], found[7])
   end
 end
-local log, tokens = prefix .. 'log:' .. id, next_index - found[7]
-for choice = 0, found[5] - 1 do
-  if call('HSETNX', req, 'f' .. choice, reason) == 1 then
-    digest = chain(digest, 'c:' .. choice .. ':f:' .. reason)
-    next_index = next_index + 1
-    call('XADD', log, next_index .. '-0', 'c', choice, 'f', reason, 'd', digest)
-  end
-end
-digest = chain(digest, 'end:' .. reason)
-next_index = next_index + 1
-local usage = found[6] .. ',' .. tokens .. ',' .. found[8]
-call('XADD', log, next_index .. '-0', 'end', reason, 'u', usage, 'm', message, 'd', digest)
-call('HSET', req, 'next', next_index, 'digest', digest, 'others', next_index - tokens, 'nonce', '')
-retire(id, found[9], found[12], reason, retention)
-return {1, reason, next_index, found[12], found[2]}
+next_index = write_end(id, reason, message)
+retire(id, found[4], found[8], reason, retention)
+return {1, reason, next_index, found[8], found[2]}

@@ -328,6 +328,26 @@ local function retire(id, owner, readers, reason, retention)
   call('PEXPIRE', prefix .. 'log:' .. id, length)
 end
 
+-- Writes a finish for each open choice, then the end with the usage. Returns the log's length.
+local function write_end(id, reason, message)
+  local req, log = prefix .. 'req:' .. id, prefix .. 'log:' .. id
+  local found = call('HMGET', req, 'next', 'digest', 'choices', 'ptok', 'others', 'cached')
+  local next_index, digest, tokens = tonumber(found[1]), found[2], found[1] - found[5]
+  for choice = 0, found[3] - 1 do
+    if call('HSETNX', req, 'f' .. choice, reason) == 1 then
+      digest = chain(digest, 'c:' .. choice .. ':f:' .. reason)
+      next_index = next_index + 1
+      call('XADD', log, next_index .. '-0', 'c', choice, 'f', reason, 'd', digest)
+    end
+  end
+  digest = chain(digest, 'end:' .. reason)
+  next_index = next_index + 1
+  local usage = found[4] .. ',' .. tokens .. ',' .. found[6]
+  call('XADD', log, next_index .. '-0', 'end', reason, 'u', usage, 'm', message, 'd', digest)
+  call('HSET', req, 'next', next_index, 'digest', digest, 'others', next_index - tokens, 'nonce', '')
+  return next_index
+end
+
 -- == What a tenant's logs take, see reserve_log.lua ==
 
 -- Gives a reservation back. Its first write needs no memory, so that it works when Redis is full.

@@ -37,7 +37,9 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: _Prompts = Field(description="Text, token ids, or a list of either; each prompt has n choices.")
-    echo: bool | None = Field(None, description="Begin each choice with its prompt.")
+    echo: bool | None = Field(
+        None, description="Begin each choice with its prompt; with `max_tokens` 0 that is all of it."
+    )
     logprobs: int | None = Field(
         None, description="Show the log probabilities of the chosen token and of so many likeliest ones."
     )
@@ -76,7 +78,7 @@ def parse(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest
     own_parameters = {"logprobs": body.logprobs}
     is_prompt_alone = bool(body.echo) and getattr(body, "max_tokens", None) == 0
     if is_prompt_alone:
-        own_parameters["max_tokens"] = 1  # the least that an engine can be asked for, which none will be
+        own_parameters["max_tokens"] = 1  # the least that a record can ask for; no engine runs it
     draft = Draft(
         prompts=_prompts(body.prompt, body.add_special_tokens is not False),
         prompt_field="prompt",
