@@ -36,7 +36,11 @@ async def test_the_list_shows_what_the_tenant_asked_for_newest_first(http: httpx
     assert ([each["id"] for each in page["data"]], page["has_more"]) == (ids[2:], False)
 
 
-@pytest.mark.parametrize(("query", "field"), [("limit=0", "limit"), ("limit=101", "limit"), ("after=x", "after")])
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [(f"limit={limit}", "limit") for limit in ("0", "101", "00000000110000", "00000000" + "1" * 5000)]
+    + [("after=x", "after")],
+)
 async def test_a_wrong_page_is_named(http: httpx.AsyncClient, query: str, field: str) -> None:
     answer = await http.get(f"/v1/requests?{query}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)

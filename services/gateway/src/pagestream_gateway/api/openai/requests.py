@@ -173,9 +173,10 @@ def _position(request: Request, request_id: str) -> Position:
 def _limit(text: str | None) -> int:
     if text is None:
         return _DEFAULT_LISTED
-    if not (text.isascii() and text.isdigit()) or not 1 <= int(text[:9]) <= _MAX_LISTED:
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(_MAX_LISTED)) else 0
+    if not 1 <= number <= _MAX_LISTED:
         raise InvalidRequest("limit", f"expected a number from 1 to {_MAX_LISTED}, got {text[:40]!r}")
-    return int(text)
+    return number
 
 
 def _parse_any(document: dict[str, Any], headers: Mapping[str, str]) -> ParsedRequest:
