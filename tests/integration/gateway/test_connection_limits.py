@@ -63,6 +63,11 @@ class Connection:
         """Return the first line that the gateway sends."""
         return await self._reader.readline()
 
+    async def until(self, mark: bytes) -> bytes:
+        """Return what the gateway sends up to the mark, and the mark."""
+        async with asyncio.timeout(LIMIT_S):
+            return await self._reader.readuntil(mark)
+
     async def end(self) -> Answer:
         """Return the answer that the gateway closes the connection with."""
         try:
@@ -159,6 +164,40 @@ async def test_a_stalled_connection_leaves_streams_alone(address: Address, engin
         engine.go_on()
         _, events = await stream
     assert events[-1].data == "[DONE]"
+
+
+@pytest.mark.parametrize("following", [b"\r\n", b"GET /heal"])
+async def test_what_follows_a_request_does_not_end_its_stream(
+    address: Address, engine: SyntheticEngine, following: bytes
+) -> None:
+    engine.hold_at = 2
+    body = json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 6, "stream": True}).encode()
+    async with connect(address) as connection:
+        await connection.send(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await connection.until(b"data: ")
+        await connection.send(following)
+        for _ in range(2):
+            assert (await end_of(address, GET)).status == 408
+        engine.go_on()
+        assert b"[DONE]" in await connection.until(b"\r\n0\r\n\r\n")
+        assert await connection.end() == Answer(408, "request_timeout")
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_a_request_to_change_the_protocol_is_answered_as_any_other(address: Address, is_chunked: bool) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 1}).encode()
+    framing, sent = b"Content-Length: %d" % len(body), body
+    if is_chunked:
+        framing, sent = b"Transfer-Encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+    async with connect(address) as connection:
+        await connection.send(POST + upgrade + framing + b"\r\n\r\n" + sent[:5])
+        await connection.send(sent[5:] + GET + upgrade + b"\r\n" + GET + b"\r\n")
+        assert b"200 OK" in await connection.first_line()
+        assert b'"text_completion"' in await connection.until(b'"object":"text_completion"')
+        for _ in range(2):
+            assert b"200 OK" in await connection.until(b"HTTP/1.1 200 OK")
+            await connection.until(b"ok\n")
 
 
 async def test_a_body_that_nobody_reads_ends(address: Address, settings: Settings) -> None:

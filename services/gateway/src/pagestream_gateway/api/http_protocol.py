@@ -67,6 +67,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._limits = limits
         self._in_body = False
         """Whether a request's header is complete, and its body is not."""
+        self._is_repeating = False
+        """Whether the parser is told again of a header that it has read."""
         self._is_refused = False
         self._unfinished_bytes = 0  # since the parser last completed a header, a part of a body, or a request
         self._header_bytes = 0
@@ -94,28 +96,35 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse what came; the requests that it completes begin."""
         if self._is_refused:
-            self._drop(len(data))
+            self._dropped_bytes += len(data)
+            if self._dropped_bytes > _LINGER_BYTES:
+                self.transport.abort()
             return
         self._unset_keepalive_if_required()
         self._unfinished_bytes += len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # There is no other protocol, and the parser reads no further: answer, then close.
-            self.cycle.keep_alive = False
+            self._parse(data)
         except httptools.HttpParserError as error:
             cause = error.__context__
             self._refuse(cause if isinstance(cause, GatewayError) else MalformedHttp())
             return
         if self._unfinished_bytes > self._limits.settings.max_header_bytes:
             self._refuse(HeaderTooLarge(self._limits.settings.max_header_bytes))
-        elif self._unfinished_bytes and not self._in_body and self._timer is None:
-            self._start_timer(self._limits.settings.header_timeout_s)
+        else:
+            self._time_header()
+
+    def on_response_complete(self) -> None:
+        """End an answer; the header that came in part meanwhile is waited for from now on."""
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._time_header()
 
     # -- what the parser calls; an error that one of these raises ends the parsing
 
     def on_message_begin(self) -> None:
         """Begin a request. Raises MalformedHttp where too many wait for their answers."""
+        if self._is_repeating:
+            return
         if len(self.pipeline) >= _MAX_PIPELINED:
             raise MalformedHttp
         super().on_message_begin()
@@ -123,11 +132,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         """Take a part of the URL. Raises HeaderTooLarge."""
+        if self._is_repeating:
+            return
         self._count_header(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a field of the header, or of a chunked body's trailer. Raises HeaderTooLarge."""
+        if self._is_repeating:
+            return
         self._count_header(len(name) + len(value))
         if len(self.headers) >= self._limits.settings.max_header_fields:
             raise HeaderTooLarge(self._limits.settings.max_header_bytes, self._limits.settings.max_header_fields)
@@ -135,6 +148,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begin to answer, and to wait for the body."""
+        if self._is_repeating:
+            return
         self._unfinished_bytes = 0
         self._in_body = True
         self._start_timer(self._limits.settings.body_timeout_s)
@@ -156,10 +171,39 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """End the body."""
+        if _asks_for_upgrade(self.parser):
+            return  # the parser takes what follows for another protocol; it is the body
         self._unfinished_bytes = 0
         self._in_body = False
         self._stop_timer()
         super().on_message_complete()
+
+    # -- requests to change the protocol
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser; it stops after the header of a request that asks for another protocol."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as stopped:
+                if not _asks_for_upgrade(self.parser):  # CONNECT: what follows is no HTTP; answer, then close
+                    self.cycle.keep_alive = False
+                    return
+                self._ignore_upgrade()
+                data = data[stopped.args[0] :]
+            else:
+                return
+
+    def _ignore_upgrade(self) -> None:
+        """Go on with the request's body: a new parser is told how long it is, and of no upgrade."""
+        version = self.parser.get_http_version().encode()
+        framing = (field for field in self.headers if field[0] in (b"content-length", b"transfer-encoding"))
+        head = b"POST / HTTP/%b\r\n%b\r\n" % (version, b"".join(b"%b: %b\r\n" % field for field in framing))
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._is_repeating = True
+        self.parser.feed_data(head)
+        self._is_repeating = False
 
     # -- limits
 
@@ -167,6 +211,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._header_bytes += num_bytes
         if self._header_bytes > self._limits.settings.max_header_bytes:
             raise HeaderTooLarge(self._limits.settings.max_header_bytes)
+
+    def _time_header(self) -> None:
+        """Limit the time of a header that has begun, once no answer is being written: the next request may wait."""
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if self._unfinished_bytes and not (self._in_body or is_answering) and self._timer is None:
+            self._start_timer(self._limits.settings.header_timeout_s)
 
     def _start_timer(self, seconds: float) -> None:
         self._stop_timer()
@@ -213,7 +263,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
 
-    def _drop(self, num_bytes: int) -> None:
-        self._dropped_bytes += num_bytes
-        if self._dropped_bytes > _LINGER_BYTES:
-            self.transport.abort()
+
+def _asks_for_upgrade(parser: httptools.HttpRequestParser) -> bool:
+    """Return whether the request has an Upgrade field, which a server may ignore (RFC 9110, section 7.8)."""
+    return bool(parser.should_upgrade()) and parser.get_method() != b"CONNECT"
