@@ -2,14 +2,17 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 from pagestream_client import Reconnection
+from pagestream_client.http import HttpTransport
 from pagestream_client.openai import transport
-from support.clients.gateway_clients import Address, gateway_settings, lose, running_address
+from support.clients.gateway_clients import Address, gateway_settings, issue_certificate, lose, running_address
 from support.engines.synthetic_engine import MODEL, SyntheticEngine, answer_text
 from support.network.flaky_network import FlakyNetwork
 from support.protocol.token_streams import eventually
@@ -165,3 +168,38 @@ async def test_errors_and_other_calls_are_the_gateways_own(gateway: Address) -> 
             await client.completions.create(model=MODEL, prompt="hello", top_p=2.0, stream=True)
         whole = await client.completions.create(model=MODEL, prompt="hello", max_tokens=4, seed=0)
         assert whole.choices[0].text == "abcd"
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "blocking"])
+async def test_the_callers_time_limit_bounds_an_answer_that_is_not_streamed(
+    engine: SyntheticEngine, gateway: Address, is_async: bool
+) -> None:
+    engine.hold_at = 5
+    ask: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 20, "timeout": 0.3}
+    async with FlakyNetwork(gateway.http_port) as network, asyncio.timeout(LIMIT_S):
+        urls = [f"http://{network.target}"]
+
+        def work() -> None:
+            with blocking_client(urls).with_options(max_retries=0) as client:
+                client.completions.create(**ask)
+
+        async def work_async() -> None:
+            async with async_client(urls).with_options(max_retries=0) as client:
+                await client.completions.create(**ask)
+
+        with pytest.raises(openai.APITimeoutError):
+            await (work_async() if is_async else asyncio.to_thread(work))
+        assert network.num_connections == 1, "no further try when the limit has passed"
+    engine.go_on()
+
+
+async def test_the_file_of_authorities_is_trusted(engine: SyntheticEngine, redis_url: str, tmp_path: Path) -> None:
+    certificate, key = issue_certificate(tmp_path, 1)
+    settings = gateway_settings(redis_url)
+    tls = replace(settings.gateway, tls_certificate=certificate, tls_key=key)
+    async with running_address(replace(settings, gateway=tls)) as gateway, asyncio.timeout(LIMIT_S):
+        url = f"https://127.0.0.1:{gateway.http_port}"
+        limits = HttpTransport(ca_file=str(certificate))
+        http = httpx2.AsyncClient(transport=transport(url, limits=limits))
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http) as client:
+            assert [model.id async for model in client.models.list()] == [MODEL]

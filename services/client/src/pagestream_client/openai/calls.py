@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pagestream_client.errors import PagestreamError
@@ -65,7 +67,7 @@ class Call:
             self.target + request.url.raw_path.decode("ascii"),
             headers=[*headers, *own.items()],
             content=request.content,
-            extensions=request.extensions,
+            extensions=self._extensions(),
         )
 
     def is_refused(self, response: httpx2.Response) -> bool:
@@ -99,6 +101,10 @@ class Call:
         """Return headers in place of the request's."""
         return {}
 
+    def _extensions(self) -> dict[str, Any]:
+        """Return the extensions of the next request, such as its limits."""
+        return dict(self._request.extensions)
+
 
 class _RepeatedCall(Call, ABC):
     """A generation, which is repeated until a gateway answers it: its key makes all tries one request."""
@@ -128,17 +134,44 @@ class _RepeatedCall(Call, ABC):
 
 
 class WholeCall(_RepeatedCall):
-    """A generation whose answer is one body."""
+    """A generation whose answer is one body. All its tries together have the time limit of the request's answer."""
 
-    def __init__(self, configuration: HttpConfiguration, request: httpx2.Request) -> None:
+    def __init__(
+        self,
+        configuration: HttpConfiguration,
+        request: httpx2.Request,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(configuration, request)
         self._retry = configuration.retry_state()
+        self._clock = clock
+        limit_s = request.extensions.get("timeout", {}).get("read")
+        self._ends = math.inf if limit_s is None else clock() + limit_s
+
+    def delay_s(self, error: Exception) -> float:
+        """Return the seconds until the next call. Raises `error`, ReadError or ReadTimeout, where there is none."""
+        if isinstance(error, httpx2.TimeoutException) and self._clock() >= self._ends:
+            raise error
+        delay_s = super().delay_s(error)
+        if self._clock() + delay_s < self._ends:
+            return delay_s
+        if isinstance(error, httpx2.TransportError):
+            raise httpx2.ReadTimeout(f"no answer within the request's limit; the last error: {error}") from error
+        raise httpx2.ReadError(str(error)) from error  # a refusal, which is the answer
 
     def _next_delay(self, failure: Failure) -> float:
         return self._retry.next_delay(failure, self.target)
 
     def _own_headers(self) -> dict[str, str]:
         return {"idempotency-key": self.key}
+
+    def _extensions(self) -> dict[str, Any]:
+        extensions = super()._extensions()
+        if self._ends < math.inf:
+            left_s = max(self._ends - self._clock(), 0.001)
+            limits = extensions["timeout"].items()
+            extensions["timeout"] = {name: left_s if given is None else min(given, left_s) for name, given in limits}
+        return extensions
 
 
 class StreamedCall(_RepeatedCall):

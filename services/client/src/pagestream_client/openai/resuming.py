@@ -33,10 +33,12 @@ def transport(
     Args:
         urls: base URL of each gateway, with or without `/v1`; they replace that of the `openai` client.
         reconnection: limits of retries.
-        limits: time limits of connections and streams; they replace those of the `openai` client for streams.
+        limits: time limits of connections and streams, and whom TLS trusts; they replace those of the `openai` client
+            for streams. An answer that is not streamed has the client's own limits, its read limit for all tries.
 
     Raises:
         ImportError: the extra `pagestream-client[http]` is not installed.
+        OSError: the file of certificates can't be read.
         ValueError: a URL is not http(s)://host[:port].
     """
     return ResumingTransport(urls, reconnection=reconnection, limits=limits)
@@ -57,8 +59,7 @@ class ResumingTransport(httpx2.BaseTransport, httpx2.AsyncBaseTransport):
         limits: HttpTransport | None = None,
     ) -> None:
         self._configuration = HttpConfiguration(urls, api_key=None, reconnection=reconnection, transport=limits)
-        # Certificates take 80 ms to load.
-        self._verifies = any(url.startswith("https:") for url in self._configuration.endpoints.targets)
+        self._verify = self._configuration.trust()
         self._lock = threading.Lock()
         self._blocking: httpx2.HTTPTransport | None = None
         self._async: httpx2.AsyncHTTPTransport | None = None
@@ -77,7 +78,7 @@ class ResumingTransport(httpx2.BaseTransport, httpx2.AsyncBaseTransport):
         """Send a call's next requests until a gateway answers, or refuses for good. Raises TransportError."""
         with self._lock:
             if self._blocking is None:
-                self._blocking = httpx2.HTTPTransport(verify=self._verifies)
+                self._blocking = httpx2.HTTPTransport(verify=self._verify)
         while True:
             try:
                 response = self._blocking.handle_request(call.next_request())
@@ -112,7 +113,7 @@ class ResumingTransport(httpx2.BaseTransport, httpx2.AsyncBaseTransport):
     async def open_async(self, call: Call) -> httpx2.Response:
         """Send a call's next requests until a gateway answers, or refuses for good. Raises TransportError."""
         if self._async is None:
-            self._async = httpx2.AsyncHTTPTransport(verify=self._verifies)
+            self._async = httpx2.AsyncHTTPTransport(verify=self._verify)
         while True:
             try:
                 response = await self._async.handle_async_request(call.next_request())
