@@ -45,6 +45,8 @@ def test_lines_and_json(tmp_path: Path, text: str) -> None:
         (f"{sha256('k')} bad/name", "not a tenant name"),
         (f"{sha256('k')} a\n{sha256('k')} b", ":2: the same key"),
         ("{", "not valid JSON"),
+        (json.dumps({f"{sha256('k')}\n": "a"}), "expected the 64 hexadecimal"),
+        (json.dumps({sha256("k"): "a\n"}), "not a tenant name"),
         ('{"x": 5}', "must be an object"),
     ],
 )

@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 _RELOAD_PERIOD_S = 5.0  # one small file; a revoked key is refused within this time
 
 DEFAULT_TENANT = "default"
-_HASH = re.compile(r"^[0-9a-f]{64}$")
-_TENANT = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 
 
 class Authenticator:
@@ -111,11 +111,11 @@ def read_key_file(path: Path, text: str | None = None) -> dict[str, str]:
     tenants: dict[str, str] = {}
     for place, digest, tenant in pairs:
         bare = digest.lower().removeprefix("sha256:")
-        if not _HASH.match(bare):
+        if not _HASH.fullmatch(bare):
             raise SettingsError(
                 f"--api-keys: {place}: expected the 64 hexadecimal digits of a key's SHA-256 (never the key itself)"
             )
-        if not _TENANT.match(tenant):
+        if not _TENANT.fullmatch(tenant):
             raise SettingsError(
                 f"--api-keys: {place}: {tenant!r} is not a tenant name (letters, digits, '.', '_', '@', '-')"
             )
