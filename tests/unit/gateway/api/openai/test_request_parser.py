@@ -281,3 +281,11 @@ def test_bytes_that_are_no_text_are_found_among_many() -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_json(b'{"a":[1,{"b":[]}],"prompt":[' + b"1," * 1000 + b'"\xff"]}')
     assert caught.value.field == "prompt.1000"
+
+
+def test_a_body_that_is_nested_too_deeply_for_its_digest_is_refused() -> None:
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        completions.parse({"model": MODEL, "prompt": "a", "metadata": {"a": nested}}, HEADERS)

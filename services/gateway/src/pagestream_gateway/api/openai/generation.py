@@ -245,5 +245,12 @@ def _deadline_ms(text: str | None) -> int:
 
 
 def _digest(api: ApiForm, document: Mapping[str, Any]) -> str:
-    """Return a digest that is equal for bodies that say the same, whatever the order of their fields."""
-    return hashlib.sha256(f"{api}:{json.dumps(document, sort_keys=True)}".encode()).hexdigest()
+    """Return a digest that is equal for bodies that say the same, whatever the order of their fields.
+
+    Raises InvalidRequest where the body is nested too deeply to be written again.
+    """
+    try:
+        text = json.dumps(document, sort_keys=True)
+    except RecursionError as error:
+        raise InvalidRequest(None, "the body is nested too deeply") from error
+    return hashlib.sha256(f"{api}:{text}".encode()).hexdigest()
