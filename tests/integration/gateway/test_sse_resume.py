@@ -68,7 +68,7 @@ async def test_from_counts_entries(http: httpx.AsyncClient) -> None:
 
 async def test_a_digest_that_differs_is_never_spliced(http: httpx.AsyncClient, engine: SyntheticEngine) -> None:
     request_id, _ = await post_events(http, "/v1/chat/completions", CHAT)
-    for index in (1, 10, NUM_ENTRIES - 1, NUM_ENTRIES):
+    for index in (0, 1, 10, NUM_ENTRIES - 1, NUM_ENTRIES):
         answer = await http.get(
             f"/v1/requests/{request_id}/events", headers={"Last-Event-ID": f"{request_id}/{index}/0123456789abcdef"}
         )

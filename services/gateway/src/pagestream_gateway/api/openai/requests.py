@@ -136,6 +136,8 @@ def router(gateway: Gateway) -> APIRouter:
             view, is_complete = await gateway.requests.resume(
                 request_id, tenant, from_index=position.next_index, digest=position.digest
             )
+            if position.digest and not position.next_index:  # nothing is before the start
+                raise DigestMismatch(request_id, 0)
         except (OffsetOutOfRange, DigestMismatch) as error:
             return error_response(error, field=position.source)
         with_opening = request.headers.get("last-event-id") is None and position.next_index == 0
