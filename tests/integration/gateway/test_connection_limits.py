@@ -68,6 +68,11 @@ class Connection:
         async with asyncio.timeout(LIMIT_S):
             return await self._reader.readuntil(mark)
 
+    async def rest(self) -> bytes:
+        """Return what the gateway sends until it closes the connection."""
+        async with asyncio.timeout(LIMIT_S):
+            return await self._reader.read()
+
     async def end(self) -> Answer:
         """Return the answer that the gateway closes the connection with."""
         try:
@@ -181,6 +186,18 @@ async def test_what_follows_a_request_does_not_end_its_stream(
         engine.go_on()
         assert b"[DONE]" in await connection.until(b"\r\n0\r\n\r\n")
         assert await connection.end() == Answer(408, "request_timeout")
+
+
+async def test_a_stream_of_http_1_0_has_no_chunks_and_ends_with_its_connection(address: Address) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 2, "stream": True}).encode()
+    async with connect(address) as connection:
+        await connection.send(POST.replace(b"1.1", b"1.0") + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        head = (await connection.until(b"\r\n\r\n")).lower()
+        assert b"connection: close" in head
+        assert b"transfer-encoding" not in head
+        events = await connection.rest()
+    assert all(not line or line.startswith(b"data: ") for line in events.split(b"\n"))
+    assert events.endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])

@@ -7,7 +7,8 @@ from typing import Any
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from pagestream_gateway.api.error_codes import error_report
@@ -113,6 +114,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             self._time_header()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        super()._start_asgi_task(cycle, _without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+
     def on_response_complete(self) -> None:
         """End an answer; the header that came in part meanwhile is waited for from now on."""
         super().on_response_complete()
@@ -189,21 +193,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 if not _asks_for_upgrade(self.parser):  # CONNECT: what follows is no HTTP; answer, then close
                     self.cycle.keep_alive = False
                     return
-                self._ignore_upgrade()
+                head = _framing(self.parser, self.headers)
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self._is_repeating = True
+                self.parser.feed_data(head)
+                self._is_repeating = False
                 data = data[stopped.args[0] :]
             else:
                 return
-
-    def _ignore_upgrade(self) -> None:
-        """Go on with the request's body: a new parser is told how long it is, and of no upgrade."""
-        version = self.parser.get_http_version().encode()
-        framing = (field for field in self.headers if field[0] in (b"content-length", b"transfer-encoding"))
-        head = b"POST / HTTP/%b\r\n%b\r\n" % (version, b"".join(b"%b: %b\r\n" % field for field in framing))
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self._is_repeating = True
-        self.parser.feed_data(head)
-        self._is_repeating = False
 
     # -- limits
 
@@ -267,3 +265,31 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 def _asks_for_upgrade(parser: httptools.HttpRequestParser) -> bool:
     """Return whether the request has an Upgrade field, which a server may ignore (RFC 9110, section 7.8)."""
     return bool(parser.should_upgrade()) and parser.get_method() != b"CONNECT"
+
+
+def _framing(parser: httptools.HttpRequestParser, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Return a header that tells another parser how long the request's body is, and of no upgrade."""
+    fields = (field for field in headers if field[0] in (b"content-length", b"transfer-encoding"))
+    version = parser.get_http_version().encode()
+    return b"POST / HTTP/%b\r\n%b\r\n" % (version, b"".join(b"%b: %b\r\n" % field for field in fields))
+
+
+def _without_chunks(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """Return an application whose answers of unknown length end with the connection: HTTP/1.0 has no chunks."""
+
+    async def answer(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        is_endless = False
+
+        async def sent(message: ASGISendEvent) -> None:
+            nonlocal is_endless
+            if message["type"] == "http.response.start":
+                is_endless = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+                if is_endless:
+                    cycle.chunked_encoding = False
+            elif message["type"] == "http.response.body" and is_endless:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, sent)
+
+    return answer
