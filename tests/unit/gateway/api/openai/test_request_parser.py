@@ -17,7 +17,7 @@ from pagestream_gateway.api.openai.strict_body import parse_body
 from pagestream_gateway.core.drafts import check_draft
 from pagestream_gateway.core.models import load_model
 from pagestream_gateway.core.preparation import build_spec, prepare
-from pagestream_gateway.errors import InvalidRequest
+from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.settings import LimitSettings
 from pydantic import ValidationError
 from starlette.datastructures import Headers
@@ -289,3 +289,12 @@ def test_a_body_that_is_nested_too_deeply_for_its_digest_is_refused() -> None:
         nested = [nested]
     with pytest.raises(InvalidRequest, match="nested too deeply"):
         completions.parse({"model": MODEL, "prompt": "a", "metadata": {"a": nested}}, HEADERS)
+
+
+def test_usage_in_each_chunk_may_be_turned_off_but_not_on() -> None:
+    body = {"model": MODEL, "prompt": "hello", "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": False}
+    parsed = completions.parse({**body, "stream_options": options}, HEADERS)
+    assert parsed.draft.answer.include_usage
+    with pytest.raises(UnsupportedField, match="continuous_usage_stats"):
+        completions.parse({**body, "stream_options": {"continuous_usage_stats": True}}, HEADERS)

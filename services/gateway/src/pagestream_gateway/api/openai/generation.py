@@ -56,9 +56,10 @@ answer another question than the one that was asked.
 
 
 class StreamOptions(Body):
-    """OpenAI's stream_options; include_obfuscation changes no token and is ignored."""
+    """OpenAI's and vLLM's stream_options; include_obfuscation changes no token and is ignored."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="Usage so far in each chunk: not supported.")
     include_obfuscation: bool | None = None
 
 
@@ -132,6 +133,8 @@ def shared_draft(
     check_unicode(body.request_id or "", "request_id")
     check_unicode(body.cache_salt or "", "cache_salt")
     sampling = sampling_from_json(shared | own)
+    if body.stream_options and body.stream_options.continuous_usage_stats:
+        raise UnsupportedField("stream_options.continuous_usage_stats", "include_usage shows the usage at the end")
     return {
         "model": body.model or "",
         "sampling": sampling,
