@@ -34,7 +34,7 @@ async def test_list_and_remove(
             assert listed.startswith("other  0 engines  1 partitions  published 20")
             assert "\ntest/model  1 engines" in listed
             code, _, said = await models("rm", MODEL)
-            assert (code, "1 engines serve 'test/model'" in said) == (1, True)
+            assert (code, "1 engine serves 'test/model': " in said) == (1, True)
             assert (await unpublish(MODEL))[0] == 3
         async with GatewaySession(broker) as gateway:
             await gateway.accept(spec())
@@ -42,6 +42,8 @@ async def test_list_and_remove(
         assert await unpublish(MODEL, "--end-requests") == (0, "'test/model' was removed; 1 requests were ended")
         assert await unpublish(MODEL) == (0, "'test/model' is not published")
         assert (await models("rm", "other"))[0] == 0
+        code, _, said = await models("rm", "other")
+        assert (code != 0, "there is no model 'other'" in said, "Broker" in said) == (True, True, False)
         assert json.loads((await models("list", "--json"))[1]) == []
     assert (await unpublish(MODEL, "--redis", "http://x"))[0] == 2
 

@@ -28,7 +28,7 @@ UNAWARE = dataclasses.replace(FAST, directory_ttl_s=1000.0)
 async def test_a_model_in_use_stays(broker: Broker) -> None:
     async with GatewaySession(broker) as gateway:
         async with worker(broker):
-            with pytest.raises(ModelInUse, match="1 engines serve 'test/model', such as engine:"):
+            with pytest.raises(ModelInUse, match="1 engine serves 'test/model': engine:"):
                 await unpublish(broker, MODEL, end_requests=True)
         await gateway.accept(spec(partition=1))
         with pytest.raises(RequestsUnfinished, match="1 requests of 'test/model'"):

@@ -31,6 +31,12 @@ def test_what_is_listed_is_what_the_processes_take() -> None:
     worker_settings(["/model", "--redis", "redis://x"], numbers)
 
 
+def test_what_is_required_is_all_that_has_to_be_given() -> None:
+    required = {s.variable for s in SETTINGS if s.default == "required"}
+    assert required == {"PAGESTREAM_WORKER__MODEL", "PAGESTREAM_WORKER__REDIS"}
+    worker_settings([], dict.fromkeys(required, "redis://x"))
+
+
 def test_the_command_prints_them_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--help-all", "--data-dir", "/nowhere/at/all"]) == 0
     shown = capsys.readouterr().out

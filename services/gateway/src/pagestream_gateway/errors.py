@@ -63,8 +63,8 @@ class RequestDiffers(GatewayError):
 
     def __init__(self, request_id: str) -> None:
         super().__init__(
-            f"request {request_id} is there, with another body or seed than these, and is left as it is; "
-            "read it, or send a new request"
+            f"request {request_id} is there, with other prompts or sampling parameters than these, and is left "
+            "as it is; read it, or send a new request"
         )
 
 

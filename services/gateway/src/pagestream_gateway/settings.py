@@ -158,8 +158,7 @@ class StreamSettings:
     """How answers are streamed."""
 
     keep_alive_s: float = 15.0
-    """Seconds of silence after which an SSE comment is sent: proxies drop connections that are silent for 30 s to 60
-    s.
+    """Seconds of silence after which an empty line is sent: proxies drop connections that are silent for 30 s to 60 s.
     """
     disconnect_grace_s: float = 10.0
     """Seconds without a reader after which a request is cancelled, unless its `on_disconnect` is "continue"."""

@@ -85,7 +85,7 @@ class ModelNotFound(StreamsError):
 
     def __init__(self, name: str) -> None:
         """`name`: as given."""
-        super().__init__(f"there is no model {name!r}; Broker.models() lists those that are known")
+        super().__init__(f"there is no model {name!r}: no engine has published it, or it was removed")
         self.name = name
 
 
@@ -94,7 +94,9 @@ class ModelInUse(StreamsError):
 
     def __init__(self, name: str, engines: Sequence[str] = ()) -> None:
         """`engines`: ids of those that live; none where it was published again."""
-        if engines:
+        if len(engines) == 1:
+            super().__init__(f"1 engine serves {name!r}: {engines[0]}; stop it first")
+        elif engines:
             super().__init__(f"{len(engines)} engines serve {name!r}, such as {min(engines)}; stop them first")
         else:
             super().__init__(f"{name!r} was published again while it was removed; it stays published")

@@ -32,7 +32,7 @@ class WorkerSettings:
     served_model_name: str
     """What clients ask for; not given: the folder's name."""
     engine_id: str
-    """Name in leases and logs; leases add a boot nonce to it."""
+    """Name in leases and logs; leases add a boot nonce to it. Not given: host name and process id."""
     partitions: int = DEFAULT_PARTITIONS
     """Partitions of a model that Redis does not know yet; a published number stays."""
     metrics_port: int | None = None
