@@ -38,7 +38,7 @@ RUN python3 /usr/share/pagestream/sbom.py pagestream-gateway 0.1.0 \
       /opt/venv/lib/python3.*/site-packages /opt/pagestream \
       > /usr/share/pagestream/sbom.cdx.json
 ENV PATH=/opt/pagestream/bin:/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
-    HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+    HOME=/tmp USER=pagestream PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532
 WORKDIR /tmp
 EXPOSE 8000 50051 9401

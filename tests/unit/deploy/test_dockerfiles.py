@@ -77,6 +77,11 @@ class TestEachImage:
         assert [each.text for each in final if each.word == "USER"] == ["65532:65532"]
         assert all(each.word != "RUN" for each in final[[each.word for each in final].index("USER") :])
 
+    def test_it_runs_as_a_user_whom_it_does_not_know(self, image: str) -> None:
+        """On OpenShift: who asks for the user's name (kopf, torch) is answered by the environment."""
+        environment = " ".join(each.text for each in stages(image)[-1] if each.word == "ENV").split()
+        assert {"USER=pagestream", "HOME=/tmp"} <= set(environment)
+
     def test_the_largest_layer_changes_with_versions_alone(self, image: str) -> None:
         copied = [each.text.split()[0] for each in stages(image)[0] if each.word == "COPY"]
         assert copied == ["constraints.txt", f"deploy/images/requirements/{image}.txt"]
