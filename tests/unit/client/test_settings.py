@@ -26,12 +26,12 @@ async def test_gateways_permit_the_probes(monkeypatch: pytest.MonkeyPatch) -> No
     given: dict[str, Any] = {}
     server = grpc.aio.server
 
-    def recorded(*, options: tuple[tuple[str, Any], ...]) -> grpc.aio.Server:
+    def recorded(*, options: tuple[tuple[str, Any], ...], **others: Any) -> grpc.aio.Server:
         given.update(options)
-        return server(options=options)
+        return server(options=options, **others)
 
     monkeypatch.setattr(grpc.aio, "server", recorded)
-    gateway: Any = SimpleNamespace(settings=Settings())
+    gateway: Any = SimpleNamespace(settings=Settings(), pending=None)
     GrpcServer(gateway, max_connections=1)
     least_s = given["grpc.http2.min_ping_interval_without_data_ms"] / 1000
     assert Transport().keepalive_s >= least_s + JITTER_S
