@@ -21,7 +21,8 @@ EXIT_REMOVED, EXIT_UNAVAILABLE, EXIT_BAD_OPTIONS, EXIT_IN_USE, EXIT_UNFINISHED =
 
 _REDIS = "PAGESTREAM_WORKER__REDIS"
 _EPILOG = """exit codes: 0 removed, or was not published; 1 Redis doesn't answer; 2 wrong options;
-3 engines serve the model; 4 unfinished requests, and no --end-requests. With 3 and 4 nothing was changed."""
+3 engines serve the model; 4 unfinished requests, and no --end-requests. With 3 and 4 the model stays; with
+--end-requests some of its requests may have ended. Repeat it after any error."""
 
 
 def build_parser() -> argparse.ArgumentParser:
