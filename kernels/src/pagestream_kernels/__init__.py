@@ -2,6 +2,7 @@
 
 from pagestream_kernels.decode_plan import DecodePlan, plan_decode
 from pagestream_kernels.errors import KernelArgumentError, KernelError, KernelUnavailableError
+from pagestream_kernels.filter_and_draw import filter_and_draw, filter_and_draw_reference
 from pagestream_kernels.paged_decode import paged_decode_attention, paged_decode_attention_reference
 from pagestream_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_reference
 from pagestream_kernels.paging import BLOCK_SIZES, MAX_HEAD_DIM
@@ -18,6 +19,8 @@ __all__ = [
     "KernelArgumentError",
     "KernelError",
     "KernelUnavailableError",
+    "filter_and_draw",
+    "filter_and_draw_reference",
     "paged_decode_attention",
     "paged_decode_attention_reference",
     "paged_prefill_attention",

@@ -109,7 +109,7 @@ def _specialise(variant: Variant) -> dict[str, Any]:
         if name not in variant.signature:
             raise CompileError(f"{variant.kernel.__name__}: the variant says nothing about argument {name}")
         signature[name] = variant.signature[name]
-        if signature[name].startswith("*") or ("_stride" in name and not parameter.do_not_specialize):
+        if not parameter.do_not_specialize and (signature[name].startswith("*") or "_stride" in name):
             attributes[(index,)] = [["tt.divisibility", POINTER_ALIGNMENT]]
     return {"signature": signature, "constexprs": constants, "attrs": attributes}
 

@@ -41,6 +41,7 @@ def plan_decode(
     num_kv_heads: int,
     split_tokens: int | None = None,
     max_seq_len: int | None = None,
+    window: int | None = None,
 ) -> DecodePlan:
     """Cut the KV work of `seq_lens` into splits of equal length; a plan serves every layer of the step.
 
@@ -50,6 +51,7 @@ def plan_decode(
         split_tokens: None cuts all work evenly over the processors. A number fixes the split, and with it the order
             of the reduction: a sequence's result then does not depend on what else is in the batch.
         max_seq_len: a bound on the lengths; needed with `split_tokens`, to bound the grid.
+        window: of the layers that the plan serves: tokens before it are no work.
 
     Raises:
         KernelArgumentError: a wrong shape or dtype, or a number that is not positive.
@@ -58,7 +60,7 @@ def plan_decode(
     check_shape("seq_lens", seq_lens, (None,), meaning="(num_seqs,)")
     if num_kv_heads < 1:
         raise KernelArgumentError(f"num_kv_heads: expected at least 1, got {num_kv_heads}")
-    lengths = seq_lens.clamp(min=0).long()
+    lengths = seq_lens.clamp(min=0, max=window).long()
     if split_tokens is None:
         target = cdiv(PROGRAMS_PER_PROCESSOR * num_processors(seq_lens.device), num_kv_heads)
         even = (lengths.sum() + target - 1) // target
@@ -70,7 +72,8 @@ def plan_decode(
                 f"split_tokens: expected at least 1 and a max_seq_len, got {split_tokens} and {max_seq_len}"
             )
         split = torch.full((), split_tokens, dtype=torch.int64, device=seq_lens.device)
-        num_slots = max(1, seq_lens.shape[0] * cdiv(max_seq_len, split_tokens))
+        longest = max_seq_len if window is None else min(max_seq_len, window)
+        num_slots = max(1, seq_lens.shape[0] * cdiv(longest, split_tokens))
     ends = ((lengths + split - 1) // split).cumsum(0)
     seq_slots = torch.nn.functional.pad(ends, (1, 0))
     slots = torch.arange(num_slots, device=seq_lens.device)

@@ -11,27 +11,46 @@ from torch import Tensor
 from pagestream_kernels.checks import check_output, check_same_device, check_shape
 from pagestream_kernels.decode_plan import DecodePlan, plan_decode
 from pagestream_kernels.errors import KernelArgumentError
-from pagestream_kernels.paging import Geometry, check_cache, check_tables, gather_cache
+from pagestream_kernels.paging import (
+    Geometry,
+    Options,
+    capped_reference,
+    check_cache,
+    check_options,
+    check_tables,
+    gather_cache,
+    score_factors,
+    softmax_reference,
+)
 from pagestream_kernels.runtime import (
     Backend,
     Variant,
     cdiv,
     current_backend,
-    exact_dot,
+    ieee_dot,
     jit,
     needs_upcast,
     next_power_of_two,
     pointer_to,
     require_launchable,
+    soft_capped,
     tl,
 )
 
-LOG2_E = math.log2(math.e)
 MIN_DOT = 16  # tl.dot's smallest side
 REDUCE_SPLITS = 16  # splits merged at a time
 
 
-@jit("num_seqs", "table_stride")
+@jit(
+    "block_tables_ptr",
+    "seq_lens_ptr",
+    "split_tokens_ptr",
+    "slot_seqs_ptr",
+    "seq_slots_ptr",
+    "window",
+    "num_seqs",
+    "table_stride",
+)
 def _split_kernel(
     partial_ptr: tl.tensor,
     partial_lse_ptr: tl.tensor,
@@ -43,7 +62,9 @@ def _split_kernel(
     split_tokens_ptr: tl.tensor,
     slot_seqs_ptr: tl.tensor,
     seq_slots_ptr: tl.tensor,
-    scale_log2: float,
+    score_factor: float,
+    cap_factor: float,
+    window: int,
     num_seqs: int,
     query_stride_n: int,
     query_stride_h: int,
@@ -63,14 +84,19 @@ def _split_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     UPCAST: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
 ) -> None:
     slot = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.load(slot_seqs_ptr + slot)
     if seq < num_seqs:
         split_tokens = tl.load(split_tokens_ptr)
+        seq_len = tl.load(seq_lens_ptr + seq)
         start = (slot - tl.load(seq_slots_ptr + seq)) * split_tokens
-        end = tl.minimum(start + split_tokens, tl.load(seq_lens_ptr + seq))
+        if HAS_WINDOW:
+            start += tl.maximum(seq_len - window, 0)
+        end = tl.minimum(start + split_tokens, seq_len)
 
         # -- the query heads that share this KV head, padded to tl.dot's smallest side --
         rows = tl.program_id(2) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -101,7 +127,9 @@ def _split_kernel(
                 + columns[:, None] * key_stride_d
             )
             keys = tl.load(key_ptrs, mask=column_mask[:, None] & token_mask[None, :], other=0.0)
-            scores = exact_dot(query, keys, UPCAST) * scale_log2
+            scores = ieee_dot(query, keys, UPCAST) * score_factor
+            if HAS_SOFT_CAP:
+                scores = soft_capped(scores, cap_factor)
             scores = tl.where(token_mask[None, :], scores, float("-inf"))
 
             # -- online softmax; the first token of a tile is always valid, so the maximum is finite --
@@ -118,7 +146,7 @@ def _split_kernel(
             )
             values = tl.load(value_ptrs, mask=token_mask[:, None] & column_mask[None, :], other=0.0)
             accumulator = accumulator * rescale[:, None]
-            accumulator += exact_dot(weights.to(values.dtype), values, UPCAST)
+            accumulator += ieee_dot(weights.to(values.dtype), values, UPCAST)
             maximum = new_maximum
 
         # -- partial result and the log2 of its softmax sum --
@@ -129,17 +157,19 @@ def _split_kernel(
         tl.store(partial_lse_ptr + partial_rows, maximum + tl.log2(total), mask=row_mask)
 
 
-@jit()
+@jit("seq_slots_ptr", "sinks_ptr")
 def _reduce_kernel(
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     partial_lse_ptr: tl.tensor,
     seq_slots_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     out_stride_n: int,
     out_stride_h: int,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ) -> None:
     seq = tl.program_id(0)
     head = tl.program_id(1)
@@ -152,6 +182,9 @@ def _reduce_kernel(
     # total starts above zero, so that a sequence without tokens gives zeros and not 0 / 0
     maximum = float("-inf")
     total = 0.0
+    if HAS_SINKS:
+        maximum = tl.load(sinks_ptr + head) * 1.4426950408889634
+        total = 1.0
     accumulator = tl.zeros((BLOCK_DIM,), tl.float32)
     for tile in range(first, end, BLOCK_SPLITS):
         slots = tile + tl.arange(0, BLOCK_SPLITS)
@@ -186,8 +219,8 @@ def _tile(block_dim: int, geometry: Geometry) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def split_variant(geometry: Geometry, backend: Backend) -> Variant:
-    """How the split kernel is built for a cache and a GPU family."""
+def split_variant(geometry: Geometry, backend: Backend, options: Options) -> Variant:
+    """How the split kernel is built for a cache, a GPU family and the options of a layer."""
     block_dim = max(MIN_DOT, next_power_of_two(geometry.head_dim))
     block_heads, block_kv = _tile(block_dim, geometry)
     pointer = pointer_to(geometry.dtype)
@@ -199,8 +232,10 @@ def split_variant(geometry: Geometry, backend: Backend) -> Variant:
             **dict.fromkeys(("query_ptr", "key_cache_ptr", "value_cache_ptr"), pointer),
             **dict.fromkeys(("block_tables_ptr", "seq_lens_ptr"), "*i32"),
             **dict.fromkeys(("split_tokens_ptr", "slot_seqs_ptr", "seq_slots_ptr"), "*i32"),
-            "scale_log2": "fp32",
-            **dict.fromkeys(("num_seqs", "query_stride_n", "query_stride_h", *strides, "table_stride"), "i32"),
+            **dict.fromkeys(("score_factor", "cap_factor"), "fp32"),
+            **dict.fromkeys(
+                ("window", "num_seqs", "query_stride_n", "query_stride_h", *strides, "table_stride"), "i32"
+            ),
         },
         constants={
             "HEAD_DIM": geometry.head_dim,
@@ -210,6 +245,8 @@ def split_variant(geometry: Geometry, backend: Backend) -> Variant:
             "BLOCK_HEADS": block_heads,
             "BLOCK_KV": block_kv,
             "UPCAST": needs_upcast(geometry.dtype),
+            "HAS_WINDOW": options.window,
+            "HAS_SOFT_CAP": options.soft_cap,
         },
         num_warps=4,
         num_stages=1 if backend == "hip" else 2,
@@ -218,7 +255,7 @@ def split_variant(geometry: Geometry, backend: Backend) -> Variant:
 
 
 @lru_cache(maxsize=64)
-def reduce_variant(*, head_dim: int, dtype: torch.dtype) -> Variant:
+def reduce_variant(*, head_dim: int, dtype: torch.dtype, has_sinks: bool) -> Variant:
     """How the reduction over splits is built."""
     return Variant(
         kernel=_reduce_kernel,
@@ -227,6 +264,7 @@ def reduce_variant(*, head_dim: int, dtype: torch.dtype) -> Variant:
             "partial_ptr": "*fp32",
             "partial_lse_ptr": "*fp32",
             "seq_slots_ptr": "*i32",
+            "sinks_ptr": "*fp32" if has_sinks else "*i32",
             "out_stride_n": "i32",
             "out_stride_h": "i32",
         },
@@ -234,6 +272,7 @@ def reduce_variant(*, head_dim: int, dtype: torch.dtype) -> Variant:
             "HEAD_DIM": head_dim,
             "BLOCK_DIM": next_power_of_two(head_dim),
             "BLOCK_SPLITS": REDUCE_SPLITS,
+            "HAS_SINKS": has_sinks,
         },
         num_warps=4,
         num_stages=1,
@@ -248,6 +287,9 @@ def paged_decode_attention(
     seq_lens: Tensor,
     *,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> Tensor:
@@ -258,12 +300,15 @@ def paged_decode_attention(
             a multiple of num_kv_heads: head h reads KV head h // (num_heads // num_kv_heads). head_dim <= 256.
         key_cache, value_cache: (num_blocks, block_size, num_kv_heads, head_dim) of the same dtype with any strides,
             a permuted view too. block_size is 8, 16, 32 or 64.
-        block_tables: (num_seqs, max_blocks) int32. Entries within a sequence's length must be blocks of the cache
-            (not checked); the others are never read.
+        block_tables: (num_seqs, max_blocks) int32. Entries within what a sequence's token sees must be blocks of the
+            cache (not checked); the others are never read.
         seq_lens: (num_seqs,) int32: tokens in the cache, at most max_blocks * block_size (not checked). 0 gives zeros.
         scale: factor of the scores, usually head_dim ** -0.5.
+        window: most tokens that a token sees, itself included; None: all.
+        soft_cap: bound c of the scores, which become c * tanh(score / c); None: none.
+        sinks: (num_heads,) float32: a score of each head that takes part in the softmax and has no value; None: none.
         out: as query, or None for a new tensor.
-        plan: `plan_decode(seq_lens, ...)`, made once for all layers of a step; None makes one.
+        plan: `plan_decode(seq_lens, ...)` with this window, made once for all layers of a step; None makes one.
 
     Returns:
         (num_seqs, num_heads, head_dim), accumulated in float32.
@@ -276,18 +321,21 @@ def paged_decode_attention(
     https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
     """
     geometry, out = _check(query, key_cache, value_cache, block_tables, seq_lens, scale, out)
+    options = check_options(window, soft_cap, sinks, query.shape[1])
+    check_same_device(("query", query), ("sinks", sinks))
     require_launchable(query.device, reference="paged_decode_attention_reference")
     num_seqs, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     if num_seqs == 0:
         return out
     if plan is None:
-        plan = plan_decode(seq_lens, num_kv_heads=num_kv_heads)
+        plan = plan_decode(seq_lens, num_kv_heads=num_kv_heads, window=window)
     check_shape("plan.seq_slots", plan.seq_slots, (num_seqs + 1,), meaning="(num_seqs + 1,)")
 
     partial = torch.empty((plan.num_slots, num_heads, head_dim), dtype=torch.float32, device=query.device)
     partial_lse = torch.empty((plan.num_slots, num_heads), dtype=torch.float32, device=query.device)
-    split = split_variant(geometry, current_backend())
+    split = split_variant(geometry, current_backend(), options._replace(sinks=False))
+    score_factor, cap_factor = score_factors(scale, soft_cap)
     split.launch(
         (plan.num_slots, num_kv_heads, cdiv(geometry.group_size, split.constants["BLOCK_HEADS"])),
         {
@@ -301,7 +349,9 @@ def paged_decode_attention(
             "split_tokens_ptr": plan.split_tokens,
             "slot_seqs_ptr": plan.slot_seqs,
             "seq_slots_ptr": plan.seq_slots,
-            "scale_log2": scale * LOG2_E,
+            "score_factor": score_factor,
+            "cap_factor": cap_factor,
+            "window": window or 0,
             "num_seqs": num_seqs,
             "query_stride_n": query.stride(0),
             "query_stride_h": query.stride(1),
@@ -310,13 +360,14 @@ def paged_decode_attention(
             "table_stride": block_tables.stride(0),
         },
     )
-    reduce_variant(head_dim=head_dim, dtype=query.dtype).launch(
+    reduce_variant(head_dim=head_dim, dtype=query.dtype, has_sinks=options.sinks).launch(
         (num_seqs, num_heads),
         {
             "out_ptr": out,
             "partial_ptr": partial,
             "partial_lse_ptr": partial_lse,
             "seq_slots_ptr": plan.seq_slots,
+            "sinks_ptr": plan.seq_slots if sinks is None else sinks,
             "out_stride_n": out.stride(0),
             "out_stride_h": out.stride(1),
         },
@@ -332,17 +383,26 @@ def paged_decode_attention_reference(
     seq_lens: Tensor,
     *,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`paged_decode_attention` in torch, on any device; same arguments, result and errors, without a plan."""
     geometry, out = _check(query, key_cache, value_cache, block_tables, seq_lens, scale, out)
     keys = gather_cache(key_cache, block_tables).float()
     values = gather_cache(value_cache, block_tables).float()
-    valid = torch.arange(keys.shape[1], device=query.device) < seq_lens[:, None]
+    check_options(window, soft_cap, sinks, query.shape[1])
+    places = torch.arange(keys.shape[1], device=query.device)
+    valid = places < seq_lens[:, None]
+    if window is not None:
+        valid &= places >= seq_lens[:, None] - window
     grouped = query.float().reshape(query.shape[0], keys.shape[2], geometry.group_size, geometry.head_dim)
-    scores = torch.einsum("nkgd,ntkd->nkgt", grouped, keys) * scale
+    scores = capped_reference(torch.einsum("nkgd,ntkd->nkgt", grouped, keys) * scale, soft_cap)
     scores = scores.masked_fill(~valid[:, None, None], -math.inf)
-    weights = torch.softmax(scores, dim=-1).masked_fill((seq_lens <= 0)[:, None, None, None], 0.0)
+    weights = softmax_reference(scores, None if sinks is None else sinks.view(keys.shape[2], -1)).masked_fill(
+        (seq_lens <= 0)[:, None, None, None], 0.0
+    )
     values = values.masked_fill(~valid[:, :, None, None], 0.0)
     return out.copy_(torch.einsum("nkgt,ntkd->nkgd", weights, values).flatten(1, 2))
 

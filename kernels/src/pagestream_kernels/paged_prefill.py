@@ -10,27 +10,38 @@ from torch import Tensor
 
 from pagestream_kernels.checks import check_dtype, check_last_stride, check_output, check_same_device, check_shape
 from pagestream_kernels.errors import KernelArgumentError
-from pagestream_kernels.paging import Geometry, check_cache, check_tables, gather_cache
+from pagestream_kernels.paging import (
+    Geometry,
+    Options,
+    capped_reference,
+    check_cache,
+    check_options,
+    check_tables,
+    gather_cache,
+    score_factors,
+    softmax_reference,
+)
 from pagestream_kernels.runtime import (
     Backend,
     Variant,
     cdiv,
     current_backend,
-    exact_dot,
+    ieee_dot,
     jit,
     needs_upcast,
     next_power_of_two,
     pointer_to,
     require_launchable,
+    soft_capped,
     tl,
 )
 
-LOG2_E = math.log2(math.e)
 MIN_DOT = 16  # tl.dot's smallest side
+LOWEST = tl.constexpr(-1e30) if tl is not None else -1e30  # below every score
 
 
-@jit("table_stride")
-def _prefill_kernel(
+@jit("block_tables_ptr", "cu_query_lens_ptr", "seq_lens_ptr", "sinks_ptr", "window", "table_stride")
+def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
     out_ptr: tl.tensor,
     query_ptr: tl.tensor,
     key_cache_ptr: tl.tensor,
@@ -38,7 +49,10 @@ def _prefill_kernel(
     block_tables_ptr: tl.tensor,
     cu_query_lens_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
-    scale_log2: float,
+    sinks_ptr: tl.tensor,
+    score_factor: float,
+    cap_factor: float,
+    window: int,
     out_stride_n: int,
     out_stride_h: int,
     query_stride_n: int,
@@ -59,6 +73,9 @@ def _prefill_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     UPCAST: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ) -> None:
     tile_start = tl.program_id(0) * BLOCK_ROWS
     kv_head = tl.program_id(1).to(tl.int64)
@@ -86,12 +103,20 @@ def _prefill_kernel(
         value_head_ptr = value_cache_ptr + kv_head * value_stride_h
         table_ptr = block_tables_ptr + seq * table_stride
 
-        maximum = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+        # -- before the first tile: a sink is a score; behind a window a row's first tiles may hide every token from it,
+        # and a maximum of -inf would give exp2(-inf + inf) --
+        maximum = tl.full((BLOCK_ROWS,), LOWEST if HAS_WINDOW else float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_ROWS,), tl.float32)
+        if HAS_SINKS:
+            maximum = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0) * 1.4426950408889634
+            total += 1.0
+        begin = 0
+        if HAS_WINDOW:
+            begin = tl.maximum(context_len + tile_start // GROUP + 1 - window, 0)
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
         last_token = (tile_start + BLOCK_ROWS - 1) // GROUP
         end = tl.minimum(seq_len, context_len + last_token + 1)
-        for tile in range(0, end, BLOCK_KV):
+        for tile in range(begin, end, BLOCK_KV):
             positions = tile + tl.arange(0, BLOCK_KV)
             token_mask = positions < end
             blocks = tl.load(table_ptr + positions // CACHE_BLOCK, mask=token_mask, other=0).to(tl.int64)
@@ -104,11 +129,15 @@ def _prefill_kernel(
                 + columns[:, None] * key_stride_d
             )
             keys = tl.load(key_ptrs, mask=column_mask[:, None] & token_mask[None, :], other=0.0)
-            scores = exact_dot(query, keys, UPCAST) * scale_log2
+            scores = ieee_dot(query, keys, UPCAST) * score_factor
+            if HAS_SOFT_CAP:
+                scores = soft_capped(scores, cap_factor)
             visible = token_mask[None, :] & (positions[None, :] <= row_positions[:, None])
+            if HAS_WINDOW:
+                visible = visible & (positions[None, :] > row_positions[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
 
-            # -- online softmax; position 0 is visible to every row, so the maximum is finite from the first tile on --
+            # -- online softmax; without a window position 0 is visible to every row: the maximum is finite --
             new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
             rescale = tl.exp2(maximum - new_maximum)
             weights = tl.exp2(scores - new_maximum[:, None])
@@ -122,7 +151,7 @@ def _prefill_kernel(
             )
             values = tl.load(value_ptrs, mask=token_mask[:, None] & column_mask[None, :], other=0.0)
             accumulator = accumulator * rescale[:, None]
-            accumulator += exact_dot(weights.to(values.dtype), values, UPCAST)
+            accumulator += ieee_dot(weights.to(values.dtype), values, UPCAST)
             maximum = new_maximum
 
         result = (accumulator / total[:, None]).to(out_ptr.dtype.element_ty)
@@ -130,22 +159,24 @@ def _prefill_kernel(
         tl.store(out_ptr + out_offsets[:, None] + columns[None, :], result, mask=query_mask)
 
 
-def _tile(block_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def _tile(block_dim: int, dtype: torch.dtype, options: Options) -> tuple[int, int, int]:
     """(rows, KV tokens, warps) of a program: the largest that compiles without spills for every target.
 
     Found by compiling rows 16 to 128, tokens 16 to 64 and 4 or 8 warps; speed on a GPU has not decided it yet. In
     float32 the products run on the plain multipliers, whose operands fill the registers early.
     """
     if dtype == torch.float32:
+        if block_dim == 128 and any(options):
+            return 32, 16, 8
         return (32, 32, 4) if block_dim <= 64 else (32, 32, 8) if block_dim == 128 else (16, 16, 8)
     return (64, 64, 4) if block_dim <= 64 else (128, 32, 8) if block_dim == 128 else (64, 32, 8)
 
 
 @lru_cache(maxsize=256)
-def prefill_variant(geometry: Geometry, backend: Backend) -> Variant:
-    """How the kernel is built for a cache and a GPU family."""
+def prefill_variant(geometry: Geometry, backend: Backend, options: Options) -> Variant:
+    """How the kernel is built for a cache, a GPU family and the options of a layer."""
     block_dim = max(MIN_DOT, next_power_of_two(geometry.head_dim))
-    block_rows, block_kv, num_warps = _tile(block_dim, geometry.dtype)
+    block_rows, block_kv, num_warps = _tile(block_dim, geometry.dtype, options)
     pipelined = backend == "cuda" and geometry.dtype != torch.float32
     pointer = pointer_to(geometry.dtype)
     strides = [f"{name}_stride_{axis}" for name in ("out", "query") for axis in "nh"]
@@ -155,8 +186,9 @@ def prefill_variant(geometry: Geometry, backend: Backend) -> Variant:
         signature={
             **dict.fromkeys(("out_ptr", "query_ptr", "key_cache_ptr", "value_cache_ptr"), pointer),
             **dict.fromkeys(("block_tables_ptr", "cu_query_lens_ptr", "seq_lens_ptr"), "*i32"),
-            "scale_log2": "fp32",
-            **dict.fromkeys((*strides, *cache_strides, "table_stride"), "i32"),
+            "sinks_ptr": "*fp32" if options.sinks else "*i32",
+            **dict.fromkeys(("score_factor", "cap_factor"), "fp32"),
+            **dict.fromkeys(("window", *strides, *cache_strides, "table_stride"), "i32"),
         },
         constants={
             "HEAD_DIM": geometry.head_dim,
@@ -166,6 +198,9 @@ def prefill_variant(geometry: Geometry, backend: Backend) -> Variant:
             "BLOCK_ROWS": block_rows,
             "BLOCK_KV": block_kv,
             "UPCAST": needs_upcast(geometry.dtype),
+            "HAS_WINDOW": options.window,
+            "HAS_SOFT_CAP": options.soft_cap,
+            "HAS_SINKS": options.sinks,
         },
         num_warps=num_warps,
         num_stages=2 if pipelined else 1,
@@ -183,6 +218,9 @@ def paged_prefill_attention(
     *,
     max_query_len: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of packed chunks of new tokens, each causal over its sequence's cached prefix and the chunk itself.
@@ -193,12 +231,15 @@ def paged_prefill_attention(
             h // (num_heads // num_kv_heads). head_dim <= 256.
         key_cache, value_cache: (num_blocks, block_size, num_kv_heads, head_dim) of the same dtype with any strides,
             a permuted view too; keys and values of the new tokens are already in it. block_size is 8, 16, 32 or 64.
-        block_tables: (num_seqs, max_blocks) int32. Entries within a sequence's length must be blocks of the cache
-            (not checked); the others are never read.
+        block_tables: (num_seqs, max_blocks) int32. Entries within what a chunk sees must be blocks of the cache (not
+            checked); the others are never read.
         cu_query_lens: (num_seqs + 1,) int32: 0, then the running sum of the chunks' lengths (not checked).
         seq_lens: (num_seqs,) int32: length with the new tokens, so at least the chunk's (not checked).
         max_query_len: a bound on the chunks' lengths. Tokens beyond it are not computed.
         scale: factor of the scores, usually head_dim ** -0.5.
+        window: most tokens that a token sees, itself included; None: all.
+        soft_cap: bound c of the scores, which become c * tanh(score / c); None: none.
+        sinks: (num_heads,) float32: a score of each head that takes part in the softmax and has no value; None: none.
         out: as query, or None for a new tensor.
 
     Returns:
@@ -213,8 +254,11 @@ def paged_prefill_attention(
     geometry, out = _check(
         query, key_cache, value_cache, block_tables, cu_query_lens, seq_lens, max_query_len, scale, out
     )
+    options = check_options(window, soft_cap, sinks, query.shape[1])
+    check_same_device(("query", query), ("sinks", sinks))
     require_launchable(query.device, reference="paged_prefill_attention_reference")
-    variant = prefill_variant(geometry, current_backend())
+    variant = prefill_variant(geometry, current_backend(), options)
+    score_factor, cap_factor = score_factors(scale, soft_cap)
     num_rows = max_query_len * geometry.group_size
     variant.launch(
         (cdiv(num_rows, variant.constants["BLOCK_ROWS"]), key_cache.shape[2], seq_lens.shape[0]),
@@ -226,7 +270,10 @@ def paged_prefill_attention(
             "block_tables_ptr": block_tables,
             "cu_query_lens_ptr": cu_query_lens,
             "seq_lens_ptr": seq_lens,
-            "scale_log2": scale * LOG2_E,
+            "sinks_ptr": seq_lens if sinks is None else sinks,
+            "score_factor": score_factor,
+            "cap_factor": cap_factor,
+            "window": window or 0,
             "out_stride_n": out.stride(0),
             "out_stride_h": out.stride(1),
             "query_stride_n": query.stride(0),
@@ -249,24 +296,33 @@ def paged_prefill_attention_reference(
     *,
     max_query_len: int,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`paged_prefill_attention` in torch, on any device; same arguments, result and errors. One pass a sequence."""
     geometry, out = _check(
         query, key_cache, value_cache, block_tables, cu_query_lens, seq_lens, max_query_len, scale, out
     )
+    check_options(window, soft_cap, sinks, query.shape[1])
     starts = cu_query_lens.tolist()
     for index, seq_len in enumerate(seq_lens.tolist()):
         start, end = starts[index], min(starts[index + 1], starts[index] + max_query_len)
-        table = block_tables[index : index + 1, : cdiv(seq_len, geometry.block_size)]
-        keys = gather_cache(key_cache, table)[0, :seq_len].float()
-        values = gather_cache(value_cache, table)[0, :seq_len].float()
-        positions = torch.arange(seq_len, device=query.device)
         first_position = seq_len - (starts[index + 1] - start)
-        visible = positions <= first_position + torch.arange(end - start, device=query.device)[:, None]
+        begin = 0 if window is None else max(0, first_position + 1 - window)
+        table = block_tables[index : index + 1, : cdiv(seq_len, geometry.block_size)]
+        keys = gather_cache(key_cache, table)[0, begin:seq_len].float()
+        values = gather_cache(value_cache, table)[0, begin:seq_len].float()
+        positions = torch.arange(begin, seq_len, device=query.device)
+        rows = first_position + torch.arange(end - start, device=query.device)[:, None]
+        visible = positions <= rows
+        if window is not None:
+            visible &= positions > rows - window
         grouped = query[start:end].float().reshape(end - start, keys.shape[1], geometry.group_size, geometry.head_dim)
-        scores = torch.einsum("qkgd,tkd->kgqt", grouped, keys) * scale
-        weights = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
+        scores = capped_reference(torch.einsum("qkgd,tkd->kgqt", grouped, keys) * scale, soft_cap)
+        own_sinks = None if sinks is None else sinks.view(keys.shape[1], -1, 1)
+        weights = softmax_reference(scores.masked_fill(~visible, -math.inf), own_sinks)
         out[start:end] = torch.einsum("kgqt,tkd->qkgd", weights, values).flatten(1, 2).to(out.dtype)
     return out
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ from pagestream_kernels.errors import KernelArgumentError
 
 BLOCK_SIZES = (8, 16, 32, 64)
 MAX_HEAD_DIM = 256
+
+LOG2_E = math.log2(math.e)
 
 CACHE_MEANING = "(num_blocks, block_size, num_kv_heads, head_dim)"
 
@@ -46,6 +50,32 @@ def check_cache(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Geomet
     return Geometry(head_dim, num_heads // num_kv_heads, block_size, query.dtype)
 
 
+class Options(NamedTuple):
+    """Which options of attention a kernel is built with; their values are arguments of a launch."""
+
+    window: bool = False
+    soft_cap: bool = False
+    sinks: bool = False
+
+
+def check_options(window: int | None, soft_cap: float | None, sinks: Tensor | None, num_heads: int) -> Options:
+    """Check the options of attention, and return which of them are given."""
+    if window is not None and window < 1:
+        raise KernelArgumentError(f"window: expected at least 1 token, got {window}")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise KernelArgumentError(f"soft_cap: expected a finite number > 0, got {soft_cap}")
+    if sinks is not None:
+        check_dtype("sinks", sinks, (torch.float32,))
+        check_shape("sinks", sinks, (num_heads,), meaning="(num_heads,)")
+        check_last_stride("sinks", sinks)
+    return Options(window is not None, soft_cap is not None, sinks is not None)
+
+
+def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """Factors of a product of query and key before and after the soft cap's tanh; scores are logarithms to base 2."""
+    return (scale * LOG2_E, 1.0) if soft_cap is None else (scale / soft_cap, soft_cap * LOG2_E)
+
+
 def check_tables(block_tables: Tensor, seq_lens: Tensor, num_seqs: int) -> None:
     """Check the block tables (num_seqs, max_blocks) and lengths (num_seqs,), both int32."""
     check_dtype("block_tables", block_tables, (torch.int32,))
@@ -64,3 +94,16 @@ def gather_cache(cache: Tensor, block_tables: Tensor) -> Tensor:
     valid = (block_tables >= 0) & (block_tables < cache.shape[0])
     rows = cache[torch.where(valid, block_tables, 0).long()]
     return rows.flatten(1, 2)
+
+
+def capped_reference(scores: Tensor, soft_cap: float | None) -> Tensor:
+    """Scores bounded by a soft cap."""
+    return scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+
+
+def softmax_reference(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the last dimension; `sinks` (its other dimensions, or the last of them) are one score more."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    with_sinks = torch.cat((scores, sinks.expand(scores.shape[:-1]).unsqueeze(-1)), dim=-1)
+    return torch.softmax(with_sinks, dim=-1)[..., :-1]

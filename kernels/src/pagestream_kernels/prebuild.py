@@ -21,6 +21,7 @@ import torch
 from pagestream_kernels.aot import TARGETS, Target
 from pagestream_kernels.decode_plan import plan_decode
 from pagestream_kernels.errors import KernelUnavailableError
+from pagestream_kernels.filter_and_draw import filter_and_draw
 from pagestream_kernels.paged_decode import paged_decode_attention
 from pagestream_kernels.paged_prefill import paged_prefill_attention
 from pagestream_kernels.rms_norm import rms_norm
@@ -30,7 +31,7 @@ from pagestream_kernels.silu_and_mul import silu_and_mul
 
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Where an image keeps them."""
-_TOKENS, _SEQUENCES, _BLOCKS = 32, 16, 32  # any: a launch's counts are not part of Triton's key
+_TOKENS, _SEQUENCES, _BLOCKS, _PREFILLS = 32, 16, 32, 4  # any: a launch's counts are not part of Triton's key
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +115,16 @@ def _call_each(shape: ModelShape) -> None:
     rms_norm(hidden, weight, eps=1e-6)
     rms_norm(hidden, weight, eps=1e-6, residual=tensor(_TOKENS, shape.hidden))
     rope_and_cache(query, key, value, torch.zeros(64, width), long, keys, values, long)
-    starts = torch.arange(_SEQUENCES + 1, dtype=torch.int32)
-    paged_prefill_attention(query, keys, values, tables, starts, lengths, max_query_len=16, scale=scale)
-    plan = plan_decode(lengths, num_kv_heads=kv_heads)
-    paged_decode_attention(query[:_SEQUENCES], keys, values, tables, lengths, scale=scale, plan=plan)
+    # Prefills first, then decodes: where a part begins is not part of the key either.
+    first, decodes = slice(_PREFILLS), slice(_PREFILLS, _SEQUENCES)
+    starts = torch.arange(_PREFILLS + 1, dtype=torch.int32)
+    paged_prefill_attention(
+        query[first], keys, values, tables[first], starts, lengths[first], max_query_len=16, scale=scale
+    )
+    plan = plan_decode(lengths[decodes], num_kv_heads=kv_heads)
+    paged_decode_attention(query[decodes], keys, values, tables[decodes], lengths[decodes], scale=scale, plan=plan)
     silu_and_mul(tensor(_TOKENS, 2 * shape.intermediate))
+    filter_and_draw(torch.zeros(_SEQUENCES, 128), torch.ones(_SEQUENCES), long[:_SEQUENCES], long[:_SEQUENCES])
 
 
 def take_prebuilt(folder: Path = PREBUILT) -> int:

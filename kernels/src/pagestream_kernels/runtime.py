@@ -27,13 +27,14 @@ __all__ = [
     "cdiv",
     "compiling_only",
     "current_backend",
-    "exact_dot",
+    "ieee_dot",
     "jit",
     "needs_upcast",
     "next_power_of_two",
     "num_processors",
     "pointer_to",
     "require_launchable",
+    "soft_capped",
     "tl",
     "triton",
 ]
@@ -53,7 +54,7 @@ def jit(*do_not_specialize: str) -> Callable[[Callable[..., Any]], Any]:
     """`triton.jit`, or the plain function where Triton is not installed (a launch then says so).
 
     The named arguments change from step to step and never decide the machine code: no value of theirs (1, a multiple
-    of 16) makes Triton compile again in the middle of serving.
+    of 16), and no alignment of a pointer to a part of a tensor, makes Triton compile again in the middle of serving.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -155,12 +156,18 @@ def next_power_of_two(value: int) -> int:
 
 
 @jit()
-def exact_dot(left: tl.tensor, right: tl.tensor, UPCAST: tl.constexpr) -> tl.tensor:
+def ieee_dot(left: tl.tensor, right: tl.tensor, UPCAST: tl.constexpr) -> tl.tensor:
     """`left @ right` in float32; float32 tiles are not cut to tf32."""
     if UPCAST:
         left = left.to(tl.float32)
         right = right.to(tl.float32)
     return tl.dot(left, right, input_precision="ieee")
+
+
+@jit()
+def soft_capped(scores: tl.tensor, factor: tl.tensor) -> tl.tensor:
+    """`factor * tanh(scores)`; an exponential that overflows gives the bound itself."""
+    return factor * (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0))
 
 
 def needs_upcast(dtype: torch.dtype) -> bool:

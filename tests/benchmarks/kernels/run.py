@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import bench_filter_and_draw
 import bench_paged_decode
 import bench_paged_prefill
 import bench_rms_norm
@@ -21,6 +22,7 @@ import torch
 from measure import Workload, copy_bandwidth, measure
 
 KERNELS: dict[str, Callable[..., Iterator[Workload]]] = {
+    "filter_and_draw": bench_filter_and_draw.workloads,
     "paged_decode": bench_paged_decode.workloads,
     "paged_prefill": bench_paged_prefill.workloads,
     "rms_norm": bench_rms_norm.workloads,

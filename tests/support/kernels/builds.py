@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from pagestream_kernels.aot import TARGETS, Usage, check_usage, compile_variant
+from pagestream_kernels.filter_and_draw import filter_and_draw_variant
 from pagestream_kernels.paged_decode import reduce_variant, split_variant
 from pagestream_kernels.paged_prefill import prefill_variant
-from pagestream_kernels.paging import Geometry
+from pagestream_kernels.paging import Geometry, Options
 from pagestream_kernels.rms_norm import rms_norm_variant
 from pagestream_kernels.rope_and_cache import rope_and_cache_variant
 from pagestream_kernels.runtime import Variant
@@ -17,18 +18,20 @@ from pagestream_kernels.silu_and_mul import silu_and_mul_variant
 from support.kernels.cases import BLOCK_SIZES, DTYPES, GROUP_SIZES, HEAD_DIMS
 from support.pairwise import Case
 
+OPTIONS = {"none": Options(), "window": Options(window=True), "all": Options(True, True, True)}
 TARGET_NAMES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
-PAGED_FACTORS: Mapping[str, Sequence[Any]] = {
+ATTENTION_FACTORS: Mapping[str, Sequence[Any]] = {
     "target": TARGET_NAMES,
     "head_dim": HEAD_DIMS,
     "group_size": GROUP_SIZES,
     "block_size": BLOCK_SIZES,
     "dtype": tuple(DTYPES),
+    "options": tuple(OPTIONS),
 }
 FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    "paged_decode": PAGED_FACTORS,
-    "paged_prefill": PAGED_FACTORS,
+    "paged_decode": ATTENTION_FACTORS,
+    "paged_prefill": ATTENTION_FACTORS,
     "rope_and_cache": {
         "target": TARGET_NAMES,
         "head_dim": HEAD_DIMS,
@@ -44,6 +47,7 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "residual": (False, True),
     },
     "silu_and_mul": {"target": TARGET_NAMES, "width": (64, 2048, 14336), "dtype": tuple(DTYPES)},
+    "filter_and_draw": {"target": TARGET_NAMES},
 }
 
 
@@ -59,15 +63,17 @@ def build(kernel: str, case: Case) -> dict[str, Usage]:
 
 
 def _variants(kernel: str, case: Case) -> dict[str, Variant]:
+    if kernel == "filter_and_draw":
+        return {"draw": filter_and_draw_variant()}
     dtype: torch.dtype = DTYPES[case["dtype"]]
     backend = TARGETS[case["target"]].backend
     if kernel == "paged_decode":
         return {
-            "split": split_variant(_geometry(case), backend),
-            "reduce": reduce_variant(head_dim=case["head_dim"], dtype=dtype),
+            "split": split_variant(_geometry(case), backend, OPTIONS[case["options"]]._replace(sinks=False)),
+            "reduce": reduce_variant(head_dim=case["head_dim"], dtype=dtype, has_sinks=OPTIONS[case["options"]].sinks),
         }
     if kernel == "paged_prefill":
-        return {"prefill": prefill_variant(_geometry(case), backend)}
+        return {"prefill": prefill_variant(_geometry(case), backend, OPTIONS[case["options"]])}
     if kernel == "rope_and_cache":
         head_dim = case["head_dim"]
         rotary_dim = head_dim if case["rotary"] == "full" else head_dim // 2

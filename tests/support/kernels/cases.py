@@ -17,6 +17,7 @@ from typing import Any
 import pagestream_kernels as kernels
 import pytest
 import torch
+from pagestream_engine.sampler.draw import DrawParams, draw
 from pagestream_kernels.aot import TARGETS, compile_variant
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
 from support.pairwise import Case, product
@@ -42,13 +43,23 @@ PAGED_FACTORS: Mapping[str, Sequence[Any]] = {
     "dtype": tuple(DTYPES),
     "layout": LAYOUTS,
 }
+OPTION_FACTORS: Mapping[str, Sequence[Any]] = {
+    "window": (None, 1, 40),
+    "soft_cap": (None, 2.0),
+    "sinks": (False, True),
+}
 FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "paged_decode": {
         **PAGED_FACTORS,
         "lengths": ("1", "5", "123", "border", "mixed", "long"),
         "split_tokens": (None, 32, 100),
+        **OPTION_FACTORS,
     },
-    "paged_prefill": {**PAGED_FACTORS, "chunks": ("empty", "1", "5", "123", "border", "prefix", "mixed")},
+    "paged_prefill": {
+        **PAGED_FACTORS,
+        **OPTION_FACTORS,
+        "chunks": ("empty", "1", "5", "123", "border", "prefix", "mixed"),
+    },
     "rope_and_cache": {
         **PAGED_FACTORS,
         "tokens": (1, 5, 123),
@@ -67,6 +78,14 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "dtype": tuple(DTYPES),
         "strided": (False, True),
     },
+    "filter_and_draw": {
+        "shape": ((0, 9), (1, 1), (5, 123), (3, 2048), (4, 5000)),
+        "top_k": (False, True),
+        "top_p": (False, True),
+        "min_p": (False, True),
+        "values": ("normal", "tied", "infinite", "equal"),
+        "strided": (False, True),
+    },
 }
 
 
@@ -77,6 +96,7 @@ PRODUCT_FACTORS: Mapping[str, Sequence[str]] = {
     "rope_and_cache": ("head_dim", "group_size", "block_size", "dtype", "tokens"),
     "rms_norm": ("shape", "dtype", "residual", "strided"),
     "silu_and_mul": ("shape", "dtype", "strided"),
+    "filter_and_draw": ("shape", "top_k", "top_p", "min_p", "values"),
 }
 
 
@@ -158,6 +178,14 @@ def fused_rows(case: Case, num_tokens: int, device: torch.device) -> tuple[Tenso
     return query, key, value
 
 
+def attention_options(case: Case, device: torch.device) -> dict[str, Any]:
+    """Scale, window, soft cap and sinks, as both kinds of attention take them."""
+    heads = num_kv_heads(case) * case["group_size"]
+    sinks = torch.randn(heads, device=device) if case["sinks"] else None
+    scale = case["head_dim"] ** -0.5
+    return {"scale": scale, "window": case["window"], "soft_cap": case["soft_cap"], "sinks": sinks}
+
+
 # -- one check per kernel -----------------------------------------------------------------------------------------
 
 
@@ -178,15 +206,19 @@ def check_paged_decode(case: Case, device: torch.device) -> None:
     cache = make_cache(case, lengths, device)
     query, _, _ = fused_rows(case, len(lengths), device)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    scale = case["head_dim"] ** -0.5
+    options = attention_options(case, device)
     plan = None
     if case["split_tokens"] is not None:
         plan = kernels.plan_decode(
-            seq_lens, num_kv_heads=num_kv_heads(case), split_tokens=case["split_tokens"], max_seq_len=max(lengths)
+            seq_lens,
+            num_kv_heads=num_kv_heads(case),
+            split_tokens=case["split_tokens"],
+            max_seq_len=max(lengths),
+            window=case["window"],
         )
     arguments = (query, cache.key, cache.value, cache.tables, seq_lens)
-    actual = kernels.paged_decode_attention(*arguments, scale=scale, plan=plan)
-    assert_close(actual, kernels.paged_decode_attention_reference(*arguments, scale=scale), case)
+    actual = kernels.paged_decode_attention(*arguments, **options, plan=plan)
+    assert_close(actual, kernels.paged_decode_attention_reference(*arguments, **options), case)
 
 
 def prefill_chunks(case: Case) -> list[tuple[int, int]]:
@@ -217,7 +249,7 @@ def check_paged_prefill(case: Case, device: torch.device) -> None:
         torch.nn.functional.pad(new.cumsum(0), (1, 0)).int().to(device),
         torch.tensor(lengths, dtype=torch.int32, device=device),
     )
-    options = {"max_query_len": int(new.max()), "scale": case["head_dim"] ** -0.5}
+    options = {"max_query_len": int(new.max()), **attention_options(case, device)}
     actual = kernels.paged_prefill_attention(*arguments, **options)
     assert_close(actual, kernels.paged_prefill_attention_reference(*arguments, **options), case)
 
@@ -275,6 +307,49 @@ def check_silu_and_mul(case: Case, device: torch.device) -> None:
     assert_close(kernels.silu_and_mul(gate_up), kernels.silu_and_mul_reference(gate_up), case)
 
 
+def check_filter_and_draw(case: Case, device: torch.device) -> None:
+    """The same tokens as the reference, and as the engine's CPU path; sums of logit and noise within an ulp or two."""
+    logits, columns = sampling_rows(case)
+    given = {name: None if column is None else column.to(device) for name, column in columns.items()}
+    before = logits.to(device)
+    token_ids, values = kernels.filter_and_draw(before, **given)
+    assert torch.equal(before.cpu(), logits)
+    expected_ids, expected = kernels.filter_and_draw_reference(logits, **columns)
+    assert token_ids.tolist() == expected_ids.tolist()
+    torch.testing.assert_close(values.cpu(), expected, rtol=3e-7, atol=3e-6, equal_nan=True)
+    positions = columns.pop("positions")
+    drawn = draw(logits.clone(), DrawParams(**columns), positions)
+    assert token_ids.tolist() == drawn.token_ids.tolist()
+
+
+def sampling_rows(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits and the columns of their rows; rows that a filter leaves alone are among them."""
+    num_rows, vocab_size = case["shape"]
+    wide = torch.randn(num_rows, vocab_size + 16 * case["strided"]) * 3
+    logits = wide[:, 16 * case["strided"] :]
+    if case["values"] == "tied":
+        logits.round_()
+    elif case["values"] == "equal":
+        logits.fill_(-1.5)
+    elif case["values"] == "infinite":
+        logits.masked_fill_(torch.rand(logits.shape) < 0.7, -torch.inf)
+        logits[:, vocab_size // 2] = 0.0
+    top_k = torch.randint(1, vocab_size + 1, (num_rows,)).minimum(
+        torch.tensor([vocab_size, 3, 7, vocab_size, 50])[:num_rows]
+    )
+    top_p = torch.tensor([0.9, 1.0, 0.3, 0.999, 1e-6])[:num_rows]
+    min_p = torch.tensor([0.05, 0.2, 0.0, 1e-4, 1.0])[:num_rows]
+    columns = {
+        "temperatures": torch.rand(num_rows) + 0.4,
+        "seeds": torch.randint(-(1 << 62), 1 << 62, (num_rows,)),
+        "positions": torch.randint(0, 5000, (num_rows,)),
+        "top_k": top_k if case["top_k"] else None,
+        "top_p": top_p if case["top_p"] else None,
+        "min_p": min_p if case["min_p"] else None,
+    }
+    return logits, columns
+
+
 # -- single questions to a process that interprets ------------------------------------------------------------------
 
 
@@ -307,6 +382,39 @@ def check_decode_wrong_plan(case: Case, device: torch.device) -> None:
         kernels.paged_decode_attention(query, cache.key, cache.value, cache.tables, seq_lens, scale=1.0, plan=plan)
 
 
+def check_filter_and_draw_nothing(case: Case, device: torch.device) -> None:
+    """A row that has a NaN or nothing to choose from says so, and leaves its neighbours alone."""
+    options = {"shape": (4, 300), "strided": False, "values": "normal", "top_k": True, "top_p": True, "min_p": True}
+    logits, columns = sampling_rows(options)
+    logits[0, 7] = torch.nan
+    logits[2] = -torch.inf
+    given = {name: column.to(device) for name, column in columns.items()}
+    token_ids, values = kernels.filter_and_draw(logits.to(device), **given)
+    assert values.isnan().tolist() == [True, False, False, False]
+    assert (values == -torch.inf).tolist() == [False, False, True, False]
+    assert all(0 <= token_id < 300 for token_id in token_ids.tolist())
+    expected, _ = kernels.filter_and_draw_reference(logits, **columns)
+    assert token_ids[1::2].tolist() == expected[1::2].tolist()
+
+
+def check_filter_and_draw_tokens(case: Case, device: torch.device) -> None:
+    """Many draws from a few rows, against the engine's CPU path."""
+    num_rows, vocab_size = case["rows"], 40
+    logits = (torch.randn(4, vocab_size) * 2).repeat(num_rows // 4, 1)
+    params = DrawParams(
+        temperatures=torch.full((num_rows,), 0.8),
+        seeds=torch.arange(num_rows) * 977,
+        top_k=torch.tensor([20, 40]).repeat(num_rows // 2),
+        top_p=torch.tensor([0.9, 0.6, 1.0, 0.99]).repeat(num_rows // 4),
+        min_p=None,
+    )
+    positions = torch.arange(num_rows) % 50
+    columns = {name: getattr(params, name).to(device) for name in ("temperatures", "seeds", "top_k", "top_p")}
+    token_ids, _ = kernels.filter_and_draw(logits.to(device), positions=positions.to(device), **columns)
+    assert token_ids.tolist() == draw(logits, params, positions).token_ids.tolist()
+    assert len(token_ids.unique()) > 15
+
+
 def check_refuses_to_compile(case: Case, device: torch.device) -> None:
     variant = silu_and_mul_variant(width=64, dtype=DTYPES[case["dtype"]])
     with pytest.raises(kernels.KernelUnavailableError, match="TRITON_INTERPRET"):
@@ -324,14 +432,23 @@ def check_benchmark(case: Case, device: torch.device) -> None:
         workload.run()
 
 
+def check_backend(case: Case, device: torch.device) -> None:
+    """Run the engine's attention over these kernels: see the module that it calls."""
+    import_module("support.engines.attention_cases").check_case(case, device)
+
+
 CHECKS: Mapping[str, Callable[[Case, torch.device], None]] = {
     "paged_decode": check_paged_decode,
     "paged_prefill": check_paged_prefill,
     "rope_and_cache": check_rope_and_cache,
     "rms_norm": check_rms_norm,
     "silu_and_mul": check_silu_and_mul,
+    "filter_and_draw": check_filter_and_draw,
+    "filter_and_draw_nothing": check_filter_and_draw_nothing,
+    "filter_and_draw_tokens": check_filter_and_draw_tokens,
     "decode_invariance": check_decode_invariance,
     "decode_wrong_plan": check_decode_wrong_plan,
     "benchmark": check_benchmark,
+    "backend": check_backend,
     "refuses_to_compile": check_refuses_to_compile,
 }

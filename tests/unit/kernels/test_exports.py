@@ -13,6 +13,8 @@ NAMES = {
     "KernelArgumentError",
     "KernelError",
     "KernelUnavailableError",
+    "filter_and_draw",
+    "filter_and_draw_reference",
     "paged_decode_attention",
     "paged_decode_attention_reference",
     "paged_prefill_attention",

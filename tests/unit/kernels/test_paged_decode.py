@@ -108,6 +108,22 @@ def test_scale_and_type_are_checked() -> None:
         paged_decode_attention(**arguments(query=[1.0]), scale=1.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"window": 0}, "window: expected at least 1 token, got 0"),
+        ({"soft_cap": 0.0}, "soft_cap: expected a finite number > 0"),
+        ({"soft_cap": math.inf}, "soft_cap: expected a finite number > 0"),
+        ({"sinks": torch.zeros(3)}, r"sinks: expected shape \(4\)"),
+        ({"sinks": torch.zeros(4, dtype=torch.float16)}, "sinks: expected dtype"),
+    ],
+)
+@pytest.mark.parametrize("function", [paged_decode_attention, paged_decode_attention_reference])
+def test_options_are_checked(function: Callable[..., object], options: dict[str, object], text: str) -> None:
+    with pytest.raises(KernelArgumentError, match=text):
+        function(**arguments(), scale=1.0, **options)
+
+
 def test_plan_of_another_batch_is_refused(interpreter: KernelWorker) -> None:
     interpreter.run("decode_wrong_plan", {"dtype": "float32"})
 
@@ -137,6 +153,15 @@ def test_plan_cuts_a_long_sequence_among_short_ones() -> None:
     slots = plan.seq_slots.tolist()
     assert slots[1] - slots[0] >= 8  # 4 interpreter processors x 4 programs / 2 KV heads
     assert int(plan.split_tokens) <= 131072 // 7
+
+
+@pytest.mark.parametrize("split_tokens", [None, 48])
+def test_tokens_before_a_window_are_no_work(split_tokens: int | None) -> None:
+    lengths = [5, 0, 123, 999]
+    plan = plan_decode(
+        torch.tensor(lengths, dtype=torch.int32), num_kv_heads=2, split_tokens=split_tokens, max_seq_len=999, window=60
+    )
+    check_plan(plan, [5, 0, 60, 60])
 
 
 @pytest.mark.parametrize("split_tokens", [1, 48, 1000])

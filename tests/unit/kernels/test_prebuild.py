@@ -17,7 +17,7 @@ import sys
 from pagestream_kernels import prebuild
 from pagestream_kernels.aot import TARGETS
 
-tokens, prebuild._SEQUENCES, prebuild._BLOCKS, head_dim = map(int, sys.argv[1:])
+tokens, prebuild._SEQUENCES, prebuild._BLOCKS, prebuild._PREFILLS, head_dim = map(int, sys.argv[1:])
 prebuild._TOKENS = tokens
 prebuild.compile_shapes([prebuild.ModelShape(256, 512, 4, 2, head_dim)], [TARGETS["sm_90"]])
 """
@@ -45,7 +45,7 @@ def names(folder: Path) -> set[str]:
 
 def test_a_launch_finds_what_was_prebuilt(tmp_path: Path) -> None:
     prebuilt, cache = tmp_path / "prebuilt", tmp_path / "cache"
-    run(COMPILE, prebuilt, "32", "16", "32", "64")
+    run(COMPILE, prebuilt, "32", "16", "32", "4", "64")
     made = names(prebuilt)
     assert len(made) >= 6  # of each operator one at least
 
@@ -54,7 +54,7 @@ def test_a_launch_finds_what_was_prebuilt(tmp_path: Path) -> None:
     shutil.rmtree(prebuilt)  # what was taken stands alone
 
     before = {path: path.stat().st_mtime_ns for path in cache.glob("*/*")}
-    run(COMPILE, cache, "80", "48", "64", "64")  # a launch with other counts
+    run(COMPILE, cache, "80", "48", "63", "3", "64")  # a launch with other counts, and parts off 16-byte borders
     assert {path: path.stat().st_mtime_ns for path in cache.glob("*/*")} == before
-    run(COMPILE, cache, "32", "16", "32", "128")
+    run(COMPILE, cache, "32", "16", "32", "4", "128")
     assert names(cache) > made, "another head size needs other kernels"
