@@ -7,7 +7,7 @@ any further, and the case is counted and printed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,11 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import LLM, SamplingParams
+from pagestream_engine.attention import AttentionSpec
+from pagestream_engine.models.select import open_model
+from pagestream_engine.models.source import Target
 from pagestream_engine.request.outputs import RequestOutput
+from pagestream_engine.runner.backends import kv_layout
 from support.engines.tiny_models import make_model, random_prompts, reference_model
 
 NUM_TOKENS = 64
@@ -23,7 +27,8 @@ TIE = 1e-4
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 LENGTHS = [1, 5, 16, 17, 33, 64, 100]
 SHARED_PREFIX = 40
-MODELS = ["llama", "qwen2", "qwen3", "mistral", "demo"]
+WINDOWED = ["qwen2-window", "qwen3-window", "mistral", "mixtral", "qwen3-moe", "gemma2", "gemma3", "phi3"]
+MODELS = ["llama", *WINDOWED, "demo"]
 DEMO = Path(__file__).parents[3] / "deploy" / "demo-model" / "model"
 NUM_DEMO_QUESTIONS = 6
 
@@ -105,6 +110,11 @@ def demo_prompts() -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
+def attention_specs(reference: Reference, max_model_len: int) -> Sequence[AttentionSpec]:
+    with torch.inference_mode():
+        return open_model(reference.folder).attention_specs(Target(torch.float32, torch.device("cpu"), max_model_len))
+
+
 def generate(reference: Reference, **options: Any) -> tuple[LLM, list[RequestOutput]]:
     llm = LLM(reference.folder, dtype="float32", device="cpu", **options)
     outputs = llm.generate(reference.prompts, GREEDY)
@@ -129,6 +139,14 @@ def check_parity(reference: Reference, outputs: list[RequestOutput]) -> None:
     print(f"{num_ties} ties in {len(outputs)} sequences")
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_is_longer_than_the_window(name: str, reference_of: Callable[[str], Reference]) -> None:
+    reference = reference_of(name)
+    windows = [spec.window for spec in attention_specs(reference, 512)]
+    longest = max(map(len, reference.prompts))
+    assert any(window is not None and window < longest for window in windows) == (name in WINDOWED)
+
+
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "plain"])
 @pytest.mark.parametrize("name", MODELS)
 def test_one_batch_of_mixed_lengths(name: str, caching: bool, reference_of: Callable[[str], Reference]) -> None:
@@ -149,7 +167,7 @@ def test_one_batch_of_mixed_lengths(name: str, caching: bool, reference_of: Call
 def test_a_pool_so_small_that_it_preempts(name: str, caching: bool, reference_of: Callable[[str], Reference]) -> None:
     reference = reference_of(name)
     longest = max(map(len, reference.prompts)) + NUM_TOKENS
-    blocks = -(-longest // 8) + 2
+    blocks = kv_layout(attention_specs(reference, longest), 8, longest).num_blocks_for(longest) + 2
     llm, outputs = generate(
         reference, enable_prefix_caching=caching, num_gpu_blocks_override=blocks, block_size=8, max_model_len=longest
     )

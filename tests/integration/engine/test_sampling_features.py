@@ -114,6 +114,48 @@ def test_a_bias_outside_the_vocabulary_is_refused(llm: LLM) -> None:
         generate(llm, [1], logit_bias={3: 1.0, VOCAB_SIZE: 1.0})
 
 
+def test_bad_words_are_not_generated(llm: LLM) -> None:
+    prompts = random_prompts(LENGTHS)
+    for params in ({}, {"temperature": 1.0, "seed": 5}):
+        plain = tokens(generate(llm, *prompts, **params))
+        pairs = [row[index : index + 2] for row in plain for index in (0, 3, 7)]
+        without = tokens(generate(llm, *prompts, bad_words_token_ids=[*pairs, [plain[0][5]]], **params))
+        made = [row[index : index + 2] for row in without for index in range(NUM_TOKENS - 1)]
+        assert not [pair for pair in pairs if pair in made]
+        assert plain[0][5] not in {token for row in without for token in row}
+
+
+def test_bad_words_are_banned_by_their_text(llm: LLM) -> None:
+    prompts = random_prompts(LENGTHS)
+    plain = tokens(generate(llm, *prompts))
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is not None
+    words = {token: tokenizer.decode([token]) for row in plain for token in row}
+    spelled = {token: word for token, word in words.items() if tokenizer.encode(word).ids == [token]}
+    banned = list(spelled)[:3]
+    assert len(banned) == 3
+    after = tokens(generate(llm, *prompts, bad_words=[spelled[token] for token in banned]))
+    assert not {token for row in after for token in row} & set(banned)
+
+
+def test_only_allowed_tokens_are_generated(llm: LLM) -> None:
+    prompts = random_prompts(LENGTHS)
+    outputs = generate(llm, *prompts, allowed_token_ids=[7, 30, 31], temperature=1.0, seed=1)
+    assert {token for row in tokens(outputs) for token in row} == {7, 30, 31}
+
+
+def test_a_request_that_allows_nothing_fails_alone(folder: Path) -> None:
+    engine = Engine(folder, EngineConfig.from_options({"device": "cpu", "num_gpu_blocks_override": 64}))
+    (prompt,) = random_prompts([9])
+    end = next(iter(engine.eos_token_ids))
+    engine.add_request("good", prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    engine.add_request("bad", prompt, SamplingParams(allowed_token_ids=[end], min_tokens=2))
+    finishes = {output.seq_id: output for output in run(engine) if output.finish_reason is not None}
+    assert finishes["good"].finish_reason == "length"
+    assert finishes["bad"].finish_reason == "error"
+    assert "no token may be chosen" in str(finishes["bad"].error)
+
+
 def test_the_best_of_several_are_returned(llm: LLM) -> None:
     (prompt,) = random_prompts([9])
     params: dict[str, Any] = {"temperature": 1.0, "seed": 5}

@@ -100,7 +100,7 @@ def run(engine: Engine) -> dict[str, list[int]]:
         engine.check_invariants()
     tokens: dict[str, list[int]] = {}
     for output in outputs:
-        tokens.setdefault(output.request_id, []).append(output.token_id if output.token_id is not None else -1)
+        tokens.setdefault(output.seq_id, []).append(output.token_id if output.token_id is not None else -1)
     return tokens
 
 
@@ -119,7 +119,7 @@ def test_siblings_hold_far_fewer_blocks_than_separate_requests(folder: Path) -> 
             engine.add_group(prompt, siblings)
         else:
             for sibling in siblings:
-                engine.add_group([int(sibling.request_id) + 3, *prompt[1:]], [sibling])
+                engine.add_group([int(sibling.seq_id) + 3, *prompt[1:]], [sibling])
         peaks[kind] = 0
         while engine.has_unfinished_requests():
             engine.step()

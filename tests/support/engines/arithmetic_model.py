@@ -1,25 +1,27 @@
-"""A model without weights that computes the next token from what it reads through the block table.
+"""A model without weights that computes the next token from what it reads through the block tables.
 
-Its "keys and values" are the tokens themselves, kept by slot. A wrong block table, a block that was freed too early, a
-cached prefix with other content, or a token computed twice raises a SlotError or changes the output. It stands in for
-the models in tests of scheduler, cache and worker: no torch, and `undisturbed` computes what any request must get.
+Its "keys and values" are the tokens themselves, kept by slot, for each KV group that it has. A wrong block table, a
+block that was freed too early, a cached prefix with other content, or a token computed twice raises a SlotError. It
+stands in for the models in tests of scheduler, cache and worker: no torch, and `undisturbed` computes what any request
+must get.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+from pagestream_engine.cache.kv_groups import KVSpec, make_layout
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import Sequence
-from pagestream_engine.scheduler.base import SampledTokens, ScheduledSequence, ScheduledStep
+from pagestream_engine.step.pending import PendingResult
+from pagestream_engine.step.records import StepPlan, StepResult
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 EOS = 0
-_EMPTY = -1
 _MODULUS = 1_000_003
 
 
@@ -32,84 +34,144 @@ class ArithmeticFacts:
     vocab_size: int = 47
     max_position_embeddings: int = 4096
     eos_token_ids: tuple[int, ...] = (EOS,)
+    kv_specs: tuple[KVSpec, ...] = (KVSpec(1, 1),)
+    """Of each layer."""
+
+
+@dataclass
+class Row:
+    """A sequence of the persistent batch."""
+
+    token_ids: list[int]
+    num_computed_tokens: int
+    params: SamplingParams
+    seed: int
+    block_tables: list[list[int]]
+
+
+@dataclass
+class Page:
+    """What a KV group keeps in a block: the tokens from one place of a sequence's table."""
+
+    group: int = -1
+    place: int = -1
+    token_ids: list[int | None] = field(default_factory=list)
 
 
 class ArithmeticRunner:
-    """Executes steps over a cache of tokens, and checks every step that it is given."""
+    """Executes plans over a cache of tokens, and checks every plan that it is given."""
 
     def __init__(self, config: EngineConfig, facts: ArithmeticFacts) -> None:
-        self.model_config = facts
+        self.model_info = facts
         self.num_steps = 0
+        self.rows: dict[int, Row] = {}
         self._config = config
-        self._block_size = config.cache.block_size
-        self._slots: list[int] = []
+        self.kv_layout = make_layout(facts.kv_specs, config.cache.block_size, facts.max_position_embeddings)
+        self._pages: list[Page] = []
 
     @property
     def fingerprint(self) -> str:
-        return f"{self.model_config.vocab_size:016x}"
+        return f"{self.model_info.vocab_size:016x}"
 
     def profile_num_blocks(self) -> int:
         return 64
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        self._slots = [_EMPTY] * (num_blocks * self._block_size)
+        self._pages = [Page() for _ in range(num_blocks)]
 
-    def execute(self, step: ScheduledStep) -> SampledTokens:
+    def execute(self, plan: StepPlan) -> PendingResult:
         self.num_steps += 1
-        scheduled = [*step.prefills, *step.decodes]
-        self._check_limits(step, scheduled)
-        self._copy(step)
-        for item in scheduled:
-            self._write(item)
-        tokens = [self._read(item) for item in scheduled]
-        return SampledTokens(
-            [
-                self.choose(seq, read)
-                for item, read in zip(scheduled, tokens, strict=True)
-                if item.needs_sample
-                for seq in (item.seq, *item.siblings)
-            ]
-        )
+        self.edit(plan)
+        self._check_limits(plan)
+        self._copy(plan)
+        result = self.compute(plan)
+        return lambda: result
 
-    def choose(self, seq: Sequence, read: list[int]) -> int:
-        """Return the next token of a sequence, from the tokens that were read back."""
-        return next_token(read, self.model_config.vocab_size)
+    def compute(self, plan: StepPlan) -> StepResult:
+        """Write and read the slots of a plan's tokens, and sample."""
+        scheduled = [
+            (self.rows[row], count) for row, count in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True)
+        ]
+        for row, count in scheduled:
+            self._write(row, count)
+        tokens = [self._read(row, count) for row, count in scheduled]
+        for row, count in scheduled:
+            row.num_computed_tokens += count
+        sampled = []
+        for number, source in zip(plan.sampled_rows.tolist(), plan.sampled_from.tolist(), strict=True):
+            row = self.rows[number]
+            _require(tokens[source] == row.token_ids, "a row samples from other tokens than its own")
+            sampled.append(self.choose(row, tokens[source]))
+        for number, token_id in zip(plan.sampled_rows.tolist(), sampled, strict=True):
+            self.rows[number].token_ids.append(token_id)
+        return as_result(plan, sampled)
 
-    def _copy(self, step: ScheduledStep) -> None:
-        targets = [copy.target for copy in step.copies]
+    def choose(self, row: Row, read: list[int]) -> int:
+        """Return the next token of a row, from the tokens that were read back."""
+        return next_token(read, self.model_info.vocab_size)
+
+    def edit(self, plan: StepPlan) -> None:
+        """Edit the rows as a plan says."""
+        if plan.reset:
+            self.rows.clear()
+        for row in plan.removed.tolist():
+            del self.rows[row]
+        for new in plan.added:
+            _require(new.row not in self.rows, f"row {new.row} is added twice")
+            _require(0 <= new.row < self._config.scheduler.max_num_seqs, f"there is no row {new.row}")
+            tables = [table.tolist() for table in new.block_tables]
+            self.rows[new.row] = Row(new.token_ids.tolist(), new.num_computed_tokens, new.params, new.seed, tables)
+        for group, edits in enumerate(plan.appended):
+            for number, place, block in np.transpose((edits.rows, edits.places, edits.blocks)).tolist():
+                table = self.rows[number].block_tables[group]
+                _require(place >= len(table), "a block is not appended at the end of its table")
+                table += [0] * (place - len(table)) + [block]
+
+    def _copy(self, plan: StepPlan) -> None:
+        copies = plan.copies.tolist()
+        targets = [target for _, target in copies]
         _require(len(set(targets)) == len(targets), "a block is copied to twice")
-        _require(not set(targets) & {copy.source for copy in step.copies}, "a block is copied from and to")
-        size = self._block_size
-        for source, target in step.copies:
-            self._slots[target * size : (target + 1) * size] = self._slots[source * size : (source + 1) * size]
+        _require(not set(targets) & {source for source, _ in copies}, "a block is copied from and to")
+        for source, target in copies:
+            page = self._pages[source]
+            self._pages[target] = replace(page, token_ids=list(page.token_ids))
 
-    def _check_limits(self, step: ScheduledStep, scheduled: list[ScheduledSequence]) -> None:
-        limits = self._config.scheduler
-        _require(0 < step.num_tokens <= limits.max_num_batched_tokens, f"{step.num_tokens} tokens in a step")
-        num_seqs = len(scheduled) + sum(len(item.siblings) for item in scheduled)
-        _require(num_seqs <= limits.max_num_seqs, f"{num_seqs} sequences in a step")
-        _require(len({item.seq.seq_id for item in scheduled}) == len(scheduled), "a sequence twice in a step")
-        for item in scheduled:
-            end = item.seq.num_computed_tokens + item.num_new_tokens
-            _require(item.num_new_tokens > 0, "an empty chunk")
-            _require(end <= len(item.seq.token_ids), "a chunk past the end")
-            _require(item.needs_sample or not item.siblings, "siblings without a sample")
-            _require(item.needs_sample == (end == len(item.seq.token_ids)), "needs_sample is wrong")
+    def _check_limits(self, plan: StepPlan) -> None:
+        limits, rows = self._config.scheduler, plan.rows.tolist()
+        _require(0 < plan.num_tokens <= limits.max_num_batched_tokens, f"{plan.num_tokens} tokens in a step")
+        _require(len(self.rows) <= limits.max_num_seqs, f"{len(self.rows)} rows")
+        _require(len(set(rows)) == len(rows), "a row twice in a step")
+        samples = set(plan.sampled_from.tolist())
+        for index, (number, count) in enumerate(zip(rows, plan.num_new_tokens.tolist(), strict=True)):
+            row = self.rows[number]
+            end = row.num_computed_tokens + count
+            _require(count > 0, "an empty chunk")
+            _require(index < plan.num_prefills or count == 1, "a decode of several tokens")
+            _require(end <= len(row.token_ids), "a chunk past the end")
+            _require((index in samples) == (end == len(row.token_ids)), "a chunk samples before its end, or not at it")
 
-    def _write(self, item: ScheduledSequence) -> None:
-        seq = item.seq
-        for position in range(seq.num_computed_tokens, seq.num_computed_tokens + item.num_new_tokens):
-            self._slots[self._slot(seq.block_table, position)] = seq.token_ids[position]
+    def _write(self, row: Row, count: int) -> None:
+        for group, (spec, table) in enumerate(zip(self.kv_layout.groups, row.block_tables, strict=True)):
+            for position in range(row.num_computed_tokens, row.num_computed_tokens + count):
+                place, offset = divmod(position, spec.block_size)
+                page = self._pages[table[place]]
+                if (page.group, page.place) != (group, place):
+                    page = self._pages[table[place]] = Page(group, place, [None] * spec.block_size)
+                page.token_ids[offset] = row.token_ids[position]
 
-    def _read(self, item: ScheduledSequence) -> list[int]:
-        seq = item.seq
-        end = seq.num_computed_tokens + item.num_new_tokens
-        read = [self._slots[self._slot(seq.block_table, position)] for position in range(end)]
-        _require(read == seq.token_ids[:end], f"{seq!r} reads other tokens than its own")
-        return read
-
-    def _slot(self, block_table: list[int], position: int) -> int:
-        return block_table[position // self._block_size] * self._block_size + position % self._block_size
+    def _read(self, row: Row, count: int) -> list[int]:
+        """Return a row's tokens up to the end of its chunk, after each group has read what its attention reads."""
+        end = row.num_computed_tokens + count
+        for group, (spec, table) in enumerate(zip(self.kv_layout.groups, row.block_tables, strict=True)):
+            size, window = spec.block_size, spec.spec.window
+            start = 0 if window is None else max(0, row.num_computed_tokens - window + 1)
+            for place in range(start // size, -(-end // size)):
+                page = self._pages[table[place]]
+                first, last = max(start, place * size), min(end, (place + 1) * size)
+                found = page.token_ids[first - place * size : last - place * size]
+                if (page.group, page.place) != (group, place) or found != row.token_ids[first:last]:
+                    raise SlotError(f"{row} reads other tokens than its own")
+        return row.token_ids[:end]
 
 
 class SeededRunner(ArithmeticRunner):
@@ -118,20 +180,26 @@ class SeededRunner(ArithmeticRunner):
     fails: str | None = None
     """Of the next step: "before" anything is done, or "after" everything was written."""
 
-    def choose(self, seq: Sequence, read: list[int]) -> int:
-        return next_token(read, self.model_config.vocab_size, seed=0 if seq.params.is_greedy else seq.seed)
+    def choose(self, row: Row, read: list[int]) -> int:
+        return next_token(read, self.model_info.vocab_size, seed=0 if row.params.is_greedy else row.seed)
 
-    def execute(self, step: ScheduledStep) -> SampledTokens:
+    def execute(self, plan: StepPlan) -> PendingResult:
         fails, self.fails = self.fails, None
         if fails == "before":
             raise MemoryError("no room for activations")
-        given = super().execute(step)
+        given = super().execute(plan)
         if fails == "after":
             raise MemoryError("no room for logits")
         return given
 
 
-def next_token(token_ids: Tokens[int], vocab_size: int, *, seed: int = 0) -> int:
+def as_result(plan: StepPlan, token_ids: Sequence[int]) -> StepResult:
+    """Return the result of a plan with one token for each sample."""
+    tokens = np.array(token_ids, np.int32).reshape(-1, 1)
+    return StepResult(plan.step_id, tokens, np.ones(len(tokens), np.int32))
+
+
+def next_token(token_ids: Sequence[int], vocab_size: int, *, seed: int = 0) -> int:
     """Return the next token: a function of every token and its position."""
     state = (7 + seed) % _MODULUS
     for token_id in token_ids:
@@ -140,7 +208,7 @@ def next_token(token_ids: Tokens[int], vocab_size: int, *, seed: int = 0) -> int
 
 
 def undisturbed(
-    prompt: Tokens[int], params: SamplingParams, facts: ArithmeticFacts, max_model_len: int, *, seed: int = 0
+    prompt: Sequence[int], params: SamplingParams, facts: ArithmeticFacts, max_model_len: int, *, seed: int = 0
 ) -> list[int]:
     """Return the output of a request that runs alone, without stop strings; `seed` is for a `SeededRunner`."""
     tokens = list(prompt)
@@ -175,7 +243,7 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def byte_fallback_tokenizer(words: Tokens[str] = ("▁", "a", "▁hi", "é", "語")) -> Tokenizer:
+def byte_fallback_tokenizer(words: Sequence[str] = ("▁", "a", "▁hi", "é", "語")) -> Tokenizer:
     """Return a tokenizer in Llama 2's form: words with ▁ for a space, and a token for each byte outside of words."""
     vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
     vocab |= {word: 257 + index for index, word in enumerate(words)}

@@ -8,19 +8,25 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.inference_pb2 import TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine import Engine, EngineConfig, SamplingParams
-from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
+from pagestream_engine.step.pending import PendingResult
+from pagestream_engine.step.records import StepPlan
 from pagestream_streams import Broker, EngineSession, GatewaySession
 from pagestream_telemetry.process import silent_telemetry
+from pagestream_telemetry.settings import TelemetrySettings
 from pagestream_worker.card import build_card
 from pagestream_worker.health import Health
 from pagestream_worker.settings import WorkerSettings
+from pagestream_worker.stepping.engine_core import EngineCore
+from pagestream_worker.stepping.engine_process import EngineProcess
 from pagestream_worker.stepping.engine_thread import EngineThread
+from pagestream_worker.stepping.process_main import Program
 from pagestream_worker.telemetry import WorkerTelemetry
 from pagestream_worker.worker import Worker
 from support.engines.arithmetic_model import (
@@ -40,9 +46,9 @@ LIMIT_S = 20.0
 class SlowRunner(ArithmeticRunner):
     """Takes as long for a step as a model might."""
 
-    def execute(self, step: ScheduledStep) -> SampledTokens:
+    def execute(self, plan: StepPlan) -> PendingResult:
         time.sleep(0.005)
-        return super().execute(step)
+        return super().execute(plan)
 
 
 class GatedRunner(ArithmeticRunner):
@@ -50,18 +56,18 @@ class GatedRunner(ArithmeticRunner):
 
     gate = threading.Event()
 
-    def execute(self, step: ScheduledStep) -> SampledTokens:
+    def execute(self, plan: StepPlan) -> PendingResult:
         if not self.gate.wait(LIMIT_S):
             raise TimeoutError(f"the gate was not opened within {LIMIT_S:.0f} s")
-        return super().execute(step)
+        return super().execute(plan)
 
 
 class Running:
-    """A worker with its engine's thread, and the event that ends it."""
+    """A worker with its engine, and the event that ends it."""
 
-    def __init__(self, worker: Worker, thread: EngineThread, task: asyncio.Task[None], stop: asyncio.Event) -> None:
+    def __init__(self, worker: Worker, core: EngineCore, task: asyncio.Task[None], stop: asyncio.Event) -> None:
         self.worker = worker
-        self.thread = thread
+        self.core = core
         self.task = task
         self.stop = stop
 
@@ -69,6 +75,23 @@ class Running:
         self.stop.set()
         async with asyncio.timeout(LIMIT_S):
             await self.task
+
+
+def arithmetic_engine(folder: Path, config: EngineConfig, runner: type[ArithmeticRunner]) -> Engine:
+    """Make an engine with an arithmetic model."""
+    return Engine(folder, config, make_runner=lambda _, config: runner(config, FACTS))
+
+
+async def started_core(folder: Path, config: EngineConfig, runner: type[ArithmeticRunner], kind: str) -> EngineCore:
+    """Start an engine in a process of its own, or inline."""
+    make_engine = partial(arithmetic_engine, folder, config, runner)
+    if kind == "inline":
+        thread = EngineThread(make_engine)
+        thread.start()
+        return thread
+    process = EngineProcess(Program(make_engine, TelemetrySettings(), "worker", None))
+    await process.start()
+    return process
 
 
 @asynccontextmanager
@@ -80,17 +103,17 @@ async def running_worker(
     *,
     fingerprint: str = "",
     finish_timeout_s: float = 0.0,
+    engine_core: str = "inline",
     **options: int,
 ) -> AsyncIterator[Running]:
     make_folder(folder, byte_level_tokenizer())
     config = EngineConfig.from_options(options)
-    thread = EngineThread(lambda: Engine(folder, config, make_runner=lambda _, config: runner(config, FACTS)))
-    thread.start()
-    engine = await asyncio.wrap_future(thread.loaded)
+    core = await started_core(folder, config, runner, engine_core)
+    engine = await asyncio.wrap_future(core.loaded)
     await broker.publish_model(build_card(folder, MODEL, engine))
     settings = WorkerSettings(str(folder), "", MODEL, "worker", finish_timeout_s=finish_timeout_s)
     worker = Worker(
-        thread,
+        core,
         settings,
         Health(settings.stall_timeout_s),
         telemetry or WorkerTelemetry(silent_telemetry(), MODEL, "worker"),
@@ -106,12 +129,13 @@ async def running_worker(
         fingerprint=fingerprint,
     ) as session:
         task = asyncio.create_task(worker.run(session, stop))
-        running = Running(worker, thread, task, stop)
+        running = Running(worker, core, task, stop)
         try:
             yield running
         finally:
             stop.set()
             await asyncio.wait([task], timeout=LIMIT_S)
+            core.close()
 
 
 async def accepted(gateway: GatewaySession, prompt: list[int], **sampling: object) -> RequestSpec:

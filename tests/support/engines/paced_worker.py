@@ -15,10 +15,12 @@ from functools import partial
 from pathlib import Path
 
 from pagestream_engine import Engine, EngineConfig
-from pagestream_engine.models.config import ModelInfo
-from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
-from pagestream_worker import process
+from pagestream_engine.cache.kv_groups import full_attention
+from pagestream_engine.models.select import read_info
+from pagestream_engine.step.pending import PendingResult
+from pagestream_engine.step.records import StepPlan
 from pagestream_worker.__main__ import main
+from support.engines.arithmetic_model import as_result
 
 NUM_BLOCKS = 8192
 PACE = "PACED_STEP_S"
@@ -26,13 +28,15 @@ PACE = "PACED_STEP_S"
 
 
 class PacedRunner:
-    """Returns a token for each sequence after a fixed time."""
+    """Returns a token for each sample after a fixed time."""
 
-    def __init__(self, folder: Path, step_s: float) -> None:
-        self.model_config = ModelInfo.from_folder(folder)
-        self.max_model_len = self.model_config.max_position_embeddings
+    def __init__(self, folder: Path, config: EngineConfig, step_s: float) -> None:
+        self.model_info = read_info(folder)
+        self.max_model_len = self.model_info.max_position_embeddings
+        self.kv_layout = full_attention(config.cache.block_size)
         self.fingerprint = "0" * 16
         self._step_s = step_s
+        self._lengths: dict[int, int] = {}
 
     def profile_num_blocks(self) -> int:
         return NUM_BLOCKS
@@ -40,16 +44,24 @@ class PacedRunner:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocate nothing: no step reads it."""
 
-    def execute(self, step: ScheduledStep) -> SampledTokens:
+    def execute(self, plan: StepPlan) -> PendingResult:
+        for new in plan.added:
+            self._lengths[new.row] = len(new.token_ids)
+        tokens = []
+        for row in plan.sampled_rows.tolist():
+            tokens.append(10 + self._lengths[row] % 100)
+            self._lengths[row] += 1
+        result = as_result(plan, tokens)
         time.sleep(self._step_s)
-        return SampledTokens([10 + len(seq.token_ids) % 100 for seq in step.sampled()])
+        return lambda: result
 
 
 def paced_engine(model: str | Path, config: EngineConfig, *, step_s: float) -> Engine:
     """Return an engine whose model takes `step_s` seconds a step."""
-    return Engine(model, config, make_runner=lambda folder, _: PacedRunner(folder, step_s))
+    return Engine(model, config, make_runner=lambda folder, config: PacedRunner(folder, config, step_s))
 
 
 if __name__ == "__main__":
-    vars(process)["Engine"] = partial(paced_engine, step_s=float(os.environ[PACE]))
-    sys.exit(main())
+    from support.engines import paced_worker  # what is pickled must not be named after __main__
+
+    sys.exit(main(make_engine=partial(paced_worker.paced_engine, step_s=float(os.environ[PACE]))))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from pagestream.v1.inference_pb2 import TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
+from pagestream_engine.cache.kv_groups import full_attention
 from pagestream_streams import Claim
 from pagestream_telemetry.process import silent_telemetry
 from pagestream_worker.requests.claim_budget import ClaimBudget
 from pagestream_worker.requests.unacknowledged_log import LogMemory
 from pagestream_worker.serving.active_requests import ActiveRequests
-from pagestream_worker.stepping.engine_thread import Command
+from pagestream_worker.stepping.commands import Command
 from pagestream_worker.telemetry import WorkerTelemetry
 
 STEP_TOKENS = 512
@@ -23,7 +24,7 @@ class RequestTable:
 
     def __init__(self, memory_bytes: int = 1_000_000) -> None:
         self.memory = LogMemory(memory_bytes)
-        self.budget = ClaimBudget(block_size=16, max_num_seqs=64, step_tokens=STEP_TOKENS)
+        self.budget = ClaimBudget(kv_layout=full_attention(16), max_num_seqs=64, step_tokens=STEP_TOKENS)
         self.telemetry = WorkerTelemetry(silent_telemetry(), "m", "e")
         self.commands: list[Command] = []
         self.requests = ActiveRequests(self.commands.append, self.budget, self.telemetry, lambda: None, self.memory)

@@ -27,6 +27,9 @@ _SHAPE = {
     "pad_token_id": None,
 }
 
+_UPPER_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+_GEMMA3_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
+
 
 @dataclass(frozen=True)
 class TinyModel:
@@ -57,7 +60,35 @@ TINY_MODELS: dict[str, TinyModel] = {
     ),
     "qwen2": TinyModel("Qwen2Config", {"num_key_value_heads": 3}),
     "qwen3": TinyModel("Qwen3Config", {"head_dim": 32, "num_key_value_heads": 1}),
-    "mistral": TinyModel("MistralConfig", {"num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": None}),
+    "mistral": TinyModel("MistralConfig", {"num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 24}),
+    "qwen3-window": TinyModel("Qwen3Config", {"head_dim": 32, "num_key_value_heads": 1, **_UPPER_WINDOWS}),
+    "mixtral": TinyModel(
+        "MixtralConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 72, "sliding_window": 28},
+    ),
+    "qwen2-window": TinyModel("Qwen2Config", {"head_dim": 16, **_UPPER_WINDOWS}),
+    "qwen3-moe": TinyModel(
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+        },
+    ),
+    "gemma2": TinyModel("Gemma2Config", {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 24}),
+    "gemma3": TinyModel(
+        "Gemma3TextConfig",
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 24, "layer_types": _GEMMA3_LAYERS},
+    ),
+    "phi3": TinyModel(
+        "Phi3Config",
+        {"sliding_window": 40, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
 }
 
 

@@ -1,6 +1,9 @@
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
@@ -8,16 +11,20 @@ from pagestream_engine.errors import ConfigError, InvalidRequest, InvariantViola
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import Sibling
-from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
+from pagestream_engine.step.pending import PendingResult
+from pagestream_engine.step.records import StepLogprobs, StepPlan, StepResult
 from pagestream_engine.text.detokenizer import IncrementalDetokenizer
 from support.engines.arithmetic_model import (
     EOS,
     ArithmeticFacts,
     ArithmeticRunner,
+    as_result,
     byte_level_tokenizer,
     make_folder,
     undisturbed,
 )
+from support.engines.speculating_model import SpeculatingRunner
+from tokenizers import Tokenizer, decoders, models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TEXT_FACTS = ArithmeticFacts(vocab_size=257)
@@ -36,7 +43,7 @@ def run(engine: Engine, limit: int = 2000) -> dict[str, list[StepOutput]]:
         if not engine.has_unfinished_requests():
             return outputs
         for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
+            outputs.setdefault(output.seq_id, []).append(output)
         engine.check_invariants()
     raise AssertionError("the engine does not come to an end")
 
@@ -140,6 +147,11 @@ def test_a_context_that_can_never_fit_is_refused(tmp_path: Path, asked: int, mat
         make_engine(tmp_path, max_model_len=asked)
 
 
+def test_an_unknown_policy_is_refused_before_the_model_is_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="scheduling_policy: given 'lottery'"):
+        Engine(tmp_path / "nowhere", EngineConfig.from_options({"scheduling_policy": "lottery"}))
+
+
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"given .*nowhere.*, expected a folder with config\.json"):
         Engine(tmp_path / "nowhere", EngineConfig())
@@ -187,10 +199,20 @@ def test_a_prompt_too_long_has_its_own_type(tmp_path: Path) -> None:
 def test_an_id_is_unique_while_it_runs(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     engine.add_request("a", [1], GREEDY)
-    with pytest.raises(InvalidRequest, match="request_id: given 'a', which is running"):
+    with pytest.raises(InvalidRequest, match="seq_id: given 'a', which is running"):
         engine.add_request("a", [2], GREEDY)
     run(engine)
     engine.add_request("a", [2], GREEDY)
+    assert tokens(run(engine)["a"]) == expected([2])
+
+
+def test_ids_that_are_added_while_a_group_is_are_found(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    adding = engine.adding_group([1], [Sibling("a", GREEDY)])
+    next(adding)
+    engine.add_request("a", [2], GREEDY)
+    with pytest.raises(InvalidRequest, match="seq_id: given 'a', which is running"):
+        list(adding)
     assert tokens(run(engine)["a"]) == expected([2])
 
 
@@ -274,6 +296,117 @@ def test_a_request_that_fails_hurts_no_neighbour(tmp_path: Path, monkeypatch: py
     assert engine.stats().num_free_blocks == 32
 
 
+def panicking_tokenizer(bad: int) -> Tokenizer:
+    """Return a tokenizer whose decoder panics at one token: it strips two of its characters, and finds one."""
+    tokenizer = Tokenizer(models.WordLevel({f"t{index}" if index != bad else "x": index for index in range(47)}, "t0"))
+    tokenizer.decoder = decoders.Strip("x", 0, 2)
+    return tokenizer
+
+
+LIKELIEST = 1
+
+
+class LogprobRunner(ArithmeticRunner):
+    """Reports the chosen token and one that nobody gets as likeliest, for those that ask."""
+
+    def compute(self, plan: StepPlan) -> StepResult:
+        result = super().compute(plan)
+        asked = np.array([i for i, row in enumerate(plan.sampled_rows.tolist()) if self.rows[row].params.logprobs])
+        token_ids = np.array([[result.token_ids[place, 0], LIKELIEST] for place in asked], np.int32).reshape(-1, 2)
+        ones = np.ones(len(asked), np.int32)
+        return replace(result, logprobs=StepLogprobs(asked, ones, token_ids, -ones[:, None] - [0.0, 1.0], ones))
+
+
+def test_a_panic_of_the_tokenizer_fails_its_request_alone(tmp_path: Path) -> None:
+    logged = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    bad = next(token_id for token_id in expected([7, 8]) if token_id not in {*expected([1, 2, 3]), *expected([5])})
+    config = EngineConfig.from_options({"block_size": 4, "num_gpu_blocks_override": 32})
+    engine = Engine(
+        make_folder(tmp_path / "text", panicking_tokenizer(bad)),
+        config,
+        make_runner=lambda _, config: LogprobRunner(config, ArithmeticFacts()),
+    )
+    engine.add_request("good", [1, 2, 3], GREEDY)
+    engine.add_request("bad", [7, 8], GREEDY)
+    with pytest.raises(InvalidRequest, match="the tokenizer can't make text of"):
+        engine.add_request("refused", [1, bad], GREEDY)
+    outputs = run(engine)
+    assert tokens(outputs["good"]) == expected([1, 2, 3])
+    assert (outputs["bad"][-1].token_id, outputs["bad"][-1].finish_reason) == (bad, "error")
+    assert "PanicException: index out of bounds" in str(outputs["bad"][-1].error)
+
+    engine = Engine(
+        make_folder(tmp_path / "logprobs", panicking_tokenizer(LIKELIEST)),
+        config,
+        make_runner=lambda _, config: LogprobRunner(config, ArithmeticFacts()),
+    )
+    engine.add_request("bad", [5], logged)
+    engine.add_request("good", [1, 2, 3], GREEDY)
+    outputs = run(engine)
+    assert tokens(outputs["good"]) == expected([1, 2, 3])
+    (end,) = outputs["bad"]
+    assert (end.token_id, end.finish_reason) == (expected([5])[0], "error")
+    assert "PanicException: index out of bounds" in str(end.error)
+
+
+def test_an_interrupt_is_no_fault_of_the_request_that_it_meets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(tmp_path, text=True)
+    engine.add_request("a", [1], GREEDY)
+
+    def interrupt(_: IncrementalDetokenizer, token_id: int) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(IncrementalDetokenizer, "push", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_tokens": 1},
+        {"max_tokens": 7},
+        {"max_tokens": 40, "stop": ["zz", "\x08", "u"]},
+        {"max_tokens": 40, "stop": "u", "include_stop_str_in_output": True, "min_tokens": 9},
+        {"max_tokens": 40, "stop_token_ids": list(range(1, 257, 9))},
+    ],
+)
+def test_several_tokens_of_a_step_end_where_they_end_one_by_one(
+    tmp_path: Path, ahead: bool, given: dict[str, Any]
+) -> None:
+    def outputs(num_drafts: int) -> dict[str, list[StepOutput]]:
+        def make_runner(_: Path, config: EngineConfig) -> ArithmeticRunner:
+            if not num_drafts:
+                return ArithmeticRunner(config, TEXT_FACTS)
+            return SpeculatingRunner(config, TEXT_FACTS, num_drafts, Random(num_drafts))
+
+        config = EngineConfig.from_options(
+            {"block_size": 4, "num_gpu_blocks_override": 64, "async_scheduling": ahead and bool(num_drafts)}
+        )
+        engine = Engine(make_folder(tmp_path / "model", byte_level_tokenizer()), config, make_runner=make_runner)
+        for first in range(6):
+            engine.add_request(str(first), [first, 50], SamplingParams(temperature=0, ignore_eos=True, **given))
+        done = run(engine)
+        assert engine.stats().num_free_blocks == 64
+        return done
+
+    assert outputs(1) == outputs(2) == outputs(0)
+
+
+def test_more_tokens_than_a_step_has_computed_are_a_bug(tmp_path: Path) -> None:
+    class Runner(ArithmeticRunner):
+        def compute(self, plan: StepPlan) -> StepResult:
+            one = super().compute(plan)
+            return StepResult(plan.step_id, one.token_ids.repeat(2, axis=1), 2 * one.counts)
+
+    config = EngineConfig.from_options({"num_gpu_blocks_override": 9})
+    engine = Engine(make_folder(tmp_path), config, make_runner=lambda _, config: Runner(config, ArithmeticFacts()))
+    engine.add_request("a", [1], GREEDY)
+    with pytest.raises(InvariantViolation, match="sample 0 2 tokens, expected 1 to 1"):
+        engine.step()
+
+
 def test_a_request_whose_text_can_not_be_replayed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: IncrementalDetokenizer, token_id: int) -> str:
         raise RuntimeError(f"no piece for {token_id}")
@@ -317,14 +450,17 @@ def test_a_resumed_group_goes_on_exactly(tmp_path: Path, cut: int) -> None:
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
-        ([], "siblings: given request ids"),
-        ([Sibling("a", GREEDY), Sibling("a", GREEDY)], "siblings: given request ids"),
-        ([Sibling("a", GREEDY), Sibling("good", GREEDY)], "request_id: given 'good', which is running"),
+        ([], "siblings: given sequence ids"),
+        ([Sibling("a", GREEDY), Sibling("a", GREEDY)], "siblings: given sequence ids"),
+        ([Sibling("a", GREEDY), Sibling("good", GREEDY)], "seq_id: given 'good', which is running"),
         ([Sibling("a", GREEDY), Sibling("b", GREEDY, [99])], "output_token_ids: given token 99"),
         ([Sibling("a", GREEDY), Sibling("b", SamplingParams(n=2))], "n: given 2"),
         ([Sibling("a", SamplingParams(best_of=2))], "best_of: given 2"),
         ([Sibling("a", SamplingParams(logprobs=21))], "logprobs: given 21, expected at most 20"),
         ([Sibling("a", SamplingParams(logit_bias={47: 1}))], "logit_bias: given token 47, expected 0 to 46"),
+        ([Sibling("a", SamplingParams(allowed_token_ids=[3, 47]))], "allowed_token_ids: given token 47, expected 0 to"),
+        ([Sibling("a", SamplingParams(bad_words_token_ids=[[1], [47]]))], "bad_words_token_ids: given token 47, exp"),
+        ([Sibling("a", SamplingParams(bad_words=["a"]))], "bad_words: given words, expected none without a tokenizer"),
     ],
 )
 def test_a_group_is_added_whole_or_not_at_all(tmp_path: Path, bad: list[Sibling], match: str) -> None:
@@ -342,12 +478,12 @@ class FailingRunner(ArithmeticRunner):
     fail_at: tuple[int, ...] = ()
     short = False
 
-    def execute(self, step: ScheduledStep) -> SampledTokens:
+    def execute(self, plan: StepPlan) -> PendingResult:
         if self.num_steps in self.fail_at:
             self.num_steps += 1
             raise MemoryError("no room for activations")
-        given = super().execute(step)
-        return SampledTokens(given.token_ids[:-1]) if self.short else given
+        given = super().execute(plan)
+        return (lambda: as_result(plan, [])) if self.short else given
 
 
 def test_a_step_that_failed_can_be_run_again(tmp_path: Path) -> None:
@@ -365,12 +501,43 @@ def test_a_step_that_failed_can_be_run_again(tmp_path: Path) -> None:
     while engine.has_unfinished_requests():
         try:
             for output in engine.step():
-                collected[output.request_id] += tokens([output]) or [-1]
+                collected[output.seq_id] += tokens([output]) or [-1]
         except MemoryError:
             failures += 1
         engine.check_invariants()
     assert failures == 3
+    assert (engine.stats().num_preemptions, engine.num_requeues) == (0, 6)
     assert collected == {"a": expected([1, 2, 3]), "b": expected([2] * 9), "done": [-1]}
+
+
+@pytest.mark.parametrize("ends_by", ["abort", "stop token"])
+def test_the_failure_of_a_step_that_nothing_waits_for_is_nobodys(tmp_path: Path, ends_by: str) -> None:
+    class Runner(FailingRunner):
+        fail_at = (2,)
+
+    config = EngineConfig.from_options({"num_gpu_blocks_override": 9, "async_scheduling": True})
+    engine = Engine(make_folder(tmp_path), config, make_runner=lambda _, config: Runner(config, ArithmeticFacts()))
+    stop = replace(GREEDY, stop_token_ids=(expected([1])[1],))
+    engine.add_request("a", [1], stop if ends_by == "stop token" else GREEDY)
+    outputs = [output for _ in range(3) for output in engine.step()]
+    assert tokens(outputs) == expected([1])[:2]
+    engine.abort_request("a")
+    engine.add_request("b", [2], GREEDY)
+    assert tokens(run(engine)["b"]) == expected([2])
+    assert engine.stats().num_generated_tokens == 2 + len(expected([2]))
+
+
+def test_an_answer_to_another_plan_is_a_bug(tmp_path: Path) -> None:
+    class Runner(ArithmeticRunner):
+        def execute(self, plan: StepPlan) -> PendingResult:
+            given = super().execute(plan)
+            return lambda: replace(given(), step_id=plan.step_id - 1)
+
+    config = EngineConfig.from_options({"num_gpu_blocks_override": 9})
+    engine = Engine(make_folder(tmp_path), config, make_runner=lambda _, config: Runner(config, ArithmeticFacts()))
+    engine.add_request("a", [1], GREEDY)
+    with pytest.raises(InvariantViolation, match=r"answered plan -?\d+, expected plan"):
+        engine.step()
 
 
 def test_a_runner_that_answers_too_little_is_a_bug(tmp_path: Path) -> None:
@@ -380,8 +547,28 @@ def test_a_runner_that_answers_too_little_is_a_bug(tmp_path: Path) -> None:
     config = EngineConfig.from_options({"num_gpu_blocks_override": 9})
     engine = Engine(make_folder(tmp_path), config, make_runner=lambda _, config: Runner(config, ArithmeticFacts()))
     engine.add_request("a", [1], GREEDY)
-    with pytest.raises(InvariantViolation, match="0 tokens for 1 sequences"):
+    with pytest.raises(InvariantViolation, match="0 samples for 1 sequences"):
         engine.step()
+
+
+def test_an_error_of_a_row_ends_its_request_alone(tmp_path: Path) -> None:
+    class Runner(ArithmeticRunner):
+        def execute(self, plan: StepPlan) -> PendingResult:
+            given = super().execute(plan)
+            errors = {1: "no token may be chosen"} if self.num_steps == 4 else {}
+            return lambda: replace(given(), errors=errors)
+
+    config = EngineConfig.from_options({"block_size": 4, "num_gpu_blocks_override": 32})
+    engine = Engine(make_folder(tmp_path), config, make_runner=lambda _, config: Runner(config, ArithmeticFacts()))
+    prompts = {"a": [1, 2, 3], "b": [4, 5], "c": [6]}
+    for name, prompt in prompts.items():
+        engine.add_request(name, prompt, GREEDY)
+    outputs = run(engine)
+    failed = outputs["b"][-1]
+    assert (failed.token_id, failed.finish_reason, failed.error) == (None, "error", "no token may be chosen")
+    assert tokens(outputs["b"]) == expected([4, 5])[:3]
+    for name in ("a", "c"):
+        assert tokens(outputs[name]) == expected(prompts[name])
 
 
 def test_seeds_are_drawn_from_the_engines_own(tmp_path: Path) -> None:

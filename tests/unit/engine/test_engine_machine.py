@@ -1,8 +1,10 @@
-"""Random adds, aborts, resumes and steps in tiny pools: the bookkeeping holds after every step, and every request gets
-the tokens of an undisturbed run."""
+"""Random adds, aborts, resumes and steps in tiny pools, with none to three tokens a sample: the bookkeeping holds after
+every step, and every request gets the tokens of an undisturbed run."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +13,9 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.request.sampling_params import SamplingParams
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
+from support.engines.kv_layouts import LAYERS
 from support.engines.kv_waste import check_waste
+from support.engines.speculating_model import SpeculatingRunner
 
 FACTS = ArithmeticFacts(vocab_size=23)
 PREFIXES = ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9, 9], [3])
@@ -34,24 +38,47 @@ class EngineMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
     @initialize(
+        layers=st.sampled_from(sorted(LAYERS)),
         block_size=st.sampled_from([1, 2, 4, 8]),
         num_tokens=st.integers(24, 64),
         max_num_seqs=st.integers(1, 6),
         spare_budget=st.integers(0, 12),
         caching=st.booleans(),
+        ahead=st.booleans(),
+        num_drafts=st.integers(0, 2),
+        counts_seed=st.integers(0, 99),
     )
-    def start(self, block_size: int, num_tokens: int, max_num_seqs: int, spare_budget: int, caching: bool) -> None:
+    def start(
+        self,
+        *,
+        layers: str,
+        block_size: int,
+        num_tokens: int,
+        max_num_seqs: int,
+        spare_budget: int,
+        caching: bool,
+        ahead: bool,
+        num_drafts: int,
+        counts_seed: int,
+    ) -> None:
+        self.facts = replace(FACTS, kv_specs=LAYERS[layers])
         config = EngineConfig.from_options(
             {
                 "block_size": block_size,
-                "num_gpu_blocks_override": num_tokens // block_size,
+                "num_gpu_blocks_override": num_tokens // block_size * len(LAYERS[layers]),
                 "max_num_seqs": max_num_seqs,
                 "max_num_batched_tokens": max_num_seqs + spare_budget,
                 "enable_prefix_caching": caching,
+                "async_scheduling": ahead,
             }
         )
-        folder = make_folder(Path(self.folder.name))
-        self.engine = Engine(folder, config, make_runner=lambda _, config: ArithmeticRunner(config, FACTS))
+
+        def make_runner(_: Path, config: EngineConfig) -> ArithmeticRunner:
+            if not num_drafts:
+                return ArithmeticRunner(config, self.facts)
+            return SpeculatingRunner(config, self.facts, num_drafts, Random(counts_seed))
+
+        self.engine = Engine(make_folder(Path(self.folder.name)), config, make_runner=make_runner)
 
     @rule(
         prefix=st.sampled_from(PREFIXES),
@@ -89,13 +116,13 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, times: int) -> None:
         for _ in range(times):
             for output in self.engine.step():
-                assert output.request_id in self.expected, "an output of a request that is gone"
+                assert output.seq_id in self.expected, "an output of a request that is gone"
                 assert output.token_id is not None
-                seen = self.seen[output.request_id]
+                seen = self.seen[output.seq_id]
                 seen.append(output.token_id)
-                assert seen == self.expected[output.request_id][: len(seen)]
+                assert seen == self.expected[output.seq_id][: len(seen)]
                 if output.finish_reason is not None:
-                    assert seen == self.expected.pop(output.request_id)
+                    assert seen == self.expected.pop(output.seq_id)
             self.engine.check_invariants()
 
     @invariant()

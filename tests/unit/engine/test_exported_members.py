@@ -13,15 +13,19 @@ EXPORTED = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "SchedulingPolicy",
     "Sibling",
     "StepOutput",
     "TokenLogprob",
+    "TokenSequence",
+    "register_policy",
 ]
 
 
 WITHOUT_TORCH = [
     "pagestream_engine",
     "pagestream_engine.native_build",
+    "pagestream_engine.models.folder",
     "pagestream_engine.scheduler.scheduler",
     "pagestream_engine.cache.manager",
     "pagestream_engine.request.sampling_params",

@@ -5,17 +5,23 @@ that it gets alone.
 """
 
 import tempfile
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
+from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import Sibling
 from support.engines.arithmetic_model import ArithmeticFacts, SeededRunner, make_folder, undisturbed
+from support.engines.kv_layouts import LAYERS
 from support.engines.kv_waste import check_waste
+from support.engines.speculating_model import SpeculatingRunner
 
 FACTS = ArithmeticFacts(vocab_size=23)
 PREFIXES = ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9, 9], [3])
@@ -38,25 +44,46 @@ class GroupMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
     @initialize(
+        layers=st.sampled_from(sorted(LAYERS)),
         block_size=st.sampled_from([1, 2, 4, 8]),
         num_tokens=st.integers(24, 96),
         max_num_seqs=st.integers(1, 8),
         spare_budget=st.integers(0, 12),
         caching=st.booleans(),
+        ahead=st.booleans(),
+        num_drafts=st.integers(0, 2),
+        counts_seed=st.integers(0, 99),
     )
-    def start(self, block_size: int, num_tokens: int, max_num_seqs: int, spare_budget: int, caching: bool) -> None:
+    def start(
+        self,
+        *,
+        layers: str,
+        block_size: int,
+        num_tokens: int,
+        max_num_seqs: int,
+        spare_budget: int,
+        caching: bool,
+        ahead: bool,
+        num_drafts: int,
+        counts_seed: int,
+    ) -> None:
+        self.facts = replace(FACTS, kv_specs=LAYERS[layers])
         config = EngineConfig.from_options(
             {
                 "block_size": block_size,
-                "num_gpu_blocks_override": num_tokens // block_size,
+                "num_gpu_blocks_override": num_tokens // block_size * len(LAYERS[layers]),
                 "max_num_seqs": max_num_seqs,
                 "max_num_batched_tokens": max_num_seqs + spare_budget,
                 "enable_prefix_caching": caching,
+                "async_scheduling": ahead,
             }
         )
 
         def make_runner(_: Path, config: EngineConfig) -> SeededRunner:
-            self.runner = SeededRunner(config, FACTS)
+            if num_drafts:
+                self.runner = SpeculatingRunner(config, self.facts, num_drafts, Random(counts_seed))
+            else:
+                self.runner = SeededRunner(config, self.facts)
             return self.runner
 
         self.engine = Engine(make_folder(Path(self.folder.name)), config, make_runner=make_runner)
@@ -113,26 +140,29 @@ class GroupMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.expected)
     @rule(when=st.sampled_from(["before", "after"]))
     def fail(self, when: str) -> None:
-        """A step that fails has done nothing that counts."""
+        """A step that fails has done nothing that counts, and neither has one that was scheduled while it ran."""
         self.runner.fails = when
-        try:
-            self.engine.step()
-        except MemoryError:
-            return
-        raise AssertionError("the step did not fail")
+        with suppress(MemoryError):
+            while self.expected or not self.engine._steps.is_empty:
+                self.take(self.engine.step())
+        assert (self.runner.fails is None) or not self.expected
+        self.runner.fails = None
 
     @rule(times=st.integers(1, 8))
     def step(self, times: int) -> None:
         for _ in range(times):
-            for output in self.engine.step():
-                assert output.request_id in self.expected, "an output of a sequence that is gone"
-                assert output.token_id is not None
-                seen = self.seen[output.request_id]
-                seen.append(output.token_id)
-                assert seen == self.expected[output.request_id][: len(seen)]
-                if output.finish_reason is not None:
-                    assert seen == self.expected.pop(output.request_id)
+            self.take(self.engine.step())
             self.engine.check_invariants()
+
+    def take(self, outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            assert output.seq_id in self.expected, "an output of a sequence that is gone"
+            assert output.token_id is not None
+            seen = self.seen[output.seq_id]
+            seen.append(output.token_id)
+            assert seen == self.expected[output.seq_id][: len(seen)]
+            if output.finish_reason is not None:
+                assert seen == self.expected.pop(output.seq_id)
 
     @invariant()
     def the_bookkeeping_holds(self) -> None:

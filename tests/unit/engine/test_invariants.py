@@ -3,115 +3,116 @@
 import pytest
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.invariants import check_cache
+from pagestream_engine.cache.kv_groups import full_attention
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import Sequence, SequenceGroup, SequenceState
+from pagestream_engine.request.sequence import SequenceGroup, SequenceState, TokenSequence
 from pagestream_engine.scheduler.invariants import check_groups
 
-BLOCK_SIZE = 2
+LAYOUT = full_attention(block_size=2)
 
 
 @pytest.fixture
 def cache() -> CacheManager:
-    return CacheManager(BlockPool(4), BLOCK_SIZE, enable_prefix_caching=True)
+    return CacheManager(BlockPool(4), LAYOUT, enable_prefix_caching=True)
 
 
 @pytest.fixture
-def seq(cache: CacheManager) -> Sequence:
-    seq = Sequence("a", [1, 2, 3], SamplingParams(), seed=0, arrival=0, max_total_tokens=9)
+def seq(cache: CacheManager) -> TokenSequence:
+    seq = TokenSequence("a", [1, 2, 3], SamplingParams(), seed=0, arrival=0, max_total_tokens=9)
     seq.state = SequenceState.RUNNING
     cache.grow(seq, 3)
     seq.num_computed_tokens = 2
     cache.note_full_block(seq)
     cache.publish_some(2)
-    check_cache(cache.pool, BLOCK_SIZE, [seq])
+    check_cache(cache.pool, LAYOUT, [seq])
     return seq
 
 
-def broken(cache: CacheManager, seq: Sequence, match: str) -> None:
+def broken(cache: CacheManager, seq: TokenSequence, match: str) -> None:
     with pytest.raises(InvariantViolation, match=match):
-        check_cache(cache.pool, BLOCK_SIZE, [seq])
+        check_cache(cache.pool, LAYOUT, [seq])
 
 
-def test_a_leaked_reference(cache: CacheManager, seq: Sequence) -> None:
+def test_a_leaked_reference(cache: CacheManager, seq: TokenSequence) -> None:
     cache.pool.allocate()
     broken(cache, seq, "has count 1, tables hold it 0 times")
 
 
-def test_a_free_block_in_a_table(cache: CacheManager, seq: Sequence) -> None:
-    cache.pool.ref_counts[seq.block_table[0]] = 0
+def test_a_free_block_in_a_table(cache: CacheManager, seq: TokenSequence) -> None:
+    cache.pool.ref_counts[seq.block_tables[0][0]] = 0
     broken(cache, seq, "free and referenced, or neither")
 
 
-def test_a_map_to_another_block(cache: CacheManager, seq: Sequence) -> None:
-    cache.pool.by_hash[b"other"] = seq.block_table[0]
+def test_a_map_to_another_block(cache: CacheManager, seq: TokenSequence) -> None:
+    cache.pool.by_hash[b"other"] = seq.block_tables[0][0]
     broken(cache, seq, "does not carry")
 
 
-def test_a_hash_without_an_entry(cache: CacheManager, seq: Sequence) -> None:
+def test_a_hash_without_an_entry(cache: CacheManager, seq: TokenSequence) -> None:
     cache.pool.by_hash.clear()
     broken(cache, seq, "by which it is not found")
 
 
-def test_other_content_under_a_published_block(cache: CacheManager, seq: Sequence) -> None:
+def test_other_content_under_a_published_block(cache: CacheManager, seq: TokenSequence) -> None:
     seq.token_ids[0] = 9
     broken(cache, seq, "other content")
 
 
-def test_blocks_ahead_of_the_tokens(cache: CacheManager, seq: Sequence) -> None:
+def test_blocks_ahead_of_the_tokens(cache: CacheManager, seq: TokenSequence) -> None:
     cache.grow(seq, 5)
     broken(cache, seq, "more than one partly filled block")
 
 
-def test_tokens_ahead_of_the_blocks(cache: CacheManager, seq: Sequence) -> None:
+def test_tokens_ahead_of_the_blocks(cache: CacheManager, seq: TokenSequence) -> None:
     seq.token_ids += [4, 5, 6]
     seq.num_computed_tokens = 5
     broken(cache, seq, "more tokens than its table covers")
 
 
-def test_blocks_of_a_sequence_that_waits(cache: CacheManager, seq: Sequence) -> None:
+def test_blocks_of_a_sequence_that_waits(cache: CacheManager, seq: TokenSequence) -> None:
     seq.state = SequenceState.WAITING
     broken(cache, seq, "does not run, yet holds blocks")
 
 
-def fork(cache: CacheManager, seq: Sequence) -> Sequence:
+def fork(cache: CacheManager, seq: TokenSequence) -> TokenSequence:
     """A sibling that shares the first three tokens, of which the third is in a block that is not full."""
     seq.token_ids.append(4)
     seq.num_computed_tokens = 3
-    other = Sequence("b", [1, 2, 3, 5], SamplingParams(), seed=0, arrival=1, max_total_tokens=9)
+    other = TokenSequence("b", [1, 2, 3, 5], SamplingParams(), seed=0, arrival=1, max_total_tokens=9)
     other.state = SequenceState.RUNNING
     cache.fork(seq, other, 3)
-    check_cache(cache.pool, BLOCK_SIZE, [seq, other], cache.copy_on_write)
+    check_cache(cache.pool, LAYOUT, [seq, other], cache.copy_on_write)
     return other
 
 
-def test_two_that_write_one_block(cache: CacheManager, seq: Sequence) -> None:
+def test_two_that_write_one_block(cache: CacheManager, seq: TokenSequence) -> None:
     other = fork(cache, seq)
-    cache.copy_on_write.forked.clear()
+    cache.copy_on_write.forks.clear()
     with pytest.raises(InvariantViolation, match="will write block"):
-        check_cache(cache.pool, BLOCK_SIZE, [seq, other], cache.copy_on_write)
+        check_cache(cache.pool, LAYOUT, [seq, other], cache.copy_on_write)
 
 
-def test_a_copy_that_does_not_hold_its_source(cache: CacheManager, seq: Sequence) -> None:
+def test_a_copy_that_does_not_hold_its_source(cache: CacheManager, seq: TokenSequence) -> None:
     other = fork(cache, seq)
     cache.copy_on_write.assign_own_blocks()
-    check_cache(cache.pool, BLOCK_SIZE, [seq, other], cache.copy_on_write)
+    check_cache(cache.pool, LAYOUT, [seq, other], cache.copy_on_write)
     cache.pool.release(cache.copy_on_write.copies[0].source)
     with pytest.raises(InvariantViolation, match="tables hold it"):
-        check_cache(cache.pool, BLOCK_SIZE, [seq, other], cache.copy_on_write)
+        check_cache(cache.pool, LAYOUT, [seq, other], cache.copy_on_write)
 
 
-def test_a_copy_to_a_block_that_no_sequence_holds(cache: CacheManager, seq: Sequence) -> None:
+def test_a_copy_to_a_block_that_no_sequence_holds(cache: CacheManager, seq: TokenSequence) -> None:
     other = fork(cache, seq)
     cache.copy_on_write.assign_own_blocks()
-    cache.pool.release(other.block_table.pop())
+    cache.pool.release(other.block_tables[0].pop())
     other.num_computed_tokens = 2
     with pytest.raises(InvariantViolation, match="target of a copy, and no sequence holds it"):
-        check_cache(cache.pool, BLOCK_SIZE, [seq, other], cache.copy_on_write)
+        check_cache(cache.pool, LAYOUT, [seq, other], cache.copy_on_write)
 
 
-def test_siblings_that_stand_apart(cache: CacheManager, seq: Sequence) -> None:
+def test_siblings_that_stand_apart(cache: CacheManager, seq: TokenSequence) -> None:
     other = fork(cache, seq)
     group = SequenceGroup([seq, other])
     check_groups([seq, other])

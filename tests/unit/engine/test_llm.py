@@ -8,7 +8,8 @@ import pytest
 from pagestream_engine import LLM, SamplingParams
 from pagestream_engine.errors import ConfigError, InvalidRequest, ModelNotFound, UnsupportedOption
 from pagestream_engine.request.sampling_params import child_seed
-from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
+from pagestream_engine.step.pending import PendingResult
+from pagestream_engine.step.records import StepPlan
 from support.engines.arithmetic_model import (
     ArithmeticFacts,
     ArithmeticRunner,
@@ -78,18 +79,18 @@ def test_the_default_parameters_are_vllms(tmp_path: Path) -> None:
 
 
 def test_choices_have_seeds_of_their_own(tmp_path: Path) -> None:
-    seeds: dict[str, int] = {}
+    seeds: list[int] = []
 
     class Runner(ArithmeticRunner):
-        def execute(self, step: ScheduledStep) -> SampledTokens:
-            seeds.update({seq.seq_id: seq.seed for seq in step.sampled()})
-            return super().execute(step)
+        def execute(self, plan: StepPlan) -> PendingResult:
+            seeds.extend(new.seed for new in plan.added)
+            return super().execute(plan)
 
     llm = make_llm(tmp_path, runner=Runner)
     (output,) = llm.generate("a", SamplingParams(n=3, seed=7, max_tokens=4))
     assert [choice.index for choice in output.outputs] == [0, 1, 2]
     assert all(choice.token_ids == expected(output.prompt_token_ids)[:4] for choice in output.outputs)
-    assert list(seeds.values()) == [7, child_seed(7, 1), child_seed(7, 2)]
+    assert seeds == [7, child_seed(7, 1), child_seed(7, 2)]
 
 
 def test_cached_prompt_tokens_are_told(tmp_path: Path) -> None:
@@ -131,11 +132,11 @@ def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
 
 def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
     class Runner(ArithmeticRunner):
-        def execute(self, step: ScheduledStep) -> SampledTokens:
+        def execute(self, plan: StepPlan) -> PendingResult:
             if self.num_steps == 3:
                 self.num_steps += 1
                 raise KeyboardInterrupt
-            return super().execute(step)
+            return super().execute(plan)
 
     llm = make_llm(tmp_path, runner=Runner)
     with pytest.raises(KeyboardInterrupt):

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
         TokenLogprob,
     )
     from pagestream_engine.request.sampling_params import SamplingParams
-    from pagestream_engine.request.sequence import Sibling
+    from pagestream_engine.request.sequence import Sibling, TokenSequence
+    from pagestream_engine.scheduler.policy import SchedulingPolicy, register_policy
 
 __all__ = [
     "LLM",
@@ -30,9 +31,12 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "SchedulingPolicy",
     "Sibling",
     "StepOutput",
     "TokenLogprob",
+    "TokenSequence",
+    "register_policy",
 ]
 
 _MODULES = {
@@ -40,7 +44,10 @@ _MODULES = {
     "Engine": "engine",
     "EngineConfig": "config",
     "SamplingParams": "request.sampling_params",
+    "SchedulingPolicy": "scheduler.policy",
     "Sibling": "request.sequence",
+    "TokenSequence": "request.sequence",
+    "register_policy": "scheduler.policy",
     **dict.fromkeys(
         ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "StepOutput", "TokenLogprob"), "request.outputs"
     ),

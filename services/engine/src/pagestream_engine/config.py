@@ -11,7 +11,7 @@ from pagestream_engine.errors import ConfigError, UnsupportedOption
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
-SCHEDULING_POLICIES = ("fcfs",)
+EXECUTORS = ("inline", "process")
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,13 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     """Tokens of a step, decodes first, then prefill chunks: bounds the step's time and its activations."""
     scheduling_policy: str = "fcfs"
-    """Order in which waiting requests are admitted, and the reverse order of preemption."""
+    """Name of the policy that orders admission and preemption: fcfs, or one of `register_policy`."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        if not isinstance(self.scheduling_policy, str):
+            raise ConfigError("scheduling_policy", self.scheduling_policy, "the name of a policy")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 "max_num_batched_tokens",
@@ -92,6 +93,22 @@ class SchedulerConfig:
                 f"at least max_num_seqs ({self.max_num_seqs})",
                 "every running sequence decodes one token a step",
             )
+
+
+@dataclass(frozen=True)
+class ExecutorConfig:
+    """Where steps run."""
+
+    executor: str = "inline"
+    """inline computes in this process, process in one of its own."""
+    async_scheduling: bool | None = None
+    """Whether the next step is scheduled while one runs, so that the device does not wait for the host. The tokens are
+    the same. None: yes where a step can run meanwhile, in a process of its own or on a GPU."""
+
+    def __post_init__(self) -> None:
+        _choice("executor", self.executor, EXECUTORS)
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
+            raise ConfigError("async_scheduling", self.async_scheduling, "True, False or None")
 
 
 class EngineOptions(TypedDict, total=False):
@@ -111,6 +128,8 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int
     max_num_batched_tokens: int
     scheduling_policy: str
+    executor: str
+    async_scheduling: bool | None
     swap_space: float
     cpu_offload_gb: float
     kv_cache_dtype: str
@@ -127,6 +146,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -151,6 +171,7 @@ class EngineConfig:
             model=ModelConfig(**groups["model"]),
             cache=CacheConfig(**groups["cache"]),
             scheduler=SchedulerConfig(**groups["scheduler"]),
+            executor=ExecutorConfig(**groups["executor"]),
         )
 
 
@@ -158,6 +179,7 @@ _GROUPS = {
     "model": tuple(f.name for f in fields(ModelConfig)),
     "cache": tuple(f.name for f in fields(CacheConfig)),
     "scheduler": tuple(f.name for f in fields(SchedulerConfig)),
+    "executor": tuple(f.name for f in fields(ExecutorConfig)),
 }
 _ONLY_DEFAULT: dict[str, tuple[object, ...]] = {
     "swap_space": (0, None),

@@ -4,82 +4,38 @@ from __future__ import annotations
 
 import logging
 import random
-from array import array
-from collections.abc import Callable, Generator, Iterator, Mapping
-from collections.abc import Sequence as Items
-from collections.abc import Sequence as Tokens
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol, runtime_checkable
 
 from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.fragmentation import fragmentation
 from pagestream_engine.cache.invariants import check_cache
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import ConfigError, InvalidRequest, InvariantViolation, PromptTooLong
+from pagestream_engine.errors import ConfigError, InvalidRequest, InvariantViolation, OutOfMemory
+from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory, make_model_runner
+from pagestream_engine.executor.pipeline import StepPipeline
+from pagestream_engine.executor.select import make_executor
 from pagestream_engine.models.folder import load_tokenizer, resolve_model
 from pagestream_engine.request.generation import Generation, Taken
-from pagestream_engine.request.outputs import EngineStats, StepOutput, TokenLogprob
-from pagestream_engine.request.sampling_params import ALL_LOGPROBS, SamplingParams
-from pagestream_engine.request.sequence import Sequence, Sibling
-from pagestream_engine.scheduler.base import RankedToken, SampledTokens, ScheduledStep
+from pagestream_engine.request.intake import Intake
+from pagestream_engine.request.logprob_row import LogprobRow
+from pagestream_engine.request.outputs import EngineStats, StepOutput
+from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request.sequence import SequenceState, Sibling, TokenSequence
 from pagestream_engine.scheduler.invariants import check_groups
 from pagestream_engine.scheduler.policy import make_policy
+from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.scheduler.scheduler import Scheduler
-from pagestream_engine.text.detokenizer import IncrementalDetokenizer, Pieces
+from pagestream_engine.step.logprobs import logprob_rows, prompt_logprob_rows
+from pagestream_engine.step.plan_builder import PlanBuilder
+from pagestream_engine.step.records import StepPromptLogprobs, StepResult
+from pagestream_engine.text.detokenizer import Pieces
+from pagestream_engine.text.faults import is_fault_of_request
 
 _log = logging.getLogger(__name__)
-
-
-REPLAY_TOKENS = 512
-"""Output tokens that one part of `adding_group` replays: 1.5 ms, with stop strings 7 ms."""
-
-
-class ModelFacts(Protocol):
-    """What the engine must know of a model."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> Tokens[int]: ...
-
-
-class Runner(Protocol):
-    """What runs the steps: `runner.ModelRunner`, or a small real one in tests."""
-
-    @property
-    def model_config(self) -> ModelFacts: ...
-    @property
-    def fingerprint(self) -> str: ...
-    def profile_num_blocks(self) -> int: ...
-    def allocate_kv_cache(self, num_blocks: int) -> None: ...
-    def execute(self, step: ScheduledStep) -> SampledTokens: ...
-
-
-@runtime_checkable
-class Weighed(Protocol):
-    """A runner that takes memory: a real one."""
-
-    def memory_bytes(self) -> Mapping[str, int]:
-        """Bytes of the device's memory by use."""
-        ...
-
-
-RunnerFactory = Callable[[Path, EngineConfig], Runner]
-
-
-def make_model_runner(folder: Path, config: EngineConfig) -> Runner:
-    """Load the model onto the configured device."""
-    import torch
-
-    from pagestream_engine.runner.runner import ModelRunner
-
-    device = config.model.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return ModelRunner(folder, config, torch.device(device))
 
 
 class Engine:
@@ -98,31 +54,44 @@ class Engine:
     def __init__(
         self, model: str | Path, config: EngineConfig, *, make_runner: RunnerFactory = make_model_runner
     ) -> None:
-        folder = resolve_model(model)
+        policy = make_policy(config.scheduler.scheduling_policy)
+        self.folder = folder = resolve_model(model)
         self.config = config
         self.tokenizer = load_tokenizer(folder)
-        self._runner = make_runner(folder, config)
-        facts = self._runner.model_config
-        num_blocks = config.cache.num_gpu_blocks_override or self._runner.profile_num_blocks()
-        self.block_size = config.cache.block_size
-        self.max_model_len = _fit_model_len(config, facts, num_blocks)
+        self._make_runner = make_runner
+        executor = make_executor(make_runner, folder, config)
+        facts = executor.facts
+        self.kv_layout = facts.kv_layout
+        self.block_size = facts.kv_layout.block_size
+        self.max_model_len = _fit_model_len(config, facts)
         self.model_context = facts.max_position_embeddings
-        self.eos_token_ids = frozenset(facts.eos_token_ids)
+        self.eos_token_ids = facts.eos_token_ids
         self.vocab_size = facts.vocab_size
-        self._runner.allocate_kv_cache(num_blocks)
-        self.fingerprint = self._runner.fingerprint
+        self.fingerprint = facts.fingerprint
         """16 hexadecimal digits of a digest over weights, dtype, mode, kernels, instruction set and torch's version:
         deterministic engines that have it in common give the same tokens the same logits, bit for bit."""
-        self._pool = BlockPool(num_blocks)
-        self._cache = CacheManager(
-            self._pool, self.block_size, enable_prefix_caching=config.cache.enable_prefix_caching
-        )
-        self._scheduler = Scheduler(config.scheduler, self._cache, make_policy(config.scheduler.scheduling_policy))
+        self._pool = BlockPool(facts.num_blocks)
+        caching = config.cache.enable_prefix_caching
+        self._cache = CacheManager(self._pool, facts.kv_layout, enable_prefix_caching=caching)
+        self._scheduler = Scheduler(config.scheduler, self._cache, policy, facts.num_speculative_tokens)
+        is_async = config.executor.async_scheduling
+        plans = PlanBuilder(config.scheduler.max_num_seqs, self._cache.layout)
+        num_ahead = int(executor.overlaps if is_async is None else is_async)
+        self._steps = StepPipeline(self._scheduler, plans, executor, num_ahead)
         self._pieces = Pieces(self.tokenizer) if self.tokenizer is not None else None
         self._generations: dict[str, Generation] = {}
         self._already_ended: list[StepOutput] = []
         self._seeds = random.Random(config.model.seed)
-        self._num_arrivals = 0
+        self._intake = Intake(
+            self.tokenizer,
+            self._pieces,
+            vocab_size=self.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            max_model_len=self.max_model_len,
+            max_logprobs=config.model.max_logprobs,
+            num_kv_groups=len(self._cache.layout.groups),
+            draw_seed=self.draw_seed,
+        )
         self.on_schedule: Callable[[ScheduledStep], None] | None = None
         """Gets each step before it runs, and must not keep it; on the thread that steps."""
         self._counts = _Counts()
@@ -132,17 +101,17 @@ class Engine:
     def add_request(
         self,
         request_id: str,
-        prompt_token_ids: Tokens[int],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
-        output_token_ids: Tokens[int] = (),
+        output_token_ids: Sequence[int] = (),
         priority: int = 0,
         cache_salt: bytes = b"",
     ) -> None:
         """Queue one sequence.
 
         Args:
-            request_id: unique among the unfinished ones.
+            request_id: the `seq_id` of its one sequence; unique among the unfinished ones.
             prompt_token_ids: at least one token, at most `max_model_len - 1`.
             params: with `n` 1; several choices of one prompt are a group, see `add_group`.
             output_token_ids: what an earlier run of this request has generated. The next output is the token after
@@ -158,7 +127,12 @@ class Engine:
         self.add_group(prompt_token_ids, siblings, priority=priority, cache_salt=cache_salt)
 
     def add_group(
-        self, prompt_token_ids: Tokens[int], siblings: Items[Sibling], *, priority: int = 0, cache_salt: bytes = b""
+        self,
+        prompt_token_ids: Sequence[int],
+        siblings: Sequence[Sibling],
+        *,
+        priority: int = 0,
+        cache_salt: bytes = b"",
     ) -> None:
         """Queue the choices of one prompt: it is computed once, its blocks are shared, and a block that is not full is
         copied when they part. They are admitted, preempted and resumed together, and end one by one.
@@ -177,24 +151,35 @@ class Engine:
             pass
 
     def adding_group(
-        self, prompt_token_ids: Tokens[int], siblings: Items[Sibling], *, priority: int = 0, cache_salt: bytes = b""
+        self,
+        prompt_token_ids: Sequence[int],
+        siblings: Sequence[Sibling],
+        *,
+        priority: int = 0,
+        cache_salt: bytes = b"",
     ) -> Iterator[None]:
-        """Do `add_group` in parts, between which steps may run: each takes at most REPLAY_TOKENS output tokens.
+        """Do `add_group` in parts, between which steps may run: each takes at most `REPLAY_TOKENS` output tokens.
 
-        The group is queued by the last one. Arguments and errors are those of `add_group`.
+        The group is queued by the last one, which also finds ids that were added meanwhile; until then an abort of its
+        requests is ignored. Arguments and errors are those of `add_group`.
         """
-        names = [sibling.request_id for sibling in siblings]
-        if not names or len(set(names)) < len(names):
-            raise InvalidRequest(f"siblings: given request ids {names}, expected at least one, and all different")
-        first_arrival = self._num_arrivals
-        self._num_arrivals += len(siblings)
+        seq_ids = [sibling.seq_id for sibling in siblings]
+        if not seq_ids or len(set(seq_ids)) < len(seq_ids):
+            raise InvalidRequest(f"siblings: given sequence ids {seq_ids}, expected at least one, and all different")
+        self._check_are_new(siblings)
+        first_arrival = self._intake.take_arrivals(len(siblings))
         made: list[tuple[Generation, Taken | None]] = []
-        for index, sibling in enumerate(siblings):
-            made.append((yield from self._make_generation(prompt_token_ids, sibling, priority, first_arrival + index)))
-        open_ones: list[Sequence] = []
+        for arrival, sibling in enumerate(siblings, first_arrival):
+            generation = self._intake.make(
+                prompt_token_ids, sibling, arrival=arrival, priority=priority, cache_salt=cache_salt
+            )
+            made.append((generation, (yield from generation.replay(sibling.output_token_ids))))
+        self._check_are_new(siblings)
+        if not self._generations:
+            self._steps.settle()
+        open_ones: list[TokenSequence] = []
         for generation, end in made:
             seq = generation.seq
-            seq.cache_salt = cache_salt
             if end is None:
                 self._generations[seq.seq_id] = generation
                 open_ones.append(seq)
@@ -204,15 +189,15 @@ class Engine:
         if open_ones:
             self._scheduler.add(*open_ones)
 
-    def abort_request(self, request_id: str) -> None:
-        """Drop a request and free its blocks; there will be no output. An unknown id is ignored."""
-        self._already_ended = [output for output in self._already_ended if output.request_id != request_id]
-        generation = self._generations.pop(request_id, None)
+    def abort_request(self, seq_id: str) -> None:
+        """Drop one sequence, by its seq_id, and free its blocks; there will be no output. An unknown one is ignored."""
+        self._already_ended = [output for output in self._already_ended if output.seq_id != seq_id]
+        generation = self._generations.pop(seq_id, None)
         if generation is not None:
             self._scheduler.abort(generation.seq)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to do."""
+        """Whether a request waits for outputs. False where all have been aborted, although a step may be in flight."""
         return bool(self._generations or self._already_ended)
 
     def draw_seed(self) -> int:
@@ -224,37 +209,75 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Run one step: schedule, model, then text and ends. Return one output for each new token; [] when idle.
 
-        What the runner raises comes through. The step can then be run again; no request has moved.
+        With `async_scheduling` a step is launched, and the one before it is waited for: its outputs are returned while
+        the new one runs. The first call then returns [].
+
+        A step that runs out of memory gives nothing, and smaller ones follow; a request that does not fit alone ends
+        with finish_reason "error". What else the runner raises comes through. The steps in flight count for nothing
+        then, and can be run again; no request has moved.
         """
         started = perf_counter()
-        step = self._scheduler.schedule()
+        steps, outputs = self._steps, self._already_ended
+        launched = steps.launch_next(self.on_schedule)
         scheduled = perf_counter()
-        outputs, self._already_ended = self._already_ended, []
-        if step.is_empty:
-            if self._generations and not outputs:
-                raise InvariantViolation(f"{len(self._generations)} requests wait and nothing can run")
-            return outputs
-        if self.on_schedule is not None:
-            self.on_schedule(step)
-        try:
-            given = self._runner.execute(step)
-        except BaseException:
-            self._already_ended = outputs
-            raise
-        executed = perf_counter()
-        sampled, token_ids = step.sampled(), given.token_ids
-        if len(token_ids) != len(sampled):
-            raise InvariantViolation(f"the runner gave {len(token_ids)} tokens for {len(sampled)} sequences")
-        self._scheduler.advance(step, token_ids)
-        advanced = perf_counter()
-        outputs += self._take_tokens(sampled, given)
-        self._counts.note(step, len(token_ids), scheduled - started + advanced - executed, perf_counter() - started)
+        if steps.should_collect(launched):
+            try:
+                step, result = steps.collect()
+            except OutOfMemory as error:
+                _log.warning("%s; smaller steps follow", error)
+                self._already_ended = []
+                unfit = [seq for seq in steps.unfit if seq.state is not SequenceState.FINISHED]
+                for seq in unfit:
+                    self.abort_request(seq.seq_id)
+                reason = f"out of memory, although it ran alone: {error}"
+                return outputs + [_failed(seq, reason) for seq in unfit]
+            collected = perf_counter()
+            tokens = result.tokens()
+            self._scheduler.in_flight.advance(step, tokens)
+            advanced = perf_counter()
+            if result.prompt_logprobs is not None:
+                prompts = _take_prompt_logprobs(step, result.prompt_logprobs, self._generations, self._pieces)
+                for output in prompts:
+                    if output.finish_reason is not None:
+                        self.abort_request(output.seq_id)
+                outputs = outputs + prompts
+            taken = self._take_tokens(step.sampled(), tokens, result)
+            outputs = outputs + taken
+            scheduling = scheduled - started + advanced - collected
+            num_tokens = sum(output.token_id is not None for output in taken)
+            self._counts.note(step, num_tokens, scheduling, perf_counter() - started)
+        elif not launched and not outputs and self._generations:
+            raise InvariantViolation(f"{len(self._generations)} requests wait and nothing can run")
+        self._already_ended = []  # Not before `collect`: an error that it raises loses none of them.
         return outputs
 
+    def check_executor(self) -> None:
+        """Notice that the executor has died while nothing runs; a step notices it by itself.
+
+        Raises:
+            ExecutorDied: its process has ended.
+        """
+        self._steps.executor.check_alive()
+
+    def restart_executor(self) -> None:
+        """Start another executor after `ExecutorDied`. All requests go on; what they had computed is computed again.
+
+        Raises:
+            InvariantViolation: it loads something else than the first one did.
+        """
+        first = self._steps.executor
+        self._steps.roll_back()
+        first.close()
+        self._pool.forget_content()
+        cache = replace(self.config.cache, num_gpu_blocks_override=first.facts.num_blocks)
+        self._steps.executor = make_executor(self._make_runner, self.folder, replace(self.config, cache=cache))
+        if self._steps.executor.facts.fingerprint != first.facts.fingerprint:
+            raise InvariantViolation("the model has changed since the first executor has loaded it")
+
     @property
-    def num_preemptions(self) -> int:
-        """Sequences that lost their blocks, since the start."""
-        return self._scheduler.num_preemptions
+    def num_requeues(self) -> int:
+        """Running groups that went back to the queue since the start: preempted, or rolled back with a failed step."""
+        return self._scheduler.num_requeues
 
     def stats(self) -> EngineStats:
         """A snapshot of load, cache and work done."""
@@ -264,8 +287,8 @@ class Engine:
             num_waiting=self._scheduler.num_waiting,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
-            num_claimable_blocks=self._scheduler.num_claimable_blocks,
             num_cached_blocks=pool.num_cached,
+            num_claimable_blocks=self._scheduler.num_claimable_blocks,
             kv_utilization=1.0 - pool.num_free / pool.num_blocks,
             prefix_query_tokens=self._cache.num_query_tokens,
             prefix_hit_tokens=self._cache.num_hit_tokens,
@@ -273,6 +296,8 @@ class Engine:
             num_steps=counts.num_steps,
             num_prompt_tokens=counts.num_prompt_tokens,
             num_generated_tokens=counts.num_generated_tokens,
+            last_step_sequences=counts.last_step_sequences,
+            last_step_prompt_tokens=counts.last_step_prompt_tokens,
             last_step_s=counts.last_step_s,
             last_schedule_s=counts.last_schedule_s,
             total_step_s=counts.total_step_s,
@@ -281,11 +306,15 @@ class Engine:
 
     def fragmentation(self) -> float:
         """The share of the slots in referenced blocks that hold no token; O(running sequences), between two steps."""
-        return self._cache.fragmentation(self._scheduler.running())
+        return fragmentation(self._cache, self._scheduler.running())
 
     def memory_bytes(self) -> Mapping[str, int]:
         """Bytes of the device's memory by use; empty for a runner without any."""
-        return self._runner.memory_bytes() if isinstance(self._runner, Weighed) else {}
+        return self._steps.executor.facts.memory_bytes
+
+    def close(self) -> None:
+        """End the executor, with its process where it has one. The engine can't be used after it."""
+        self._steps.executor.close()
 
     def check_invariants(self) -> None:
         """Check the bookkeeping of blocks between two steps; O(blocks), so for tests and idle times.
@@ -294,7 +323,8 @@ class Engine:
             InvariantViolation: names the first contradiction.
         """
         sequences = list(self._scheduler.sequences())
-        check_cache(self._pool, self.block_size, sequences, self._cache.copy_on_write)
+        drafts = self._steps.executor.facts.num_speculative_tokens
+        check_cache(self._pool, self._cache.layout, sequences, self._cache.copy_on_write, num_drafts=drafts)
         check_groups(sequences)
         if {seq.seq_id for seq in sequences} != self._generations.keys():
             raise InvariantViolation("the scheduler's sequences are not the engine's requests")
@@ -303,111 +333,39 @@ class Engine:
 
     # -- inside --
 
-    def _take_tokens(self, sampled: list[Sequence], given: SampledTokens) -> list[StepOutput]:
+    def _check_are_new(self, siblings: Sequence[Sibling]) -> None:
+        for sibling in siblings:
+            if sibling.seq_id in self._generations:
+                raise InvalidRequest(f"seq_id: given {sibling.seq_id!r}, which is running; expected a new one")
+
+    def _take_tokens(
+        self, sampled: list[TokenSequence], tokens: Sequence[Sequence[int]], result: StepResult
+    ) -> list[StepOutput]:
+        """Return an output for each new token, up to the end of its sequence."""
+        errors, logprobs = result.errors, logprob_rows(result.logprobs)
+        running = SequenceState.RUNNING
         outputs: list[StepOutput] = []
-        ended: list[Sequence] = []
-        for seq, token_id in zip(sampled, given.token_ids, strict=True):
-            try:
-                text, finish, stop = self._generations[seq.seq_id].take(token_id, seq.num_output_tokens)
-                error = None
-            except Exception as caught:  # noqa: BLE001 - what one request's text raises must not fail its neighbours
-                _log.exception("request %s failed", seq.seq_id)
-                text, finish, stop, error = "", "error", None, f"{type(caught).__name__}: {caught}"
-            outputs.append(StepOutput(seq.seq_id, token_id, text, finish, stop, seq.num_cached_tokens, error))
-            if finish is not None:
+        ended: list[TokenSequence] = []
+        for place, (seq, token_ids) in enumerate(zip(sampled, tokens, strict=True)):
+            if seq.state is not running:
+                continue  # It ended while the step was in flight.
+            output = _failed(seq, errors[place]) if place in errors else None
+            generation = self._generations[seq.seq_id]
+            num_tokens = seq.num_output_tokens - len(token_ids)
+            for token_id in token_ids:
+                num_tokens += 1
+                output = _take(generation, token_id, num_tokens)
+                if place in logprobs:
+                    output = _with_logprobs(output, logprobs[place].pop(0), seq, self._pieces)
+                if output.finish_reason is not None:
+                    break  # What a step has sampled past the end is dropped.
+                outputs.append(output)
+            if output is not None and output.finish_reason is not None:
+                outputs.append(output)
                 ended.append(seq)
                 del self._generations[seq.seq_id]
-        for place, ranked in given.logprobs.items():
-            outputs[place].logprobs = tuple(map(self._with_text, ranked))
         self._scheduler.retire(ended)
         return outputs
-
-    def _with_text(self, token: RankedToken) -> TokenLogprob:
-        return TokenLogprob(*token, self._pieces.shown(token.token_id) if self._pieces is not None else "")
-
-    def _make_generation(
-        self, prompt: Tokens[int], sibling: Sibling, priority: int, arrival: int
-    ) -> Generator[None, None, tuple[Generation, Taken | None]]:
-        """Return a new sequence with its text up to now, and its end where it has ended; yield between parts."""
-        params, outputs = sibling.params, sibling.output_token_ids
-        self._check_request(sibling.request_id, prompt, outputs, params)
-        seq = self._make_sequence(prompt, sibling, priority, arrival)
-        try:
-            generation = Generation(seq, _make_detokenizer(self._pieces, prompt, params), self.eos_token_ids)
-            num_taken, end = yield from _replayed(generation, outputs)
-        except Exception as error:
-            raise InvalidRequest(
-                f"tokens: given ids that the tokenizer can't make text of, expected ids of its vocabulary: {error}"
-            ) from error
-        if num_taken < len(outputs):
-            raise InvalidRequest(
-                f"output_token_ids: given {len(outputs)} tokens, expected at most {num_taken}, "
-                "where the output ends by its parameters; resume with the parameters of the first run"
-            )
-        return generation, end
-
-    def _make_sequence(self, prompt: Tokens[int], sibling: Sibling, priority: int, arrival: int) -> Sequence:
-        params = sibling.params
-        max_total_tokens = self.max_model_len
-        if params.max_tokens is not None:
-            max_total_tokens = min(max_total_tokens, len(prompt) + params.max_tokens)
-        end_token_ids = frozenset(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            end_token_ids |= self.eos_token_ids
-        return Sequence(
-            sibling.request_id,
-            prompt,
-            params,
-            seed=params.seed if params.seed is not None else self.draw_seed(),
-            arrival=arrival,
-            max_total_tokens=max_total_tokens,
-            output_token_ids=sibling.output_token_ids,
-            priority=priority,
-            end_token_ids=end_token_ids,
-        )
-
-    def _check_request(
-        self, request_id: str, prompt: Tokens[int], outputs: Tokens[int], params: SamplingParams
-    ) -> None:
-        if request_id in self._generations:
-            raise InvalidRequest(f"request_id: given {request_id!r}, which is running; expected a new one")
-        if params.n != 1:
-            raise InvalidRequest(f"n: given {params.n}, expected 1; add several choices with add_group")
-        self._check_params(params)
-        if params.stop_strings and self.tokenizer is None:
-            raise InvalidRequest(
-                "stop: given strings, expected none without a tokenizer.json in the model folder; use stop_token_ids"
-            )
-        self._check_tokens("prompt_token_ids", prompt)
-        self._check_tokens("output_token_ids", outputs)
-        if not prompt:
-            raise InvalidRequest("prompt: given no tokens, expected at least one")
-        if len(prompt) >= self.max_model_len:
-            raise PromptTooLong(len(prompt), self.max_model_len)
-
-    def _check_params(self, params: SamplingParams) -> None:
-        if params.best_of not in (None, 1):
-            raise InvalidRequest(f"best_of: given {params.best_of}, expected n (1); only LLM.generate chooses the best")
-        most = self.config.model.max_logprobs
-        if params.logprobs is not None and most != ALL_LOGPROBS and not 0 <= params.logprobs <= most:
-            raise InvalidRequest(
-                f"logprobs: given {params.logprobs}, expected at most {most}; a higher max_logprobs (-1 for no limit) "
-                "allows more"
-            )
-        beyond = sorted(token_id for token_id in params.logit_bias or () if token_id >= self.vocab_size)
-        if beyond:
-            raise InvalidRequest(
-                f"logit_bias: given token {beyond[0]}, expected 0 to {self.vocab_size - 1}, the vocabulary"
-            )
-
-    def _check_tokens(self, field: str, token_ids: Tokens[int]) -> None:
-        try:
-            low, high = min(array("q", token_ids), default=0), max(token_ids, default=0)
-        except (TypeError, OverflowError) as error:
-            raise InvalidRequest(f"{field}: given {token_ids!r:.80}, expected whole numbers: {error}") from error
-        if low < 0 or high >= self.vocab_size:
-            wrong = low if low < 0 else high
-            raise InvalidRequest(f"{field}: given token {wrong}, expected 0 to {self.vocab_size - 1}, the vocabulary")
 
 
 class _Counts:
@@ -417,6 +375,8 @@ class _Counts:
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
+        self.last_step_sequences = 0
+        self.last_step_prompt_tokens = 0
         self.last_step_s = 0.0
         self.last_schedule_s = 0.0
         self.total_step_s = 0.0
@@ -424,7 +384,9 @@ class _Counts:
 
     def note(self, step: ScheduledStep, num_sampled: int, schedule_s: float, step_s: float) -> None:
         self.num_steps += 1
-        self.num_prompt_tokens += sum(chunk.num_new_tokens for chunk in step.prefills)
+        self.last_step_sequences = len(step.decodes) + sum(1 + len(chunk.siblings) for chunk in step.prefills)
+        self.last_step_prompt_tokens = sum(chunk.num_new_tokens for chunk in step.prefills)
+        self.num_prompt_tokens += self.last_step_prompt_tokens
         self.num_generated_tokens += num_sampled
         self.last_step_s = step_s
         self.last_schedule_s = schedule_s
@@ -432,36 +394,70 @@ class _Counts:
         self.total_schedule_s += schedule_s
 
 
-def _make_detokenizer(
-    pieces: Pieces | None, prompt: Tokens[int], params: SamplingParams
-) -> IncrementalDetokenizer | None:
-    if pieces is None:
-        return None
-    return IncrementalDetokenizer(pieces, prompt, skip_special_tokens=params.skip_special_tokens)
+def _take(generation: Generation, token_id: int, num_output_tokens: int) -> StepOutput:
+    seq = generation.seq
+    try:
+        plain = generation.take_plain(token_id, num_output_tokens)
+        if plain is not None:
+            return StepOutput(seq.seq_id, token_id, plain, None, None, seq.num_cached_tokens)
+        text, finish, stop = generation.take(token_id, num_output_tokens)
+    except BaseException as error:  # noqa: BLE001 - what one request's text raises must not fail its neighbours
+        return _failed_by(error, seq, token_id)
+    return StepOutput(seq.seq_id, token_id, text, finish, stop, seq.num_cached_tokens)
 
 
-def _replayed(generation: Generation, outputs: Tokens[int]) -> Generator[None, None, tuple[int, Taken | None]]:
-    """Do Generation.replay in parts of REPLAY_TOKENS."""
-    if len(outputs) <= REPLAY_TOKENS:
-        result = generation.replay(outputs)
-        yield
-        return result
-    for index, token_id in enumerate(outputs):
-        taken = generation.take(token_id, index + 1)
-        if taken.finish_reason is not None:
-            return index + 1, taken
-        if index % REPLAY_TOKENS == 0:
-            yield
-    return len(outputs), None
+def _with_logprobs(output: StepOutput, row: LogprobRow, seq: TokenSequence, pieces: Pieces | None) -> StepOutput:
+    try:
+        output.logprobs = row.with_texts(pieces)
+    except BaseException as error:  # noqa: BLE001 - as for the text
+        return _failed_by(error, seq, output.token_id)
+    return output
 
 
-def _fit_model_len(config: EngineConfig, facts: ModelFacts, num_blocks: int) -> int:
+def _take_prompt_logprobs(
+    step: ScheduledStep, given: StepPromptLogprobs, generations: Mapping[str, Generation], pieces: Pieces | None
+) -> list[StepOutput]:
+    """Keep what chunks report of their prompts. Return an output for each prompt that is complete."""
+    outputs: list[StepOutput] = []
+    for part in prompt_logprob_rows(given):
+        seq = step.prefills[part.scheduled].seq
+        if seq.state is not SequenceState.RUNNING:
+            continue  # It ended while the step was in flight.
+        rows = generations[seq.seq_id].prompt_rows
+        rows[part.position - 1 :] = part.rows  # A preempted prompt is computed again, from its beginning.
+        if len(rows) == seq.num_prompt_tokens - 1:
+            for member in seq.group.members:
+                member.wants_prompt_logprobs = False
+            outputs.append(_with_prompt_logprobs(seq, rows, pieces))
+            rows.clear()
+    return outputs
+
+
+def _with_prompt_logprobs(seq: TokenSequence, rows: list[LogprobRow], pieces: Pieces | None) -> StepOutput:
+    try:
+        prompt_logprobs = tuple(row.with_texts(pieces) for row in rows)
+    except BaseException as error:  # noqa: BLE001 - as for the text
+        return _failed_by(error, seq, None)
+    return StepOutput(seq.seq_id, None, "", prompt_logprobs=prompt_logprobs)
+
+
+def _failed_by(error: BaseException, seq: TokenSequence, token_id: int | None) -> StepOutput:
+    """Return the end of a sequence whose text has raised; raise what is no request's fault."""
+    if not is_fault_of_request(error):
+        raise error
+    _log.error("request %s failed", seq.seq_id, exc_info=error)
+    return _failed(seq, f"{type(error).__name__}: {error}", token_id)
+
+
+def _failed(seq: TokenSequence, error: str, token_id: int | None = None) -> StepOutput:
+    return StepOutput(seq.seq_id, token_id, "", "error", None, seq.num_cached_tokens, error)
+
+
+def _fit_model_len(config: EngineConfig, facts: ExecutorFacts) -> int:
     """The longest sequence: what was asked for, or what model and pool allow. One sequence alone must always fit."""
-    asked, of_model, of_pool = (
-        config.model.max_model_len,
-        facts.max_position_embeddings,
-        num_blocks * config.cache.block_size,
-    )
+    num_blocks = facts.num_blocks
+    asked, of_model = config.model.max_model_len, facts.max_position_embeddings
+    of_pool = facts.kv_layout.max_tokens(num_blocks, max(of_model, asked or 0))
     if asked is None:
         if of_pool < of_model:
             _log.warning("the KV pool holds %d tokens: max_model_len is that, not the model's %d", of_pool, of_model)

@@ -7,7 +7,33 @@ DOWNLOAD_AGAIN = "download the model again"
 
 
 class EngineError(Exception):
-    """Root of every error that the engine raises on purpose."""
+    """Root of every error that the engine raises on purpose. It can be pickled, whatever its constructor takes."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[EngineError], arguments: tuple[object, ...], state: dict[str, object]) -> EngineError:
+    error = kind.__new__(kind, *arguments)
+    error.args = arguments
+    error.__dict__.update(state)
+    return error
+
+
+class ExecutorError(EngineError, RuntimeError):
+    """A step, or the loading of a model, failed in the executor's process with an error that can't be sent."""
+
+
+class ExecutorDied(EngineError, RuntimeError):  # noqa: N818
+    """The executor's process has ended. Its KV cache is lost; requests can be run again on a new executor."""
+
+    def __init__(self, exit_code: int | None) -> None:
+        """`exit_code` is the process's; minus the number of the signal that killed it."""
+        self.exit_code = exit_code
+        how = (
+            f"was killed by signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exited: {exit_code}"
+        )
+        super().__init__(f"the executor's process {how}; restart_executor() starts another")
 
 
 class ConfigError(EngineError, ValueError):
@@ -22,19 +48,23 @@ class UnsupportedOption(ConfigError):  # noqa: N818 - reads as what happened
     """An option is known, but this version supports only its default."""
 
 
+class OutOfMemory(EngineError, MemoryError):  # noqa: N818
+    """A step needs more memory than there is. Smaller steps may fit."""
+
+
 class ModelNotFound(EngineError, FileNotFoundError):  # noqa: N818
-    """There is no readable model where one was expected."""
+    """There is neither a model folder nor a repository of this name."""
 
     def __init__(self, given: str, expected: str) -> None:
         super().__init__(f"model: given {given!r}, expected {expected}")
 
 
 class ModelError(EngineError, ValueError):
-    """Root of the errors in the contents of a model folder."""
+    """Root of the errors in what a model is made of; `ModelNotFound` is raised where there is no model."""
 
 
-class ModelFolderError(ModelError):
-    """A file of the model folder is missing or unreadable."""
+class ModelFileError(ModelError):
+    """A file of the model's folder is missing, unreadable or malformed."""
 
 
 class UnsupportedModel(ModelError):  # noqa: N818
@@ -42,7 +72,17 @@ class UnsupportedModel(ModelError):  # noqa: N818
 
 
 class WeightsError(ModelError):
-    """A tensor is missing, unexpected, or not of the shape that the configuration says."""
+    """A tensor is missing, unexpected, or not of the dtype or shape that the configuration says."""
+
+
+class ModelTooLarge(ModelError):  # noqa: N818
+    """The weights do not fit into the memory that is free."""
+
+    def __init__(self, num_bytes: int, free_bytes: int, device: str) -> None:
+        super().__init__(
+            f"model: given {_gib(num_bytes)} of weights, expected at most {_gib(free_bytes)}, which is free on "
+            f"{device}; free memory, choose a smaller model or, for one in float32, dtype bfloat16"
+        )
 
 
 class NativeBuildError(EngineError):
@@ -83,6 +123,10 @@ class PromptTooLong(InvalidRequest):
             f"prompt: given {num_prompt_tokens} tokens, expected at most {max_model_len - 1} "
             f"(max_model_len {max_model_len} less one new token); shorten the prompt or raise max_model_len"
         )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"
 
 
 def _sentence(field: str, given: object, expected: str, hint: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
@@ -11,14 +10,15 @@ from typing import Unpack
 from tokenizers import Tokenizer
 
 from pagestream_engine.config import EngineConfig, EngineOptions
-from pagestream_engine.engine import Engine, RunnerFactory, make_model_runner
+from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.progress import Progress
+from pagestream_engine.executor.base import RunnerFactory, make_model_runner
+from pagestream_engine.progress_line import ProgressLine
 from pagestream_engine.request.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, TokenLogprob
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import Sibling
 
-Prompt = str | Items[int] | Mapping[str, object]
+Prompt = str | Sequence[int] | Mapping[str, object]
 """Text, token ids, or vLLM's dictionaries `{"prompt": ...}` and `{"prompt_token_ids": ...}`."""
 
 
@@ -48,8 +48,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Items[Prompt],
-        sampling_params: SamplingParams | Items[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -67,7 +67,7 @@ class LLM:
             InvalidRequest: a prompt or its parameters can't be run (a `ValueError`). Nothing has been run then.
         """
         requests = self._make_requests(_as_list(prompts), sampling_params)
-        progress = Progress(len(requests), enabled=use_tqdm)
+        progress = ProgressLine(len(requests), enabled=use_tqdm)
         try:
             for request in requests:
                 request.add_to(self.engine)
@@ -78,18 +78,18 @@ class LLM:
             progress.close()
         return [request.output for request in requests]
 
-    def _run(self, requests: dict[str, _Request], progress: Progress) -> None:
+    def _run(self, requests: dict[str, _Request], progress: ProgressLine) -> None:
         while self.engine.has_unfinished_requests():
             outputs = self.engine.step()
             finished = 0
             for output in outputs:
-                request = requests.get(output.request_id)
+                request = requests.get(output.seq_id)
                 if request is not None:
                     finished += request.take(output)
             progress.note(tokens=len(outputs), finished=finished)
 
     def _make_requests(
-        self, prompts: list[Prompt], given: SamplingParams | Items[SamplingParams] | None
+        self, prompts: list[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[_Request]:
         params = _params_for(len(prompts), given)
         texts, token_ids = zip(*map(self._parse, prompts), strict=True) if prompts else ((), ())
@@ -142,6 +142,8 @@ class _Request:
     def make(cls, request_id: str, text: str | None, token_ids: list[int], params: SamplingParams) -> _Request:
         outputs = [CompletionOutput(index) for index in range(params.best_of or params.n)]
         output = RequestOutput(request_id, text, token_ids, outputs, finished=False)
+        if params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None]
         return cls(output, params, {f"{request_id}/{choice.index}": choice for choice in outputs})
 
     @property
@@ -165,16 +167,18 @@ class _Request:
 
     def take(self, step: StepOutput) -> bool:
         """Take what a step brought. Return whether all choices have ended with it."""
-        choice = self.choices[step.request_id]
+        choice = self.choices[step.seq_id]
+        if step.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None, *map(_by_token_id, step.prompt_logprobs)]
         if step.token_id is not None:
             choice.token_ids.append(step.token_id)
         if step.logprobs is not None:
             _take_logprobs(choice, step.logprobs)
-        self.texts[step.request_id].append(step.text)
+        self.texts[step.seq_id].append(step.text)
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, step.num_cached_tokens)
         if step.finish_reason is None:
             return False
-        choice.text = "".join(self.texts[step.request_id])
+        choice.text = "".join(self.texts[step.seq_id])
         choice.finish_reason, choice.stop_reason, choice.error = step.finish_reason, step.stop_reason, step.error
         self.output.finished = all(other.finish_reason is not None for other in self.choices.values())
         if self.output.finished and self._is_contest:
@@ -195,13 +199,17 @@ class _Request:
         self.output.outputs[:] = best
 
 
-def _take_logprobs(choice: CompletionOutput, tokens: Items[TokenLogprob]) -> None:
+def _take_logprobs(choice: CompletionOutput, tokens: Sequence[TokenLogprob]) -> None:
     choice.logprobs = choice.logprobs or []
-    choice.logprobs.append({token.token_id: Logprob(token.logprob, token.rank, token.text) for token in tokens})
+    choice.logprobs.append(_by_token_id(tokens))
     choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + tokens[0].logprob
 
 
-def _as_list(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
+def _by_token_id(tokens: Sequence[TokenLogprob]) -> dict[int, Logprob]:
+    return {token.token_id: Logprob(token.logprob, token.rank, token.text) for token in tokens}
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts; a list of token ids is one prompt."""
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
         return [prompts]
@@ -211,7 +219,7 @@ def _as_list(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
     return items  # type: ignore[return-value]
 
 
-def _params_for(num_prompts: int, given: SamplingParams | Items[SamplingParams] | None) -> list[SamplingParams]:
+def _params_for(num_prompts: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * num_prompts
     if len(given) != num_prompts:

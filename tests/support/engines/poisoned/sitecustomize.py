@@ -30,10 +30,10 @@ class Poisoner(Loader):
         runner: Any = vars(module)["ModelRunner"]
         execute = runner.execute
 
-        def poisoned(self: Any, step: Any) -> Any:
-            if any(entry.seq.token_ids[0] == POISON for entry in (*step.prefills, *step.decodes)):
+        def poisoned(self: Any, plan: Any) -> Any:
+            if any(new.token_ids[0] == POISON for new in plan.added):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return execute(self, step)
+            return execute(self, plan)
 
         runner.execute = poisoned
 

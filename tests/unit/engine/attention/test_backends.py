@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from pagestream_engine.attention import AttentionBackend, AttentionBatch, CacheShape, select_backend
-from pagestream_engine.attention.exact_torch_backend import ExactTorchBackend
-from pagestream_engine.attention.native.library import load_library
-from pagestream_engine.attention.native_backend import NativeBackend
-from pagestream_engine.attention.torch_backend import TorchBackend
+from pagestream_engine.attention import AttentionBatch, AttentionSpec, Backend, CacheShape, Rotation, select_backend
 from pagestream_engine.errors import ConfigError
+from pagestream_engine.layers.attention import PagedAttention
 from pagestream_engine.native_build import find_compiler
 from torch import Tensor
 
 _POSITIONS = 512
 _TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
-Make = Callable[[CacheShape], AttentionBackend[Any]]
+_CPU = torch.device("cpu")
+
+Make = Callable[[CacheShape], Backend]
+
+
+def _shape(
+    num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype = torch.float32
+) -> CacheShape:
+    return CacheShape(tuple(range(num_layers)), num_kv_heads, head_dim, block_size, dtype)
 
 
 def _cos_sin(head_dim: int) -> Tensor:
@@ -30,17 +33,17 @@ def _cos_sin(head_dim: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-def _native(head_dim: int) -> ctypes.CDLL:
-    library = load_library(head_dim)
-    if library is None:
+def _native(shape: CacheShape) -> Backend:
+    backend = select_backend("auto", [shape], _CPU)
+    if backend.name != "native":
         pytest.skip("no C++ compiler")
-    return library
+    return backend
 
 
 MAKERS: dict[str, Make] = {
-    "torch": lambda shape: TorchBackend(shape, _cos_sin(shape.head_dim)),
-    "exact torch": lambda shape: ExactTorchBackend(shape, _cos_sin(shape.head_dim)),
-    "native": lambda shape: NativeBackend(shape, _cos_sin(shape.head_dim), _native(shape.head_dim)),
+    "torch": lambda shape: select_backend("torch", [shape], _CPU),
+    "deterministic torch": lambda shape: select_backend("torch", [shape], _CPU, deterministic=True),
+    "native": _native,
 }
 
 
@@ -60,7 +63,7 @@ class Case:
             torch.randn(length, heads, shape.head_dim, generator=generator).to(shape.dtype) for length in seq_lens
         ]
 
-    def run(self, backend: AttentionBackend[Any], spans: list[tuple[int, int, int]], num_prefills: int) -> list[Tensor]:
+    def run(self, backend: Backend, spans: list[tuple[int, int, int]], num_prefills: int) -> list[Tensor]:
         """One step over spans (sequence, first token, end); each span's output (tokens, num_heads * head_dim)."""
         size = self.shape.block_size
         width = max(-(-end // size) for _, _, end in spans)
@@ -71,16 +74,21 @@ class Case:
             positions=torch.tensor([p for span in positions for p in span]),
             slots=torch.tensor([slot for span in slots for slot in span]),
             block_tables=torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int32),
+            table_rows=torch.arange(len(rows)),
             query_lens=[end - first for _, first, end in spans],
             seq_lens=[end for _, _, end in spans],
             num_prefills=num_prefills,
         )
         packed = torch.cat([self.qkv[seq][first:end] for seq, first, end in spans])
-        kv_heads = self.shape.num_kv_heads
+        kv_heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+        spec = AttentionSpec(self.num_heads, kv_heads, dim, scale=dim**-0.5)
+        rotation = Rotation(_cos_sin(dim))
         outputs = []
-        for layer in range(self.shape.num_layers):
+        for layer in self.shape.layers:
             query, key, value = packed.clone().tensor_split((self.num_heads, self.num_heads + kv_heads), dim=1)
-            outputs.append(backend.attend(layer, query, key, value, backend.plan(batch)))
+            context = backend.prepare_step([batch])
+            angles = backend.operators.angles(rotation, context.positions)
+            outputs.append(PagedAttention(backend, layer, spec)(query, key, value, context, angles))
         assert torch.equal(outputs[0], outputs[-1])
         return list(outputs[0].split(batch.query_lens))
 
@@ -115,32 +123,32 @@ def _check(case: Case, outputs: list[Tensor], spans: list[tuple[int, int, int]])
 )
 def test_prefill_then_decode(name: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> None:
     head_dim, num_heads, kv_heads, block_size = sizes
-    case = Case(CacheShape(2, kv_heads, head_dim, block_size, dtype), num_heads, [1, 17, 40, 130])
+    case = Case(_shape(2, kv_heads, head_dim, block_size, dtype), num_heads, [1, 17, 40, 130])
     backend = MAKERS[name](case.shape)
-    backend.allocate(case.num_blocks)
+    backend.store.allocate(case.num_blocks)
     prefill = [(0, 0, 1), (1, 0, 16), (2, 0, 39), (3, 0, 129)]
     _check(case, case.run(backend, prefill, 4), prefill)
     decode = [(1, 16, 17), (2, 39, 40), (3, 129, 130)]
     _check(case, case.run(backend, decode, 0), decode)
 
 
-@pytest.mark.parametrize("name", ["exact torch", "native"])
+@pytest.mark.parametrize("name", ["deterministic torch", "native"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "sizes",
     [(16, 4, 4, 8), (64, 12, 4, 16), (80, 8, 1, 16), (96, 5, 1, 4), (128, 4, 2, 32), (256, 2, 1, 64), (48, 7, 7, 1)],
 )
-def test_an_exact_backends_bits_depend_on_the_sequence_alone(
+def test_a_deterministic_backends_bits_depend_on_the_sequence_alone(
     name: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]
 ) -> None:
     head_dim, num_heads, kv_heads, block_size = sizes
     lengths = [90, 33, 5]
-    case = Case(CacheShape(1, kv_heads, head_dim, block_size, dtype), num_heads, lengths)
+    case = Case(_shape(1, kv_heads, head_dim, block_size, dtype), num_heads, lengths)
     backend = MAKERS[name](case.shape)
-    assert backend.is_exact
-    backend.allocate(case.num_blocks)
+    assert backend.is_deterministic
+    backend.store.allocate(case.num_blocks)
     expected = [case.run(backend, [(seq, 0, length)], 1)[0] for seq, length in enumerate(lengths)]
-    backend.allocate(case.num_blocks)
+    backend.store.allocate(case.num_blocks)
     for begin, end in pairwise([0, 7, 8, 25, 41, 42, 43, 80, 90]):
         # All that go on, the single tokens as decodes; the sequences' ends leave neighbours of every kind.
         spans = [(seq, begin, min(end, length)) for seq, length in enumerate(lengths) if begin < length]
@@ -152,9 +160,9 @@ def test_an_exact_backends_bits_depend_on_the_sequence_alone(
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_chunks_and_decodes_in_one_step(name: str) -> None:
-    case = Case(CacheShape(1, 2, 32, 8, torch.float32), 6, [60, 33, 9, 50])
+    case = Case(_shape(1, 2, 32, 8, torch.float32), 6, [60, 33, 9, 50])
     backend = MAKERS[name](case.shape)
-    backend.allocate(case.num_blocks)
+    backend.store.allocate(case.num_blocks)
     first = [(0, 0, 23), (1, 0, 32), (2, 0, 8)]
     _check(case, case.run(backend, first, 3), first)
     mixed = [(0, 23, 47), (3, 0, 50), (1, 32, 33), (2, 8, 9)]
@@ -165,11 +173,11 @@ def test_chunks_and_decodes_in_one_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_chunked_prefill_equals_whole(name: str) -> None:
-    case = Case(CacheShape(1, 2, 64, 16, torch.float32), 4, [100])
+    case = Case(_shape(1, 2, 64, 16, torch.float32), 4, [100])
     outputs = []
     for borders in ([0, 100], [0, 1, 17, 48, 99, 100]):
         backend = MAKERS[name](case.shape)
-        backend.allocate(case.num_blocks)
+        backend.store.allocate(case.num_blocks)
         spans = [(0, first, end) for first, end in pairwise(borders)]
         outputs.append(torch.cat([case.run(backend, [span], 1)[0] for span in spans]))
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-5)
@@ -177,11 +185,11 @@ def test_chunked_prefill_equals_whole(name: str) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_shared_blocks_have_several_readers(name: str) -> None:
-    case = Case(CacheShape(1, 1, 16, 8, torch.float32), 2, [25, 25])
+    case = Case(_shape(1, 1, 16, 8, torch.float32), 2, [25, 25])
     case.qkv[1][:16] = case.qkv[0][:16]
     case.tables[1][:2] = case.tables[0][:2]
     backend = MAKERS[name](case.shape)
-    backend.allocate(case.num_blocks)
+    backend.store.allocate(case.num_blocks)
     case.run(backend, [(0, 0, 24)], 1)
     chunk = [(1, 16, 24)]
     _check(case, case.run(backend, chunk, 1), chunk)
@@ -193,14 +201,14 @@ def test_shared_blocks_have_several_readers(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forked_sequences_part_by_copies_of_their_last_block(name: str, dtype: torch.dtype) -> None:
     """The first 21 tokens are the same three times, in blocks of 8: two full ones are shared, the third is copied."""
-    case = Case(CacheShape(2, 2, 32, 8, dtype), 4, [27, 27, 27])
+    case = Case(_shape(2, 2, 32, 8, dtype), 4, [27, 27, 27])
     for other in (1, 2):
         case.qkv[other][:21] = case.qkv[0][:21]
         case.tables[other][:2] = case.tables[0][:2]
     backend = MAKERS[name](case.shape)
-    backend.allocate(case.num_blocks)
+    backend.store.allocate(case.num_blocks)
     case.run(backend, [(0, 0, 21)], 1)
-    backend.copy_blocks([(case.tables[0][2], case.tables[other][2]) for other in (1, 2)])
+    backend.store.copy_blocks([(case.tables[0][2], case.tables[other][2]) for other in (1, 2)])
     for end in range(22, 27):
         decode = [(seq, end - 1, end) for seq in range(3)]
         _check(case, case.run(backend, decode, 0), decode)
@@ -208,14 +216,14 @@ def test_forked_sequences_part_by_copies_of_their_last_block(name: str, dtype: t
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_copy_reads_all_sources_before_it_writes(name: str) -> None:
-    backend = MAKERS[name](CacheShape(2, 1, 16, 4, torch.float32))
-    backend.allocate(5)
-    for layer, caches in enumerate(zip(backend.key_cache, backend.value_cache, strict=True)):
+    backend = MAKERS[name](_shape(2, 1, 16, 4, torch.float32))
+    backend.store.allocate(5)
+    for layer, caches in backend.store.layers.items():
         for kind, cache in enumerate(caches):
             for block in range(5):
                 cache[block] = 100 * layer + 10 * kind + block
-    backend.copy_blocks([(0, 1), (1, 3)])
-    for layer, caches in enumerate(zip(backend.key_cache, backend.value_cache, strict=True)):
+    backend.store.copy_blocks([(0, 1), (1, 3)])
+    for layer, caches in backend.store.layers.items():
         for kind, cache in enumerate(caches):
             held = [cache[block].unique().tolist() for block in range(5)]
             assert held == [[100 * layer + 10 * kind + block] for block in (0, 0, 2, 1, 4)]
@@ -223,11 +231,10 @@ def test_a_copy_reads_all_sources_before_it_writes(name: str) -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_what_a_block_held_before_is_never_seen(name: str) -> None:
-    case = Case(CacheShape(1, 2, 32, 16, torch.float32), 4, [20, 5])
+    case = Case(_shape(1, 2, 32, 16, torch.float32), 4, [20, 5])
     backend = MAKERS[name](case.shape)
-    backend.allocate(case.num_blocks)
-    for cache in (*backend.key_cache, *backend.value_cache):
-        cache.fill_(1e6)
+    backend.store.allocate(case.num_blocks)
+    backend.store.cache.fill_(math.nan)
     prefill = [(0, 0, 19), (1, 0, 4)]
     _check(case, case.run(backend, prefill, 2), prefill)
     decode = [(0, 19, 20), (1, 4, 5)]
@@ -236,53 +243,32 @@ def test_what_a_block_held_before_is_never_seen(name: str) -> None:
 
 def test_scores_of_any_size_do_not_overflow() -> None:
     for name, make in MAKERS.items():
-        case = Case(CacheShape(1, 1, 16, 16, torch.float32), 1, [40])
+        case = Case(_shape(1, 1, 16, 16, torch.float32), 1, [40])
         case.qkv[0][:, :2] *= 60
         backend = make(case.shape)
-        backend.allocate(case.num_blocks)
+        backend.store.allocate(case.num_blocks)
         case.run(backend, [(0, 0, 39)], 1)
         output = case.run(backend, [(0, 39, 40)], 0)[0]
         torch.testing.assert_close(output.double(), case.expected(0, 39, 40), atol=1e-3, rtol=1e-3, msg=name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows_dim", [(1, 16), (3, 100), (70, 768)])
-def test_small_steps_agree_with_torch(dtype: torch.dtype, rows_dim: tuple[int, int]) -> None:
-    shape = CacheShape(1, 1, 16, 16, dtype)
-    native, plain = MAKERS["native"](shape), MAKERS["torch"](shape)
-    x, residual = torch.randn(2, *rows_dim).to(dtype).unbind(0)
-    weight = torch.randn(rows_dim[1]).to(dtype)
-    gate_up = (torch.randn(rows_dim[0], 2 * rows_dim[1]) * 20).to(dtype)
-    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
-    torch.testing.assert_close(native.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5), **tolerance)
-    torch.testing.assert_close(native.silu_and_mul(gate_up), plain.silu_and_mul(gate_up), **tolerance)
-    ours = native.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
-    theirs = plain.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, **tolerance)
-
-
-def test_norm_of_a_view_of_heads() -> None:
-    packed = torch.randn(9, 7, 32)
-    backend = MAKERS["native"](CacheShape(1, 1, 32, 16, torch.float32))
-    heads, weight = packed[:, 2:5], torch.randn(32)
-    plain = MAKERS["torch"](backend.shape)
-    torch.testing.assert_close(backend.rms_norm(heads, weight, 1e-6), plain.rms_norm(heads, weight, 1e-6))
+def _chosen(name: str, shape: CacheShape, *, deterministic: bool = False) -> str:
+    return select_backend(name, [shape], _CPU, deterministic=deterministic).name
 
 
 def test_auto_on_a_cpu() -> None:
-    expected = NativeBackend if find_compiler() else TorchBackend
-    assert type(select_backend("auto", CacheShape(1, 1, 64, 16, torch.bfloat16), _cos_sin(64))) is expected
-    assert type(select_backend("torch", CacheShape(1, 1, 64, 16, torch.bfloat16), _cos_sin(64))) is TorchBackend
-    assert type(select_backend("auto", CacheShape(1, 1, 64, 16, torch.float16), _cos_sin(64))) is TorchBackend
-    assert type(select_backend("auto", CacheShape(1, 1, 24, 16, torch.float32), _cos_sin(24))) is TorchBackend
+    expected = "native" if find_compiler() else "torch"
+    assert _chosen("auto", _shape(1, 1, 64, 16, torch.bfloat16)) == expected
+    assert _chosen("torch", _shape(1, 1, 64, 16, torch.bfloat16)) == "torch"
+    assert _chosen("auto", _shape(1, 1, 64, 16, torch.float16)) == expected
+    assert _chosen("auto", _shape(1, 1, 24, 16, torch.float32)) == "torch"
 
 
-def test_exact_on_a_cpu() -> None:
-    expected = NativeBackend if find_compiler() else ExactTorchBackend
-    shape, other = CacheShape(1, 1, 64, 16, torch.bfloat16), CacheShape(1, 1, 64, 16, torch.float16)
-    assert type(select_backend("auto", shape, _cos_sin(64), exact=True)) is expected
-    assert type(select_backend("torch", shape, _cos_sin(64), exact=True)) is ExactTorchBackend
-    assert type(select_backend("auto", other, _cos_sin(64), exact=True)) is ExactTorchBackend
+def test_deterministic_on_a_cpu() -> None:
+    expected = "native" if find_compiler() else "deterministic torch"
+    shape = _shape(1, 1, 64, 16, torch.bfloat16)
+    assert _chosen("auto", shape, deterministic=True) == expected
+    assert _chosen("torch", shape, deterministic=True) == "deterministic torch"
+    assert _chosen("auto", _shape(1, 1, 24, 16, torch.float16), deterministic=True) == "deterministic torch"
     with pytest.raises(ConfigError, match="decode kernel is split"):
-        select_backend("triton", shape, _cos_sin(64), exact=True)
+        _chosen("triton", shape, deterministic=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from pagestream_engine.attention.native import library
-from pagestream_engine.attention.native_backend import NativeBackend
-from pagestream_engine.native_build import find_compiler
+from pagestream_engine.native_build import find_compiler, toolchain_of
 
 pytestmark = pytest.mark.builds
 
@@ -70,9 +69,8 @@ def test_a_file_that_is_no_library_is_a_warning(
 
 
 def test_the_version_is_of_the_toolchain_and_not_of_the_source() -> None:
-    backend = NativeBackend.__new__(NativeBackend)
-    backend._library_path = Path("/cache/kernels-64-x86-64-v4-0123456789abcdef-fedcba9876543210.so")
-    assert backend.kernel_version == "kernels-64-x86-64-v4-0123456789abcdef"
+    path = Path("/cache/kernels-64-x86-64-v4-0123456789abcdef-fedcba9876543210.so")
+    assert toolchain_of(path) == "kernels-64-x86-64-v4-0123456789abcdef"
 
 
 @_NEEDS_COMPILER

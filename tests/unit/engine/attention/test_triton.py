@@ -58,5 +58,5 @@ def test_triton_on_a_cpu_needs_the_interpreter() -> None:
     if os.environ.get("TRITON_INTERPRET"):
         pytest.skip("this process interprets")
     with pytest.raises(ConfigError, match="TRITON_INTERPRET") as caught:
-        select_backend("triton", CacheShape(1, 1, 64, 16, torch.float32), torch.zeros(8, 64))
+        select_backend("triton", [CacheShape((0,), 1, 64, 16, torch.float32)], torch.device("cpu"))
     assert caught.value.field == "attention_backend"

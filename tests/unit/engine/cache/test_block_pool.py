@@ -1,12 +1,12 @@
 from collections import Counter
-from hashlib import sha256
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from pagestream_engine.cache.block_pool import BlockHasher, BlockPool
+from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.invariants import check_cache
+from pagestream_engine.cache.kv_groups import full_attention
 from pagestream_engine.errors import InvariantViolation
 
 
@@ -112,27 +112,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert set(self.pool.free_list) == set(range(5)) - set(self.held)
         assert self.pool.num_free == 5 - len(set(self.held))
         if not self.held:
-            check_cache(self.pool, 4, [])
+            check_cache(self.pool, full_attention(4), [])
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
-
-
-def test_a_hash_names_the_whole_prefix() -> None:
-    hasher = BlockHasher(2)
-    first = hasher.child(hasher.root(), [1, 2])
-    assert hasher.child(first, [3, 4]) != hasher.child(hasher.child(hasher.root(), [2, 1]), [3, 4])
-    assert hasher.child(first, [3, 4]) != hasher.child(hasher.root(), [3, 4])
-
-
-def test_a_hash_is_the_same_on_every_machine() -> None:
-    hasher = BlockHasher(2)
-    root = sha256(b"pagestream/prefix/1").digest()
-    expected = sha256(root + (70000).to_bytes(4, "little") + (1).to_bytes(4, "little")).digest()
-    assert hasher.child(hasher.root(), [70000, 1]) == expected
-
-
-def test_an_extra_key_shares_nothing() -> None:
-    hasher = BlockHasher(1)
-    assert len({hasher.root(), hasher.root(b"tenant-a"), hasher.root(b"tenant-b")}) == 3

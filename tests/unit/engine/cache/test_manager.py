@@ -1,37 +1,15 @@
 import pytest
-from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.invariants import check_cache
-from pagestream_engine.cache.manager import CacheManager
-from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import Sequence, SequenceState
-
-BLOCK_SIZE = 4
-
-
-def make_cache(num_blocks: int = 16, *, enable_prefix_caching: bool = True) -> CacheManager:
-    return CacheManager(BlockPool(num_blocks), BLOCK_SIZE, enable_prefix_caching=enable_prefix_caching)
-
-
-def make_seq(token_ids: list[int], name: str = "a", salt: bytes = b"") -> Sequence:
-    return Sequence(name, token_ids, SamplingParams(), seed=0, arrival=0, max_total_tokens=999, cache_salt=salt)
-
-
-def run(cache: CacheManager, seq: Sequence, num_tokens: int | None = None) -> None:
-    """Adopts what is cached, and computes up to `num_tokens`."""
-    num_tokens = len(seq.token_ids) - 1 if num_tokens is None else num_tokens
-    cache.adopt_prefix(seq, cache.find_prefix(seq))
-    seq.state = SequenceState.RUNNING
-    cache.grow(seq, num_tokens)
-    seq.num_computed_tokens = num_tokens
-    cache.note_full_block(seq)
-    cache.publish_some(num_tokens)
+from pagestream_engine.cache.kv_groups import NO_BLOCK, KVSpec, make_layout
+from pagestream_engine.request.sequence import SequenceState
+from support.engines.cached_sequences import BLOCK_SIZE, LAYOUT, make_cache, make_seq, run
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
 def test_holds_no_more_than_one_partly_filled_block(num_tokens: int, num_blocks: int) -> None:
     cache, seq = make_cache(), make_seq(list(range(20)))
     cache.grow(seq, num_tokens)
-    assert len(seq.block_table) == num_blocks
+    assert len(seq.block_tables[0]) == num_blocks
 
 
 def test_shares_full_blocks_while_both_run() -> None:
@@ -39,19 +17,19 @@ def test_shares_full_blocks_while_both_run() -> None:
     first, second = make_seq([1] * 10, "a"), make_seq([1] * 9 + [2], "b")
     run(cache, first)
     run(cache, second)
-    assert second.block_table[:2] == first.block_table[:2]
-    assert second.block_table[2] != first.block_table[2]
+    assert second.block_tables[0][:2] == first.block_tables[0][:2]
+    assert second.block_tables[0][2] != first.block_tables[0][2]
     assert second.num_published_blocks == 2
-    check_cache(cache.pool, BLOCK_SIZE, [first, second])
+    check_cache(cache.pool, LAYOUT, [first, second])
 
 
 def test_a_prompt_that_is_wholly_cached_still_computes_its_last_token() -> None:
     cache = make_cache()
     first, second = make_seq([1, 2, 3, 4, 5, 6, 7, 8], "a"), make_seq([1, 2, 3, 4, 5, 6, 7, 8], "b")
     run(cache, first, 8)
-    assert len(cache.find_prefix(second)) == 1
+    assert cache.find_prefix(second).num_tokens == 4
     second.token_ids.append(9)
-    assert len(cache.find_prefix(second)) == 2
+    assert cache.find_prefix(second).num_tokens == 8
 
 
 def test_finds_blocks_after_their_owner_is_gone() -> None:
@@ -59,20 +37,20 @@ def test_finds_blocks_after_their_owner_is_gone() -> None:
     first, second = make_seq(list(range(10)), "a"), make_seq(list(range(10)), "b")
     run(cache, first)
     first.state = SequenceState.FINISHED
-    table = list(first.block_table)
+    table = list(first.block_tables[0])
     cache.free(first)
-    assert cache.find_prefix(second) == table[:2]
+    assert cache.find_prefix(second).tables == [table[:2]]
     assert cache.num_free_blocks_used_by(cache.find_prefix(second)) == 2
     run(cache, second)
     assert (cache.num_query_tokens, cache.num_hit_tokens) == (20, 8)
-    check_cache(cache.pool, BLOCK_SIZE, [first, second])
+    check_cache(cache.pool, LAYOUT, [first, second])
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     cache = make_cache(num_blocks=3)
     seq = make_seq(list(range(13)))
     run(cache, seq)
-    table = list(seq.block_table)
+    table = list(seq.block_tables[0])
     cache.free(seq)
     assert [cache.pool.allocate() for _ in range(3)] == table[::-1]
 
@@ -80,8 +58,8 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
 def test_another_salt_shares_nothing() -> None:
     cache = make_cache()
     run(cache, make_seq([1] * 10, "a", salt=b"tenant-a"))
-    assert cache.find_prefix(make_seq([1] * 10, "b", salt=b"tenant-b")) == []
-    assert len(cache.find_prefix(make_seq([1] * 10, "c", salt=b"tenant-a"))) == 2
+    assert cache.find_prefix(make_seq([1] * 10, "b", salt=b"tenant-b")).num_tokens == 0
+    assert cache.find_prefix(make_seq([1] * 10, "c", salt=b"tenant-a")).num_tokens == 8
 
 
 def test_finds_nothing_when_it_is_switched_off() -> None:
@@ -89,7 +67,7 @@ def test_finds_nothing_when_it_is_switched_off() -> None:
     seq = make_seq([1] * 10)
     run(cache, seq)
     cache.free(seq)
-    assert cache.find_prefix(make_seq([1] * 10)) == []
+    assert cache.find_prefix(make_seq([1] * 10)) == (0, [[]])
     assert cache.pool.by_hash == {}
     assert cache.num_query_tokens == 0
 
@@ -108,7 +86,7 @@ def test_publishing_is_spread_over_steps() -> None:
         cache.publish_some(num_tokens=len(sequences))
         published.append(len(cache.pool.by_hash) - before)
     assert max(published) == 50, "a step like these fills 200 / 4 blocks on average"
-    check_cache(cache.pool, BLOCK_SIZE, sequences)
+    check_cache(cache.pool, LAYOUT, sequences)
 
 
 def test_what_is_not_published_yet_is_when_the_sequence_lets_go() -> None:
@@ -126,27 +104,43 @@ def test_what_is_not_published_yet_is_when_the_sequence_lets_go() -> None:
     assert len(cache.pool.by_hash) == 49
 
 
-def test_the_waste_is_the_unused_slots_of_referenced_blocks() -> None:
-    cache = make_cache()
-    first, second = make_seq([1] * 10, "a"), make_seq([1] * 9 + [2], "b")
-    assert cache.fragmentation([]) == 0.0
+MIXED = make_layout([KVSpec(1, 1), KVSpec(1, 1, window=6)], BLOCK_SIZE, 999)
+"""Full attention, and a window of one and a half blocks."""
+
+
+def test_blocks_behind_a_window_are_released_while_the_sequence_runs() -> None:
+    cache, seq = make_cache(layout=MIXED), make_seq(list(range(20)), num_kv_groups=2)
+    run(cache, seq)
+    assert [len(table) for table in seq.block_tables] == [5, 5]
+    assert seq.block_tables[1][:3] == [NO_BLOCK] * 3, "token 19 attends to 14 and all after it"
+    assert NO_BLOCK not in seq.block_tables[0] + seq.block_tables[1][3:]
+    assert cache.pool.num_free == cache.pool.num_blocks - 7
+    check_cache(cache.pool, MIXED, [seq])
+
+
+def test_a_hit_needs_of_a_window_only_what_is_still_read() -> None:
+    cache, first = make_cache(layout=MIXED), make_seq(list(range(20)), num_kv_groups=2)
     run(cache, first)
-    assert cache.fragmentation([first]) == 3 / 12, "9 tokens in 3 blocks of 4"
-    run(cache, second)
-    assert cache.fragmentation([first, second]) == 6 / 16, "two blocks are shared"
+    table = list(first.block_tables[0])
     cache.free(first)
-    assert cache.fragmentation([second]) == 3 / 12
-    cache.free(second)
-    assert cache.fragmentation([]) == 0.0
-    assert cache.pool.num_cached == 2
+    by_group = [set(table), set(cache.pool.by_hash.values()) - set(table)]
+    second = make_seq(list(range(20)), "b", num_kv_groups=2)
+    found = cache.find_prefix(second)
+    assert found.num_tokens == 16
+    assert found.tables[0] == table[:4]
+    assert found.tables[1][:2] == [NO_BLOCK] * 2
+    assert set(found.tables[1][2:]) <= by_group[1]
+    run(cache, second)
+    check_cache(cache.pool, MIXED, [first, second])
 
 
-def test_a_shared_block_is_counted_by_the_sibling_that_is_past_it() -> None:
-    cache = make_cache()
-    parent, child = make_seq([1] * 10, "a"), make_seq([1] * 6, "b")
-    run(cache, parent)
-    child.state = SequenceState.RUNNING
-    cache.fork(parent, child, 5)
-    assert cache.fragmentation([parent, child]) == 3 / 12, (
-        "the second block is full, though the child has one of its tokens"
-    )
+def test_the_longest_prefix_is_one_that_all_groups_have() -> None:
+    cache, first = make_cache(layout=MIXED), make_seq(list(range(20)), num_kv_groups=2)
+    run(cache, first)
+    last_of_window = first.block_tables[1][3]
+    cache.free(first)
+    del cache.pool.by_hash[cache.pool.hashes[last_of_window] or b""]
+    cache.pool.hashes[last_of_window] = None
+    found = cache.find_prefix(make_seq(list(range(20)), "b", num_kv_groups=2))
+    assert found.num_tokens == 12, "full attention has 16 tokens, the window what follows its first three blocks"
+    assert [len(table) for table in found.tables] == [3, 3]

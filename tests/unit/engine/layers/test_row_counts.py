@@ -10,6 +10,7 @@ import torch
 from pagestream_engine.cpu import bfloat16_varies_with_rows, read_cpuinfo
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.layers.linear import Linear
+from pagestream_engine.layers.linear_methods import PlainMethod, fastest_method
 from pagestream_engine.layers.row_counts import TRIED_AT_LOAD, RowCounts
 from pagestream_engine.runner.numerics import possible_mode
 from torch import Tensor
@@ -128,9 +129,8 @@ def test_this_machines_linears(features: tuple[int, int], dtype: torch.dtype, pa
     in_features, out_features = features
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
-    linear = Linear(weight, torch.randn(out_features, generator=generator).to(dtype))
-    if packed:
-        linear.pack()
+    method = fastest_method(weight) if packed else PlainMethod(weight)
+    linear = Linear(method, torch.randn(out_features, generator=generator).to(dtype))
     linear.row_counts = RowCounts(linear.product, in_features, dtype)
     x = _rows(300, dtype, in_features)
     expected = linear(x)

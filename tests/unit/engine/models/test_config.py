@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from pagestream_engine.errors import ModelFolderError, UnsupportedModel
-from pagestream_engine.models.config import ModelInfo, parse
+from pagestream_engine.errors import ModelFileError, UnsupportedModel
+from pagestream_engine.models.config import ConfigFile
+from pagestream_engine.models.decoder_config import DecoderConfig
+from pagestream_engine.models.registry import find_family
+from pagestream_engine.models.select import read_info
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 100,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "max_position_embeddings": 4096,
 }
@@ -27,97 +30,132 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 512,
+}
 
 
-def _parse(**changes: Any) -> ModelInfo:
-    return parse({**_LLAMA, **changes})
+def _read(architecture: str = "LlamaForCausalLM", **changes: Any) -> DecoderConfig:
+    family = find_family(architecture)
+    assert family is not None
+    config = family.read(ConfigFile({**_LLAMA, "architectures": [architecture], **changes}))
+    assert isinstance(config, DecoderConfig)
+    return config
+
+
+def _windows(config: DecoderConfig) -> list[int | None]:
+    return [layer.window for layer in config.layers]
 
 
 def test_defaults_of_a_bare_llama() -> None:
-    info = _parse()
-    assert (info.num_kv_heads, info.head_dim, info.qkv_size) == (4, 16, 192)
-    assert (info.qkv_bias, info.output_bias, info.mlp_bias, info.qk_norm, info.tie_word_embeddings) == (False,) * 5
-    assert info.dtype is torch.float32
-    assert info.eos_token_ids == ()
+    config = _read()
+    assert (config.num_kv_heads, config.head_dim, config.query_size, config.kv_size) == (4, 16, 64, 64)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.tie_word_embeddings) == (False,) * 4
+    assert config.scale == 16**-0.5
+    assert config.info.dtype is torch.float32
+    assert config.info.eos_token_ids == ()
 
 
-def test_families_differ_in_biases_and_norms() -> None:
-    qwen2 = _parse(architectures=["Qwen2ForCausalLM"])
-    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
-    qwen3 = _parse(architectures=["Qwen3ForCausalLM"], head_dim=32)
-    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 32)
-    llama = _parse(attention_bias=True)
+def test_families_differ_in_biases() -> None:
+    qwen2 = _read("Qwen2ForCausalLM")
+    assert (qwen2.qkv_bias, qwen2.output_bias) == (True, False)
+    qwen3 = _read("Qwen3ForCausalLM", head_dim=32)
+    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.head_dim) == (False, False, 32)
+    llama = _read(attention_bias=True)
     assert (llama.qkv_bias, llama.output_bias) == (True, True)
 
 
 @pytest.mark.parametrize(
-    ("changes", "longest"),
+    ("architecture", "changes", "windows"),
     [
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1024}, 1024),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 4096),
-        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 32768}, 4096),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 1024}, 4096),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 1024, "use_sliding_window": True}, 1024),
-        ({"sliding_window": 9999, "architectures": ["MistralForCausalLM"]}, 4096),
+        ("MistralForCausalLM", {"sliding_window": 1024}, [1024] * 3),
+        ("MistralForCausalLM", {"sliding_window": None}, [None] * 3),
+        ("MistralForCausalLM", {}, [4096] * 3),
+        ("Qwen2ForCausalLM", {"sliding_window": 1024}, [None] * 3),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 2}, [None, None, 4096]),
+        ("Gemma2ForCausalLM", {"sliding_window": 7}, [7, None, 7]),
+        ("Gemma3ForCausalLM", {"sliding_window": 7, "sliding_window_pattern": 3}, [7, 7, None]),
     ],
 )
-def test_the_context_ends_where_a_window_would_begin_to_slide(changes: dict[str, Any], longest: int) -> None:
-    assert _parse(**changes).max_position_embeddings == longest
+def test_windows_of_the_layers(architecture: str, changes: dict[str, Any], windows: list[int | None]) -> None:
+    assert _windows(_read(architecture, **changes)) == windows
 
 
 def test_rope_in_both_spellings() -> None:
-    new = _parse(rope_parameters={**_LLAMA3_ROPE, "rope_theta": 5e5}).rope
-    old = _parse(rope_theta=5e5, rope_scaling={**_LLAMA3_ROPE}).rope
+    new = _read(rope_parameters={**_LLAMA3_ROPE, "rope_theta": 5e5}).layers[0].rope
+    old = _read(rope_theta=5e5, rope_scaling={**_LLAMA3_ROPE}).layers[0].rope
     assert new == old
-    assert (new.kind, new.theta, new.factor) == ("llama3", 5e5, 8.0)
-    assert _parse(rope_scaling={"type": "linear", "factor": 2}).rope.factor == 2.0
-    assert _parse(rope_theta=123.0).rope.theta == 123.0
+    assert (new.kind, new.theta, new.scaling["factor"]) == ("llama3", 5e5, 8.0)
+    assert _read(rope_scaling={"type": "linear", "factor": 2}).layers[0].rope.scaling == {"factor": 2}
+    assert _read(rope_theta=123.0).layers[0].rope.theta == 123.0
+
+
+def test_gemma3_has_a_rotation_for_each_kind_of_layer() -> None:
+    layers = _read("Gemma3ForCausalLM", sliding_window_pattern=3, rope_scaling={"type": "linear", "factor": 8}).layers
+    assert [(layer.rope.kind, layer.rope.theta) for layer in layers] == [
+        ("default", 1e4),
+        ("default", 1e4),
+        ("linear", 1e6),
+    ]
+
+
+def test_the_context_ends_where_other_frequencies_begin_unless_it_is_extended() -> None:
+    info = _read("Phi3ForCausalLM", rope_scaling=_LONG_ROPE).info
+    assert (info.max_position_embeddings, info.extended_context) == (512, 4096)
+    info = _read(rope_scaling={"rope_type": "dynamic", "factor": 4.0}).info
+    assert (info.max_position_embeddings, info.extended_context) == (4096, 4 * 4096)
+    assert _read(rope_scaling={"rope_type": "yarn", "factor": 4.0}).info.max_position_embeddings == 4 * 4096
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("architecture", "changes", "words"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
-        ({"architectures": None}, ["architectures"]),
-        ({"hidden_act": "gelu"}, ["gelu", "silu"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["yarn", "llama3"]),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic"]),
-        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
-        ({"num_key_value_heads": 3}, ["4", "3"]),
-        ({"dtype": "int8"}, ["int8"]),
+        ("LlamaForCausalLM", {"hidden_act": "relu"}, ["relu", "silu"]),
+        ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "axial"}}, ["axial", "llama3"]),
+        ("LlamaForCausalLM", {"num_key_value_heads": 3}, ["4", "3"]),
+        ("LlamaForCausalLM", {"dtype": "int8"}, ["int8"]),
+        ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ("Qwen2ForCausalLM", {"layer_types": ["linear_attention"] * 3}, ["linear_attention"]),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
+def test_what_is_not_supported_is_refused_by_name(architecture: str, changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UnsupportedModel) as caught:
-        _parse(**changes)
+        _read(architecture, **changes)
     assert all(word in str(caught.value) for word in words)
 
 
 @pytest.mark.parametrize(
-    ("changes", "word"),
+    ("architecture", "changes", "word"),
     [
-        ({"hidden_size": None}, "hidden_size"),
-        ({"num_hidden_layers": "two"}, "num_hidden_layers"),
-        ({"vocab_size": 0}, "vocab_size"),
-        ({"eos_token_id": "x"}, "eos_token_id"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
+        ("LlamaForCausalLM", {"hidden_size": None}, "hidden_size"),
+        ("LlamaForCausalLM", {"num_hidden_layers": "two"}, "num_hidden_layers"),
+        ("LlamaForCausalLM", {"vocab_size": 0}, "vocab_size"),
+        ("LlamaForCausalLM", {"eos_token_id": "x"}, "eos_token_id"),
+        ("LlamaForCausalLM", {"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ("LlamaForCausalLM", {"architectures": "LlamaForCausalLM"}, "architectures"),
+        ("Qwen3MoeForCausalLM", {"num_experts": 8, "mlp_only_layers": 1}, "mlp_only_layers"),
+        ("Qwen3MoeForCausalLM", {}, "num_experts"),
     ],
 )
-def test_malformed_fields_are_named(changes: dict[str, Any], word: str) -> None:
-    with pytest.raises(ModelFolderError, match=word):
-        _parse(**changes)
+def test_malformed_fields_are_named(tmp_path: Path, architecture: str, changes: dict[str, Any], word: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**_LLAMA, "architectures": [architecture], **changes}))
+    with pytest.raises(ModelFileError, match=word):
+        read_info(tmp_path)
 
 
 def test_eos_ids_of_the_generation_config_win(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**_LLAMA, "eos_token_id": 2}))
-    assert ModelInfo.from_folder(tmp_path).eos_token_ids == (2,)
+    assert read_info(tmp_path).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 7]}))
-    assert ModelInfo.from_folder(tmp_path).eos_token_ids == (7, 9)
+    assert read_info(tmp_path).eos_token_ids == (7, 9)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])
 def test_a_folder_without_a_readable_configuration(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ModelFolderError, match=r"config\.json"):
-        ModelInfo.from_folder(tmp_path)
+    with pytest.raises(ModelFileError, match=r"config\.json"):
+        read_info(tmp_path)

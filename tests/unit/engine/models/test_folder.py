@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from pagestream_engine.errors import ModelNotFound
+from pagestream_engine.errors import ModelFileError, ModelNotFound
 from pagestream_engine.models.folder import load_tokenizer, model_revision, resolve_model
 from safetensors.torch import load_file, save_file
 from support.engines.arithmetic_model import byte_level_tokenizer, make_folder
@@ -81,5 +81,5 @@ def test_a_tokenizer_neither_pads_nor_cuts(tmp_path: Path) -> None:
 
 def test_a_malformed_tokenizer_is_named(tmp_path: Path) -> None:
     (make_folder(tmp_path) / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelNotFound, match=r"tokenizer\.json.*expected a tokenizer"):
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json.*expected a tokenizer"):
         load_tokenizer(tmp_path)

@@ -1,10 +1,13 @@
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.request import generation as module
 from pagestream_engine.request.generation import Generation, Taken
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import Sequence
+from pagestream_engine.request.sequence import TokenSequence
 from pagestream_engine.text.detokenizer import IncrementalDetokenizer, Pieces
 from support.engines.arithmetic_model import byte_level_tokenizer
 
@@ -18,7 +21,7 @@ def make(*, max_model_len: int = 100, text: bool = True, **fields: Any) -> Gener
     params = SamplingParams(**{"max_tokens": 20, **fields})
     ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else {EOS})
     total = min(max_model_len, len(PROMPT) + (params.max_tokens or max_model_len))
-    seq = Sequence("a", PROMPT, params, seed=0, arrival=0, max_total_tokens=total, end_token_ids=ends)
+    seq = TokenSequence("a", PROMPT, params, seed=0, arrival=0, max_total_tokens=total, end_token_ids=ends)
     return Generation(seq, IncrementalDetokenizer(PIECES, PROMPT) if text else None, frozenset({EOS}))
 
 
@@ -34,6 +37,17 @@ def run(generation: Generation, token_ids: list[int]) -> list[Taken]:
         if taken[-1].finish_reason is not None:
             break
     return taken
+
+
+def replay(generation: Generation, token_ids: list[int]) -> tuple[Taken | None, int]:
+    """Return the end that a replay comes to, and how often it pauses."""
+    parts, num_pauses = generation.replay(token_ids), 0
+    while True:
+        try:
+            next(parts)
+        except StopIteration as stop:
+            return stop.value, num_pauses
+        num_pauses += 1
 
 
 def test_a_token_in_the_middle() -> None:
@@ -120,12 +134,28 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 def test_a_replay_goes_on_exactly(token_ids: list[int], cut: int, fields: dict[str, Any]) -> None:
     undisturbed = run(make(**fields), token_ids)
     resumed = make(**fields)
-    num_taken, end = resumed.replay(token_ids[:cut])
-    if len(undisturbed) <= cut and undisturbed[-1].finish_reason is not None:
-        assert (num_taken, end) == (len(undisturbed), undisturbed[-1])
+    earlier = token_ids[:cut]
+    has_ended = len(undisturbed) <= cut and undisturbed[-1].finish_reason is not None
+    if len(undisturbed) < len(earlier):
+        with pytest.raises(InvalidRequest, match=f"expected at most {len(undisturbed)}, where the output ends"):
+            replay(resumed, earlier)
+    elif has_ended:
+        assert replay(resumed, earlier) == (undisturbed[-1], 1)
     else:
-        assert (num_taken, end) == (len(token_ids[:cut]), None)
+        assert replay(resumed, earlier) == (None, 1)
         going_on = [
             resumed.take(token_id, cut + 1 + index) for index, token_id in enumerate(token_ids[cut : len(undisturbed)])
         ]
         assert going_on == undisturbed[cut:]
+
+
+def test_a_replay_pauses_after_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def take(self: Generation, token_id: int, num_output_tokens: int) -> Taken:
+        taken.append(num_output_tokens)
+        return Taken("")
+
+    monkeypatch.setattr(module, "REPLAY_TOKENS", 4)
+    monkeypatch.setattr(Generation, "take", take)
+    assert [len(taken) for _ in make().replay([7] * 9)] == [4, 8, 9]

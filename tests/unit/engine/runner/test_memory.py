@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pagestream_engine.errors import ModelTooLarge, OutOfMemory
 from pagestream_engine.runner import memory
 
 
@@ -36,7 +37,80 @@ def test_available_is_the_lesser_of_machine_and_container(
     assert memory.available_bytes(*_machine(tmp_path, available_kib, limit, used)) == expected
 
 
-def test_a_cpu_gives_a_bounded_share() -> None:
-    given = memory.cache_bytes(torch.device("cpu"), 0.9)
-    assert 0 < given <= memory.CPU_LIMIT_BYTES
-    assert given <= memory.available_bytes()
+@pytest.mark.parametrize(
+    ("step", "available", "expected"),
+    [
+        (100 << 20, 1 << 30, 156 << 20),
+        (0, 100 << 30, memory.CPU_LIMIT_BYTES),
+        (1 << 30, 100 << 30, memory.CPU_LIMIT_BYTES),
+        (300 << 20, 1 << 30, 0),
+    ],
+)
+def test_the_largest_step_comes_out_of_a_cpus_share(step: int, available: int, expected: int) -> None:
+    assert memory.cpu_pool_bytes(step, available) == expected
+
+
+class FakeMemory:
+    """A GPU with 1,000 bytes, of which another process has 100 and the weights 300.
+
+    The allocator keeps what it took until it is reset; a step leaves 20 bytes outside of it.
+    """
+
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = iter(steps)
+        self.reserved = self.peak = 300
+        self.outside = 0
+
+    def run_step(self) -> None:
+        self.peak = self.reserved = max(self.reserved, 300 + next(self.steps))
+        self.outside = 20
+
+    def free_and_total(self) -> tuple[int, int]:
+        return 1000 - 100 - self.reserved - self.outside, 1000
+
+    def reset_peak(self) -> None:
+        self.reserved = self.peak = 300
+
+    def allocated(self) -> int:
+        return 300
+
+    def peak_reserved(self) -> int:
+        return self.peak
+
+
+@pytest.mark.parametrize(
+    ("steps", "utilization", "expected"),
+    [([120, 50], 0.9, 360), ([50, 120], 0.9, 360), ([120, 50], 1.0, 460), ([120, 50], 0.5, 0), ([600], 1.0, 0)],
+)
+def test_a_gpus_share_holds_for_weights_largest_step_and_pool(
+    steps: list[int], utilization: float, expected: int
+) -> None:
+    device = FakeMemory(steps)
+    meter = memory.PeakMeter(device)
+    for _ in steps:
+        with meter.step():
+            device.run_step()
+    use = meter.use()
+    assert use == memory.MemoryUse(free=580, total=1000, step=max(steps))
+    pool = memory.gpu_pool_bytes(use, utilization)
+    assert pool == expected
+    assert pool == 0 or 100 + 300 + 20 + max(steps) + pool <= 1000 * utilization
+
+
+def test_weights_that_do_not_fit_are_refused_with_both_sizes() -> None:
+    with pytest.raises(
+        ModelTooLarge, match=r"given 1048576\.0 GiB of weights, expected at most \d+\.\d GiB.* on cpu; "
+    ):
+        memory.check_weights_fit(1 << 50, torch.device("cpu"), 0.9)
+    memory.check_weights_fit(1 << 10, torch.device("cpu"), 0.9)
+
+
+def test_what_torch_raises_without_memory_is_out_of_memory_of_the_step() -> None:
+    with pytest.raises(OutOfMemory, match=r"a step of 7 tokens and 3 samples: .*can't allocate memory") as caught:
+        with memory.step_memory(7, 3):
+            torch.empty(1 << 60)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(OutOfMemory), memory.step_memory(7, 3):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+    with pytest.raises(RuntimeError, match="shapes"), memory.step_memory(7, 3):
+        raise RuntimeError("shapes do not match")

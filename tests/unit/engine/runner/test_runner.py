@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from pagestream_engine.cache.kv_groups import KVLayout, full_attention
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError
+from pagestream_engine.layers.linear_methods import PackedMethod
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import Sequence
+from pagestream_engine.request.sequence import TokenSequence
 from pagestream_engine.runner import ModelRunner
-from pagestream_engine.runner.batch import build_batch
-from pagestream_engine.scheduler.base import ScheduledSequence, ScheduledStep
+from pagestream_engine.scheduler.scheduled_step import ScheduledSequence, ScheduledStep
+from support.engines.given_plans import given_plan
 from support.engines.tiny_models import TINY_MODELS, make_model, random_prompts, reference_model
 from torch import Tensor
 
+_LAYOUT = full_attention(16)
 _CPU = torch.device("cpu")
 _BLOCKS = 60
 _TOLERANCE = 2e-4  # float32; logits of these models are of the order of 10
@@ -31,32 +34,39 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 def _runner(folder: Path, **options: Any) -> ModelRunner:
     runner = ModelRunner(folder, EngineConfig.from_options({"num_gpu_blocks_override": _BLOCKS, **options}), _CPU)
-    runner.allocate_kv_cache(runner.profile_num_blocks())
+    runner.allocate_kv_cache(options.get("num_gpu_blocks_override", _BLOCKS))
     return runner
 
 
-def _sequences(lengths: list[int], block_size: int = 16, seed: int = 0) -> list[Sequence]:
-    """Sequences whose blocks lie scattered over the pool."""
+def _sequences(lengths: list[int], layout: KVLayout = _LAYOUT, seed: int = 0) -> list[TokenSequence]:
+    """Sequences whose blocks lie scattered over the pool, those of all KV groups."""
     ids = torch.randperm(_BLOCKS, generator=torch.Generator().manual_seed(seed)).tolist()
     seqs = []
     for index, prompt in enumerate(random_prompts(lengths, seed=seed)):
         params = SamplingParams(temperature=0, ignore_eos=True)
-        seq = Sequence(str(index), prompt, params, seed=0, arrival=index, max_total_tokens=500)
-        seq.block_table = [ids.pop() for _ in range(-(-len(prompt) // block_size))]
+        seq = TokenSequence(str(index), prompt, params, seed=0, arrival=index, max_total_tokens=500)
+        seq.block_tables = [[ids.pop() for _ in range(group.num_blocks_for(len(prompt)))] for group in layout.groups]
         seqs.append(seq)
     return seqs
 
 
 def _logits(runner: ModelRunner, step: ScheduledStep) -> Tensor:
     """Logits of all of a step's tokens, in their packed order."""
-    batch = build_batch(step, 16, _CPU)
+    plan = given_plan(step, runner.kv_layout)
     with torch.inference_mode():
-        rows = torch.arange(len(batch.token_ids))
-        hidden = runner._model.forward(batch.token_ids, rows, runner._backend, runner._backend.plan(batch.attention))
-        return runner._model.logits(hidden, runner._backend)
+        runner.forget_rows()
+        runner._batch.apply(plan)
+        inputs = runner._batch.inputs(plan)
+        rows = torch.arange(len(inputs.token_ids))
+        hidden = runner._model.forward(inputs.token_ids, rows, runner._backend.prepare_step(inputs.attention))
+        return runner._model.logits(hidden)
 
 
-def _advance(seqs: list[Sequence], counts: list[int]) -> None:
+def _sampled(runner: ModelRunner, step: ScheduledStep) -> list[int]:
+    return runner.execute(given_plan(step))().token_ids[:, 0].tolist()
+
+
+def _advance(seqs: list[TokenSequence], counts: list[int]) -> None:
     for seq, count in zip(seqs, counts, strict=True):
         seq.num_computed_tokens += count
 
@@ -65,7 +75,8 @@ def _advance(seqs: list[Sequence], counts: list[int]) -> None:
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_logits_equal_those_of_transformers(folder_of: Callable[[str], Path], name: str, backend: str) -> None:
     folder = folder_of(name)
-    runner, seqs = _runner(folder, attention_backend=backend), _sequences([1, 16, 37, 90])
+    runner = _runner(folder, attention_backend=backend)
+    seqs = _sequences([1, 16, 37, 90], runner.kv_layout)
     # Three steps: whole prompts beside a chunk, a chunk beside decodes, decodes alone.
     steps = [([1, 14, 35, 20], 4), ([68, 1, 1], 1), ([1, 1, 1], 0)]
     chosen = [seqs, [seqs[3], seqs[1], seqs[2]], [seqs[3], seqs[1], seqs[2]]]
@@ -88,38 +99,23 @@ def test_logits_equal_those_of_transformers(folder_of: Callable[[str], Path], na
 def test_tokens_come_for_those_that_need_a_sample_in_order(folder_of: Callable[[str], Path]) -> None:
     runner, seqs = _runner(folder_of("llama")), _sequences([20, 9, 30])
     items = [ScheduledSequence(seqs[0], 12, False), ScheduledSequence(seqs[1], 9, True)]
-    assert len(runner.execute(ScheduledStep(prefills=items)).token_ids) == 1
+    assert len(_sampled(runner, ScheduledStep(prefills=items))) == 1
     _advance(seqs[:2], [12, 9])
     seqs[1].token_ids.append(7)
     rest = ScheduledStep(
         [ScheduledSequence(seqs[0], 8, True), ScheduledSequence(seqs[2], 10, False)],
         [ScheduledSequence(seqs[1], 1, True)],
     )
-    together = runner.execute(rest).token_ids
+    together = _sampled(runner, rest)
     alone = []
     for seq, count in ((seqs[0], 8), (seqs[1], 1)):
-        alone += runner.execute(ScheduledStep(prefills=[ScheduledSequence(seq, count, True)])).token_ids
+        alone += _sampled(runner, ScheduledStep(prefills=[ScheduledSequence(seq, count, True)]))
     assert together == alone
 
 
-def test_steps_without_samples_or_sequences(folder_of: Callable[[str], Path]) -> None:
+def test_a_step_without_samples(folder_of: Callable[[str], Path]) -> None:
     runner, (seq,) = _runner(folder_of("llama")), _sequences([20])
-    assert runner.execute(ScheduledStep()).token_ids == []
-    assert runner.execute(ScheduledStep(prefills=[ScheduledSequence(seq, 5, False)])).token_ids == []
-
-
-def test_slots_follow_the_block_table() -> None:
-    first, second = _sequences([20, 3], block_size=8)
-    first.block_table, second.block_table = [5, 0, 9], [2]
-    first.num_computed_tokens = 6
-    step = ScheduledStep([ScheduledSequence(first, 12, False)], [ScheduledSequence(second, 1, True)])
-    second.num_computed_tokens = 2
-    batch = build_batch(step, 8, _CPU)
-    assert batch.attention.positions.tolist() == [*range(6, 18), 2]
-    assert batch.attention.slots.tolist() == [46, 47, *range(8), 72, 73, 18]
-    assert batch.attention.block_tables.tolist() == [[5, 0, 9], [2, 0, 0]]
-    assert (batch.attention.query_lens, batch.attention.seq_lens) == ([12, 1], [18, 3])
-    assert batch.sample_rows.tolist() == [12]
+    assert _sampled(runner, ScheduledStep(prefills=[ScheduledSequence(seq, 5, False)])) == []
 
 
 def test_bfloat16_stays_near_float32(folder_of: Callable[[str], Path]) -> None:
@@ -134,7 +130,6 @@ def test_bfloat16_stays_near_float32(folder_of: Callable[[str], Path]) -> None:
 
 def test_number_of_blocks(folder_of: Callable[[str], Path]) -> None:
     folder = folder_of("llama")
-    assert _runner(folder, num_gpu_blocks_override=7).profile_num_blocks() == 7
     config = EngineConfig.from_options({"max_num_seqs": 3, "max_model_len": 100})
     assert ModelRunner(folder, config, _CPU).profile_num_blocks() == 3 * 7
     with pytest.raises(ConfigError, match="at least 1"):
@@ -157,7 +152,7 @@ def test_tells_how_many_bytes_weights_and_cache_take(folder_of: Callable[[str], 
         memory = runner.memory_bytes()
         weights = sum(tensor.numel() for tensor in reference_model(folder).parameters())
         head = runner._model.head
-        if head.packed and runner.model_config.tie_word_embeddings:
-            weights += head.shape[0] * head.shape[1]  # a copy of the embedding, in another layout
+        if isinstance(head.method, PackedMethod) and runner._model.config.tie_word_embeddings:
+            weights += head.method.shape[0] * head.method.shape[1]  # a copy of the embedding, in another layout
         assert memory["model"] == 4 * weights, name
-        assert memory["kv_pool"] == runner._backend._cache.numel() * 4
+        assert memory["kv_pool"] == runner._backend.store.cache.numel() * 4

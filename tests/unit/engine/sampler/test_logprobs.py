@@ -5,28 +5,26 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import Sequence
-from pagestream_engine.sampler import sample
-from pagestream_engine.sampler.logprobs import ranked, raw_logprobs
-from pagestream_engine.scheduler.base import RankedToken
+from pagestream_engine.sampler import LogprobTensors
+from pagestream_engine.sampler.logprobs import _best_by_keys, rank_tokens, raw_logprobs
+from support.engines.sampling import GivenRow, RankedToken, as_lists
+from support.engines.sampling import sample_rows as sample
 from torch import Tensor
 
 VOCAB_SIZE = 500
 
 
-def seq(**params: Any) -> Sequence:
-    return Sequence(
-        "s",
-        [1, 2, 3],
-        SamplingParams(max_tokens=None, **params),
-        seed=7,
-        arrival=0,
-        max_total_tokens=1000,
-        output_token_ids=[5, 5],
-    )
+def seq(**params: Any) -> GivenRow:
+    return GivenRow(SamplingParams(max_tokens=None, **params), output=[5, 5])
+
+
+def ranked(logprobs: Tensor, chosen: Tensor, counts: list[int]) -> list[list[RankedToken]]:
+    tensors = rank_tokens(logprobs, chosen, max(counts))
+    return list(as_lists(LogprobTensors(np.arange(len(counts)), np.array(counts), *tensors)).values())
 
 
 def logits_for(rows: int) -> Tensor:
@@ -81,7 +79,7 @@ def test_only_rows_that_ask_are_told() -> None:
 def test_equally_likely_tokens_rank_by_their_ids() -> None:
     logits = torch.zeros(1, 9)
     logits[0, 4] = logits[0, 7] = 1.0
-    (tokens,) = ranked(raw_logprobs(logits, [0]), torch.tensor([3]), [5])
+    (tokens,) = ranked(raw_logprobs(logits, torch.tensor([0])), torch.tensor([3]), [5])
     assert [(token.token_id, token.rank) for token in tokens] == [(3, 6), (4, 1), (7, 2), (0, 3), (1, 4), (2, 5)]
 
 
@@ -92,7 +90,7 @@ def test_a_row_is_told_the_same_whatever_its_neighbours_ask(dtype: torch.dtype) 
     rows = [seq(logprobs=(3, 19, 0, 700)[index % 4], temperature=index % 2 * 0.7) for index in range(30)]
     together = sample(logits.clone(), rows, []).logprobs
     for index, row in enumerate(rows):
-        alone: list[RankedToken] = list(sample(logits[index : index + 1].clone(), [row], []).logprobs[0])
+        alone = list(sample(logits[index : index + 1].clone(), [row], []).logprobs[0])
         assert alone == together[index]
 
 
@@ -100,7 +98,7 @@ def test_a_row_is_told_the_same_whatever_its_neighbours_ask(dtype: torch.dtype) 
 @pytest.mark.parametrize("levels", [1, 3, 50])
 def test_any_number_of_ties_is_told_in_one_order(vocab_size: int, levels: int) -> None:
     logits = torch.randint(levels, (20, vocab_size), generator=torch.Generator().manual_seed(levels)).float()
-    logprobs = raw_logprobs(logits, range(20))
+    logprobs = raw_logprobs(logits, torch.arange(20))
     chosen = torch.arange(20) % vocab_size
     counts = [min(row % 9, vocab_size) for row in range(19)] + [vocab_size]
     for row, tokens in enumerate(ranked(logprobs, chosen, counts)):
@@ -108,3 +106,12 @@ def test_any_number_of_ties_is_told_in_one_order(vocab_size: int, levels: int) -
         assert [token.token_id for token in tokens[1:]] == order[: counts[row]]
         assert [token.rank for token in tokens[1:]] == list(range(1, counts[row] + 1))
         assert tokens[0].rank == order.index(chosen[row].item()) + 1
+
+
+@pytest.mark.parametrize("levels", [1, 3, 1000])
+def test_a_device_ranks_as_a_cpu_does(levels: int) -> None:
+    logits = torch.randint(-levels, levels, (20, 300), generator=torch.Generator().manual_seed(levels)) / 7
+    for logprobs in (raw_logprobs(logits, torch.arange(20)), logits):
+        for count in (0, 1, 9, 300):
+            expected = rank_tokens(logprobs, torch.zeros(20, dtype=torch.int64), count).token_ids[:, 1:]
+            assert torch.equal(_best_by_keys(logprobs, count), expected)

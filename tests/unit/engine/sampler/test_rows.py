@@ -72,4 +72,4 @@ def test_a_nucleus_that_ends_at_its_border_to_the_last_bit() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probabilities(dtype: torch.dtype) -> None:
     logits = (torch.randn(_ROWS, 1537, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
-    _check(lambda rows: raw_logprobs(logits, range(_ROWS)[rows]))
+    _check(lambda rows: raw_logprobs(logits, torch.arange(_ROWS)[rows]))

@@ -6,28 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from pagestream_engine import sampler
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import Sequence
 from pagestream_engine.sampler.filters import apply_filters
+from support.engines.sampling import GivenRow, sample_rows
 
 _EOS = (2,)
 
 
-def _seq(output: int = 0, seed: int = 0, **params: Any) -> Sequence:
-    return Sequence(
-        "s",
-        [1, 2, 3],
-        SamplingParams(max_tokens=None, **params),
-        seed=seed,
-        arrival=0,
-        max_total_tokens=1000,
-        output_token_ids=[5] * output,
-    )
+def _seq(output: int = 0, seed: int = 0, **params: Any) -> GivenRow:
+    return GivenRow(SamplingParams(max_tokens=None, **params), seed, output=[5] * output)
 
 
-def sample(logits: torch.Tensor, seqs: list[Sequence], eos_token_ids: tuple[int, ...]) -> list[int]:
-    return sampler.sample(logits, seqs, eos_token_ids).token_ids
+def sample(logits: torch.Tensor, rows: list[GivenRow], eos_token_ids: tuple[int, ...]) -> list[int]:
+    return sample_rows(logits, rows, eos_token_ids).token_ids
 
 
 def _kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:

@@ -1,12 +1,13 @@
 import pytest
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import Sequence, SequenceGroup
-from pagestream_engine.scheduler.policy import WaitingQueue, make_policy
+from pagestream_engine.request.sequence import SequenceGroup, TokenSequence
+from pagestream_engine.scheduler import policy
+from pagestream_engine.scheduler.policy import SchedulingPolicy, WaitingQueue, make_policy, register_policy
 
 
-def make_seq(arrival: int) -> Sequence:
-    return Sequence(str(arrival), [1], SamplingParams(), seed=0, arrival=arrival, max_total_tokens=9)
+def make_seq(arrival: int) -> TokenSequence:
+    return TokenSequence(str(arrival), [1], SamplingParams(), seed=0, arrival=arrival, max_total_tokens=9)
 
 
 def test_first_come_first_served_goes_by_arrival() -> None:
@@ -54,6 +55,25 @@ def test_skips_what_was_aborted_in_the_queue() -> None:
     assert queue.peek() is None
 
 
-def test_an_unknown_policy_is_named() -> None:
-    with pytest.raises(ConfigError, match="scheduling_policy: given 'random'"):
+class LastComeFirstServed(SchedulingPolicy):
+    def rank(self, seq: TokenSequence) -> float:
+        return -seq.arrival
+
+
+def test_a_registered_policy_orders_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "_registered", {})
+    register_policy("lcfs", LastComeFirstServed)
+    queue = WaitingQueue(make_policy("lcfs"))
+    for arrival in (3, 1, 2):
+        queue.push(make_seq(arrival).group)
+    assert [queue.pop().members[0].arrival for _ in range(3)] == [3, 2, 1]
+
+
+def test_a_policy_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "_registered", {"dict": dict})
+    with pytest.raises(ConfigError, match="scheduling_policy: given 'random', expected one of fcfs, dict; register"):
         make_policy("random")
+    with pytest.raises(ConfigError, match="expected a SchedulingPolicy from the factory of 'dict'"):
+        make_policy("dict")
+    with pytest.raises(ConfigError, match="factory: given 'lcfs'"):
+        register_policy("lcfs", "lcfs")  # type: ignore[arg-type] - what is refused

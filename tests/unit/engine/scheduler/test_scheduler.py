@@ -1,13 +1,14 @@
 import pytest
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.invariants import check_cache
+from pagestream_engine.cache.kv_groups import full_attention
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import Sequence, SequenceState
-from pagestream_engine.scheduler.base import ScheduledStep
+from pagestream_engine.request.sequence import SequenceState, TokenSequence
 from pagestream_engine.scheduler.invariants import check_groups
-from pagestream_engine.scheduler.policy import make_policy
+from pagestream_engine.scheduler.policy import FirstComeFirstServed, SchedulingPolicy, make_policy
+from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 4
@@ -16,28 +17,36 @@ BLOCK_SIZE = 4
 class Harness:
     """A scheduler with a model that always answers 7."""
 
-    def __init__(self, *, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 16, caching: bool = False) -> None:
-        self.cache = CacheManager(BlockPool(num_blocks), BLOCK_SIZE, enable_prefix_caching=caching)
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        max_num_seqs: int = 8,
+        budget: int = 16,
+        caching: bool = False,
+        policy: SchedulingPolicy | None = None,
+    ) -> None:
+        self.cache = CacheManager(BlockPool(num_blocks), full_attention(BLOCK_SIZE), enable_prefix_caching=caching)
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-        self.scheduler = Scheduler(config, self.cache, make_policy("fcfs"))
+        self.scheduler = Scheduler(config, self.cache, policy or make_policy("fcfs"))
         self.arrivals = 0
 
-    def add(self, num_tokens: int, first: int = 0) -> Sequence:
+    def add(self, num_tokens: int, first: int = 0) -> TokenSequence:
         tokens = list(range(first, first + num_tokens))
-        seq = Sequence(
+        seq = TokenSequence(
             str(self.arrivals), tokens, SamplingParams(), seed=0, arrival=self.arrivals, max_total_tokens=999
         )
         self.arrivals += 1
         self.scheduler.add(seq)
         return seq
 
-    def add_group(self, num_tokens: int, outputs: list[int], first: int = 0) -> list[Sequence]:
+    def add_group(self, num_tokens: int, outputs: list[int], first: int = 0) -> list[TokenSequence]:
         """Siblings of one prompt that have so many output tokens each."""
         siblings = []
         for num_outputs in outputs:
             name = str(self.arrivals)
             siblings.append(
-                Sequence(
+                TokenSequence(
                     name,
                     list(range(first, first + num_tokens)),
                     SamplingParams(),
@@ -55,17 +64,40 @@ class Harness:
         """Runs a step; returns which sequences got how many tokens."""
         step = self.scheduler.schedule()
         done = shape(step)
-        self.scheduler.advance(step, [7] * len(step.sampled()))
+        self.scheduler.in_flight.commit(step)
+        self.scheduler.in_flight.advance(step, [(7,)] * len(step.sampled()))
         self.check()
         return done
 
     def check(self) -> None:
-        check_cache(self.cache.pool, BLOCK_SIZE, self.scheduler.sequences(), self.cache.copy_on_write)
+        check_cache(self.cache.pool, self.cache.layout, self.scheduler.sequences(), self.cache.copy_on_write)
         check_groups(self.scheduler.sequences())
 
 
 def shape(step: ScheduledStep) -> list[tuple[str, int]]:
     return [(chunk.seq.seq_id, chunk.num_new_tokens) for chunk in [*step.prefills, *step.decodes]]
+
+
+def test_the_counts_while_two_steps_are_in_flight() -> None:
+    harness = Harness()
+    scheduler, seq = harness.scheduler, harness.add(5)
+    seq.max_total_tokens = 7
+
+    def counts() -> tuple[int, ...]:
+        num_tokens = len(seq.token_ids)
+        return num_tokens, seq.num_computed_tokens, seq.num_in_flight_tokens, seq.num_placeholders, len(seq)
+
+    # The table of `StepPipeline`.
+    assert counts() == (5, 0, 0, 0, 5)
+    steps = []
+    for expected in ((5, 0, 5, 1, 6), (5, 0, 6, 2, 7)):
+        steps.append(scheduler.schedule())
+        scheduler.in_flight.commit(steps[-1])
+        assert counts() == expected
+    assert scheduler.schedule().is_empty
+    for step, expected in zip(steps, ((6, 5, 1, 1, 7), (7, 6, 0, 0, 7)), strict=True):
+        scheduler.in_flight.advance(step, [[7]])
+        assert counts() == expected
 
 
 def test_an_idle_scheduler_makes_an_empty_step() -> None:
@@ -141,8 +173,8 @@ def test_a_block_that_a_decode_fills_is_found_while_it_runs() -> None:
     for _ in range(4):
         harness.step()
     assert (seq.num_computed_tokens, seq.num_published_blocks) == (8, 2)
-    other = Sequence("other", [*seq.token_ids[:8], 1], SamplingParams(), seed=0, arrival=9, max_total_tokens=99)
-    assert harness.cache.find_prefix(other) == seq.block_table[:2]
+    other = TokenSequence("other", [*seq.token_ids[:8], 1], SamplingParams(), seed=0, arrival=9, max_total_tokens=99)
+    assert harness.cache.find_prefix(other).tables == [seq.block_tables[0][:2]]
 
 
 def test_preempts_the_newest_arrival_and_takes_it_back_first() -> None:
@@ -153,12 +185,25 @@ def test_preempts_the_newest_arrival_and_takes_it_back_first() -> None:
     while harness.scheduler.num_preemptions == 0:
         harness.step()
     assert (old.state, new.state) == (SequenceState.RUNNING, SequenceState.WAITING)
-    assert new.block_table == []
+    assert new.block_tables[0] == []
     assert new.num_computed_tokens == 0
     assert len(new.token_ids) > 8, "it keeps its tokens"
     harness.scheduler.retire([old])
     assert harness.step()[:2] == [("1", len(new.token_ids) - 1), ("2", 4)]
     assert late.state is SequenceState.RUNNING
+
+
+class OldestIsPreempted(FirstComeFirstServed):
+    def victim_rank(self, seq: TokenSequence) -> float:
+        return -seq.arrival
+
+
+def test_a_policy_chooses_whom_to_preempt() -> None:
+    harness = Harness(num_blocks=7, budget=64, policy=OldestIsPreempted())
+    old, new = harness.add(12), harness.add(8, first=50)
+    while harness.scheduler.num_preemptions == 0:
+        harness.step()
+    assert (old.state, new.state) == (SequenceState.WAITING, SequenceState.RUNNING)
 
 
 def test_blocks_that_a_preempted_sequence_needs_again_are_not_claimable() -> None:
@@ -227,7 +272,7 @@ def test_a_prompt_that_another_is_computing_waits_to_share_it() -> None:
     first, same, other = harness.add(10), harness.add(10), harness.add(10, first=50)
     assert harness.step() == [("0", 10)]
     assert harness.step() == [("1", 2), ("2", 10), ("0", 1)]
-    assert same.block_table[:2] == first.block_table[:2]
+    assert same.block_tables[0][:2] == first.block_tables[0][:2]
     assert same.num_cached_tokens == 8
     assert other.num_cached_tokens == 0
 
@@ -237,6 +282,19 @@ def test_a_prompt_in_chunks_is_waited_for_to_its_end() -> None:
     harness.add(18)
     harness.add(18)
     assert [harness.step() for _ in range(3)] == [[("0", 8)], [("0", 8)], [("0", 2), ("1", 2)]]
+
+
+def test_a_prompt_whose_last_chunk_is_in_flight_is_waited_for() -> None:
+    harness = Harness(budget=10, caching=True)
+    harness.add(10)
+    harness.add(10)
+    first = harness.scheduler.schedule()
+    harness.scheduler.in_flight.commit(first)
+    ahead = harness.scheduler.schedule()
+    assert shape(ahead) == [("0", 1)]
+    harness.scheduler.in_flight.commit(ahead)
+    harness.scheduler.in_flight.advance(first, [(7,)])
+    assert shape(harness.scheduler.schedule()) == [("1", 2), ("0", 1)]
 
 
 def test_without_a_cache_no_request_waits_for_equal_prompts() -> None:
@@ -271,17 +329,17 @@ def test_siblings_share_one_prefill_and_part_where_the_prompt_ends() -> None:
     assert [seq.seq_id for seq in step.sampled()] == ["0", "1", "2"]
     harness.step()
     assert [len(seq) for seq in siblings] == [11, 11, 11]
-    assert {tuple(seq.block_table) for seq in siblings} == {tuple(siblings[0].block_table)}
+    assert {tuple(seq.block_tables[0]) for seq in siblings} == {tuple(siblings[0].block_tables[0])}
     assert num_used(harness) == 3
     step = harness.scheduler.schedule()
-    shared = siblings[0].block_table[-1]
+    shared = siblings[0].block_tables[0][-1]
     assert [copy.source for copy in step.copies] == [shared, shared]
-    assert [copy.target for copy in step.copies] == [seq.block_table[-1] for seq in siblings[1:]]
+    assert [copy.target for copy in step.copies] == [seq.block_tables[0][-1] for seq in siblings[1:]]
     assert harness.step() == [("0", 1), ("1", 1), ("2", 1)]
     assert num_used(harness) == 5
     assert harness.scheduler.schedule().copies == []
-    assert len({seq.block_table[-1] for seq in siblings}) == 3
-    assert len({tuple(seq.block_table[:-1]) for seq in siblings}) == 1
+    assert len({seq.block_tables[0][-1] for seq in siblings}) == 3
+    assert len({tuple(seq.block_tables[0][:-1]) for seq in siblings}) == 1
 
 
 def test_a_full_last_block_is_shared_for_good() -> None:
@@ -290,7 +348,7 @@ def test_a_full_last_block_is_shared_for_good() -> None:
     harness.step()
     assert harness.scheduler.schedule().copies == []
     harness.step()
-    assert siblings[0].block_table[:2] == siblings[1].block_table[:2]
+    assert siblings[0].block_tables[0][:2] == siblings[1].block_tables[0][:2]
     assert num_used(harness) == 4
 
 
@@ -298,22 +356,22 @@ def test_the_last_holder_keeps_the_block() -> None:
     harness = Harness()
     siblings = harness.add_group(6, [0, 0])
     harness.step()
-    kept = siblings[1].block_table[-1]
+    kept = siblings[1].block_tables[0][-1]
     harness.scheduler.retire([siblings[0]])
     assert harness.scheduler.schedule().copies == []
-    assert siblings[1].block_table[-1] == kept
+    assert siblings[1].block_tables[0][-1] == kept
 
 
 def test_a_block_that_the_cache_knows_is_copied_even_for_its_last_holder() -> None:
     harness = Harness(caching=True)
     leader, other = harness.add_group(6, [2, 2])
     harness.step()
-    known = leader.block_table[1]
-    assert other.block_table[1] == known
+    known = leader.block_tables[0][1]
+    assert other.block_tables[0][1] == known
     harness.scheduler.retire([leader])
     assert harness.cache.pool.hashes[known] is not None
     assert [copy.source for copy in harness.scheduler.schedule().copies] == [known]
-    assert other.block_table[1] != known
+    assert other.block_tables[0][1] != known
     harness.step()
     assert other.num_output_tokens == 3
 
@@ -324,8 +382,8 @@ def test_resumed_siblings_compute_the_prompt_once() -> None:
     assert harness.step() == [("1", 10)], "the one that ends with the prompt leads"
     assert harness.step() == [("0", 3), ("3", 2), ("1", 1), ("2", 1)]
     assert [len(seq) for seq in siblings] == [14, 12, 12, 13]
-    assert len({seq.block_table[2] for seq in siblings}) == 4
-    assert len({tuple(seq.block_table[:2]) for seq in siblings}) == 1
+    assert len({seq.block_tables[0][2] for seq in siblings}) == 4
+    assert len({tuple(seq.block_tables[0][:2]) for seq in siblings}) == 1
 
 
 def test_a_group_is_admitted_whole_or_not_at_all() -> None:

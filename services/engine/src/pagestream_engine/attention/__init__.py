@@ -1,6 +1,19 @@
-"""Attention over the paged cache: one interface, one module for each kind of device."""
+"""What a model computes between its matrix products: KV store, attention and operators, for each kind of device."""
 
-from pagestream_engine.attention.base import AttentionBackend, AttentionBatch, CacheShape
+from pagestream_engine.attention.backend import Backend
+from pagestream_engine.attention.base import AttentionBatch, AttentionSpec, StepContext
+from pagestream_engine.attention.kv_store import CacheShape
+from pagestream_engine.attention.operators import Angles, Operators, Rotation
 from pagestream_engine.attention.select import select_backend
 
-__all__ = ["AttentionBackend", "AttentionBatch", "CacheShape", "select_backend"]
+__all__ = [
+    "Angles",
+    "AttentionBatch",
+    "AttentionSpec",
+    "Backend",
+    "CacheShape",
+    "Operators",
+    "Rotation",
+    "StepContext",
+    "select_backend",
+]

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
-from torch import Tensor
+import torch
 
-from pagestream_engine.attention.base import AttentionBackend, CacheShape
-from pagestream_engine.attention.exact_torch_backend import ExactTorchBackend
-from pagestream_engine.attention.native.calls import supports
+from pagestream_engine.attention.backend import Backend
+from pagestream_engine.attention.kv_store import CacheShape, KVStore
+from pagestream_engine.attention.native.attention import NativeAttention
+from pagestream_engine.attention.native.calls import NativeKernels, supports
+from pagestream_engine.attention.native.kv_store import NativeKVStore
 from pagestream_engine.attention.native.library import load_library
-from pagestream_engine.attention.native_backend import NativeBackend
-from pagestream_engine.attention.torch_backend import TorchBackend
+from pagestream_engine.attention.native.operators import NativeOperators
+from pagestream_engine.attention.torch.attention import TorchAttention
+from pagestream_engine.attention.torch.deterministic_attention import DeterministicTorchAttention
+from pagestream_engine.attention.torch.deterministic_operators import DeterministicTorchOperators
+from pagestream_engine.attention.torch.operators import TorchOperators
 from pagestream_engine.errors import ConfigError
+from pagestream_engine.native_build import toolchain_of
 
 _NOT_ON_A_GPU = (
     "there the decode kernel is split by what else is in the batch, prefill adds in another order than decode, and no "
@@ -20,33 +27,68 @@ _NOT_ON_A_GPU = (
 )
 
 
-def select_backend(name: str, shape: CacheShape, cos_sin: Tensor, *, exact: bool = False) -> AttentionBackend[Any]:
-    """Build a backend on `cos_sin`'s device.
+def select_backend(
+    name: str, shapes: Sequence[CacheShape], device: torch.device, *, deterministic: bool = False
+) -> Backend:
+    """Choose and build KV store, attention and operators for a device.
 
     Args:
         name: torch, triton, or auto: Triton on a GPU; on a CPU the C++ kernels, or torch where they can't be had (no
-            compiler, float16, a head size that is no multiple of 16).
-        shape: of the cache.
-        cos_sin: as `AttentionBackend` takes it.
-        exact: whether it must be one that `is_exact`.
+            compiler, a head size that is no multiple of 16).
+        shapes: of the cache of each KV group.
+        device: that computes.
+        deterministic: whether it must be one that `is_deterministic`.
 
     Raises:
-        ConfigError: Triton can't run this on this device, or not exactly.
+        ConfigError: Triton can't run this on this device, or not deterministically.
     """
-    on_cpu = cos_sin.device.type == "cpu"
-    if exact and (name == "triton" or not on_cpu):
+    on_cpu = device.type == "cpu"
+    if deterministic and (name == "triton" or not on_cpu):
         raise ConfigError("deterministic", True, "False or None with Triton and on a GPU", _NOT_ON_A_GPU)
     if name == "triton" or (name == "auto" and not on_cpu):
-        # Importing the kernels imports Triton: half a second that a CPU's start is spared.
-        from pagestream_kernels.prebuild import take_prebuilt
+        return _triton(shapes, device)
+    native = _native(shapes, device) if name == "auto" else None
+    return native or torch_backend(shapes, device, deterministic=deterministic)
 
-        from pagestream_engine.attention.triton_backend import TritonBackend
 
-        if not on_cpu:
-            take_prebuilt()
-        return TritonBackend(shape, cos_sin)
-    if name == "auto" and supports(shape.dtype):
-        library = load_library(shape.head_dim)
-        if library is not None:
-            return NativeBackend(shape, cos_sin, library)
-    return ExactTorchBackend(shape, cos_sin) if exact else TorchBackend(shape, cos_sin)
+def torch_backend(shapes: Sequence[CacheShape], device: torch.device, *, deterministic: bool) -> Backend:
+    """Build the backend of torch's operations."""
+    store, dtype = KVStore(shapes, device), shapes[0].dtype
+    if deterministic:
+        return Backend(
+            "deterministic torch", store, DeterministicTorchAttention(store), DeterministicTorchOperators(dtype)
+        )
+    return Backend("torch", store, TorchAttention(store), TorchOperators(dtype))
+
+
+def _native(shapes: Sequence[CacheShape], device: torch.device) -> Backend | None:
+    """Build the backend of the C++ kernels; None where they can't be had."""
+    dtype = shapes[0].dtype
+    if not supports(dtype):
+        return None
+    kernels: dict[int, NativeKernels] = {}
+    versions = []
+    for head_dim in sorted({shape.head_dim for shape in shapes}):
+        library = load_library(head_dim)
+        if library is None:
+            return None
+        kernels[head_dim] = NativeKernels(library, dtype)
+        versions.append(toolchain_of(Path(library._name)))
+    store = NativeKVStore(shapes, device, kernels)
+    operators = NativeOperators(dtype, next(iter(kernels.values())))
+    return Backend("native", store, NativeAttention(store, kernels), operators, " ".join(versions))
+
+
+def _triton(shapes: Sequence[CacheShape], device: torch.device) -> Backend:
+    # Importing the kernels imports Triton: half a second that a CPU's start is spared.
+    from pagestream_kernels.prebuild import take_prebuilt
+
+    from pagestream_engine.attention.triton.attention import TritonAttention, check_supported
+    from pagestream_engine.attention.triton.kv_store import TritonKVStore
+    from pagestream_engine.attention.triton.operators import TritonOperators
+
+    check_supported(shapes, device)
+    if device.type != "cpu":
+        take_prebuilt()
+    store = TritonKVStore(shapes, device)
+    return Backend("triton", store, TritonAttention(store), TritonOperators(shapes[0].dtype))

@@ -2,32 +2,8 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
-from hashlib import sha256
-
 from pagestream_engine.cache.free_list import FreeList
 from pagestream_engine.errors import InvariantViolation
-
-_ROOT = b"pagestream/prefix/1"
-
-
-class BlockHasher:
-    """Names for the content of full blocks of one size: a chain of SHA-256, so that a name stands for the whole prefix.
-
-    The names are the same on every machine.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self._pack = struct.Struct(f"<{block_size}I").pack
-
-    def root(self, extra_key: bytes = b"") -> bytes:
-        """The parent of a first block. Sequences with another extra key (adapter, tenant salt) share nothing."""
-        return sha256(_ROOT + extra_key, usedforsecurity=False).digest()
-
-    def child(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
-        """The name of a full block that follows `parent`."""
-        return sha256(parent + self._pack(*token_ids), usedforsecurity=False).digest()
 
 
 class BlockPool:
@@ -87,6 +63,12 @@ class BlockPool:
             else:
                 self.free_list.push_back(block)
                 self.num_cached += 1
+
+    def forget_content(self) -> None:
+        """Forget what the blocks hold, where the memory behind them is gone."""
+        self.by_hash.clear()
+        self.hashes = [None] * self.num_blocks
+        self.num_cached = 0
 
     def lookup(self, content: bytes) -> int | None:
         """The block that holds this content."""

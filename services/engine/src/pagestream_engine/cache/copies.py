@@ -5,14 +5,27 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.request.sequence import Sequence
+from pagestream_engine.request.sequence import TokenSequence
 
 
 class BlockCopy(NamedTuple):
-    """Keys and values of one block that become those of another, in all layers."""
+    """A block whose page becomes that of another, whole and in every layer slot, whichever KV group holds it."""
 
     source: int
     target: int
+
+
+class Fork(NamedTuple):
+    """A sequence that shares the last block of one of its tables, which it will write."""
+
+    seq: TokenSequence
+    group: int
+    """Index of the KV group."""
+
+    @property
+    def table(self) -> list[int]:
+        """The table whose last block is shared."""
+        return self.seq.block_tables[self.group]
 
 
 class CopyOnWrite:
@@ -24,8 +37,8 @@ class CopyOnWrite:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._forked: list[Sequence] = []
-        self._due: list[tuple[Sequence, BlockCopy]] = []
+        self._forks: list[Fork] = []
+        self._due: list[tuple[TokenSequence, BlockCopy]] = []
 
     @property
     def copies(self) -> list[BlockCopy]:
@@ -33,25 +46,25 @@ class CopyOnWrite:
         return [copy for _, copy in self._due]
 
     @property
-    def forked(self) -> list[Sequence]:
-        """Sequences that share their last block, which they will write."""
-        return self._forked
+    def forks(self) -> list[Fork]:
+        """Sequences that share their last block in a group, and will write it."""
+        return self._forks
 
-    def add(self, seq: Sequence) -> None:
-        """Note a running sequence that shares the last block of its table, and has not filled it."""
-        self._forked.append(seq)
+    def add(self, seq: TokenSequence, group: int) -> None:
+        """Note a running sequence that shares the last block of a table, and has not filled it."""
+        self._forks.append(Fork(seq, group))
 
     def num_blocks_wanted(self) -> int:
         """Blocks that `assign_own_blocks` takes."""
-        return len(self._without_own_block()) if self._forked else 0
+        return len(self._without_own_block()) if self._forks else 0
 
     def assign_own_blocks(self) -> None:
-        """Give every forked sequence a last block of its own; the caller has seen to it that enough are free."""
-        for seq in self._without_own_block():
-            copy = BlockCopy(seq.block_table[-1], self._pool.allocate())
-            seq.block_table[-1] = copy.target
-            self._due.append((seq, copy))
-        self._forked.clear()
+        """Give every fork a last block of its own; the caller has seen to it that enough are free."""
+        for fork in self._without_own_block():
+            copy = BlockCopy(fork.table[-1], self._pool.allocate())
+            fork.table[-1] = copy.target
+            self._due.append((fork.seq, copy))
+        self._forks.clear()
 
     def note_copied(self) -> None:
         """Note that the copies have been made."""
@@ -59,25 +72,24 @@ class CopyOnWrite:
             self._pool.release(copy.source)
         self._due.clear()
 
-    def forget(self, seq: Sequence) -> None:
+    def forget(self, seq: TokenSequence) -> None:
         """Drop a sequence that is about to release its blocks."""
-        if seq in self._forked:
-            self._forked.remove(seq)
+        self._forks = [fork for fork in self._forks if fork.seq is not seq]
         for entry in [entry for entry in self._due if entry[0] is seq]:
             self._due.remove(entry)
             self._pool.release(entry[1].source)
 
     def __bool__(self) -> bool:
-        return bool(self._forked or self._due)
+        return bool(self._forks or self._due)
 
-    def _without_own_block(self) -> list[Sequence]:
+    def _without_own_block(self) -> list[Fork]:
         """Holders of a shared block; its last holder only where the prefix cache can find the block."""
         holders: dict[int, int] = {}
         wanting = []
-        for seq in self._forked:
-            block = seq.block_table[-1]
+        for fork in self._forks:
+            block = fork.table[-1]
             left = holders.setdefault(block, self._pool.ref_counts[block])
             if left > 1 or self._pool.hashes[block] is not None:
-                wanting.append(seq)
+                wanting.append(fork)
                 holders[block] = left - 1
         return wanting

@@ -5,33 +5,47 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from pagestream_engine.cache.block_pool import BlockHasher, BlockPool
+from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.content import BlockHasher
 from pagestream_engine.cache.copies import CopyOnWrite
+from pagestream_engine.cache.kv_groups import NO_BLOCK, KVGroup, KVLayout
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.request.sequence import Sequence, SequenceState
+from pagestream_engine.request.sequence import SequenceState, TokenSequence
 
 
 def check_cache(
-    pool: BlockPool, block_size: int, sequences: Iterable[Sequence], copy_on_write: CopyOnWrite | None = None
+    pool: BlockPool,
+    layout: KVLayout,
+    sequences: Iterable[TokenSequence],
+    copy_on_write: CopyOnWrite | None = None,
+    *,
+    num_drafts: int = 0,
 ) -> None:
-    """Check the pool against every sequence that may hold blocks.
+    """Check the pool against every sequence that may hold blocks, each for up to `num_drafts` tokens that it has not.
 
     Raises:
         InvariantViolation: names the first contradiction.
     """
     sequences = list(sequences)
-    forks = CopyOnWrite(pool) if copy_on_write is None else copy_on_write
-    _check_references(pool, sequences, [copy.source for copy in forks.copies])
+    shared = CopyOnWrite(pool) if copy_on_write is None else copy_on_write
+    _check_references(pool, sequences, [copy.source for copy in shared.copies])
     _check_content_map(pool)
+    hasher = BlockHasher(layout.block_size)
     for seq in sequences:
-        _check_table(pool, block_size, seq)
-    _check_writers(block_size, sequences, forks)
+        _require(len(seq.block_tables) == len(layout.groups), f"{seq!r} has not one table for each KV group")
+        for index, group in enumerate(layout.groups):
+            _check_table(seq, seq.block_tables[index], group, layout.block_size, num_drafts)
+            _check_content(pool, seq, seq.block_tables[index], group, hasher)
+    _check_writers(layout, sequences, shared)
 
 
-def _check_references(pool: BlockPool, sequences: list[Sequence], sources: list[int]) -> None:
+def _check_references(pool: BlockPool, sequences: list[TokenSequence], sources: list[int]) -> None:
     free = list(pool.free_list)
     _require(len(free) == len(set(free)) == pool.num_free, "the free list repeats a block, or its length is wrong")
-    referenced = Counter(block for seq in sequences for block in seq.block_table)
+    held = [[block for table in seq.block_tables for block in table if block != NO_BLOCK] for seq in sequences]
+    for seq, blocks in zip(sequences, held, strict=True):
+        _require(len(set(blocks)) == len(blocks), f"{seq!r} holds a block twice")
+    referenced = Counter(block for blocks in held for block in blocks)
     referenced.update(sources)
     members = set(free)
     for block in range(pool.num_blocks):
@@ -52,35 +66,57 @@ def _check_content_map(pool: BlockPool) -> None:
     _require(pool.num_cached == cached, f"{pool.num_cached} free blocks are said to be cached, {cached} are")
 
 
-def _check_table(pool: BlockPool, block_size: int, seq: Sequence) -> None:
-    table = seq.block_table
+def _check_table(seq: TokenSequence, table: list[int], group: KVGroup, finest_block_size: int, num_drafts: int) -> None:
+    computed, size = seq.num_computed_tokens, group.block_size
     if seq.state is not SequenceState.RUNNING:
-        _require(not table and seq.num_computed_tokens == 0, f"{seq!r} does not run, yet holds blocks")
+        _require(not table and computed == 0, f"{seq!r} does not run, yet holds blocks")
         return
-    _require(len(set(table)) == len(table), f"{seq!r} holds a block twice")
-    _require(seq.num_computed_tokens <= len(table) * block_size, f"{seq!r} computed more tokens than its table covers")
-    _require(seq.num_computed_tokens < len(seq.token_ids), f"{seq!r} runs without a token to compute")
-    _require(len(table) <= -(-len(seq.token_ids) // block_size), f"{seq!r} holds more than one partly filled block")
-    _require(seq.num_published_blocks <= seq.num_computed_tokens // block_size, f"{seq!r} published a block too early")
-    hasher = BlockHasher(block_size)
+    _require(computed <= len(table) * size, f"{seq!r} computed more tokens than its table covers")
+    _require(computed < len(seq.token_ids), f"{seq!r} runs without a token to compute")
+    _require(seq.num_scheduled_tokens <= len(seq), f"{seq!r} is to compute tokens that it will not have")
+    # Two steps in flight have taken room for a token and its drafts each, and may both have given none.
+    num_unused = 2 * num_drafts + 1 if num_drafts else 0
+    _require(
+        len(table) <= group.num_blocks_for(len(seq) + num_unused), f"{seq!r} holds more than one partly filled block"
+    )
+    held = [block != NO_BLOCK for block in table]
+    _require(all(held[group.first_block(computed) :]), f"{seq!r} lacks a block that attention reads")
+    # Windows are looked at where the finest group's blocks end.
+    behind = group.first_block(computed // finest_block_size * finest_block_size)
+    _require(not any(held[:behind]), f"{seq!r} holds a block behind its window")
+    chunk = len(table) * size - computed
+    _require(
+        sum(held) <= group.max_blocks_held(len(seq) + num_unused, chunk), f"{seq!r} holds more than its window takes"
+    )
+
+
+def _check_content(pool: BlockPool, seq: TokenSequence, table: list[int], group: KVGroup, hasher: BlockHasher) -> None:
+    published = seq.num_published_blocks * hasher.block_size
+    _require(published <= seq.num_computed_tokens, f"{seq!r} published a block too early")
     content = hasher.root(seq.cache_salt)
-    for index in range(seq.num_published_blocks):
-        content = hasher.child(content, seq.token_ids[index * block_size : (index + 1) * block_size])
-        _require(pool.hashes[table[index]] in (None, content), f"{seq!r} shares a block of other content")
+    for end in range(hasher.block_size, published + 1, hasher.block_size):
+        content = hasher.child(content, seq.token_ids[end - hasher.block_size : end])
+        if end % group.block_size == 0 and table[end // group.block_size - 1] != NO_BLOCK:
+            known = pool.hashes[table[end // group.block_size - 1]]
+            _require(known is None or known.startswith(content), f"{seq!r} shares a block of other content")
 
 
-def _check_writers(block_size: int, sequences: list[Sequence], forks: CopyOnWrite) -> None:
-    """No block that some sequence will write is held by another, but for what `CopyOnWrite.part` will give an own."""
-    holders: dict[int, list[Sequence]] = {}
+def _check_writers(layout: KVLayout, sequences: list[TokenSequence], shared: CopyOnWrite) -> None:
+    """No block that some sequence will write is held by another, but for what `CopyOnWrite` will give an own."""
+    holders: dict[int, list[TokenSequence]] = {}
     for seq in sequences:
-        for block in seq.block_table:
-            holders.setdefault(block, []).append(seq)
+        for table in seq.block_tables:
+            for block in table:
+                holders.setdefault(block, []).append(seq)
+    forked = {(id(fork.seq), fork.group) for fork in shared.forks}
     for seq in sequences:
-        for block in seq.block_table[seq.num_computed_tokens // block_size :]:
-            others = [other for other in holders[block] if other is not seq and other not in forks.forked]
-            _require(seq in forks.forked or not others, f"{seq!r} will write block {block}, which others hold")
-    targets = {copy.target for copy in forks.copies}
-    _require(len(targets) == len(forks.copies), "a block is to be copied to twice")
+        for index, group in enumerate(layout.groups):
+            for block in seq.block_tables[index][seq.num_computed_tokens // group.block_size :]:
+                others = [other for other in holders[block] if other is not seq and (id(other), index) not in forked]
+                is_forked = (id(seq), index) in forked
+                _require(is_forked or not others, f"{seq!r} will write block {block}, which others hold")
+    targets = {copy.target for copy in shared.copies}
+    _require(len(targets) == len(shared.copies), "a block is to be copied to twice")
     _require(targets <= holders.keys(), "a block is the target of a copy, and no sequence holds it")
 
 

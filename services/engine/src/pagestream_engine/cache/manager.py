@@ -1,143 +1,201 @@
-"""What sequences ask of the pool: find a prefix, grow, release blocks, publish full ones."""
+"""What sequences ask of the pool, over all KV groups: find a prefix, grow, release blocks, publish full ones."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from pagestream_engine.cache.block_pool import BlockHasher, BlockPool
+from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.content import BlockHasher
 from pagestream_engine.cache.copies import CopyOnWrite
-from pagestream_engine.request.sequence import Sequence
+from pagestream_engine.cache.group_cache import GroupCache
+from pagestream_engine.cache.kv_groups import NO_BLOCK, KVLayout
+from pagestream_engine.request.sequence import TokenSequence
 
 _PUBLISH_AT_LEAST = 32
 """Blocks that are hashed in a step however few wait: about 50 microseconds."""
 
 
+class CachedPrefix(NamedTuple):
+    """Leading tokens of a sequence whose keys and values the pool has."""
+
+    num_tokens: int
+    tables: list[list[int]]
+    """For each KV group the block table that covers them; NO_BLOCK where no later token reads a block."""
+
+
 class CacheManager:
-    """Block tables over one pool.
+    """Block tables of all KV groups over one pool.
 
     A full block is published (hashed, and found by others from then on) after its keys and values are computed.
     Publishing waits in a queue of which each step takes a share, so that many sequences that fill a block in the same
     step make no spike; what a sequence still has in the queue is published when it releases its blocks.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, *, enable_prefix_caching: bool) -> None:
+    def __init__(self, pool: BlockPool, layout: KVLayout, *, enable_prefix_caching: bool) -> None:
         self.pool = pool
-        self.block_size = block_size
+        self.layout = layout
+        self.block_size = layout.block_size
+        self.finest_group = layout.finest_group
         self.enable_prefix_caching = enable_prefix_caching
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self.copy_on_write = CopyOnWrite(pool)
-        self._hasher = BlockHasher(block_size)
-        self._unpublished: deque[Sequence] = deque()
+        self._hasher = BlockHasher(layout.block_size)
+        self._groups = [GroupCache(pool, index, group, self._hasher) for index, group in enumerate(layout.groups)]
+        self._with_window = [cache for cache in self._groups if cache.group.spec.window is not None]
+        self._lookup_order = sorted(self._groups, key=lambda cache: cache.group.spec.window is not None)
+        self._alignment = max(group.block_size for group in layout.groups)
+        self._unpublished: deque[TokenSequence] = deque()
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
-        return -(-num_tokens // self.block_size)
+    # -- how much it takes --
 
-    def num_missing_blocks(self, seq: Sequence, num_tokens: int) -> int:
-        """Blocks that the table lacks to cover the first `num_tokens`."""
-        return self.num_blocks_for(num_tokens) - len(seq.block_table)
+    def num_missing_blocks(self, seq: TokenSequence, num_tokens: int) -> int:
+        """Blocks that the tables lack to cover the first `num_tokens`."""
+        return sum([cache.num_missing_blocks(seq, num_tokens) for cache in self._groups])
+
+    def num_next_blocks(self, at_border: list[TokenSequence]) -> int:
+        """Blocks that `grow_by_one` takes."""
+        if len(self._groups) == 1:
+            return len(at_border)
+        return sum([self.num_missing_blocks(seq, seq.num_scheduled_tokens + 1) for seq in at_border])
+
+    def num_fitting_tokens(self, seq: TokenSequence, most: int) -> int:
+        """How many of a sequence's next tokens the free blocks can cover, up to `most`."""
+        scheduled, free = seq.num_scheduled_tokens, self.pool.num_free
+        if self.num_missing_blocks(seq, scheduled + most) <= free:
+            return most
+        return bisect_right(range(1, most), free, key=lambda count: self.num_missing_blocks(seq, scheduled + count))
+
+    def num_promised_blocks(self, seq: TokenSequence, chunk: int, prefix: CachedPrefix | None = None) -> int:
+        """Blocks that a sequence has yet to take until its present tokens are computed, in chunks of at most `chunk`.
+
+        Args:
+            prefix: what it has instead of its tables.
+        """
+        tables = seq.block_tables if prefix is None else prefix.tables
+        return sum(
+            cache.num_promised_blocks(seq, table, chunk) for cache, table in zip(self._groups, tables, strict=True)
+        )
+
+    def num_own_blocks(self, num_shared_tokens: int, num_tokens: int, chunk: int) -> int:
+        """Blocks that a sequence of `num_tokens` takes beside those that it shares with the leader of its group."""
+        return sum(cache.num_own_blocks(num_shared_tokens, num_tokens, chunk) for cache in self._groups)
+
+    def num_free_blocks_used_by(self, prefix: CachedPrefix) -> int:
+        """How many blocks of a prefix are free now, and would no longer be once they are adopted."""
+        ref_counts = self.pool.ref_counts
+        return sum(1 for table in prefix.tables for block in table if block != NO_BLOCK and ref_counts[block] == 0)
 
     # -- prefix --
 
-    def find_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks of the longest known prefix; the last token is never part of it, as it needs logits."""
-        blocks: list[int] = []
-        if not self.enable_prefix_caching:
-            return blocks
-        for index in range((len(seq.token_ids) - 1) // self.block_size):
-            block = self.pool.lookup(self._hash(seq, index))
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+    def find_prefix(self, seq: TokenSequence, most: int | None = None) -> CachedPrefix:
+        """The longest prefix that every group has; the last token is never part of it, as it needs logits.
 
-    def next_block(self, seq: Sequence, num_blocks: int) -> bytes | None:
-        """The name of the content that would continue a cached prefix of so many blocks; None where none can."""
-        if not self.enable_prefix_caching or num_blocks >= (len(seq.token_ids) - 1) // self.block_size:
+        Args:
+            most: tokens of the longest prefix that is wanted.
+        """
+        num_tokens = len(seq.token_ids) - 1
+        if most is not None:
+            num_tokens = min(num_tokens, most)
+        looks_up = self.enable_prefix_caching and not seq.wants_prompt_logprobs
+        num_tokens = self._common_hit(seq, num_tokens) if looks_up else 0
+        return CachedPrefix(num_tokens, [cache.cached_table(seq, num_tokens) for cache in self._groups])
+
+    def next_content(self, seq: TokenSequence, num_tokens: int) -> bytes | None:
+        """The name of the content that would continue a cached prefix of so many tokens; None where none can."""
+        end = (num_tokens // self._alignment + 1) * self._alignment
+        if not self.enable_prefix_caching or end > len(seq.token_ids) - 1:
             return None
-        return self._hash(seq, num_blocks)
+        return self._hasher.name(seq, end)
 
-    def adopt_prefix(self, seq: Sequence, blocks: list[int]) -> None:
-        """References what `find_prefix` found as the beginning of an empty table."""
-        for block in blocks:
-            self.pool.acquire(block)
-        seq.block_table.extend(blocks)
-        seq.num_published_blocks = len(blocks)
-        seq.num_computed_tokens = len(blocks) * self.block_size
+    def adopt_prefix(self, seq: TokenSequence, prefix: CachedPrefix) -> None:
+        """Reference what `find_prefix` found as the beginning of empty tables."""
+        for cache, table in zip(self._groups, prefix.tables, strict=True):
+            cache.adopt(seq, table)
+        seq.num_published_blocks = prefix.num_tokens // self.block_size
+        seq.num_computed_tokens = prefix.num_tokens
         if self.enable_prefix_caching:
             self.num_query_tokens += len(seq.token_ids)
-            self.num_hit_tokens += seq.num_computed_tokens
+            self.num_hit_tokens += prefix.num_tokens
 
-    def num_free_blocks_used_by(self, blocks: list[int]) -> int:
-        """How many of these blocks are free now, and would no longer be once they are adopted."""
-        ref_counts = self.pool.ref_counts
-        return sum(1 for block in blocks if ref_counts[block] == 0)
+    def _common_hit(self, seq: TokenSequence, num_tokens: int) -> int:
+        """Lower the number of tokens until all groups agree to it: a window may have kept less than full attention, or
+        what it kept may end elsewhere."""
+        agreed = 0
+        while agreed < len(self._groups):
+            for cache in self._lookup_order:
+                hit = cache.longest_hit(seq, num_tokens, self._alignment)
+                agreed = agreed + 1 if hit == num_tokens else 1
+                num_tokens = hit
+                if agreed == len(self._groups):
+                    break
+        return num_tokens
 
-    # -- table --
+    # -- tables --
 
-    def grow(self, seq: Sequence, num_tokens: int) -> None:
-        """Extend the table to cover the first `num_tokens`; the caller has seen to it that blocks are free."""
-        for _ in range(self.num_missing_blocks(seq, num_tokens)):
-            seq.block_table.append(self.pool.allocate())
+    def grow(self, seq: TokenSequence, num_tokens: int) -> None:
+        """Extend the tables to cover the first `num_tokens`; the caller has seen to it that blocks are free."""
+        for cache in self._groups:
+            cache.grow(seq, num_tokens)
 
-    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+    def grow_by_one(self, at_border: list[TokenSequence]) -> None:
+        """Extend the tables to cover one more token of each; the caller has seen to it that blocks are free."""
+        for cache in self._groups:
+            cache.grow_by_one(at_border)
+
+    def fork(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> None:
         """Let a sequence without blocks share those of its first tokens, which `parent` has too, and has computed.
 
         Where the last block is not full, it is shared only until `copy_on_write.assign_own_blocks`.
         """
-        blocks = parent.block_table[: self.num_blocks_for(num_tokens)]
-        for block in blocks:
-            self.pool.acquire(block)
+        for cache in self._groups:
+            if cache.share(parent, child, num_tokens):
+                self.copy_on_write.add(child, cache.index)
         num_full = num_tokens // self.block_size
-        child.block_table.extend(blocks)
         child.block_hashes.extend(parent.block_hashes[len(child.block_hashes) : num_full])
         child.num_published_blocks = min(parent.num_published_blocks, num_full)
         child.num_computed_tokens = num_tokens
-        if num_full < len(blocks):
-            self.copy_on_write.add(child)
 
-    def free(self, seq: Sequence) -> None:
+    def free(self, seq: TokenSequence) -> None:
         """Publish what is full, and drop all blocks: the end of the prefix is lost before its beginning."""
         if self.copy_on_write:
             self.copy_on_write.forget(seq)
-        if seq.block_table:
+        if seq.num_computed_tokens:
             self._publish(seq, self._num_full_blocks(seq))
-        for block in reversed(seq.block_table):
+        for block in self._from_end_to_beginning(seq):
             self.pool.release(block)
-        seq.block_table.clear()
+        for table in seq.block_tables:
+            table.clear()
         seq.num_published_blocks = 0
         seq.num_computed_tokens = 0
+        seq.num_in_flight_tokens = 0
 
-    # -- what it costs --
+    def _from_end_to_beginning(self, seq: TokenSequence) -> Iterable[int]:
+        """The blocks of all groups, in the order in which they are to be evicted."""
+        if len(self._groups) == 1:
+            return [block for block in reversed(seq.block_tables[0]) if block != NO_BLOCK]
+        ends = [
+            ((place + 1) * cache.group.block_size, block)
+            for cache in self._groups
+            for place, block in enumerate(cache.table(seq))
+            if block != NO_BLOCK
+        ]
+        ends.sort(key=lambda entry: entry[0], reverse=True)
+        return [block for _, block in ends]
 
-    def fragmentation(self, sequences: Iterable[Sequence]) -> float:
-        """The share of the slots in referenced blocks that hold no token, between two steps; 0 without such blocks.
+    # -- progress --
 
-        `sequences` are all that hold blocks; of each only the last block can be partly filled.
-        """
-        size = self.block_size
-        unused: dict[int, int] = {}
-        sequences = list(sequences)
-        for seq in sequences:
-            if seq.block_table:
-                last = seq.block_table[-1]
-                here = len(seq.block_table) * size - seq.num_computed_tokens
-                unused[last] = min(here, unused.get(last, here))  # siblings may have come less far in a shared block
-        shared = {seq.block_table[-1]: len(seq.block_table) - 1 for seq in self.copy_on_write.forked}
-        for block, index in shared.items():  # ... which one of them has filled, and is past
-            if any(self._num_full_blocks(seq) > index and seq.block_table[index] == block for seq in sequences):
-                unused.pop(block, None)
-        used = self.pool.num_blocks - self.pool.num_free
-        return sum(unused.values()) / (used * size) if used else 0.0
-
-    # -- publishing --
-
-    def note_full_block(self, seq: Sequence) -> None:
-        """Queue a sequence that has filled at least one more block."""
+    def note_full_block(self, seq: TokenSequence) -> None:
+        """Queue a sequence that has filled at least one more block, and release what its windows have left behind."""
         if self.enable_prefix_caching:
             self._unpublished.append(seq)
+        for cache in self._with_window:
+            first_read = cache.group.first_block(seq.num_computed_tokens) * cache.group.block_size
+            self._publish(seq, first_read // self.block_size)
+            cache.drop_behind_window(seq)
 
     def publish_some(self, num_tokens: int) -> None:
         """Publish the share of a step that computed `num_tokens`: what a step like it fills on average, a quarter of
@@ -153,21 +211,17 @@ class CacheManager:
             if seq.num_published_blocks >= full:
                 queue.popleft()
 
-    def _num_full_blocks(self, seq: Sequence) -> int:
+    def _num_full_blocks(self, seq: TokenSequence) -> int:
+        """Of the finest group."""
         return seq.num_computed_tokens // self.block_size
 
-    def _publish(self, seq: Sequence, until: int) -> None:
+    def _publish(self, seq: TokenSequence, until: int) -> None:
+        """Publish in all groups what ends with one of the first `until` blocks of the finest."""
         if not self.enable_prefix_caching:
             return
         for index in range(seq.num_published_blocks, until):
-            self.pool.publish(seq.block_table[index], self._hash(seq, index))
+            num_tokens = (index + 1) * self.block_size
+            content = self._hasher.name(seq, num_tokens)
+            for cache in self._groups:
+                cache.publish(seq, num_tokens, content)
             seq.num_published_blocks = index + 1
-
-    def _hash(self, seq: Sequence, index: int) -> bytes:
-        """The chained hash of a full block of `token_ids`, which never change, so that it is computed once."""
-        hashes = seq.block_hashes
-        while len(hashes) <= index:
-            parent = hashes[-1] if hashes else self._hasher.root(seq.cache_salt)
-            start = len(hashes) * self.block_size
-            hashes.append(self._hasher.child(parent, seq.token_ids[start : start + self.block_size]))
-        return hashes[index]

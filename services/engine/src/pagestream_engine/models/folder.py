@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from pagestream_engine.errors import ModelNotFound
+from pagestream_engine.errors import DOWNLOAD_AGAIN, ModelFileError, ModelNotFound
 
 _DECIDING = ("config.json", "generation_config.json", "tokenizer.json")
 _SAMPLES, _SAMPLE_BYTES = 8, 1 << 10
@@ -40,7 +40,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """The folder's `tokenizer.json`, without padding and truncation; None where there is none (tokens in, tokens out).
 
     Raises:
-        ModelNotFound: the file is malformed.
+        ModelFileError: the file is malformed.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -48,7 +48,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:
-        raise ModelNotFound(str(path), "a tokenizer that `tokenizers` can read") from error
+        raise ModelFileError(f"{path}: unreadable, expected a tokenizer: {error}; {DOWNLOAD_AGAIN}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from pagestream_engine.errors import DOWNLOAD_AGAIN, ModelFolderError, WeightsError
+from pagestream_engine.errors import DOWNLOAD_AGAIN, ModelFileError, WeightsError
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
@@ -40,7 +40,7 @@ def read_folder(folder: Path) -> dict[str, Entry]:
     """List the tensors of a folder's `model.safetensors`, or of all the files that its index names.
 
     Raises:
-        ModelFolderError: a file is missing or malformed.
+        ModelFileError: a file is missing or malformed.
     """
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
@@ -48,12 +48,12 @@ def read_folder(folder: Path) -> dict[str, Entry]:
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelFolderError(
+            raise ModelFileError(
                 f"{index}: unreadable, expected a JSON object with weight_map: {error!r}; {DOWNLOAD_AGAIN}"
             ) from error
         wrong = [name for name in names if not isinstance(name, str) or Path(name).name != name]
         if wrong:
-            raise ModelFolderError(f"{index}: given {wrong[0]!r}, expected names of files in the same folder")
+            raise ModelFileError(f"{index}: given {wrong[0]!r}, expected names of files in the same folder")
         paths = [folder / name for name in names]
     else:
         paths = [single]
@@ -84,7 +84,7 @@ class FileCache:
         """Fill `target` (contiguous, of the entry's shape) from the file.
 
         Raises:
-            ModelFolderError: the file is shorter than its header says.
+            ModelFileError: the file is shorter than its header says.
         """
         file = self._open(entry.path)
         file.seek(entry.begin)
@@ -123,32 +123,32 @@ def _read_into(file: BinaryIO, flat: torch.Tensor, entry: Entry) -> None:
     while window:
         count = file.readinto(window)  # type: ignore[attr-defined]  # raw files have it; BinaryIO does not say so
         if not count:
-            raise ModelFolderError(f"{entry.path}: ends in the middle of a tensor, is cut off; {DOWNLOAD_AGAIN}")
+            raise ModelFileError(f"{entry.path}: ends in the middle of a tensor, is cut off; {DOWNLOAD_AGAIN}")
         window = window[count:]
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """List the tensors of one file. Raise ModelFolderError if it is missing or malformed."""
+    """List the tensors of one file. Raise ModelFileError if it is missing or malformed."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > min(size - 8, _MAX_HEADER_BYTES):
-                raise ModelFolderError(
+                raise ModelFileError(
                     f"{path}: given a header of {length} bytes in a file of {size}, expected a safetensors file; "
                     f"{DOWNLOAD_AGAIN}"
                 )
             header = json.loads(file.read(length))
     except FileNotFoundError as error:
-        raise ModelFolderError(
+        raise ModelFileError(
             f"{path}: no such file, expected weights as safetensors; convert or download them"
         ) from error
     except (OSError, ValueError) as error:
-        if isinstance(error, ModelFolderError):
+        if isinstance(error, ModelFileError):
             raise
-        raise ModelFolderError(f"{path}: unreadable, expected a safetensors file: {error}; {DOWNLOAD_AGAIN}") from error
+        raise ModelFileError(f"{path}: unreadable, expected a safetensors file: {error}; {DOWNLOAD_AGAIN}") from error
     if not isinstance(header, dict):
-        raise ModelFolderError(
+        raise ModelFileError(
             f"{path}: given a header that is a {type(header).__name__}, expected a JSON object; {DOWNLOAD_AGAIN}"
         )
     header.pop("__metadata__", None)
@@ -159,14 +159,14 @@ def _entry(path: Path, name: str, fields: Mapping[str, Any], data_begin: int, si
     try:
         kind, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelFolderError(
+        raise ModelFileError(
             f"{path}: {name}: given {fields!r:.80}, expected dtype, shape and data_offsets; {DOWNLOAD_AGAIN}"
         ) from error
     if kind not in _DTYPES:
         raise WeightsError(f"{path}: {name}: given dtype {kind}, expected one of {', '.join(_DTYPES)}")
     dtype = _DTYPES[kind]
     if end - begin != math.prod(shape) * dtype.itemsize or begin < 0 or data_begin + end > size:
-        raise ModelFolderError(
+        raise ModelFileError(
             f"{path}: {name}: given bytes {begin} to {end}, expected the size of {kind} {list(shape)} within the file; "
             f"{DOWNLOAD_AGAIN}"
         )

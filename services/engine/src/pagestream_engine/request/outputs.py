@@ -34,7 +34,8 @@ class StepOutput:
     A finishing output carries the last token too. A sequence that failed may finish without a token.
     """
 
-    request_id: str
+    seq_id: str
+    """The engine's id of the sequence: what `Engine.add_request` or its `Sibling` was given."""
     token_id: int | None
     text: str
     """The new text, a pure function of the tokens. Empty while a character or a stop string may be incomplete."""
@@ -47,6 +48,9 @@ class StepOutput:
     error: str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     """The token itself, then the likeliest ones; None where they were not asked for."""
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+    """Of an output without a token, before those of the first tokens: for each token of the prompt from the second on,
+    as `logprobs`. A group has one such output, of the choice that computed the prompt."""
 
 
 @dataclass
@@ -76,6 +80,9 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each token of the prompt: None for the first, then as `CompletionOutput.logprobs`; None where they were not
+    asked for."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache had."""
 
@@ -89,10 +96,10 @@ class EngineStats:
     num_blocks: int
     num_free_blocks: int
     """Blocks that no sequence references; some still hold cached content."""
+    num_cached_blocks: int
+    """Free blocks whose content can still be found."""
     num_claimable_blocks: int
     """Free blocks beyond what preempted sequences need again, and what admission keeps for the growth of others."""
-    num_cached_blocks: int
-    """Those of them whose content can still be found."""
     kv_utilization: float
     """Referenced blocks / all blocks, in [0, 1]."""
     prefix_query_tokens: int
@@ -100,10 +107,15 @@ class EngineStats:
     prefix_hit_tokens: int
     """Tokens that were found there."""
     num_preemptions: int
+    """Groups of running sequences that lost their blocks for want of free ones."""
     num_steps: int
     num_prompt_tokens: int
     """Prompt tokens computed, those of a recomputation included."""
     num_generated_tokens: int
+    last_step_sequences: int
+    """Sequences that the last collected step computed."""
+    last_step_prompt_tokens: int
+    """Prompt tokens that it computed."""
     last_step_s: float
     """Seconds that the last step took."""
     last_schedule_s: float

@@ -11,9 +11,13 @@ from pagestream_engine.errors import InvalidSamplingParams, UnsupportedSamplingP
 
 _INT64 = 1 << 63
 _MAX_BIAS = 100.0
+_MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
+"""Of the device's numbers."""
+GREEDY_BELOW = 1e-5
+"""As vLLM: a logit divided by a lower temperature may exceed float32's range."""
 ALL_LOGPROBS = -1
 """Value of `logprobs` that asks for the whole vocabulary."""
-_NOT_YET: dict[str, object] = {"prompt_logprobs": None, "structured_outputs": None}
+_NOT_YET: dict[str, object] = {"structured_outputs": None}
 """Known fields that only their default is supported for."""
 
 
@@ -37,7 +41,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Positive logits of tokens in prompt or output are divided by it, negative ones multiplied; above 0."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 is greedy, and so is what lies below GREEDY_BELOW."""
     top_p: float = 1.0
     """Nucleus probability in (0, 1]."""
     top_k: int = 0
@@ -60,40 +64,55 @@ class SamplingParams:
     """Log probabilities of the chosen token and of this many likeliest ones, by the model's own logits: before bias,
     penalties and temperature. 0 is the chosen token's alone, -1 the whole vocabulary's."""
     prompt_logprobs: int | None = None
+    """As `logprobs`, for each token of the prompt but the first. The prompt is then computed, not read from the prefix
+    cache."""
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     """Added to the logits of these tokens; what lies outside [-100, 100] is brought to its border, as in vLLM."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these tokens may be chosen. Kept as a tuple; never empty."""
+    bad_words: Sequence[str] | None = None
+    """Words that the output must not contain, each with and without a space before it. Kept as a tuple."""
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
+    """Their tokens: the last one of each is banned where the output ends with those before it. The engine adds those of
+    `bad_words`. Kept as tuples."""
     structured_outputs: object | None = None
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
     has_penalties: bool = field(init=False, repr=False, compare=False)
     """Whether any of the three penalties does something."""
-    changes_logits: bool = field(init=False, repr=False, compare=False)
-    """Whether penalties or bias do something."""
-    is_special: bool = field(init=False, repr=False, compare=False)
-    """Whether the sampler has to do anything beyond minimum length, temperature and filters."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _biases("logit_bias", self.logit_bias))
+        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words))
+        object.__setattr__(self, "bad_words_token_ids", _words("bad_words_token_ids", self.bad_words_token_ids))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise InvalidSamplingParams(
+                    "allowed_token_ids", (), "at least one token id", "leave it out to allow all"
+                )
+        if self.prompt_logprobs is not None:
+            _whole("prompt_logprobs", self.prompt_logprobs, low=ALL_LOGPROBS)
         self._check_support()
         _whole("n", self.n, low=1)
         if self.best_of is not None:
             _whole("best_of", self.best_of, low=1)
             if self.best_of < self.n:
                 raise InvalidSamplingParams("best_of", self.best_of, f"at least n ({self.n})")
-        _real("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
-        _real("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _real("repetition_penalty", self.repetition_penalty, low=0.0, above=True)
+        self._set_real("presence_penalty", low=-2.0, high=2.0)
+        self._set_real("frequency_penalty", low=-2.0, high=2.0)
+        self._set_real("repetition_penalty", low=0.0, above=True)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, low=ALL_LOGPROBS)
-        _real("temperature", self.temperature, low=0.0)
-        _real("top_p", self.top_p, low=0.0, high=1.0, above=True)
+        self._set_real("temperature", low=0.0)
+        self._set_real("top_p", low=0.0, high=1.0, above=True)
         _whole("top_k", self.top_k, low=-1)
-        _real("min_p", self.min_p, low=0.0, high=1.0)
+        self._set_real("min_p", low=0.0, high=1.0)
         if self.seed is not None:
             _whole("seed", self.seed, low=-_INT64, high=_INT64 - 1)
-        _whole("min_tokens", self.min_tokens, low=0)
+        _whole("min_tokens", self.min_tokens, low=0, high=_INT64 - 1)
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, low=1)
             if self.min_tokens > self.max_tokens:
@@ -101,15 +120,12 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidSamplingParams(name, getattr(self, name), "True or False")
-        self._note_what_it_takes()
-
-    def _note_what_it_takes(self) -> None:
-        """The sampler asks each row in each step, so the answers are kept."""
         has_penalties = bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
-        changes_logits = has_penalties or bool(self.logit_bias)
         object.__setattr__(self, "has_penalties", has_penalties)
-        object.__setattr__(self, "changes_logits", changes_logits)
-        object.__setattr__(self, "is_special", changes_logits or self.logprobs is not None)
+
+    def _set_real(self, name: str, *, low: float, high: float = _MAX_FLOAT32, above: bool = False) -> None:
+        _real(name, getattr(self, name), low=low, high=high, above=above)
+        object.__setattr__(self, name, float(getattr(self, name)))
 
     def _check_support(self) -> None:
         for name, default in _NOT_YET.items():
@@ -126,7 +142,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_BELOW
 
     def for_child(self, seed: int, child: int) -> SamplingParams:
         """The parameters of choice `child` of a request whose noise starts from `seed`."""
@@ -163,6 +179,12 @@ def _token_ids(field: str, given: object) -> tuple[int, ...]:
     return tuple(given)
 
 
+def _words(field: str, given: object) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(given, (list, tuple)) or not all(isinstance(word, (list, tuple)) and word for word in given):
+        raise InvalidSamplingParams(field, given, "a list of lists of token ids, none of them empty")
+    return tuple(_token_ids(field, word) for word in given)
+
+
 def _biases(name: str, given: object) -> Mapping[int, float] | None:
     """A copy with the token ids as numbers (JSON has them as strings), clamped."""
     if given is None:
@@ -173,8 +195,8 @@ def _biases(name: str, given: object) -> Mapping[int, float] | None:
     for token_id, bias in given.items():
         number = int(token_id) if isinstance(token_id, str) and token_id.isdecimal() else token_id
         _whole(name, number, low=0)
-        _real(name, bias, low=-math.inf)
-        biases[number] = min(_MAX_BIAS, max(-_MAX_BIAS, float(bias)))
+        _real(name, bias, low=-math.inf, high=math.inf)
+        biases[number] = float(min(_MAX_BIAS, max(-_MAX_BIAS, bias)))
     return biases
 
 
@@ -184,12 +206,13 @@ def _whole(field: str, given: object, *, low: int, high: int | None = None) -> N
         raise InvalidSamplingParams(field, given, limits)
 
 
-def _real(field: str, given: object, *, low: float, high: float = math.inf, above: bool = False) -> None:
+def _real(field: str, given: object, *, low: float, high: float, above: bool = False) -> None:
     """Check low <= given <= high, or low < given with `above`; NaN and infinity never pass."""
     limits = "a finite number"
     limits += f" {'above' if above else 'of at least'} {low}" if low != -math.inf else ""
-    limits += f" and at most {high}" if high != math.inf else ""
+    limits += f" and at most {high}" if high < _MAX_FLOAT32 else ""
     if isinstance(given, bool) or not isinstance(given, (int, float)):
         raise InvalidSamplingParams(field, given, limits)
-    if not math.isfinite(given) or given < low or given > high or (above and given == low):
+    is_outside = given < low or given > high or (above and given == low)
+    if is_outside or (isinstance(given, float) and not math.isfinite(given)):
         raise InvalidSamplingParams(field, given, limits)

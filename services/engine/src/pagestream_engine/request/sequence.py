@@ -2,76 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.token_counts import TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
     """One choice among several of one prompt, as it is given to `Engine.add_group`."""
 
-    request_id: str
-    """Unique among the unfinished ones; its outputs carry it."""
+    seq_id: str
+    """The engine's id of it: unique among the unfinished ones; its outputs carry it."""
     params: SamplingParams
     """With `n` 1 and a seed of its own (see `SamplingParams.for_child`)."""
-    output_token_ids: Tokens[int] = ()
+    output_token_ids: Sequence[int] = ()
     """What an earlier run has generated: its next output is the token after them."""
 
 
+NO_ROW = -1
+
+
 class SequenceState(Enum):
-    """Where a sequence stands; it owns blocks only while it runs."""
+    """Where a sequence stands. It holds blocks only while it runs, and a follower of a `SequenceGroup` not even then,
+    until its leader has computed the prompt."""
 
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
 
 
-class Sequence:
-    """Tokens, block table and progress of one choice.
+class TokenSequence:
+    """Tokens, block tables and progress of one choice.
 
-    `token_ids[:num_computed_tokens]` have their keys and values in the cache: token i in block
-    `block_table[i // block_size]` at offset `i % block_size`.
+    `token_ids[:num_computed_tokens]` have their keys and values in the cache: in KV group g token i is in block
+    `block_tables[g][i // block_size]` at offset `i % block_size`, of the group's block size. Where a group has a
+    window, blocks behind it are replaced by NO_BLOCK. `executor/pipeline.py` shows how the counts move while steps are
+    in flight.
     """
 
     __slots__ = (
         "arrival",
         "block_hashes",
-        "block_table",
+        "block_tables",
         "cache_salt",
         "end_token_ids",
         "group",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_in_flight_tokens",
+        "num_placeholders",
         "num_prompt_tokens",
         "num_published_blocks",
         "params",
         "priority",
+        "row",
         "seed",
         "seq_id",
         "state",
-        "token_counts",
         "token_ids",
+        "wants_prompt_logprobs",
         "was_admitted",
     )
 
     def __init__(
         self,
         seq_id: str,
-        prompt_token_ids: Tokens[int],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
         seed: int,
         arrival: int,
         max_total_tokens: int,
-        output_token_ids: Tokens[int] = (),
+        output_token_ids: Sequence[int] = (),
         priority: int = 0,
         cache_salt: bytes = b"",
         end_token_ids: frozenset[int] = frozenset(),
+        num_kv_groups: int = 1,
     ) -> None:
         self.seq_id = seq_id
         self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
@@ -89,37 +98,50 @@ class Sequence:
         self.end_token_ids = end_token_ids
         """Tokens that end it: stop tokens, and the model's own unless ignored. Not to be chosen before min_tokens."""
         self.state = SequenceState.WAITING
+        self.row = NO_ROW
+        """Its place in the runner's persistent batch; NO_ROW before it is first scheduled, and when it stops."""
         self.was_admitted = False
         """Whether it has run before: its cached tokens are counted once."""
+        self.wants_prompt_logprobs = params.prompt_logprobs is not None and self.num_prompt_tokens > 1
+        """Whether its prompt is still to be computed for its log probabilities: no cached prefix will do."""
         self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        """Most tokens after the computed ones that steps in flight compute; with drafts it may be fewer."""
+        self.num_placeholders = 0
+        """Most tokens after `token_ids` that steps in flight sample; with drafts it may be fewer."""
         self.num_cached_tokens = 0
         """Prompt tokens that the prefix cache had when it was first admitted."""
-        self.block_table: list[int] = []
+        self.block_tables: list[list[int]] = [[] for _ in range(num_kv_groups)]
+        """One for each KV group; empty unless it runs."""
         self.block_hashes: list[bytes] = []
         """Chained hashes of its first full blocks, as far as they were needed."""
         self.num_published_blocks = 0
-        """Leading blocks of the table that the prefix cache knows (or has another block for)."""
+        """Leading blocks of the finest table that the prefix cache knows (or has another block for), in all groups."""
         self.group = SequenceGroup((self,))
         """With its siblings."""
-        self.token_counts: TokenCounts | None = None
-        """For penalties, as far as the sampler has needed them: a function of `token_ids`."""
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        """Tokens, those included that steps in flight sample."""
+        return len(self.token_ids) + self.num_placeholders
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated, those of a resumed request included."""
+        """Tokens generated, those of a resumed request included, without placeholders."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens that are computed, or that steps in flight compute."""
+        return self.num_computed_tokens + self.num_in_flight_tokens
+
+    @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens whose keys and values are not in the cache yet."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens that no step has been scheduled for; the last of them may be a placeholder."""
+        return len(self) - self.num_scheduled_tokens
 
     def __repr__(self) -> str:
         done, total = self.num_computed_tokens, len(self.token_ids)
-        return f"Sequence({self.seq_id!r}, {self.state.name.lower()}, {done}/{total} tokens computed)"
+        return f"TokenSequence({self.seq_id!r}, {self.state.name.lower()}, {done}/{total} tokens computed)"
 
 
 class SequenceGroup:
@@ -130,20 +152,20 @@ class SequenceGroup:
 
     __slots__ = ("followers", "members")
 
-    def __init__(self, members: Tokens[Sequence]) -> None:
+    def __init__(self, members: Sequence[TokenSequence]) -> None:
         """Take sequences with equal prompts, in the order of their arrival, out of the groups that they were in."""
         self.members = list(members)
         """Those that have not finished."""
-        self.followers: list[Sequence] = []
+        self.followers: list[TokenSequence] = []
         """Admitted members without blocks: they wait until the prompt is computed by the leader, to share it."""
         for seq in self.members:
             seq.group = self
 
-    def choose_leader(self) -> Sequence:
+    def choose_leader(self) -> TokenSequence:
         """Who computes the prompt: one that ends with it, if there is one, as its logits are then the others' too."""
         return min(self.members, key=lambda seq: seq.num_output_tokens)
 
-    def drop(self, seq: Sequence) -> None:
+    def drop(self, seq: TokenSequence) -> None:
         """Forget a member that has ended."""
         self.members.remove(seq)
         if seq in self.followers:

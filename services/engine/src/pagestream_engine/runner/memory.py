@@ -1,26 +1,141 @@
-"""How many KV blocks fit on this machine."""
+"""How much memory weights, a step and the KV cache may take on this machine."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
+
+from pagestream_engine.errors import ModelTooLarge, OutOfMemory
+from pagestream_engine.out_of_memory import is_out_of_memory
 
 CPU_SHARE = 0.25
 """Of the memory that is free when the engine starts: a laptop's other programs, and further engines, need the rest."""
 CPU_LIMIT_BYTES = 4 << 30
-"""Most that is taken on a CPU unless `num_gpu_blocks_override` asks for more: 4 GiB hold 174,000 tokens of a model with
-12 layers and 4 KV heads of 64 in bfloat16."""
-GPU_RESERVE_BYTES = 512 << 20
-"""Left free beside the share that was asked for: activations of one step, and what kernels allocate."""
+"""Most that the pool takes on a CPU unless `num_gpu_blocks_override` asks for more: 4 GiB hold 174,000 tokens of a
+model with 12 layers and 4 KV heads of 64 in bfloat16."""
 
 
-def cache_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
-    """Bytes that the KV cache may take on `device` now, the weights being loaded."""
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """A device's memory between two steps, with the weights loaded and no KV cache, in bytes."""
+
+    free: int
+    total: int
+    step: int
+    """Most that a step takes beside what is allocated between steps."""
+
+
+class DeviceMemory(Protocol):
+    """Reads a GPU's memory."""
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Bytes that no process has taken, and all there are."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Give back what no tensor needs, and begin to measure the peak."""
+        ...
+
+    def allocated(self) -> int:
+        """Bytes of this process's tensors."""
+        ...
+
+    def peak_reserved(self) -> int:
+        """Most bytes that the allocator has held since `reset_peak`, gaps between tensors included."""
+        ...
+
+
+class CudaMemory:
+    """The `DeviceMemory` of a GPU of NVIDIA or AMD."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free_and_total(self) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.synchronize(self._device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak_reserved(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_reserved(self._device)
+
+
+class PeakMeter:
+    """Measures the largest of several steps by the peak of a GPU's allocator.
+
+    What the steps leave behind outside of the allocator (kernels, workspaces of libraries) counts as taken.
+    """
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._step = 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure what runs inside."""
+        self._memory.reset_peak()
+        before = self._memory.allocated()
+        yield
+        self._step = max(self._step, self._memory.peak_reserved() - before)
+
+    def use(self) -> MemoryUse:
+        """Return what was measured; nothing but the weights may be allocated."""
+        self._memory.reset_peak()
+        free, total = self._memory.free_and_total()
+        return MemoryUse(free, total, self._step)
+
+
+def gpu_pool_bytes(use: MemoryUse, gpu_memory_utilization: float) -> int:
+    """Bytes for the KV cache of a GPU: weights, the largest step and the cache, with what other processes have taken,
+    stay within the share `gpu_memory_utilization` of all its memory."""
+    return max(0, use.free - use.step - (use.total - int(use.total * gpu_memory_utilization)))
+
+
+def cpu_pool_bytes(step_bytes: int, available: int | None = None) -> int:
+    """Bytes for the KV cache in host memory, where the largest step takes `step_bytes` beside it."""
+    available = available_bytes() if available is None else available
+    return max(0, min(CPU_LIMIT_BYTES, int(available * CPU_SHARE) - step_bytes))
+
+
+def check_weights_fit(num_bytes: int, device: torch.device, gpu_memory_utilization: float) -> None:
+    """Compare a model's weights with the memory that is free now, before they are loaded.
+
+    Raises:
+        ModelTooLarge: they do not fit.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, free - GPU_RESERVE_BYTES - int(total * (1 - gpu_memory_utilization)))
-    return min(CPU_LIMIT_BYTES, int(available_bytes() * CPU_SHARE))
+        free -= total - int(total * gpu_memory_utilization)
+    else:
+        free = available_bytes()
+    if num_bytes > free:
+        raise ModelTooLarge(num_bytes, max(0, free), device.type)
+
+
+@contextmanager
+def step_memory(num_tokens: int, num_samples: int) -> Iterator[None]:
+    """Raise what torch raises where memory runs out inside as OutOfMemory of a step of this size."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise OutOfMemory(f"a step of {num_tokens} tokens and {num_samples} samples: {first_line}") from error
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:

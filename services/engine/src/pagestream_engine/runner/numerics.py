@@ -6,19 +6,19 @@ import logging
 import os
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
 
-from pagestream_engine.attention import AttentionBackend
+from pagestream_engine.attention import Backend
 from pagestream_engine.cpu import computes_bfloat16_on_amx, emulates_bfloat16_in_avx512, read_cpuinfo
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.models.llama import LlamaModel
+from pagestream_engine.models.model import Model
 
 _log = logging.getLogger(__name__)
 
 _VARIES = "there a row's bits change with the rows beside it, and the trial at load does not find all such cases"
 _ON_AMX = f"{_VARIES}; set dtype to float32, or ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment before the start"
+_VARIES_BETWEEN = "functions that it computes beside linears and attention give a token other bits in another batch"
 _IN_AVX512 = f"{_VARIES}; set dtype to float32"
 
 
@@ -63,15 +63,20 @@ def possible_mode(wanted: bool | None, dtype: torch.dtype, device: torch.device)
     return False
 
 
-def settle_numerics(model: LlamaModel, backend: AttentionBackend[Any], wanted: bool | None) -> Numerics:
+def settle_numerics(model: Model, backend: Backend, wanted: bool | None) -> Numerics:
     """Make the model's linears batch-invariant if `wanted`, or if it is None and costs next to nothing here.
 
     Args:
         model: whose linears are tried.
-        backend: where it is not exact, nothing can be.
+        backend: where it is not deterministic, nothing can be.
         wanted: `ModelConfig.deterministic`.
+
+    Raises:
+        ConfigError: `wanted` is True, and the model computes something between its linears that varies with the batch.
     """
-    if wanted is False or not backend.is_exact:
+    if wanted and not model.can_be_deterministic:
+        raise ConfigError("deterministic", True, f"False or None for {model.info.architecture}", _VARIES_BETWEEN)
+    if wanted is False or not backend.is_deterministic or not model.can_be_deterministic:
         return Numerics(False, b"")
     started = perf_counter()
     tried = model.probe_row_counts()

@@ -1,25 +1,40 @@
-"""Runs scheduled steps: owns the model, the attention backend with its cache, and the sampler."""
+"""Runs steps by their plans: owns the model, the attention backend with its cache, the batch and the sampler."""
 
 from __future__ import annotations
 
+import logging
+import math
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from pagestream_engine.attention import CacheShape, select_backend
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.layers.rope import cos_sin_table
-from pagestream_engine.models.config import ModelInfo
-from pagestream_engine.models.loader import load_model
-from pagestream_engine.runner.batch import build_batch
+from pagestream_engine.models.config import DTYPES, ModelInfo
+from pagestream_engine.models.safetensors_file import read_folder
+from pagestream_engine.models.select import open_model
+from pagestream_engine.models.source import Target
+from pagestream_engine.runner.backends import backend_for, cache_shapes, kv_layout
 from pagestream_engine.runner.fingerprint import fingerprint
-from pagestream_engine.runner.memory import cache_bytes
+from pagestream_engine.runner.memory import (
+    available_bytes,
+    check_weights_fit,
+    cpu_pool_bytes,
+    gpu_pool_bytes,
+    step_memory,
+)
 from pagestream_engine.runner.numerics import possible_mode, settle_numerics
-from pagestream_engine.sampler import sample
-from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
+from pagestream_engine.runner.persistent_batch import PersistentBatch
+from pagestream_engine.runner.profile import estimated_cpu_step_bytes, largest_gpu_use
+from pagestream_engine.runner.prompt_rows import PromptRows
+from pagestream_engine.runner.results import ReportedPrompts, pending_result
+from pagestream_engine.sampler import SamplingBatch
+from pagestream_engine.step.pending import PendingResult
+from pagestream_engine.step.records import StepPlan
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -32,93 +47,184 @@ class ModelRunner:
         """Load the weights.
 
         Raises:
-            ModelError: the folder is incomplete, or holds a model that is not supported.
+            ModelError: the folder is incomplete, or holds a model that is not supported, or does not fit into memory.
             ConfigError: there is no such device, or an option does not fit it or the model.
         """
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device", device.type, "cpu or auto", "torch finds no GPU on this machine")
-        self.model_config = ModelInfo.from_folder(model_dir)
+        source = open_model(model_dir)
+        info = source.info
         self.device = device
-        self.dtype = _DTYPES.get(config.model.dtype, self.model_config.dtype)
+        self.dtype = DTYPES.get(config.model.dtype, info.dtype)
         self._config = config
-        info = self.model_config
         self.max_model_len = _max_model_len(config.model.max_model_len, info)
-        shape = CacheShape(info.num_layers, info.num_kv_heads, info.head_dim, config.cache.block_size, self.dtype)
-        cos_sin = cos_sin_table(info.rope, info.head_dim, self.max_model_len, device)
+        self.model_info = replace(info, max_position_embeddings=max(info.max_position_embeddings, self.max_model_len))
+        target = Target(self.dtype, device, self.max_model_len)
         wanted = possible_mode(config.model.deterministic, self.dtype, device)
-        self._backend = select_backend(config.model.attention_backend, shape, cos_sin, exact=wanted is True)
+        self._check_weights(model_dir)
         with torch.inference_mode():
-            self._model = load_model(model_dir, info, dtype=self.dtype, device=device)
+            specs = source.attention_specs(target)
+            self.kv_layout = kv_layout(specs, config.cache.block_size, self.max_model_len)
+            shapes = cache_shapes(self.kv_layout, self.dtype)
+            self._backend = backend_for(
+                config.model.attention_backend, specs, shapes, device, deterministic=wanted is True
+            )
+            self._model = source.load(target, self._backend)
             self.numerics = settle_numerics(self._model, self._backend, wanted)
         self._model_dir = model_dir
         self._num_blocks = 0
+        self.forget_rows()
 
     @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits: in deterministic mode, engines that have them in common compute the same bits."""
         return fingerprint(self._model_dir, self._backend, self.max_model_len, self.numerics)
 
+    @property
+    def forward_gives_logits(self) -> bool:
+        """Whether the model's results are logits before pieces of them are made."""
+        return self._model.forward_gives_logits
+
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether `execute` returns before the step is done."""
+        return self.device.type == "cuda"
+
     def profile_num_blocks(self) -> int:
-        """Blocks of the cache: `num_gpu_blocks_override`, or what fits (see `memory`) and can be used.
+        """Blocks of the cache: what fits beside the largest step and can be used.
 
         Raises:
             ConfigError: not even one block fits.
+            OutOfMemory: the largest step alone does not fit.
         """
         cache, scheduler = self._config.cache, self._config.scheduler
-        if cache.num_gpu_blocks_override is not None:
-            return cache.num_gpu_blocks_override
-        fitting = cache_bytes(self.device, cache.gpu_memory_utilization) // self._backend.shape.block_bytes
-        if fitting < 1:
+        pool_bytes, step_bytes = self._profile()
+        block_bytes = self._backend.store.block_bytes
+        if pool_bytes < block_bytes:
             raise ConfigError(
                 "gpu_memory_utilization",
                 cache.gpu_memory_utilization,
-                f"room for blocks of {self._backend.shape.block_bytes} bytes",
-                "free some memory, lower block_size, or set num_gpu_blocks_override",
+                f"room for a step of {step_bytes} bytes and for blocks of {block_bytes} bytes",
+                "free some memory, lower max_num_batched_tokens, max_num_seqs or block_size, or set "
+                "num_gpu_blocks_override",
             )
-        useful = scheduler.max_num_seqs * -(-self.max_model_len // cache.block_size)
-        return min(fitting, useful)
+        longest = self.kv_layout.num_blocks_for(self.max_model_len, scheduler.max_num_batched_tokens)
+        return min(pool_bytes // block_bytes, scheduler.max_num_seqs * longest)
+
+    def _profile(self) -> tuple[int, int]:
+        """Run what `profile` says on a cache of one block. Return the bytes for the pool, and of the largest step."""
+        self._backend.store.allocate(1)
+        vocab_size = self.model_info.vocab_size
+        try:
+            if self.device.type == "cuda":
+                use = largest_gpu_use(self, self._config, self.device, vocab_size)
+                step_bytes, pool_bytes = use.step, gpu_pool_bytes(use, self._config.cache.gpu_memory_utilization)
+            else:
+                step_bytes = estimated_cpu_step_bytes(self, self._config, vocab_size)
+                pool_bytes = cpu_pool_bytes(step_bytes)
+        finally:
+            self.forget_rows()
+        _log.info("the largest step takes %d MiB, the KV pool gets %d MiB", step_bytes >> 20, pool_bytes >> 20)
+        return pool_bytes, step_bytes
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocate the cache; block ids are 0 to `num_blocks - 1`.
 
         Raises:
-            ConfigError: `num_blocks` is below 1.
+            ConfigError: `num_blocks` is below 1, or more than there is memory for.
         """
         if num_blocks < 1:
             raise ConfigError("num_gpu_blocks_override", num_blocks, "at least 1")
-        self._backend.allocate(num_blocks)
+        most = self._free_bytes() // self._backend.store.block_bytes
+        if num_blocks > most:
+            hint = "lower it, or leave it out to take what fits"
+            expected = f"at most {most}, blocks of {self._backend.store.block_bytes} bytes in the memory that is free"
+            raise ConfigError("num_gpu_blocks_override", num_blocks, expected, hint)
+        self._backend.store.allocate(num_blocks)
         self._num_blocks = num_blocks
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of weights ("model") and of the KV cache ("kv_pool"), without what a step needs for itself."""
-        return {"model": self._model.weight_bytes(), "kv_pool": self._num_blocks * self._backend.shape.block_bytes}
+        return {"model": self._model.weight_bytes(), "kv_pool": self._num_blocks * self._backend.store.block_bytes}
+
+    def _free_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        return available_bytes()
+
+    def _check_weights(self, model_dir: Path) -> None:
+        num_bytes = sum(math.prod(entry.shape) for entry in read_folder(model_dir).values()) * self.dtype.itemsize
+        check_weights_fit(num_bytes, self.device, self._config.cache.gpu_memory_utilization)
 
     @torch.inference_mode()
-    def execute(self, step: ScheduledStep) -> SampledTokens:
-        """Compute a step and sample.
+    def execute(self, plan: StepPlan) -> PendingResult:
+        """Edit the persistent batch, and launch a step's model and sampling.
 
         Returns:
-            One token id for each sequence of `step.sampled()`. None for an empty step, or one that only fills the
-            cache.
+            What waits for the sampled tokens.
+
+        Raises:
+            OutOfMemory: the step needs more memory than there is; a smaller one may fit.
         """
-        if step.is_empty:
-            return SampledTokens([])
-        if step.copies:
-            self._backend.copy_blocks(step.copies)
-        batch = build_batch(step, self._config.cache.block_size, self.device)
-        plan = self._backend.plan(batch.attention)
-        hidden = self._model.forward(batch.token_ids, batch.sample_rows, self._backend, plan)
-        if not batch.sample_seqs:
-            return SampledTokens([])
-        logits = self._model.logits(hidden, self._backend)
-        if batch.sample_logits is not None:
-            logits = logits[batch.sample_logits]
-        return sample(logits, batch.sample_seqs, self.model_config.eos_token_ids)
+        with step_memory(plan.num_tokens, len(plan.sampled_rows)):
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> PendingResult:
+        if plan.reset:
+            self.forget_rows()
+        self._batch.apply(plan)
+        self._prompt_rows.apply(plan)
+        self._edit_sampling(plan)
+        if len(plan.copies):
+            self._backend.store.copy_blocks(plan.copies.tolist())
+        inputs = self._batch.inputs(plan)
+        context = self._backend.prepare_step(inputs.attention)
+        prompts = self._prompt_rows.take(plan)
+        wanted = inputs.sample_places if prompts is None else prompts.wanted
+        hidden = self._model.forward(inputs.token_ids, wanted, context)
+        reported = None
+        if prompts is not None:
+            ranked = prompts.ranked(hidden, self._model.logits, self.model_info.vocab_size)
+            reported = ReportedPrompts(prompts.chunks, ranked)
+            hidden = hidden[prompts.sampling]
+        if not len(plan.sampled_rows):
+            return pending_result(plan.step_id, None, reported)
+        logits = self._model.logits(hidden)
+        if inputs.sample_logits is not None:
+            logits = logits[inputs.sample_logits]
+        sampled = self._sampling.sample(logits, plan.sampled_rows)
+        self._batch.next_tokens.index_copy_(0, inputs.sampled_rows, sampled.token_ids)
+        return pending_result(plan.step_id, sampled, reported)
+
+    def _edit_sampling(self, plan: StepPlan) -> None:
+        for row in plan.removed.tolist():
+            self._sampling.remove(row)
+        for new in plan.added:
+            prompt, output = np.split(new.token_ids, [new.num_prompt_tokens])
+            self._sampling.add(
+                new.row,
+                new.params,
+                seed=new.seed,
+                end_token_ids=new.end_token_ids,
+                prompt_token_ids=prompt,
+                output_token_ids=output,
+            )
+
+    def forget_rows(self) -> None:
+        max_num_seqs, info = self._config.scheduler.max_num_seqs, self.model_info
+        block_sizes = [group.block_size for group in self.kv_layout.groups]
+        self._batch = PersistentBatch(max_num_seqs, self.max_model_len, block_sizes, self.device)
+        self._prompt_rows = PromptRows(info.vocab_size, self.device)
+        self._sampling = SamplingBatch(max_num_seqs, info.vocab_size, self.device)
 
 
 def _max_model_len(given: int | None, info: ModelInfo) -> int:
     if given is None:
+        if info.extended_context > info.max_position_embeddings:
+            message = "the model's context is %d tokens; a max_model_len of up to %d extends it by its rope scaling"
+            _log.info(message, info.max_position_embeddings, info.extended_context)
         return info.max_position_embeddings
-    if given > info.max_position_embeddings:
-        raise ConfigError("max_model_len", given, f"at most the model's context of {info.max_position_embeddings}")
+    longest = max(info.max_position_embeddings, info.extended_context)
+    if given > longest:
+        raise ConfigError("max_model_len", given, f"at most the model's context of {longest}")
     return given

@@ -1,5 +1,7 @@
 """From logits to tokens."""
 
-from pagestream_engine.sampler.sampler import sample
+from pagestream_engine.sampler.batch import SamplingBatch
+from pagestream_engine.sampler.sampled import DrawFault, LogprobTensors, Sampled
+from pagestream_engine.sampler.stages.token_mask import TokenMasks
 
-__all__ = ["sample"]
+__all__ = ["DrawFault", "LogprobTensors", "Sampled", "SamplingBatch", "TokenMasks"]

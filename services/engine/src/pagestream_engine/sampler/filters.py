@@ -36,6 +36,9 @@ def _threshold(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Te
     vocab_size = logits.shape[-1]
     ks = logits.new_full((len(logits),), vocab_size, dtype=torch.int64) if top_k is None else top_k
     ps = logits.new_ones(len(logits)) if top_p is None else top_p
+    if logits.device.type != "cpu":
+        # A device would have to be waited for to know which rows are settled.
+        return _threshold_within(logits.sort(dim=-1, descending=True).values, logits, ks, ps)[0]
     looked = min(vocab_size, _FIRST_LOOK)
     threshold, settled = _threshold_within(logits.topk(looked, dim=-1).values, logits, ks, ps)
     left = (~settled).nonzero().squeeze(1)

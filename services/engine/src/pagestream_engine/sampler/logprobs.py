@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagestream_engine.scheduler.base import RankedToken
+
+class RankedTokens(NamedTuple):
+    """Of each row the chosen token, then its likeliest ones."""
+
+    token_ids: Tensor
+    """(rows, 1 + count) int64."""
+    logprobs: Tensor
+    """(rows, 1 + count) float32."""
+    ranks: Tensor
+    """(rows,) int32: the chosen token's place among all, from 1."""
 
 
-def raw_logprobs(logits: Tensor, rows: Rows[int]) -> Tensor:
+def raw_logprobs(logits: Tensor, rows: Tensor) -> Tensor:
     """(rows, vocab_size) float32: log softmax of these rows as they are, before bias, penalties and temperature."""
-    return logits[torch.tensor(rows, device=logits.device)].float().log_softmax(dim=-1)
+    return logits[rows].float().log_softmax(dim=-1)
 
 
-def ranked(logprobs: Tensor, chosen: Tensor, counts: Rows[int]) -> list[list[RankedToken]]:
-    """For each row the chosen token, then the `counts[row]` likeliest ones.
+def rank_tokens(logprobs: Tensor, chosen: Tensor, count: int) -> RankedTokens:
+    """Rank each row's chosen token, and find its `count` likeliest ones.
 
     Equally likely tokens rank by their ids, so that the answer is a function of the row alone: which of them a `topk`
     keeps depends on how many are asked for, which another row of the batch may decide.
@@ -24,20 +33,11 @@ def ranked(logprobs: Tensor, chosen: Tensor, counts: Rows[int]) -> list[list[Ran
     Args:
         logprobs: (rows, vocab_size) float32.
         chosen: (rows,) int64.
-        counts: how many of the likeliest are wanted, at least 0 each.
+        count: at most vocab_size.
     """
-    most = min(max(counts), logprobs.shape[-1])
-    ranks = _ranks(logprobs, chosen)
-    columns = torch.cat((chosen[:, None], _best(logprobs, most)), dim=-1)
-    values = logprobs.gather(1, columns).tolist()
-    rows = zip(columns.tolist(), values, ranks.tolist(), counts, strict=True)
-    return [
-        [
-            RankedToken(token_id, value, index or rank)
-            for index, (token_id, value) in enumerate(zip(ids[: count + 1], row[: count + 1], strict=True))
-        ]
-        for ids, row, rank, count in rows
-    ]
+    best = _best(logprobs, count) if logprobs.device.type == "cpu" else _best_by_keys(logprobs, count)
+    token_ids = torch.cat((chosen[:, None], best), dim=-1)
+    return RankedTokens(token_ids, logprobs.gather(1, token_ids), _ranks(logprobs, chosen))
 
 
 def _ranks(logprobs: Tensor, chosen: Tensor) -> Tensor:
@@ -47,8 +47,19 @@ def _ranks(logprobs: Tensor, chosen: Tensor) -> Tensor:
     return 1 + _count(logprobs > own) + _count((logprobs == own) & (ids < chosen[:, None]))
 
 
+def _best_by_keys(logprobs: Tensor, count: int) -> Tensor:
+    """As `_best`, with no shape that depends on the data: no two tokens have one key, so that none are tied."""
+    vocab_size = logprobs.shape[-1]
+    bits = (logprobs + 0.0).view(torch.int32).long()
+    # Ordered as the floats are: all bits but the sign's are turned round where they are negative.
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ids = torch.arange(vocab_size, device=logprobs.device)
+    keys = (ordered << 32) | (vocab_size - 1 - ids)
+    return vocab_size - 1 - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
+
+
 def _best(logprobs: Tensor, count: int) -> Tensor:
-    """(rows, count) int64: the likeliest tokens in order."""
+    """(rows, count) int64: the likeliest tokens in order. On a CPU faster than by keys, and looks for ties."""
     if not count:
         return torch.empty(len(logprobs), 0, dtype=torch.int64, device=logprobs.device)
     values, found = logprobs.topk(count, dim=-1)

@@ -1,10 +1,10 @@
-"""The sequences that take one token a step."""
+"""The sequences that take one token a step, or a few where they have drafts."""
 
 from __future__ import annotations
 
 from pagestream_engine.cache.manager import CacheManager
-from pagestream_engine.request.sequence import Sequence, SequenceState
-from pagestream_engine.scheduler.base import ScheduledSequence
+from pagestream_engine.request.sequence import SequenceState, TokenSequence
+from pagestream_engine.scheduler.scheduled_step import ScheduledSequence
 
 
 class DecodeSet:
@@ -17,7 +17,7 @@ class DecodeSet:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def add(self, seq: Sequence) -> None:
+    def add(self, seq: TokenSequence) -> None:
         """Add a sequence that has one uncomputed token, the one just sampled."""
         self.entries.append(ScheduledSequence(seq, num_new_tokens=1, needs_sample=True))
 
@@ -26,17 +26,44 @@ class DecodeSet:
         running = SequenceState.RUNNING
         self.entries = [entry for entry in self.entries if entry.seq.state is running]
 
-    def sequences_at_border(self) -> list[Sequence]:
-        """Those that need a new block for their next token."""
-        block_size = self._cache.block_size
+    def going_on(self) -> list[ScheduledSequence]:
+        """Those that have another token to compute: not the ones whose last token a step in flight samples."""
+        # `len(seq)` is inlined: it runs for every decode in every step.
         return [
-            entry.seq
+            entry
             for entry in self.entries
-            if entry.seq.num_computed_tokens == len(entry.seq.block_table) * block_size
+            if len(entry.seq.token_ids) + entry.seq.num_placeholders < entry.seq.max_total_tokens
         ]
 
-    def grow(self, sequences: list[Sequence]) -> None:
-        """Give each of them its block; the caller has seen to it that enough are free."""
-        allocate = self._cache.pool.allocate
-        for seq in sequences:
-            seq.block_table.append(allocate())
+    def with_chunk_in_flight(self) -> list[TokenSequence]:
+        """Those whose last chunk a step in flight computes: its blocks are not published yet."""
+        return [entry.seq for entry in self.entries if entry.seq.num_in_flight_tokens > 1]
+
+    def with_drafts(self, entries: list[ScheduledSequence], num_drafts: int, budget: int) -> list[ScheduledSequence]:
+        """Return entries with drafts, as far as they may still grow, and budget and free blocks allow.
+
+        Args:
+            entries: whose next token is covered by their blocks already.
+            num_drafts: most of each.
+            budget: most of all.
+        """
+        drafted = []
+        for entry in entries:
+            seq = entry.seq
+            most = min(num_drafts, budget, seq.max_total_tokens - len(seq) - 1)
+            count = self._cache.num_fitting_tokens(seq, 1 + most)
+            self._cache.grow(seq, seq.num_scheduled_tokens + count)
+            budget -= count - 1
+            drafted.append(ScheduledSequence(seq, count, needs_sample=True))
+        return drafted
+
+    def at_border(self, entries: list[ScheduledSequence]) -> list[TokenSequence]:
+        """Those of `entries` that need a new block for their next token."""
+        block_size, group = self._cache.block_size, self._cache.finest_group
+        # `num_scheduled_tokens` is inlined for the same reason.
+        return [
+            seq
+            for entry in entries
+            if (seq := entry.seq).num_computed_tokens + seq.num_in_flight_tokens
+            == len(seq.block_tables[group]) * block_size
+        ]

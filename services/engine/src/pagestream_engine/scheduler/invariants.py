@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.request.sequence import Sequence, SequenceGroup, SequenceState
+from pagestream_engine.request.sequence import SequenceGroup, SequenceState, TokenSequence
 
 
-def check_groups(sequences: Iterable[Sequence]) -> None:
+def check_groups(sequences: Iterable[TokenSequence]) -> None:
     """Check that every unfinished sequence is a member of one group, and that the members of a group stand together.
 
     Raises:
@@ -29,7 +29,7 @@ def _check_group(group: SequenceGroup) -> None:
         _require(seq.state is first.state, f"{seq!r} does not stand where {first!r} stands")
     for seq in group.followers:
         _require(seq in group.members, f"{seq!r} follows a group that it is no member of")
-        _require(seq.state is SequenceState.RUNNING and not seq.block_table, f"{seq!r} follows, and holds blocks")
+        _require(seq.state is SequenceState.RUNNING and not any(seq.block_tables), f"{seq!r} follows, and holds blocks")
     _require(len(group.followers) in (0, len(group.members) - 1), f"{first!r} has not one leader in its group")
 
 

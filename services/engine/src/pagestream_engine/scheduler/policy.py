@@ -1,51 +1,82 @@
-"""Who goes first: the order of admission, and the reverse order of preemption."""
+"""Who goes first: the order of admission, and the order of preemption."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
-from typing import Protocol
 
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.request.sequence import Sequence, SequenceGroup
+from pagestream_engine.request.sequence import SequenceGroup, TokenSequence
 
 
-class QueuePolicy(Protocol):
-    """Ranks sequences. A rank must not change while its sequence waits."""
+class SchedulingPolicy(ABC):
+    """Decides the order in which sequences are admitted, and which of them is preempted where blocks run out.
 
-    def rank(self, seq: Sequence) -> tuple[int, ...]:
-        """The lowest rank is admitted first, the highest is preempted first."""
-        ...
+    A group of siblings goes by its first. Of equal ranks the earlier arrival goes first. The ranks of a sequence are
+    numbers other than NaN that never change, and are functions of what it was added with (`num_prompt_tokens`,
+    `params`, `priority`, `arrival`), which a policy does not change. So no two preempt each other in turns.
+    """
+
+    @abstractmethod
+    def rank(self, seq: TokenSequence) -> float:
+        """Return its place: the lowest rank is admitted first, and its prompt computed first."""
+
+    def victim_rank(self, seq: TokenSequence) -> float:
+        """Return its place in the order of preemption, by default `rank`: the highest is preempted first."""
+        return self.rank(seq)
 
 
-class FirstComeFirstServed:
+class FirstComeFirstServed(SchedulingPolicy):
     """By arrival: a preempted sequence goes before everything that came after it."""
 
-    def rank(self, seq: Sequence) -> tuple[int, ...]:
-        return (seq.arrival,)
+    def rank(self, seq: TokenSequence) -> float:
+        """Return its arrival."""
+        return seq.arrival
 
 
-_POLICIES: dict[str, type[QueuePolicy]] = {"fcfs": FirstComeFirstServed}
+_BUILT_IN: dict[str, Callable[[], SchedulingPolicy]] = {"fcfs": FirstComeFirstServed}
+_registered: dict[str, Callable[[], SchedulingPolicy]] = {}
 
 
-def make_policy(name: str) -> QueuePolicy:
-    """The policy of this name.
+def register_policy(name: str, factory: Callable[[], SchedulingPolicy]) -> None:
+    """Let `scheduling_policy` name a policy of one's own, in this process; it comes before a built-in one of that name.
+
+    Args:
+        name: what settings say.
+        factory: makes the policy of one engine, such as the class; replaces an earlier one of the same name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the factory can't be called.
     """
-    if name not in _POLICIES:
-        raise ConfigError("scheduling_policy", name, f"one of {', '.join(_POLICIES)}")
-    return _POLICIES[name]()
+    if not callable(factory):
+        raise ConfigError("factory", factory, "a SchedulingPolicy's class, or a function that returns a policy")
+    _registered[name] = factory
+
+
+def make_policy(name: str) -> SchedulingPolicy:
+    """Make the policy of this name.
+
+    Raises:
+        ConfigError: there is none, or its factory makes something else.
+    """
+    factories = _BUILT_IN | _registered
+    if name not in factories:
+        hint = "register_policy adds others, in the process that schedules"
+        raise ConfigError("scheduling_policy", name, f"one of {', '.join(factories)}", hint)
+    policy = factories[name]()
+    if not isinstance(policy, SchedulingPolicy):
+        raise ConfigError("scheduling_policy", policy, f"a SchedulingPolicy from the factory of {name!r}")
+    return policy
 
 
 class WaitingQueue:
     """Waiting groups by the rank of their first member: O(log n) to push and pop. One that lost all its members is left
     behind and skipped."""
 
-    def __init__(self, policy: QueuePolicy) -> None:
+    def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
-        self._heap: list[tuple[tuple[int, ...], int, SequenceGroup]] = []
+        self._heap: list[tuple[float, int, SequenceGroup]] = []
         self._num_groups = 0
         self._num_sequences = 0
 
@@ -53,7 +84,7 @@ class WaitingQueue:
         """Sequences, not groups."""
         return self._num_sequences
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[TokenSequence]:
         return (seq for _, _, group in self._heap for seq in group.members)
 
     def push(self, group: SequenceGroup) -> None:
@@ -76,7 +107,7 @@ class WaitingQueue:
         self._num_sequences -= len(group.members)
         return group
 
-    def forget(self, seq: Sequence) -> None:
+    def forget(self, seq: TokenSequence) -> None:
         """Take one sequence out of its group, which is in the queue."""
         seq.group.drop(seq)
         self._num_sequences -= 1

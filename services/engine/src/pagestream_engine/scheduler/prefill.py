@@ -1,73 +1,62 @@
-"""Admission and chunked prefill: how prompts and recomputed sequences get what the decodes leave of the budget."""
+"""Chunked prefill: how prompts and recomputed sequences get what the decodes leave of the budget."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pagestream_engine.cache.manager import CacheManager
-from pagestream_engine.request.sequence import Sequence, SequenceGroup, SequenceState
-from pagestream_engine.scheduler.base import ScheduledSequence
-
-RESERVE_SHARE = 4
-"""Blocks are kept free for one in so many running sequences when another is admitted: a few steps of growth, so that
-the newcomer is not preempted at once and computed again and again."""
+from pagestream_engine.cache.manager import CachedPrefix, CacheManager
+from pagestream_engine.request.sequence import NO_ROW, SequenceGroup, SequenceState, TokenSequence
+from pagestream_engine.scheduler.scheduled_step import ScheduledSequence
 
 
 class PrefillSet:
     """Admitted sequences that are not computed to their end yet."""
 
     def __init__(self, cache: CacheManager) -> None:
-        self.sequences: list[Sequence] = []
+        self.sequences: list[TokenSequence] = []
         """Those that compute: alone, as the leader of a group, or on from a prompt that a leader has computed."""
-        self._led: list[SequenceGroup] = []  # with followers
+        self._groups_with_followers: list[SequenceGroup] = []
         self._cache = cache
 
     def __len__(self) -> int:
         """Followers are counted too."""
-        return len(self.sequences) + sum(len(group.followers) for group in self._led)
+        return len(self.sequences) + sum(len(group.followers) for group in self._groups_with_followers)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[TokenSequence]:
         yield from self.sequences
-        for group in self._led:
+        yield from self.followers()
+
+    def followers(self) -> Iterator[TokenSequence]:
+        """Those that wait until their leader has computed the prompt, to share it."""
+        for group in self._groups_with_followers:
             yield from group.followers
 
-    def num_promised_blocks(self) -> int:
-        """Blocks that those that were admitted have yet to take: they take them chunk by chunk."""
-        own = sum(self._num_own_blocks(seq) for group in self._led for seq in group.followers)
-        return own + sum(self._cache.num_missing_blocks(seq, len(seq)) for seq in self.sequences)
+    def find_prefix(self, group: SequenceGroup, leader: TokenSequence) -> CachedPrefix:
+        """The cached prefix that a group can start from: of a leader no more than what its followers will share."""
+        return self._cache.find_prefix(leader, leader.num_prompt_tokens if len(group.members) > 1 else None)
 
-    def num_wanted_blocks(self, group: SequenceGroup, leader: Sequence, prefix: list[int]) -> int:
-        """Free blocks that all the present tokens of a group take, the cached prefix of its leader adopted."""
-        cache = self._cache
-        wanted = cache.num_missing_blocks(leader, len(leader)) - len(prefix) + cache.num_free_blocks_used_by(prefix)
-        return wanted + sum(self._num_own_blocks(seq) for seq in group.members if seq is not leader)
-
-    def num_reserved_blocks(self, num_running: int) -> int:
-        """Blocks to keep free when another is admitted."""
-        return -(-num_running // RESERVE_SHARE)
-
-    def admit(self, group: SequenceGroup, leader: Sequence, prefix: list[int]) -> None:
+    def start(self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix) -> None:
         """Start a group: its leader from its cached prefix, the others when the leader has computed the prompt."""
         for seq in group.members:
             seq.state = SequenceState.RUNNING
         group.followers = [seq for seq in group.members if seq is not leader]
         if group.followers:
-            self._led.append(group)
-        self._start(leader, prefix)
+            self._groups_with_followers.append(group)
+        self._start_one(leader, prefix)
         for seq in group.members:
             if not seq.was_admitted:
                 seq.was_admitted = True
                 seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
 
-    def follow(self, leader: Sequence) -> list[Sequence]:
+    def follow(self, leader: TokenSequence) -> list[TokenSequence]:
         """Let the followers share the prompt that their leader has computed. Return those that have no output yet and
         sample from its logits, or have only one token to compute."""
         followers, leader.group.followers = leader.group.followers, []
-        self._led.remove(leader.group)
+        self._groups_with_followers.remove(leader.group)
         ready = []
         for seq in followers:
-            prefix = self._cache.find_prefix(seq) if seq.num_output_tokens else []
-            if len(prefix) * self._cache.block_size > seq.num_prompt_tokens:
+            prefix = self._cache.find_prefix(seq) if seq.num_output_tokens else None
+            if prefix is not None and prefix.num_tokens > seq.num_prompt_tokens:
                 self._cache.adopt_prefix(seq, prefix)  # Of its own output, from before it was preempted.
             else:
                 self._cache.fork(leader, seq, seq.num_prompt_tokens)
@@ -77,32 +66,27 @@ class PrefillSet:
                 ready.append(seq)
         return ready
 
-    def drop(self, seq: Sequence) -> None:
-        """Take a sequence that has ended out of its group; the followers of a leader get another."""
+    def leave_group(self, seq: TokenSequence) -> None:
+        """Take a sequence that has ended, decoding or not, out of its group; the followers of a leader get another."""
         group = seq.group
         was_leader = bool(group.followers) and seq not in group.followers
         group.drop(seq)
         if was_leader:
             leader = group.choose_leader()
             group.followers.remove(leader)
-            self._start(leader, self._cache.find_prefix(leader))
+            leader.row = NO_ROW  # It may have one, to sample from the leader's logits: now it computes itself.
+            self._start_one(leader, self.find_prefix(group, leader))
 
-    def _start(self, seq: Sequence, prefix: list[int]) -> None:
+    def _start_one(self, seq: TokenSequence, prefix: CachedPrefix) -> None:
         self._cache.adopt_prefix(seq, prefix)
         self.sequences.append(seq)
 
-    def _num_own_blocks(self, seq: Sequence) -> int:
-        """Blocks of a follower that it does not share with its leader; one without output needs the first at once."""
-        num_tokens = max(len(seq), seq.num_prompt_tokens + 1)
-        return self._cache.num_blocks_for(num_tokens) - seq.num_prompt_tokens // self._cache.block_size
-
-    def next_chunk(self, seq: Sequence, budget: int) -> ScheduledSequence | None:
+    def next_chunk(self, seq: TokenSequence, budget: int) -> ScheduledSequence | None:
         """Take blocks for as many of its next tokens as budget and pool allow; None if that is not one."""
-        covered = (len(seq.block_table) + self._cache.pool.num_free) * self._cache.block_size
-        num_tokens = min(seq.num_uncomputed_tokens, budget, covered - seq.num_computed_tokens)
-        if num_tokens <= 0:
+        num_tokens = self._cache.num_fitting_tokens(seq, min(seq.num_uncomputed_tokens, budget))
+        if num_tokens == 0:
             return None
-        end = seq.num_computed_tokens + num_tokens
+        end = seq.num_scheduled_tokens + num_tokens
         self._cache.grow(seq, end)
         needs_sample = end == len(seq.token_ids)
         siblings = [other for other in seq.group.followers if not other.num_output_tokens] if needs_sample else ()
@@ -111,4 +95,4 @@ class PrefillSet:
     def drop_stopped(self) -> None:
         """Forget the sequences that no longer run."""
         self.sequences = [seq for seq in self.sequences if seq.state is SequenceState.RUNNING]
-        self._led = [group for group in self._led if group.followers]
+        self._groups_with_followers = [group for group in self._groups_with_followers if group.followers]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from codecs import utf_8_decode
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from tokenizers import Tokenizer
 
@@ -30,21 +30,16 @@ class Pieces:
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token_id: token.content for token_id, token in added.items()}
-        self._shown: dict[int, str | bytes] = {}
-        self._hidden: dict[int, str | bytes] = {}
+        self._shown = _PieceTable(self._bytes)
+        self._hidden = _PieceTable(self._bytes, hidden=self._special)
 
-    def get(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """The piece of a token. An id without a token (a padded vocabulary) is empty."""
-        known = self._hidden if skip_special_tokens else self._shown
-        piece = known.get(token_id)
-        if piece is None:
-            skipped = skip_special_tokens and token_id in self._special
-            piece = known[token_id] = "" if skipped else _text_if_complete(self._bytes(token_id))
-        return piece
+    def table(self, *, skip_special_tokens: bool) -> Mapping[int, str | bytes]:
+        """The piece of each token. An id without a token (a padded vocabulary) is empty."""
+        return self._hidden if skip_special_tokens else self._shown
 
     def shown(self, token_id: int) -> str:
         """The token alone, special ones too, as a text that a person can read: U+FFFD for what is no character."""
-        piece = self.get(token_id, skip_special_tokens=False)
+        piece = self._shown[token_id]
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
     def _bytes(self, token_id: int) -> bytes:
@@ -68,6 +63,19 @@ class Pieces:
         return twice[len(once) :]
 
 
+class _PieceTable(dict[int, str | bytes]):
+    """Finds a piece when it is first asked for."""
+
+    def __init__(self, read: Callable[[int], bytes], hidden: Collection[int] = ()) -> None:
+        super().__init__()
+        self._read = read
+        self._hidden = hidden
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        piece = self[token_id] = "" if token_id in self._hidden else _text_if_complete(self._read(token_id))
+        return piece
+
+
 class IncrementalDetokenizer:
     """The text of one sequence's output, as deltas.
 
@@ -78,13 +86,12 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, pieces: Pieces, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> None:
-        self._pieces = pieces
-        self._skip_special_tokens = skip_special_tokens
+        self._pieces = pieces.table(skip_special_tokens=skip_special_tokens)
         self._pending = self._unfinished_character(prompt_token_ids)
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token; bytes of an unfinished character wait."""
-        piece = self._pieces.get(token_id, skip_special_tokens=self._skip_special_tokens)
+        piece = self._pieces[token_id]
         if isinstance(piece, str):
             if not self._pending or not piece:
                 return piece
@@ -104,7 +111,7 @@ class IncrementalDetokenizer:
         """The bytes at the end of the prompt that the first output tokens may complete to a character."""
         tail = b""
         for token_id in reversed(prompt_token_ids[-2 * _LONGEST_CHARACTER :]):
-            piece = self._pieces.get(token_id, skip_special_tokens=self._skip_special_tokens)
+            piece = self._pieces[token_id]
             if isinstance(piece, str) and piece:
                 break
             tail = (piece.encode() if isinstance(piece, str) else piece) + tail

@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+from pagestream_engine.attention.base import AttentionSpec
+from pagestream_engine.attention.kv_store import LayerCache
+from pagestream_engine.attention.operators import Rotation
+
+_P, _N, _F, _I, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int, ctypes.c_bool
+_NO_WINDOW = (1 << 63) - 1
 Kernel = Callable[..., None]
-_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def supports(dtype: torch.dtype) -> bool:
@@ -20,16 +25,33 @@ def supports(dtype: torch.dtype) -> bool:
     return dtype in _SUFFIXES
 
 
+def with_contiguous_heads(x: Tensor) -> Tensor:
+    """(tokens, heads, head_dim): as given if a token's heads lie side by side, else a copy for which that holds."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Where a step's keys and values go."""
+
+    cache: LayerCache
+    slots: Tensor
+    """(tokens,) int64."""
+    positions: Tensor | None = None
+    """(tokens,) int64; needed by a rotation."""
+    rotation: Rotation | None = None
+    """Of query and key, on the way."""
+
+
 @dataclass(frozen=True, slots=True)
 class PagedLayer:
-    """One layer's cache, and whose blocks are read."""
+    """What one layer's attention reads."""
 
-    keys: Tensor
-    """(num_blocks, num_kv_heads, block_size, head_dim) contiguous, as `values`."""
-    values: Tensor
+    cache: LayerCache
     tables: Tensor
-    """(sequences, most blocks) int32 contiguous."""
-    scale: float
+    """(rows, most blocks) int32, rows contiguous."""
+    spec: AttentionSpec
+    """Its sinks, if any, float32 on the CPU and contiguous."""
 
 
 class NativeKernels:
@@ -45,10 +67,12 @@ class NativeKernels:
             return bound
 
         self._rms_norm = bind("rms_norm", *[_P] * 4, *[_N] * 5, _F)
-        self._silu_and_mul = bind("silu_and_mul", *[_P] * 2, *[_N] * 2)
-        self._rope_and_cache = bind("rope_and_cache", *[_P] * 8, *[_N] * 7)
-        self._decode = bind("decode", *[_P] * 5, *[_N] * 5, _F, _P, _N)
-        self._prefill = bind("prefill", *[_P] * 5, *[_N] * 5, _F, _P, _N)
+        gated = ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")
+        self._gated = {name: bind(name, *[_P] * 2, *[_N] * 2) for name in gated}
+        self._rope_and_cache = bind("rope_and_cache", *[_P] * 6, _N, _B, *[_P] * 2, *[_N] * 8)
+        attention = (*[_P] * 5, *[_N] * 6, _F, _F, _N, _P, _P, _N)
+        self._decode = bind("decode", *attention)
+        self._prefill = bind("prefill", *attention)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """(..., dim) of at most three dimensions -> the same shape, contiguous."""
@@ -89,75 +113,75 @@ class NativeKernels:
         )
         return out
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """(rows, 2 * dim) contiguous -> (rows, dim)."""
+    def gate_and_mul(self, kernel: str, gate_up: Tensor) -> Tensor:
+        """(rows, 2 * dim) contiguous -> (rows, dim), by silu_and_mul, gelu_and_mul or gelu_tanh_and_mul."""
         rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((rows, dim), dtype=gate_up.dtype)
-        self._silu_and_mul(out.data_ptr(), gate_up.data_ptr(), rows, dim, torch.get_num_threads())
+        self._gated[kernel](out.data_ptr(), gate_up.data_ptr(), rows, dim, torch.get_num_threads())
         return out
 
-    def rope_and_cache(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        places: tuple[Tensor, Tensor],
-        cos_sin: Tensor,
-        cache: PagedLayer,
-    ) -> None:
-        """Rotate `query` in place, and write the rotated key and the value to their slots.
+    def rope_and_cache(self, query: Tensor, key: Tensor, value: Tensor, to: Write) -> None:
+        """Rotate `query` in place, and write the rotated key and the value; without a rotation leave `query` alone.
 
         Args:
             query: (tokens, heads, head_dim), a token's heads contiguous; `key` and `value` likewise.
             key: see query.
             value: see query.
-            places: position and slot of each token, (tokens,) int64 each.
-            cos_sin: (positions, head_dim) float32.
-            cache: of the layer.
+            to: slots, and rotation.
         """
+        keys, values = to.cache
         self._rope_and_cache(
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
-            places[0].data_ptr(),
-            places[1].data_ptr(),
-            cos_sin.data_ptr(),
-            cache.keys.data_ptr(),
-            cache.values.data_ptr(),
+            None if to.positions is None else to.positions.data_ptr(),
+            to.slots.data_ptr(),
+            None if to.rotation is None else to.rotation.cos_sin.data_ptr(),
+            0 if to.rotation is None else to.rotation.rotary_dim,
+            to.rotation is not None and to.rotation.interleaved,
+            keys.data_ptr(),
+            values.data_ptr(),
             query.shape[0],
             query.shape[1],
             key.shape[1],
-            cache.keys.shape[2],
+            keys.shape[2],
+            keys.stride(0),
             query.stride(0),
             key.stride(0),
             value.stride(0),
             torch.get_num_threads(),
         )
 
-    def decode(self, out: Tensor, query: Tensor, cache: PagedLayer, seq_lens: Tensor) -> None:
-        """One query token for each row of the tables, over `seq_lens` (int64) tokens; `out` is contiguous."""
-        self._attend(self._decode, out, query, cache, seq_lens)
+    def decode(self, out: Tensor, query: Tensor, layer: PagedLayer, decodes: Tensor) -> None:
+        """One query token for each of some sequences, (decodes, 2) int64: row of the tables, number of tokens. `out` is
+        contiguous.
+        """
+        self._attend(self._decode, out, query, layer, decodes)
 
-    def prefill(self, out: Tensor, query: Tensor, cache: PagedLayer, tiles: Tensor) -> None:
+    def prefill(self, out: Tensor, query: Tensor, layer: PagedLayer, tiles: Tensor) -> None:
         """Causal attention of query tiles, (tiles, 4) int64: row of the tables, packed row and position of the first
-        token, number of tokens."""
-        self._attend(self._prefill, out, query, cache, tiles)
+        token, number of tokens.
+        """
+        self._attend(self._prefill, out, query, layer, tiles)
 
-    def _attend(self, kernel: Kernel, out: Tensor, query: Tensor, cache: PagedLayer, work: Tensor) -> None:
-        _, num_kv_heads, block_size, _ = cache.keys.shape
+    def _attend(self, kernel: Kernel, out: Tensor, query: Tensor, layer: PagedLayer, work: Tensor) -> None:
+        keys, spec = layer.cache.keys, layer.spec
         kernel(
             out.data_ptr(),
             query.data_ptr(),
-            cache.keys.data_ptr(),
-            cache.values.data_ptr(),
-            cache.tables.data_ptr(),
-            cache.tables.stride(0),
+            keys.data_ptr(),
+            layer.cache.values.data_ptr(),
+            layer.tables.data_ptr(),
+            layer.tables.stride(0),
             query.shape[1],
-            num_kv_heads,
-            block_size,
+            keys.shape[1],
+            keys.shape[2],
+            keys.stride(0),
             query.stride(0),
-            cache.scale,
+            spec.scale,
+            spec.soft_cap or 0.0,
+            spec.window or _NO_WINDOW,
+            None if spec.sinks is None else spec.sinks.data_ptr(),
             work.data_ptr(),
             work.shape[0],
             torch.get_num_threads(),

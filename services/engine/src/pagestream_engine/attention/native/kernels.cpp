@@ -1,10 +1,10 @@
 // The CPU's kernels: attention over the paged cache, and the small steps between the matrix products.
 //
 // Plain C++ on the compilers' vector extensions (GCC >= 9, Clang), so that one source serves AVX2, AVX-512 and NEON.
-// All arithmetic is in float32; bfloat16 is widened on load and rounded to nearest even on store. Every sequence (and
-// every query row) is reduced in a fixed order, whatever else is in the batch, wherever a chunk of its prompt begins,
-// and by decode as by prefill. Layouts are those of attention/base.py: a layer's cache is
-// (num_blocks, num_kv_heads, block_size, head_dim), contiguous.
+// All arithmetic is in float32; bfloat16 and float16 are widened on load and rounded to nearest even on store. Every
+// sequence (and every query row) is reduced in a fixed order, whatever else is in the batch, wherever a chunk of its
+// prompt begins, and by decode as by prefill. Layouts are those of attention/kv_store.py: a block of a layer's cache is
+// (num_kv_heads, block_size, head_dim), contiguous.
 
 #include <algorithm>
 #include <cmath>
@@ -12,6 +12,10 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -22,6 +26,9 @@ typedef uint32_t UVec __attribute__((vector_size(W * 4)));
 typedef uint16_t HVec __attribute__((vector_size(W * 2)));
 
 struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
   uint16_t bits;
 };
 
@@ -64,6 +71,55 @@ inline void store(bf16* to, Vec x) {
   HVec half = __builtin_convertvector(bits, HVec);
   std::memcpy(to, &half, sizeof half);
 }
+
+// float16: by instructions where the compiler's target has them, by exact arithmetic on the bits elsewhere.
+inline Vec load(const fp16* from) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__)
+  Vec x;
+  const __m256 low = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+  const __m256 high = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from + 1));
+  std::memcpy(&x, &low, sizeof low);
+  std::memcpy((char*)&x + sizeof low, &high, sizeof high);
+  return x;
+#else
+  HVec half;
+  std::memcpy(&half, from, sizeof half);
+  const UVec bits = __builtin_convertvector(half, UVec), size = bits & 0x7fff;
+  UVec wide = (UVec)((Vec)(size << 13) * 0x1p112f);  // the exponent's bias differs by 112
+  wide = size >= 0x7c00 ? (size << 13) | 0x7f800000 : wide;
+  return (Vec)(wide | (bits & 0x8000) << 16);
+#endif
+}
+inline void store(fp16* to, Vec x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  __m256 part[2];
+  std::memcpy(part, &x, sizeof part);
+  for (int i = 0; i < 2; ++i)
+    _mm_storeu_si128((__m128i*)to + i, _mm256_cvtps_ph(part[i], _MM_FROUND_TO_NEAREST_INT));
+#else
+  const UVec bits = (UVec)x, size = bits & 0x7fffffff;
+  const UVec normal = (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13;
+  const UVec subnormal = (UVec)((Vec)size + 0.5f) - 0x3f000000;  // 0.5 aligns the bits that stay, and rounds
+  UVec half = size < 0x38800000 ? subnormal : normal;
+  half = size >= 0x477ff000 ? (size > 0x7f800000 ? (size & 0) + 0x7e00 : (size & 0) + 0x7c00) : half;
+  const HVec narrow = __builtin_convertvector(half | (bits >> 16 & 0x8000), HVec);
+  std::memcpy(to, &narrow, sizeof narrow);
+#endif
+}
+inline float widen(fp16 x) {
+  const fp16 same[W] = {x};
+  return load(same)[0];
+}
+inline void store(fp16* to, float x) {
+  fp16 same[W];
+  store(same, (Vec){x});
+  *to = same[0];
+}
+
 inline Vec splat(float x) { return (Vec){} + x; }
 template <typename T>
 inline Vec rounded(Vec x) {
@@ -137,6 +193,20 @@ inline Vec exponential(Vec x) {
   return x < splat(-87.0f) ? splat(0.0f) : p * power;
 }
 
+inline Vec hyperbolic_tangent(Vec x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
+
+// Absolute error below 5e-7 (Abramowitz and Stegun 1964, 7.1.26).
+inline Vec error_function(Vec x) {
+  const Vec size = x < 0.0f ? -x : x, place = 1.0f / (size * 0.3275911f + 1.0f);
+  Vec p = splat(1.061405429f);
+  p = p * place - 1.453152027f;
+  p = p * place + 1.421413741f;
+  p = p * place - 0.284496736f;
+  p = p * place + 0.254829592f;
+  const Vec rest = 1.0f - p * place * exponential(-(size * size));
+  return x < 0.0f ? -rest : rest;
+}
+
 // -- rms norm --
 
 template <typename T>
@@ -176,31 +246,41 @@ void rms_norm(T* out, const T* x, T* residual, const T* weight, int64_t outer, i
   }
 }
 
-// -- silu(gate) * up --
+// -- activation(gate) * up --
 
-template <typename T>
-void silu_and_mul(T* out, const T* gate_up, int64_t rows, int64_t dim, int threads) {
+enum Activation { SILU, GELU, GELU_TANH };
+
+template <Activation A>
+inline Vec activated(Vec x) {
+  if constexpr (A == SILU) return x / (exponential(-x) + 1.0f);
+  if constexpr (A == GELU) return x * 0.5f * (error_function(x * 0.70710678f) + 1.0f);
+  return x * 0.5f * (hyperbolic_tangent((x * x * x * 0.044715f + x) * 0.79788456f) + 1.0f);
+}
+template <Activation A>
+inline float activated(float x) {
+  if constexpr (A == SILU) return x / (1.0f + std::exp(-x));
+  if constexpr (A == GELU) return x * 0.5f * (std::erf(x * 0.70710678f) + 1.0f);
+  return x * 0.5f * (std::tanh((x * x * x * 0.044715f + x) * 0.79788456f) + 1.0f);
+}
+
+template <Activation A, typename T>
+void gate_and_mul(T* out, const T* gate_up, int64_t rows, int64_t dim, int threads) {
   const int64_t whole = dim / W * W;
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * dim > 16384)
   for (int64_t row = 0; row < rows; ++row) {
     const T* gate = gate_up + row * 2 * dim;
     const T* up = gate + dim;
     T* to = out + row * dim;
-    for (int64_t i = 0; i < whole; i += W) {
-      const Vec x = load(gate + i);
-      store(to + i, rounded<T>(x / (exponential(-x) + 1.0f)) * load(up + i));
-    }
-    for (int64_t i = whole; i < dim; ++i) {
-      const float x = widen(gate[i]);
-      store(to + i, rounded<T>(x / (1.0f + std::exp(-x))) * widen(up[i]));
-    }
+    for (int64_t i = 0; i < whole; i += W) store(to + i, rounded<T>(activated<A>(load(gate + i))) * load(up + i));
+    for (int64_t i = whole; i < dim; ++i) store(to + i, rounded<T>(activated<A>(widen(gate[i]))) * widen(up[i]));
   }
 }
 
 // -- rotary embedding and the write to the cache --
 
+// A head's first `dim` elements; the others are the caller's.
 template <typename T>
-void rotate(T* to, const T* from, const float* cos, int64_t dim) {
+void rotate_halves(T* to, const T* from, const float* cos, int64_t dim) {
   const int64_t half = dim / 2, whole = half / W * W;
   const float* sin = cos + half;
   for (int64_t i = 0; i < whole; i += W) {
@@ -216,39 +296,87 @@ void rotate(T* to, const T* from, const float* cos, int64_t dim) {
 }
 
 template <typename T>
-void rope_and_cache(T* query, const T* key, const T* value, const int64_t* positions, const int64_t* slots,
-                    const float* cos_sin, T* key_cache, T* value_cache, int64_t tokens, int64_t heads,
-                    int64_t kv_heads, int64_t dim, int64_t block_size, int64_t query_stride, int64_t key_stride,
+void rotate_pairs(T* to, const T* from, const float* cos, int64_t dim) {
+  const int64_t half = dim / 2;
+  const float* sin = cos + half;
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = widen(from[2 * i]), b = widen(from[2 * i + 1]);
+    store(to + 2 * i, a * cos[i] - b * sin[i]);
+    store(to + 2 * i + 1, b * cos[i] + a * sin[i]);
+  }
+}
+
+struct Rotation {
+  const float* cos_sin;  // (positions, dim)
+  int64_t dim;           // 0: nothing turns
+  bool interleaved;
+
+  template <typename T>
+  void apply(T* to, const T* from, int64_t position) const {
+    const float* cos = cos_sin + position * dim;
+    if (interleaved)
+      rotate_pairs(to, from, cos, dim);
+    else
+      rotate_halves(to, from, cos, dim);
+  }
+};
+
+// Where keys and values go: blocks of (kv_heads, block_size, head_dim), `block_stride` elements apart.
+template <typename T>
+struct Target {
+  T* keys;
+  T* values;
+  const int64_t* slots;
+  int64_t kv_heads, head_dim, block_size, block_stride;
+};
+
+template <typename T>
+void rope_and_cache(T* query, const T* key, const T* value, const int64_t* positions, const Rotation& rotation,
+                    const Target<T>& target, int64_t tokens, int64_t heads, int64_t query_stride, int64_t key_stride,
                     int64_t value_stride, int threads) {
+  const int64_t dim = target.head_dim, rest = dim - rotation.dim;
 #pragma omp parallel for num_threads(threads) schedule(static) if (tokens > 8)
   for (int64_t token = 0; token < tokens; ++token) {
-    const float* cos = cos_sin + positions[token] * dim;
-    for (int64_t head = 0; head < heads; ++head) {
-      T* row = query + token * query_stride + head * dim;
-      rotate(row, row, cos, dim);
-    }
-    const int64_t block = slots[token] / block_size, offset = slots[token] % block_size;
-    for (int64_t head = 0; head < kv_heads; ++head) {
-      const int64_t to = ((block * kv_heads + head) * block_size + offset) * dim;
-      rotate(key_cache + to, key + token * key_stride + head * dim, cos, dim);
-      std::memcpy(value_cache + to, value + token * value_stride + head * dim, dim * sizeof(T));
+    if (rotation.dim)
+      for (int64_t head = 0; head < heads; ++head) {
+        T* row = query + token * query_stride + head * dim;
+        rotation.apply(row, row, positions[token]);
+      }
+    const int64_t slot = target.slots[token], block = slot / target.block_size, offset = slot % target.block_size;
+    for (int64_t head = 0; head < target.kv_heads; ++head) {
+      const int64_t to = block * target.block_stride + (head * target.block_size + offset) * dim;
+      const T* from = key + token * key_stride + head * dim;
+      if (rotation.dim) rotation.apply(target.keys + to, from, positions[token]);
+      std::memcpy(target.keys + to + rotation.dim, from + rotation.dim, rest * sizeof(T));
+      std::memcpy(target.values + to, value + token * value_stride + head * dim, dim * sizeof(T));
     }
   }
 }
 
 // -- attention --
 
-// The geometry that decode and prefill share. `tables` is (sequences, table_stride).
+// What decode and prefill share. `tables` is (rows, table_stride); blocks are `block_stride` elements apart.
 struct Cache {
   const void* keys;
   const void* values;
   const int32_t* tables;
-  int64_t table_stride, heads, kv_heads, dim, block_size;
+  int64_t table_stride, heads, kv_heads, dim, block_size, block_stride;
 
-  int64_t place(int64_t seq, int64_t token, int64_t kv_head) const {
-    const int64_t block = tables[seq * table_stride + token / block_size];
-    return ((block * kv_heads + kv_head) * block_size) * dim;
+  int64_t place(int64_t table_row, int64_t token, int64_t kv_head) const {
+    const int64_t block = tables[table_row * table_stride + token / block_size];
+    return block * block_stride + kv_head * block_size * dim;
   }
+};
+
+// An AttentionSpec: no soft cap is 0, no window is the largest number, no sinks are null.
+struct Options {
+  float scale, soft_cap;
+  int64_t window;
+  const float* sinks;
+
+  // The first token that the query token before `end` sees.
+  int64_t begin(int64_t end) const { return end > window ? end - window : 0; }
+  float sink(int64_t head) const { return sinks ? sinks[head] : -INFINITY; }
 };
 
 // `count` rows of V vectors as floats, times `scale`.
@@ -257,33 +385,39 @@ void widen_rows(float* to, const T* from, int64_t count, float scale) {
   for (int64_t i = 0; i < count * V; ++i) store(to + i * W, load(from + i * W) * scale);
 }
 
-// 16 keys or values from token `first` on, as floats: a pointer into the cache, or to `scratch`. Past `seq_len` the
-// scratch repeats the last token, whose weight is then zero.
+// 16 keys or values from token `first` on, as floats: a pointer into the cache, or to `scratch`. Before `begin` and
+// from `end` on the scratch repeats the nearest token between them, whose weight there is zero: other places of a block
+// are not read.
 template <int64_t V, typename T>
-inline const float* sixteen(const T* base, const Cache& cache, int64_t seq, int64_t kv_head, int64_t first,
-                            int64_t seq_len, float* scratch) {
+inline const float* sixteen(const T* base, const Cache& cache, int64_t table_row, int64_t kv_head, int64_t first,
+                            int64_t begin, int64_t end, float* scratch) {
   constexpr int64_t dim = V * W;
   const int64_t offset = first % cache.block_size;
-  const bool inside = offset + W <= cache.block_size && first + W <= seq_len;
+  const bool inside = offset + W <= cache.block_size && first >= begin && first + W <= end;
   if (inside) {
-    const T* rows = base + cache.place(seq, first, kv_head) + offset * dim;
+    const T* rows = base + cache.place(table_row, first, kv_head) + offset * dim;
     if constexpr (std::is_same_v<T, float>) return rows;
     widen_rows<V>(scratch, rows, W, 1.0f);
     return scratch;
   }
   for (int64_t t = 0; t < W; ++t) {
-    const int64_t token = std::min(first + t, seq_len - 1);
-    const T* row = base + cache.place(seq, token, kv_head) + token % cache.block_size * dim;
+    const int64_t token = std::max(begin, std::min(first + t, end - 1));
+    const T* row = base + cache.place(table_row, token, kv_head) + token % cache.block_size * dim;
     widen_rows<V>(scratch + t * dim, row, 1, 1.0f);
   }
   return scratch;
 }
 
-// Softmax of one row of `count` scores in place; returns 1 / sum. The weights are left unnormalised. Never inlined:
-// decode and prefill must run the same instructions.
-__attribute__((noinline)) float softmax(float* scores, int64_t count) {
+// Softmax of one row of `count` scores in place, of which the first `hidden` get no weight; returns 1 / sum. The
+// weights are left unnormalised; up to a whole vector, what lies behind them is overwritten. Never inlined: decode and
+// prefill must run the same instructions.
+__attribute__((noinline)) float softmax(float* scores, int64_t hidden, int64_t count, float soft_cap, float sink) {
   const int64_t whole = count / W * W;
-  float largest = -INFINITY;
+  if (soft_cap != 0.0f)
+    for (int64_t i = 0; i < count; i += W)
+      store(scores + i, hyperbolic_tangent(load(scores + i) / soft_cap) * soft_cap);
+  std::fill(scores, scores + hidden, -INFINITY);
+  float largest = sink;
   for (int64_t i = 0; i < count; ++i) largest = std::max(largest, scores[i]);
   Vec total = splat(0.0f);
   for (int64_t i = 0; i < whole; i += W) {
@@ -293,7 +427,7 @@ __attribute__((noinline)) float softmax(float* scores, int64_t count) {
   }
   float rest = 0.0f;
   for (int64_t i = whole; i < count; ++i) rest += scores[i] = std::exp(scores[i] - largest);
-  return 1.0f / (sum(total) + rest);
+  return 1.0f / (sum(total) + rest + std::exp(sink - largest));
 }
 
 // P vectors of totals[r] += sum over t of weights[r][t] * values[t]: R rows, `count` tokens, all totals in registers.
@@ -340,37 +474,49 @@ inline Vec score_sixteen(const float* query, const float* keys) {
   return sums(total);
 }
 
+// One query token of a sequence: its row of the tables, and the tokens that it sees.
+struct Decode {
+  int64_t table_row, seq_len;
+};
+
 // One sequence and some neighbouring KV heads, which lie side by side in a block: the processor prefetches long
-// contiguous reads better. A group's queries share each key and value that was widened.
+// contiguous reads better. A group's queries share each key and value that was widened. Vectors of scores begin at
+// multiples of 16 tokens, wherever the window begins.
 template <int64_t V, typename T>
-void decode_task(T* out, const Cache& cache, int64_t seq, int64_t first_head, int64_t num_heads, int64_t seq_len,
-                 Scratch& scratch) {
+void decode_task(T* out, const Cache& cache, const Options& options, const Decode& decode, int64_t first_head,
+                 int64_t num_heads, Scratch& scratch) {
   constexpr int64_t dim = V * W;
+  const auto [table_row, seq_len] = decode;
   const int64_t group = cache.heads / cache.kv_heads, rows = num_heads * group;
-  const int64_t stride = (seq_len + W - 1) / W * W;
+  const int64_t begin = options.begin(seq_len), origin = begin / W * W;
+  const int64_t stride = (seq_len - origin + W - 1) / W * W;
   scratch.scores.resize(rows * stride);
   scratch.totals.assign(rows * dim, 0.0f);
   scratch.factors.resize(rows);
   float* scores = scratch.scores.data();
   float* totals = scratch.totals.data();
-  for (int64_t first = 0; first < seq_len; first += W)
+  for (int64_t first = origin; first < seq_len; first += W)
     for (int64_t head = 0; head < num_heads; ++head) {
       const float* keys =
-          sixteen<V>((const T*)cache.keys, cache, seq, first_head + head, first, seq_len, scratch.rows.data());
+          sixteen<V>((const T*)cache.keys, cache, table_row, first_head + head, first, begin, seq_len,
+                     scratch.rows.data());
       for (int64_t row = head * group; row < (head + 1) * group; ++row)
-        store(scores + row * stride + first, score_sixteen<V>(scratch.query.data() + row * dim, keys));
+        store(scores + row * stride + first - origin, score_sixteen<V>(scratch.query.data() + row * dim, keys));
     }
-  for (int64_t row = 0; row < rows; ++row) scratch.factors[row] = softmax(scores + row * stride, seq_len);
-  for (int64_t first = 0; first < seq_len; first += W)
+  for (int64_t row = 0; row < rows; ++row)
+    scratch.factors[row] = softmax(scores + row * stride, begin - origin, seq_len - origin, options.soft_cap,
+                                   options.sink(first_head * group + row));
+  for (int64_t first = origin; first < seq_len; first += W)
     for (int64_t head = 0; head < num_heads; ++head) {
       const float* values =
-          sixteen<V>((const T*)cache.values, cache, seq, first_head + head, first, seq_len, scratch.rows.data());
+          sixteen<V>((const T*)cache.values, cache, table_row, first_head + head, first, begin, seq_len,
+                     scratch.rows.data());
+      const float* weights = scores + first - origin;
       const int64_t count = std::min(W, seq_len - first), end = (head + 1) * group;
       int64_t row = head * group;
       for (; row + 3 <= end; row += 3)
-        mix_rows<3, V>(totals + row * dim, scores + row * stride + first, stride, values, count);
-      for (; row < end; ++row)
-        mix_rows<1, V>(totals + row * dim, scores + row * stride + first, stride, values, count);
+        mix_rows<3, V>(totals + row * dim, weights + row * stride, stride, values, count);
+      for (; row < end; ++row) mix_rows<1, V>(totals + row * dim, weights + row * stride, stride, values, count);
     }
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t i = 0; i < dim; i += W)
@@ -378,8 +524,8 @@ void decode_task(T* out, const Cache& cache, int64_t seq, int64_t first_head, in
 }
 
 template <int64_t V, typename T>
-void decode(T* out, const T* query, const Cache& cache, const int64_t* seq_lens, int64_t seqs, int64_t query_stride,
-            float scale, int threads) {
+void decode(T* out, const T* query, const Cache& cache, const Options& options, const Decode* decodes, int64_t seqs,
+            int64_t query_stride, int threads) {
   constexpr int64_t dim = V * W;
   const int64_t group = cache.heads / cache.kv_heads;
   // All heads of a sequence are one task, unless there are too few sequences to keep the threads busy.
@@ -392,8 +538,8 @@ void decode(T* out, const T* query, const Cache& cache, const int64_t* seq_lens,
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < seqs * parts; ++task) {
       const int64_t seq = task / parts, first_head = task % parts * together, row = first_head * group;
-      widen_rows<V>(scratch.query.data(), query + seq * query_stride + row * dim, together * group, scale);
-      decode_task<V, T>(out + (seq * cache.heads + row) * dim, cache, seq, first_head, together, seq_lens[seq],
+      widen_rows<V>(scratch.query.data(), query + seq * query_stride + row * dim, together * group, options.scale);
+      decode_task<V, T>(out + (seq * cache.heads + row) * dim, cache, options, decodes[seq], first_head, together,
                         scratch);
     }
   }
@@ -401,7 +547,7 @@ void decode(T* out, const T* query, const Cache& cache, const int64_t* seq_lens,
 
 // A tile of a prefill chunk: consecutive query tokens of one sequence.
 struct Tile {
-  int64_t seq, row, position, count;  // packed row and position of the first token
+  int64_t table_row, row, position, count;  // packed row and position of the first token
 };
 
 // total[r] = scores of R query rows against W keys, which lie transposed (dim, W). The products of elements l, l + 16,
@@ -431,12 +577,13 @@ inline void score_rows(float* scores, int64_t stride, const float* query, const 
 }
 
 template <int64_t V, typename T>
-void prefill_task(T* out, const T* query, const Cache& cache, const Tile& tile, int64_t kv_head, int64_t query_stride,
-                  float scale, Scratch& scratch) {
+void prefill_task(T* out, const T* query, const Cache& cache, const Options& options, const Tile& tile, int64_t kv_head,
+                  int64_t query_stride, Scratch& scratch) {
   constexpr int64_t dim = V * W, R = 6;
   const int64_t group = cache.heads / cache.kv_heads, rows = tile.count * group;
-  const int64_t padded = (rows + R - 1) / R * R, seq_len = tile.position + tile.count;
-  const int64_t stride = (seq_len + W - 1) / W * W;
+  const int64_t padded = (rows + R - 1) / R * R, end = tile.position + tile.count;
+  const int64_t begin = options.begin(tile.position + 1), origin = begin / W * W;
+  const int64_t stride = (end - origin + W - 1) / W * W;
   scratch.query.assign(padded * dim, 0.0f);
   scratch.totals.assign(padded * dim, 0.0f);
   scratch.scores.assign(padded * stride, 0.0f);
@@ -446,10 +593,10 @@ void prefill_task(T* out, const T* query, const Cache& cache, const Tile& tile, 
   float* scores = scratch.scores.data();
   for (int64_t t = 0; t < tile.count; ++t)
     widen_rows<V>(scratch.query.data() + t * group * dim,
-                  query + (tile.row + t) * query_stride + kv_head * group * dim, group, scale);
-  for (int64_t first = 0; first < seq_len; first += W) {
+                  query + (tile.row + t) * query_stride + kv_head * group * dim, group, options.scale);
+  for (int64_t first = origin; first < end; first += W) {
     const float* keys =
-        sixteen<V>((const T*)cache.keys, cache, tile.seq, kv_head, first, seq_len, scratch.rows.data());
+        sixteen<V>((const T*)cache.keys, cache, tile.table_row, kv_head, first, begin, end, scratch.rows.data());
     for (int64_t i = 0; i < V; ++i) {
       Vec part[W];
       for (int64_t t = 0; t < W; ++t) part[t] = load(keys + t * dim + i * W);
@@ -457,19 +604,24 @@ void prefill_task(T* out, const T* query, const Cache& cache, const Tile& tile, 
       std::memcpy(scratch.transposed.data() + i * W * W, part, sizeof part);
     }
     for (int64_t r = 0; r < padded; r += R)
-      score_rows<R, V>(scores + r * stride + first, stride, scratch.query.data() + r * dim, scratch.transposed.data());
+      score_rows<R, V>(scores + r * stride + first - origin, stride, scratch.query.data() + r * dim,
+                       scratch.transposed.data());
   }
   for (int64_t r = 0; r < rows; ++r) {
-    const int64_t visible = tile.position + r / group + 1;
-    scratch.factors[r] = softmax(scores + r * stride, visible);
-    std::fill(scores + r * stride + visible, scores + (r + 1) * stride, 0.0f);
+    // A row's own vectors begin where those of a decode would.
+    const int64_t visible = tile.position + r / group + 1, hidden = options.begin(visible), own = hidden / W * W;
+    float* row = scores + r * stride;
+    scratch.factors[r] = softmax(row + own - origin, hidden - own, visible - own, options.soft_cap,
+                                 options.sink(kv_head * group + r % group));
+    std::fill(row, row + own - origin, 0.0f);
+    std::fill(row + visible - origin, row + stride, 0.0f);
   }
-  for (int64_t first = 0; first < seq_len; first += W) {
+  for (int64_t first = origin; first < end; first += W) {
     const float* values =
-        sixteen<V>((const T*)cache.values, cache, tile.seq, kv_head, first, seq_len, scratch.rows.data());
+        sixteen<V>((const T*)cache.values, cache, tile.table_row, kv_head, first, begin, end, scratch.rows.data());
     for (int64_t r = 0; r < padded; r += R)
-      mix_rows<R, V>(scratch.totals.data() + r * dim, scores + r * stride + first, stride, values,
-                     std::min(W, seq_len - first));
+      mix_rows<R, V>(scratch.totals.data() + r * dim, scores + r * stride + first - origin, stride, values,
+                     std::min(W, end - first));
   }
   for (int64_t r = 0; r < rows; ++r) {
     T* to = out + ((tile.row + r / group) * cache.heads + kv_head * group + r % group) * dim;
@@ -478,14 +630,14 @@ void prefill_task(T* out, const T* query, const Cache& cache, const Tile& tile, 
 }
 
 template <int64_t V, typename T>
-void prefill(T* out, const T* query, const Cache& cache, const Tile* tiles, int64_t num_tiles, int64_t query_stride,
-             float scale, int threads) {
+void prefill(T* out, const T* query, const Cache& cache, const Options& options, const Tile* tiles, int64_t num_tiles,
+             int64_t query_stride, int threads) {
 #pragma omp parallel num_threads(threads)
   {
     Scratch scratch;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < num_tiles * cache.kv_heads; ++task)
-      prefill_task<V, T>(out, query, cache, tiles[task / cache.kv_heads], task % cache.kv_heads, query_stride, scale,
+      prefill_task<V, T>(out, query, cache, options, tiles[task / cache.kv_heads], task % cache.kv_heads, query_stride,
                          scratch);
   }
 }
@@ -502,29 +654,43 @@ static_assert(PAGESTREAM_HEAD_DIM % W == 0, "head_dim must be a multiple of 16")
     rms_norm(out, x, residual, weight, outer, inner, outer_stride, inner_stride, dim, eps, threads);                   \
   }                                                                                                                    \
   void silu_and_mul_##NAME(T* out, const T* gate_up, int64_t rows, int64_t dim, int threads) {                         \
-    silu_and_mul(out, gate_up, rows, dim, threads);                                                                    \
+    gate_and_mul<SILU>(out, gate_up, rows, dim, threads);                                                              \
+  }                                                                                                                    \
+  void gelu_and_mul_##NAME(T* out, const T* gate_up, int64_t rows, int64_t dim, int threads) {                         \
+    gate_and_mul<GELU>(out, gate_up, rows, dim, threads);                                                              \
+  }                                                                                                                    \
+  void gelu_tanh_and_mul_##NAME(T* out, const T* gate_up, int64_t rows, int64_t dim, int threads) {                    \
+    gate_and_mul<GELU_TANH>(out, gate_up, rows, dim, threads);                                                         \
   }                                                                                                                    \
   void rope_and_cache_##NAME(T* query, const T* key, const T* value, const int64_t* positions, const int64_t* slots,   \
-                             const float* cos_sin, T* key_cache, T* value_cache, int64_t tokens, int64_t heads,        \
-                             int64_t kv_heads, int64_t block_size, int64_t query_stride, int64_t key_stride,           \
-                             int64_t value_stride, int threads) {                                                      \
-    rope_and_cache(query, key, value, positions, slots, cos_sin, key_cache, value_cache, tokens, heads, kv_heads,      \
-                   VECTORS * W, block_size, query_stride, key_stride, value_stride, threads);                          \
+                             const float* cos_sin, int64_t rotary_dim, bool interleaved, T* key_cache,                 \
+                             T* value_cache, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t block_size,      \
+                             int64_t block_stride, int64_t query_stride, int64_t key_stride, int64_t value_stride,     \
+                             int threads) {                                                                            \
+    const Rotation rotation{cos_sin, rotary_dim, interleaved};                                                         \
+    const Target<T> target{key_cache, value_cache, slots, kv_heads, VECTORS * W, block_size, block_stride};            \
+    rope_and_cache(query, key, value, positions, rotation, target, tokens, heads, query_stride, key_stride,            \
+                   value_stride, threads);                                                                             \
   }                                                                                                                    \
   void decode_##NAME(T* out, const T* query, const T* keys, const T* values, const int32_t* tables,                    \
-                     int64_t table_stride, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t query_stride,  \
-                     float scale, const int64_t* seq_lens, int64_t seqs, int threads) {                                \
-    const Cache cache{keys, values, tables, table_stride, heads, kv_heads, VECTORS * W, block_size};                   \
-    decode<VECTORS, T>(out, query, cache, seq_lens, seqs, query_stride, scale, threads);                               \
+                     int64_t table_stride, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t block_stride,  \
+                     int64_t query_stride, float scale, float soft_cap, int64_t window, const float* sinks,            \
+                     const int64_t* decodes, int64_t seqs, int threads) {                                              \
+    const Cache cache{keys, values, tables, table_stride, heads, kv_heads, VECTORS * W, block_size, block_stride};     \
+    decode<VECTORS, T>(out, query, cache, {scale, soft_cap, window, sinks}, (const Decode*)decodes, seqs,              \
+                       query_stride, threads);                                                                         \
   }                                                                                                                    \
   void prefill_##NAME(T* out, const T* query, const T* keys, const T* values, const int32_t* tables,                   \
-                      int64_t table_stride, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t query_stride, \
-                      float scale, const int64_t* tiles, int64_t num_tiles, int threads) {                             \
-    const Cache cache{keys, values, tables, table_stride, heads, kv_heads, VECTORS * W, block_size};                   \
-    prefill<VECTORS, T>(out, query, cache, (const Tile*)tiles, num_tiles, query_stride, scale, threads);               \
+                      int64_t table_stride, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t block_stride, \
+                      int64_t query_stride, float scale, float soft_cap, int64_t window, const float* sinks,           \
+                      const int64_t* tiles, int64_t num_tiles, int threads) {                                          \
+    const Cache cache{keys, values, tables, table_stride, heads, kv_heads, VECTORS * W, block_size, block_stride};     \
+    prefill<VECTORS, T>(out, query, cache, {scale, soft_cap, window, sinks}, (const Tile*)tiles, num_tiles,            \
+                        query_stride, threads);                                                                        \
   }
 
 extern "C" {
 PAGESTREAM_KERNELS(float, float32)
 PAGESTREAM_KERNELS(bf16, bfloat16)
+PAGESTREAM_KERNELS(fp16, float16)
 }

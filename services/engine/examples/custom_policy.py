@@ -1,0 +1,29 @@
+"""A scheduling policy of one's own: the shortest prompt first, with ageing.
+
+.venv/bin/python services/engine/examples/custom_policy.py MODEL_FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+
+from pagestream_engine import LLM, SchedulingPolicy, TokenSequence, register_policy
+
+AGEING = 4
+"""Prompt tokens that coming one place earlier is worth: what came this late can't overtake, however short it is."""
+
+
+class ShortestPromptFirst(SchedulingPolicy):
+    """Ranks by the prompt's length, and by arrival so that a long prompt is not overtaken for ever."""
+
+    def rank(self, seq: TokenSequence) -> float:
+        """Return the prompt's tokens, plus AGEING for each sequence that came before."""
+        return seq.num_prompt_tokens + AGEING * seq.arrival
+
+
+register_policy("shortest_prompt_first", ShortestPromptFirst)
+
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], scheduling_policy="shortest_prompt_first", max_num_seqs=1)
+    llm.engine.on_schedule = lambda step: print([entry.seq for entry in step.prefills or step.decodes])
+    llm.generate([[1] * 30, [1] * 3, [1] * 6])

@@ -1,0 +1,37 @@
+"""What one kind of device computes with between the matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pagestream_engine.attention.base import Attention, AttentionBatch, StepContext
+from pagestream_engine.attention.kv_store import KVStore
+from pagestream_engine.attention.operators import Operators
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Backend:
+    """KV store, attention and operators that belong together."""
+
+    name: str
+    store: KVStore
+    attention: Attention[Any]
+    operators: Operators
+    kernel_version: str = ""
+    """Name of the build that computes beside torch; another one may give other bits. Empty without such a build."""
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether a token's results have the same bits in any batch, in any chunk of its prompt, and as a decode."""
+        return self.attention.is_deterministic
+
+    def prepare_step(self, batches: Sequence[AttentionBatch]) -> StepContext:
+        """Prepare a step; `batches` has one entry for each KV group, all of the same tokens."""
+        pairs = zip(batches, self.store.shapes, strict=True)
+        return StepContext(
+            positions=batches[0].positions,
+            slots=tuple(batch.slots for batch in batches),
+            metadata=tuple(self.attention.prepare(batch, shape.block_size) for batch, shape in pairs),
+        )

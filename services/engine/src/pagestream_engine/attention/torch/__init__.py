@@ -1,0 +1,1 @@
+"""Attention and operators in plain torch operations: they run everywhere."""

@@ -1,0 +1,1 @@
+"""Attention and operators by the Triton kernels."""

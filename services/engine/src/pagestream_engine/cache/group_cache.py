@@ -1,0 +1,138 @@
+"""One KV group's block tables, over the pool that all groups share."""
+
+from __future__ import annotations
+
+from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.content import BlockHasher
+from pagestream_engine.cache.kv_groups import NO_BLOCK, KVGroup
+from pagestream_engine.request.sequence import TokenSequence
+
+
+class GroupCache:
+    """Grows, shares and shortens `seq.block_tables[index]`, and finds its cached blocks.
+
+    A table has a place for each block from the sequence's first token on. Places before `KVGroup.first_block` may be
+    NO_BLOCK; all others hold a block.
+    """
+
+    def __init__(self, pool: BlockPool, index: int, group: KVGroup, hasher: BlockHasher) -> None:
+        self.index = index
+        self.group = group
+        self._pool = pool
+        self._hasher = hasher
+        self._suffix = b"" if index == 0 else index.to_bytes(2, "little")
+
+    def table(self, seq: TokenSequence) -> list[int]:
+        """This group's block table of a sequence."""
+        return seq.block_tables[self.index]
+
+    # -- how much it takes --
+
+    def num_missing_blocks(self, seq: TokenSequence, num_tokens: int) -> int:
+        """Blocks that the table lacks to cover the first `num_tokens`."""
+        return self.group.num_blocks_for(num_tokens) - len(seq.block_tables[self.index])
+
+    def num_promised_blocks(self, seq: TokenSequence, table: list[int], chunk: int) -> int:
+        """Blocks that a sequence has yet to take for its present tokens, beyond those of `table`, at the moment when it
+        holds most."""
+        if self.group.spec.window is None:
+            num_held = len(table)
+        else:
+            # What others hold too is not free again when this one has left it behind.
+            ref_counts = self._pool.ref_counts
+            num_held = sum(1 for block in table if block != NO_BLOCK and ref_counts[block] <= 1)
+        return max(0, self.group.max_blocks_held(len(seq), chunk) - num_held)
+
+    def num_own_blocks(self, num_shared_tokens: int, num_tokens: int, chunk: int) -> int:
+        """Blocks that a sequence takes beside those that it shares: full blocks of its first `num_shared_tokens`, but
+        none in a window, as it may hold them when the others have left them behind."""
+        if self.group.spec.window is not None:
+            return self.group.max_blocks_held(num_tokens, chunk)
+        return self.group.num_blocks_for(num_tokens) - num_shared_tokens // self.group.block_size
+
+    # -- tables --
+
+    def grow(self, seq: TokenSequence, num_tokens: int) -> None:
+        """Extend the table to cover the first `num_tokens`."""
+        table = seq.block_tables[self.index]
+        for _ in range(self.group.num_blocks_for(num_tokens) - len(table)):
+            table.append(self._pool.allocate())
+
+    def grow_by_one(self, sequences: list[TokenSequence]) -> None:
+        """Extend the tables to cover one more token of each."""
+        index, size, allocate = self.index, self.group.block_size, self._pool.allocate
+        for seq in sequences:
+            table = seq.block_tables[index]
+            if seq.num_scheduled_tokens == len(table) * size:
+                table.append(allocate())
+
+    def share(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> bool:
+        """Give a child without blocks those of its first tokens, which its parent has computed, and still holds.
+
+        Return whether the last of them is not full.
+        """
+        first, end = self.group.first_block(num_tokens), self.group.num_blocks_for(num_tokens)
+        self.adopt(child, [NO_BLOCK] * first + self.table(parent)[first:end])
+        return num_tokens % self.group.block_size > 0
+
+    def adopt(self, seq: TokenSequence, table: list[int]) -> None:
+        """Reference blocks that hold wanted content, as the beginning of an empty table."""
+        for block in table:
+            if block != NO_BLOCK:
+                self._pool.acquire(block)
+        self.table(seq).extend(table)
+
+    def drop_behind_window(self, seq: TokenSequence) -> None:
+        """Release what no token that is still to be computed reads. The latest of it is evicted first."""
+        table = self.table(seq)
+        place = min(self.group.first_block(seq.num_computed_tokens), len(table)) - 1
+        while place >= 0 and table[place] != NO_BLOCK:
+            self._pool.release(table[place])
+            table[place] = NO_BLOCK
+            place -= 1
+
+    # -- content --
+
+    def publish(self, seq: TokenSequence, num_tokens: int, content: bytes) -> None:
+        """Make the block that ends with the first `num_tokens` tokens known, if there is such a block.
+
+        Args:
+            content: the hasher's name of these tokens.
+        """
+        if num_tokens % self.group.block_size == 0:
+            block = seq.block_tables[self.index][num_tokens // self.group.block_size - 1]
+            if block != NO_BLOCK:
+                self._pool.publish(block, self._key(content))
+
+    def longest_hit(self, seq: TokenSequence, num_tokens: int, alignment: int) -> int:
+        """Tokens of the longest prefix that can go on: the pool has all of its blocks that attention still reads.
+
+        Args:
+            num_tokens: at most so many.
+            alignment: the result is a multiple of it, as it is of the block size.
+        """
+        size = self.group.block_size
+        end = num_tokens // alignment * alignment
+        while end > 0:
+            missing = self._first_missing(seq, self.group.first_block(end), end // size)
+            if missing is None:
+                return end
+            end = missing * size // alignment * alignment  # Each longer prefix reads the missing block too.
+        return 0
+
+    def cached_table(self, seq: TokenSequence, num_tokens: int) -> list[int]:
+        """The table of a prefix that `longest_hit` has found."""
+        first, end = self.group.first_block(num_tokens), num_tokens // self.group.block_size
+        by_hash = self._pool.by_hash
+        return [NO_BLOCK] * first + [by_hash[self._key_at(seq, place)] for place in range(first, end)]
+
+    def _first_missing(self, seq: TokenSequence, first: int, end: int) -> int | None:
+        by_hash = self._pool.by_hash
+        return next((place for place in range(first, end) if self._key_at(seq, place) not in by_hash), None)
+
+    def _key_at(self, seq: TokenSequence, place: int) -> bytes:
+        return self._key(self._hasher.name(seq, (place + 1) * self.group.block_size))
+
+    def _key(self, content: bytes) -> bytes:
+        """The key in the pool: other groups' keys and values of the same tokens are other content."""
+        return content + self._suffix

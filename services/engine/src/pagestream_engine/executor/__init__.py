@@ -1,0 +1,1 @@
+"""Where steps run: in this process or in one of its own."""

@@ -1,0 +1,174 @@
+"""What the engine asks of an executor, and an executor of the runner that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from pagestream_engine.cache.kv_groups import KVLayout
+from pagestream_engine.config import EngineConfig
+from pagestream_engine.step.pending import PendingResult
+from pagestream_engine.step.records import StepPlan, StepResult
+
+
+class ModelFacts(Protocol):
+    """What the engine must know of a model."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> Sequence[int]: ...
+
+
+class Runner(Protocol):
+    """What computes the steps: `runner.ModelRunner`, or a small real one in tests."""
+
+    @property
+    def model_info(self) -> ModelFacts: ...
+    @property
+    def kv_layout(self) -> KVLayout: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def profile_num_blocks(self) -> int:
+        """Return how many KV blocks fit."""
+        ...
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Allocate them, before the first step."""
+        ...
+
+    def execute(self, plan: StepPlan) -> PendingResult:
+        """Edit the persistent batch and launch a step. What either part raises fails the step; the runner can go on
+        with a plan that resets it."""
+        ...
+
+
+@runtime_checkable
+class MeasuredRunner(Protocol):
+    """A runner that takes memory of a device: a real one."""
+
+    def memory_bytes(self) -> Mapping[str, int]:
+        """Bytes of the device's memory by use."""
+        ...
+
+
+@runtime_checkable
+class LaunchingRunner(Protocol):
+    """A runner that may return from `execute` before the step is done."""
+
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether it does: on a GPU."""
+        ...
+
+
+@runtime_checkable
+class SpeculatingRunner(Protocol):
+    """A runner that computes drafts of its own beside a decode's last token, and so may give several tokens a step."""
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most drafts that a sequence has in a step."""
+        ...
+
+
+RunnerFactory = Callable[[Path, EngineConfig], Runner]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorFacts:
+    """What the engine knows of an executor that has loaded."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_ids: frozenset[int]
+    fingerprint: str
+    kv_layout: KVLayout
+    """The model's KV groups: a sequence has a block table for each."""
+    num_blocks: int
+    """KV blocks of its pool."""
+    memory_bytes: Mapping[str, int]
+    """Bytes of the device's memory by use; empty for a runner without any."""
+    num_speculative_tokens: int = 0
+    """Most drafts that a sequence has in a step; 0 for a runner without any."""
+
+
+class Executor(Protocol):
+    """Runs plans in the order in which they are submitted; results come in the same order.
+
+    After a step that failed, all plans are dropped up to one that resets.
+    """
+
+    @property
+    def facts(self) -> ExecutorFacts:
+        """Of the loaded model; they don't change."""
+        ...
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step runs on while the caller goes on: then the next one is worth scheduling meanwhile."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a plan.
+
+        Raises:
+            ExecutorDied: its process has ended.
+        """
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest plan that was submitted, and return its result.
+
+        Raises:
+            ExecutorDied: its process has ended.
+            Exception: what the step raised. Plans in flight are dropped, and so are all up to one that resets.
+        """
+        ...
+
+    def check_alive(self) -> None:
+        """Notice its death between steps.
+
+        Raises:
+            ExecutorDied: its process has ended.
+        """
+        ...
+
+    def close(self) -> None:
+        """End it, and release what it holds. Plans in flight are dropped."""
+        ...
+
+
+def load_runner(make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> tuple[Runner, ExecutorFacts]:
+    """Load a runner with its KV cache."""
+    runner = make_runner(folder, config)
+    num_blocks = config.cache.num_gpu_blocks_override or runner.profile_num_blocks()
+    runner.allocate_kv_cache(num_blocks)
+    model = runner.model_info
+    facts = ExecutorFacts(
+        vocab_size=model.vocab_size,
+        max_position_embeddings=model.max_position_embeddings,
+        eos_token_ids=frozenset(model.eos_token_ids),
+        fingerprint=runner.fingerprint,
+        kv_layout=runner.kv_layout,
+        num_blocks=num_blocks,
+        memory_bytes=runner.memory_bytes() if isinstance(runner, MeasuredRunner) else {},
+        num_speculative_tokens=runner.num_speculative_tokens if isinstance(runner, SpeculatingRunner) else 0,
+    )
+    return runner, facts
+
+
+def make_model_runner(folder: Path, config: EngineConfig) -> Runner:
+    """Load the model onto the configured device."""
+    import torch
+
+    from pagestream_engine.runner.runner import ModelRunner
+
+    device = config.model.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return ModelRunner(folder, config, torch.device(device))

@@ -1,0 +1,139 @@
+"""The executor's process: receives plans, launches their steps, and sends results in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+
+from pagestream_engine.config import EngineConfig
+from pagestream_engine.errors import ExecutorError
+from pagestream_engine.executor.base import Runner, RunnerFactory, load_runner
+from pagestream_engine.step.pending import PendingResult, raising
+from pagestream_engine.step.records import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the process sends in place of an answer."""
+
+    error: BaseException
+    step_id: int
+    """Of the plan that failed; LOADING before the first."""
+
+
+LOADING = -1
+
+
+def run_child(connection: Connection, make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> None:
+    """Load a runner, send its facts, and run plans until the other end closes the pipe. Exits the process."""
+    try:
+        _run(connection, make_runner, folder, config)
+    except BaseException:  # noqa: BLE001 - written, as the interpreter would
+        traceback.print_exc()
+        _exit(1)
+    _exit(0)
+
+
+def _exit(code: int) -> None:
+    """Exit without the interpreter's finalization.
+
+    That ends the thread which waits for a step by unwinding its stack (pthread_exit), and C++ code that permits no
+    unwinding then aborts the process: "terminate called without an active exception".
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _run(connection: Connection, make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> None:
+    # A terminal's interrupt is for the process that holds the requests: it closes the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        runner, facts = load_runner(make_runner, folder, config)
+    except BaseException as error:  # noqa: BLE001 - raised on the other side
+        _send(connection, _failure(error, LOADING))
+        return
+    if _send(connection, facts):
+        _Steps(connection, runner).run()
+
+
+class _Steps:
+    """Launches steps on the main thread, while another waits for their results: a device always has its next step.
+
+    After a failure, the steps of its run are dropped; a plan that resets begins a new run.
+    """
+
+    def __init__(self, connection: Connection, runner: Runner) -> None:
+        self._connection = connection
+        self._runner = runner
+        self._launched: SimpleQueue[tuple[int, int, PendingResult] | None] = SimpleQueue()
+        self._failed_launch = -1
+        """Last run with a step that could not be launched: what follows must not be computed on what that one left."""
+        self._failed_run = -1
+        """Last run of which a failure was sent."""
+
+    def run(self) -> None:
+        """Run plans until the pipe ends."""
+        sender = threading.Thread(target=self._send_results, name="results", daemon=True)
+        sender.start()
+        run = 0
+        while True:
+            try:
+                plan: StepPlan = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - from the process that began us
+            except (EOFError, OSError):
+                break
+            run += plan.reset
+            if run not in (self._failed_launch, self._failed_run):
+                self._launched.put((run, plan.step_id, self._launch(run, plan)))
+        self._launched.put(None)
+
+    def _launch(self, run: int, plan: StepPlan) -> PendingResult:
+        try:
+            return self._runner.execute(plan)
+        except BaseException as error:  # noqa: BLE001 - raised on the other side, in its turn
+            self._failed_launch = run
+            return raising(error)
+
+    def _send_results(self) -> None:
+        while (launched := self._launched.get()) is not None:
+            run, step_id, pending = launched
+            if run == self._failed_run:
+                continue
+            try:
+                answer: object = pending()
+            except BaseException as error:  # noqa: BLE001 - raised on the other side
+                self._failed_run = run
+                answer = _failure(error, step_id)
+            if not _send(self._connection, answer):
+                return
+
+
+def _send(connection: Connection, message: object) -> bool:
+    """Send a message; return False where the other end has closed."""
+    try:
+        connection.send_bytes(pickle.dumps(message, protocol=5))
+    except OSError:
+        return False
+    return True
+
+
+def _failure(error: BaseException, step_id: int) -> Failure:
+    """Return what raises `error` on the other side, or an ExecutorError that describes it where it can't be pickled."""
+    error.add_note("in the executor's process:\n" + "".join(traceback.format_exception(error)))
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - its own bytes
+    except Exception:  # noqa: BLE001 - an error's own pickling may raise anything
+        described = ExecutorError(f"{type(error).__name__}: {error}")
+        described.add_note("\n".join(error.__notes__))
+        return Failure(described, step_id)
+    return Failure(error, step_id)

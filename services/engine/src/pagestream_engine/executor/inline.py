@@ -1,0 +1,54 @@
+"""Steps in this process."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+from pagestream_engine.config import EngineConfig
+from pagestream_engine.executor.base import LaunchingRunner, RunnerFactory, load_runner
+from pagestream_engine.step.pending import PendingResult, raising
+from pagestream_engine.step.records import StepPlan, StepResult
+
+
+class InlineExecutor:
+    """Launches each step when it is submitted: on a CPU that computes it, on a GPU it queues it.
+
+    Args:
+        make_runner: loads the model.
+        folder: the model's.
+        config: settings.
+    """
+
+    def __init__(self, make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> None:
+        self._runner, self.facts = load_runner(make_runner, folder, config)
+        self._launched: deque[PendingResult] = deque()
+        self._failed = False
+
+    @property
+    def overlaps(self) -> bool:
+        return isinstance(self._runner, LaunchingRunner) and self._runner.launches_ahead
+
+    def submit(self, plan: StepPlan) -> None:
+        self._failed = self._failed and not plan.reset
+        if self._failed:
+            return
+        try:
+            self._launched.append(self._runner.execute(plan))
+        except BaseException as error:  # noqa: BLE001 - raised by `collect`, which is where a step's errors come out
+            self._failed = True
+            self._launched.append(raising(error))
+
+    def collect(self) -> StepResult:
+        try:
+            return self._launched.popleft()()
+        except BaseException:
+            self._failed = True
+            self._launched.clear()
+            raise
+
+    def check_alive(self) -> None:
+        """Do nothing: it lives as long as its caller."""
+
+    def close(self) -> None:
+        self._launched.clear()

@@ -1,0 +1,22 @@
+"""Which executor a configuration asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pagestream_engine.config import EngineConfig
+from pagestream_engine.executor.base import Executor, RunnerFactory
+from pagestream_engine.executor.inline import InlineExecutor
+from pagestream_engine.executor.process import ProcessExecutor
+
+
+def make_executor(make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> Executor:
+    """Load a model into an executor of the configured kind.
+
+    Args:
+        make_runner: loads the model.
+        folder: the model's.
+        config: settings.
+    """
+    kind = ProcessExecutor if config.executor.executor == "process" else InlineExecutor
+    return kind(make_runner, folder, config)

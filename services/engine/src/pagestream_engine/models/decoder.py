@@ -1,0 +1,188 @@
+"""The decoder that the fused families are made of: embedding, layers of attention and MLP, norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own habit
+from torch import Tensor
+
+from pagestream_engine.attention import Angles, Operators, Rotation, StepContext
+from pagestream_engine.layers.attention import PagedAttention
+from pagestream_engine.layers.linear import Linear
+from pagestream_engine.layers.mlp import Mlp
+from pagestream_engine.layers.norm import RmsNorm
+from pagestream_engine.models.decoder_config import DecoderConfig
+from pagestream_engine.models.model import Model
+from pagestream_engine.models.weights import Parameters
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderStep:
+    """What all layers of a step share."""
+
+    context: StepContext
+    angles: Mapping[Rotation, Angles]
+    """Of each rotation of the model at the step's positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelfAttention:
+    """Projections, norms of query and key where the family has them, rotation, and attention over the cache."""
+
+    qkv: Linear
+    """Query, key and value projections as one, rows in this order."""
+    output: Linear
+    attention: PagedAttention
+    rotation: Rotation
+    q_norm: RmsNorm | None = None
+    k_norm: RmsNorm | None = None
+
+    def attend(self, x: Tensor, step: DecoderStep) -> Tensor:
+        """(tokens, hidden_size) -> (tokens, query_size), before the output projection."""
+        spec = self.attention.spec
+        heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
+        query, key, value = heads.tensor_split((spec.num_heads, spec.num_heads + spec.num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return self.attention(query, key, value, step.context, step.angles[self.rotation])
+
+
+class DecoderLayer(Protocol):
+    """Maps the residual stream; what it adds last is added by the next layer's first norm."""
+
+    @property
+    def attention(self) -> SelfAttention:
+        """Its attention."""
+        ...
+
+    def forward(
+        self, x: Tensor | None, residual: Tensor, step: DecoderStep, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run one layer.
+
+        Args:
+            x: (tokens, hidden_size), to be added to the residual first; None for the first layer.
+            residual: (tokens, hidden_size).
+            step: of all layers.
+            wanted: (wanted,) int64, the packed tokens to go on with after attention; None: all. The others end with
+                their keys and values.
+
+        Returns:
+            What is to be added to the residual, and the residual.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreNormLayer:
+    """Norms before attention and MLP (Llama)."""
+
+    attention: SelfAttention
+    mlp: Mlp
+    input_norm: RmsNorm
+    post_norm: RmsNorm
+
+    def forward(
+        self, x: Tensor | None, residual: Tensor, step: DecoderStep, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `DecoderLayer.forward`."""
+        x, residual = add_and_norm(self.input_norm, x, residual)
+        x = self.attention.attend(x, step)
+        if wanted is not None:
+            x, residual = x[wanted], residual[wanted]
+        x, residual = self.post_norm.add(self.attention.output(x), residual)
+        return self.mlp(x), residual
+
+
+@dataclass(frozen=True, slots=True)
+class SandwichNormLayer:
+    """Norms before and after attention and MLP (Gemma 2)."""
+
+    attention: SelfAttention
+    mlp: Mlp
+    input_norm: RmsNorm
+    post_attention_norm: RmsNorm
+    pre_mlp_norm: RmsNorm
+    post_mlp_norm: RmsNorm
+
+    def forward(
+        self, x: Tensor | None, residual: Tensor, step: DecoderStep, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `DecoderLayer.forward`."""
+        x, residual = add_and_norm(self.input_norm, x, residual)
+        x = self.attention.attend(x, step)
+        if wanted is not None:
+            x, residual = x[wanted], residual[wanted]
+        x = self.post_attention_norm(self.attention.output(x))
+        x, residual = self.pre_mlp_norm.add(x, residual)
+        return self.post_mlp_norm(self.mlp(x)), residual
+
+
+class DecoderModel(Model):
+    """The forward pass of the fused families. Weights come from the loader, small steps from the backend."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        parameters: Parameters,
+        layers: Sequence[DecoderLayer],
+        norm: RmsNorm,
+        operators: Operators,
+    ) -> None:
+        """Take the parameters `embedding` and `head`, and the layers that a family has built.
+
+        Args:
+            config: of the model.
+            parameters: loaded by the family's `WeightMap`.
+            layers: all of them, at least one.
+            norm: before the head.
+            operators: of the backend.
+        """
+        super().__init__(config.info)
+        self.config = config
+        self.can_be_deterministic = config.logit_soft_cap is None  # torch's tanh depends on an element's place
+        self.layers = layers
+        self.norm = norm
+        self.embedding = parameters.tensor("embedding")
+        self.head = parameters.linear("head")
+        self._parameters = parameters
+        self._operators = operators
+        self._rotations = {layer.attention.rotation for layer in layers}
+        scale = config.embedding_scale
+        self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=self.embedding.dtype)
+
+    def forward(self, token_ids: Tensor, wanted: Tensor, context: StepContext) -> Tensor:
+        step = DecoderStep(
+            context,
+            {rotation: self._operators.angles(rotation, context.positions) for rotation in self._rotations},
+        )
+        residual = F.embedding(token_ids, self.embedding)
+        if self._embedding_scale is not None:
+            residual = residual * self._embedding_scale
+        x: Tensor | None = None
+        for layer in self.layers:
+            is_last = layer is self.layers[-1]
+            x, residual = layer.forward(x, residual, step, wanted if is_last and len(wanted) < len(token_ids) else None)
+        return residual if x is None else x.add_(residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self.head(self.norm(hidden))
+        if self.config.logit_scale is not None:
+            logits = logits * self.config.logit_scale
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else (logits / cap).tanh_().mul_(cap)
+
+    def linears(self) -> Sequence[Linear]:
+        return self._parameters.linears()
+
+    def weight_bytes(self) -> int:
+        return self._parameters.num_bytes()
+
+
+def add_and_norm(norm: RmsNorm, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm of `x + residual`, and that sum; None counts as zero."""
+    return (norm(residual), residual) if x is None else norm.add(x, residual)

@@ -1,0 +1,174 @@
+"""Llama, and what its relatives have in common with it: what is read and how it is put together.
+
+The forward pass is in `models/decoder.py`: `DecoderModel.forward`, `PreNormLayer.forward`, `SelfAttention.attend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagestream_engine.attention import AttentionSpec
+from pagestream_engine.layers.attention import PagedAttention
+from pagestream_engine.layers.mlp import GatedMlp, Mlp
+from pagestream_engine.layers.norm import RmsNorm
+from pagestream_engine.models.config import ConfigFile
+from pagestream_engine.models.decoder import DecoderLayer, DecoderModel, PreNormLayer, SelfAttention
+from pagestream_engine.models.decoder_config import (
+    DecoderConfig,
+    LayerConfig,
+    plain_rope,
+    read_decoder,
+)
+from pagestream_engine.models.model import Model
+from pagestream_engine.models.registry import BuildContext, Family
+from pagestream_engine.models.weights import LinearWeight, Parameters, Part, TensorWeight, TiedWeight, Weight, WeightMap
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderBuilder:
+    """What the parts of one model are built from."""
+
+    config: DecoderConfig
+    parameters: Parameters
+    context: BuildContext
+
+    def gated_mlp(self, prefix: str) -> GatedMlp:
+        """Build the gated MLP whose parameters have a prefix."""
+        gate_up, down = self.parameters.linear(prefix + "gate_up"), self.parameters.linear(prefix + "down")
+        return GatedMlp(gate_up, down, self.config.activation, self.context.backend.operators)
+
+
+class Llama(Family[DecoderConfig]):
+    """Pre-norm decoder with gated MLPs (Touvron et al. 2023, arXiv:2302.13971)."""
+
+    architecture = "LlamaForCausalLM"
+    has_qk_norm = False
+    """Whether each head's query and key are normalised before the rotation."""
+
+    def read(self, file: ConfigFile) -> DecoderConfig:
+        rope = plain_rope(file)
+        bias = file.flag("attention_bias", False)
+        return read_decoder(
+            file,
+            file.info(self.architecture, rope.context),
+            (LayerConfig(rope),) * file.whole("num_hidden_layers"),
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=file.flag("mlp_bias", False),
+        )
+
+    def weights(self, config: DecoderConfig) -> WeightMap:
+        weights: dict[str, Weight] = {
+            "embedding": TensorWeight.of("model.embed_tokens.weight", config.info.vocab_size, config.hidden_size)
+        }
+        for index in range(len(config.layers)):
+            prefix = f"model.layers.{index}."
+            parts = {
+                **self.norm_weights(config, prefix),
+                **self.attention_weights(config, prefix + "self_attn."),
+                **self.mlp_weights(config, index, prefix),
+            }
+            weights.update({f"{index}.{name}": weight for name, weight in parts.items()})
+        weights["norm"] = TensorWeight.of("model.norm.weight", config.hidden_size)
+        weights["head"] = self.head_weight(config)
+        return weights
+
+    def attention_specs(self, config: DecoderConfig, max_model_len: int) -> Sequence[AttentionSpec]:
+        return [
+            AttentionSpec(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                scale=config.scale,
+                window=window_within(layer.window, max_model_len),
+                soft_cap=config.soft_cap,
+            )
+            for layer in config.layers
+        ]
+
+    def build(
+        self, config: DecoderConfig, parameters: Parameters, specs: Sequence[AttentionSpec], context: BuildContext
+    ) -> Model:
+        builder = DecoderBuilder(config, parameters, context)
+        layers = [self.layer(builder, index, self.attention(builder, index, spec)) for index, spec in enumerate(specs)]
+        norm = self.norm(builder, "norm")
+        return DecoderModel(config, parameters, layers, norm, context.backend.operators)
+
+    def norm_weights(self, config: DecoderConfig, prefix: str) -> dict[str, Weight]:
+        """Declare a layer's norms."""
+        return {
+            "input_norm": TensorWeight.of(prefix + "input_layernorm.weight", config.hidden_size),
+            "post_norm": TensorWeight.of(prefix + "post_attention_layernorm.weight", config.hidden_size),
+        }
+
+    def attention_weights(self, config: DecoderConfig, prefix: str) -> dict[str, Weight]:
+        """Declare a layer's attention."""
+        qkv = (
+            Part(prefix + "q_proj", config.query_size),
+            Part(prefix + "k_proj", config.kv_size),
+            Part(prefix + "v_proj", config.kv_size),
+        )
+        weights: dict[str, Weight] = {
+            "qkv": LinearWeight(qkv, config.hidden_size, config.qkv_bias),
+            "output": LinearWeight.of(
+                prefix + "o_proj", config.hidden_size, config.query_size, bias=config.output_bias
+            ),
+        }
+        if self.has_qk_norm:
+            weights["q_norm"] = TensorWeight.of(prefix + "q_norm.weight", config.head_dim)
+            weights["k_norm"] = TensorWeight.of(prefix + "k_norm.weight", config.head_dim)
+        return weights
+
+    def mlp_weights(self, config: DecoderConfig, index: int, prefix: str) -> dict[str, Weight]:
+        """Declare a layer's MLP."""
+        return gated_mlp_weights(config, prefix + "mlp.")
+
+    def head_weight(self, config: DecoderConfig) -> Weight:
+        """Declare the head."""
+        if config.tie_word_embeddings:
+            return TiedWeight("embedding")
+        return LinearWeight.of("lm_head", config.info.vocab_size, config.hidden_size)
+
+    def norm(self, builder: DecoderBuilder, name: str) -> RmsNorm:
+        """Build a norm."""
+        return RmsNorm(builder.parameters.tensor(name), builder.config.norm_eps, builder.context.backend.operators)
+
+    def attention(self, builder: DecoderBuilder, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Build a layer's attention."""
+        return SelfAttention(
+            qkv=builder.parameters.linear(f"{index}.qkv"),
+            output=builder.parameters.linear(f"{index}.output"),
+            attention=PagedAttention(builder.context.backend, index, spec),
+            rotation=builder.context.rotation(builder.config.layers[index].rope),
+            q_norm=self.norm(builder, f"{index}.q_norm") if self.has_qk_norm else None,
+            k_norm=self.norm(builder, f"{index}.k_norm") if self.has_qk_norm else None,
+        )
+
+    def layer(self, builder: DecoderBuilder, index: int, attention: SelfAttention) -> DecoderLayer:
+        """Build a layer."""
+        return PreNormLayer(
+            attention=attention,
+            mlp=self.mlp(builder, index),
+            input_norm=self.norm(builder, f"{index}.input_norm"),
+            post_norm=self.norm(builder, f"{index}.post_norm"),
+        )
+
+    def mlp(self, builder: DecoderBuilder, index: int) -> Mlp:
+        """Build a layer's MLP."""
+        return builder.gated_mlp(f"{index}.")
+
+
+def gated_mlp_weights(config: DecoderConfig, prefix: str) -> dict[str, Weight]:
+    """Declare a gated MLP whose gate and up projections are two tensors."""
+    size, hidden = config.intermediate_size, config.hidden_size
+    gate_up = (Part(prefix + "gate_proj", size), Part(prefix + "up_proj", size))
+    return {
+        "gate_up": LinearWeight(gate_up, hidden, config.mlp_bias),
+        "down": LinearWeight.of(prefix + "down_proj", hidden, size, bias=config.mlp_bias),
+    }
+
+
+def window_within(window: int | None, max_model_len: int) -> int | None:
+    """Return a window that hides something from some sequence; None for one as long as any."""
+    return None if window is None or window >= max_model_len else window

@@ -1,0 +1,33 @@
+"""Load a model by its family: configuration, weight mapping, then the layers put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pagestream_engine.attention import AttentionSpec, Backend
+from pagestream_engine.models.config import ConfigFile
+from pagestream_engine.models.loader import load_parameters
+from pagestream_engine.models.model import Model
+from pagestream_engine.models.registry import BuildContext, Family
+from pagestream_engine.models.source import ModelSource, Target
+
+
+class FamilySource(ModelSource):
+    """A model of a family with fused layers."""
+
+    def __init__(self, folder: Path, file: ConfigFile, family: Family[Any]) -> None:
+        """Raise ModelFileError or UnsupportedModel, as `Family.read`."""
+        self._family = family
+        self._config = family.read(file)
+        super().__init__(folder, self._config.info)
+
+    def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:
+        return self._family.attention_specs(self._config, target.max_model_len)
+
+    def load(self, target: Target, backend: Backend) -> Model:
+        weights = self._family.weights(self._config)
+        parameters = load_parameters(self.folder, weights, dtype=target.dtype, device=target.device)
+        specs = self.attention_specs(target)
+        return self._family.build(self._config, parameters, specs, BuildContext(backend, target.max_model_len))

@@ -1,0 +1,1 @@
+"""Architectures without a family: `transformers`' own modelling code on the paged cache."""

@@ -1,0 +1,33 @@
+"""Which way a model folder is loaded: by its family, or through `transformers` where it has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pagestream_engine.models.config import ConfigFile, ModelInfo
+from pagestream_engine.models.family_source import FamilySource
+from pagestream_engine.models.registry import find_family
+from pagestream_engine.models.source import ModelSource
+
+
+def open_model(folder: Path) -> ModelSource:
+    """Read a model folder's configuration: its family's, or through `transformers` where it has none.
+
+    Raises:
+        ModelFileError: `config.json` is missing or malformed.
+        UnsupportedModel: no family and no class of `transformers` runs the architecture; or it asks for something that
+            is not supported.
+    """
+    file = ConfigFile.read(folder)
+    for architecture in file.architectures:
+        family = find_family(architecture)
+        if family is not None:
+            return FamilySource(folder, file, family)
+    from pagestream_engine.models.general.source import GeneralSource
+
+    return GeneralSource(folder, file)
+
+
+def read_info(folder: Path) -> ModelInfo:
+    """Return what is known of a model before its weights are read; errors as `open_model`."""
+    return open_model(folder).info

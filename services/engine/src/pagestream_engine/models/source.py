@@ -1,0 +1,48 @@
+"""From a model folder to a model: what is known before the weights, how its layers attend, then the model itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pagestream_engine.attention import AttentionSpec, Backend
+from pagestream_engine.models.config import ModelInfo
+from pagestream_engine.models.model import Model
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a model is loaded for."""
+
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    """Longest sequence, in tokens."""
+
+
+class ModelSource(ABC):
+    """A model folder whose configuration is read. `attention_specs`, then `load`, with one and the same target."""
+
+    def __init__(self, folder: Path, info: ModelInfo) -> None:
+        self.folder = folder
+        self.info = info
+
+    @abstractmethod
+    def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:
+        """Return how each layer with a cache attends.
+
+        Raises:
+            ModelError: the model can't be read, or can't run.
+        """
+
+    @abstractmethod
+    def load(self, target: Target, backend: Backend) -> Model:
+        """Load the weights, and build the model on a backend whose cache has the layers of `attention_specs`.
+
+        Raises:
+            ModelError: the weights are incomplete or malformed.
+        """

@@ -1,0 +1,117 @@
+"""Declared weight mappings: which tensors of a checkpoint, or which rows of them, make up each parameter of a model.
+
+A family declares its parameters as data, and the loader alone reads files: weights that are stored in another way
+(quantised, sharded, with adapters) arrive through the same declarations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from pagestream_engine.errors import WeightsError
+from pagestream_engine.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a parameter that one tensor of the checkpoint fills."""
+
+    name: str
+    """Of the tensor in the checkpoint; of a linear, without `.weight` and `.bias`."""
+    rows: int
+    """How many it fills."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorWeight:
+    """A parameter that stays a tensor: parts stacked along the first dimension."""
+
+    parts: tuple[Part, ...]
+    trailing: tuple[int, ...] = ()
+    """The other dimensions, the same for all parts."""
+
+    @classmethod
+    def of(cls, name: str, *shape: int) -> TensorWeight:
+        """Declare one whole tensor."""
+        return cls((Part(name, shape[0]),), shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """The weight and bias of a `Linear`; several projections of one input are one linear, their rows stacked."""
+
+    parts: tuple[Part, ...]
+    in_features: int
+    bias: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Out features of all parts."""
+        return sum(part.rows for part in self.parts)
+
+    @classmethod
+    def of(cls, name: str, out_features: int, in_features: int, *, bias: bool = False) -> LinearWeight:
+        """Declare one whole projection."""
+        return cls((Part(name, out_features),), in_features, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class TiedWeight:
+    """A linear whose weight is a tensor that the model also uses as it is, such as a head that is the embedding."""
+
+    to: str
+    """Parameter that holds the weight; declared before this one."""
+
+
+Weight = TensorWeight | LinearWeight | TiedWeight
+WeightMap = Mapping[str, Weight]
+"""Parameter -> what fills it, in the order of loading."""
+
+
+class Parameters:
+    """A model's loaded parameters by the names of its `WeightMap`."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._linears: dict[str, Linear] = {}
+        self._num_bytes = 0
+
+    def add_tensor(self, name: str, tensor: Tensor) -> None:
+        """Add a parameter that is a tensor."""
+        self._tensors[name] = tensor
+        self._num_bytes += tensor.nbytes
+
+    def add_linear(self, name: str, linear: Linear, *, is_shared: bool = False) -> None:
+        """Add a parameter that is a linear; a weight that is shared with a tensor is counted there."""
+        self._linears[name] = linear
+        self._num_bytes += 0 if is_shared else linear.num_bytes
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a declared tensor."""
+        return _get(self._tensors, name, "tensor")
+
+    def linear(self, name: str) -> Linear:
+        """Return a declared linear."""
+        return _get(self._linears, name, "linear")
+
+    def linears(self) -> list[Linear]:
+        """All linears, in the order of the declaration."""
+        return list(self._linears.values())
+
+    def num_bytes(self) -> int:
+        """Bytes of all parameters, as the checkpoint's layout has them."""
+        return self._num_bytes
+
+
+_T = TypeVar("_T")
+
+
+def _get(found: Mapping[str, _T], name: str, kind: str) -> _T:
+    try:
+        return found[name]
+    except KeyError:
+        raise WeightsError(f"{name}: no such {kind} is declared, expected one of {', '.join(found)}") from None

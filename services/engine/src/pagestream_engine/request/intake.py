@@ -1,0 +1,164 @@
+"""Intake: from what a caller gives to a sequence that can be queued."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tokenizers import Tokenizer
+
+from pagestream_engine.errors import InvalidRequest, PromptTooLong
+from pagestream_engine.request.generation import Generation
+from pagestream_engine.request.sampling_params import ALL_LOGPROBS, SamplingParams
+from pagestream_engine.request.sequence import Sibling, TokenSequence
+from pagestream_engine.text.bad_words import bad_words_token_ids
+from pagestream_engine.text.detokenizer import IncrementalDetokenizer, Pieces
+from pagestream_engine.text.faults import is_fault_of_request
+
+
+class Intake:
+    """Checks the choices of requests against the model and the engine's limits, and makes their sequences.
+
+    Args:
+        tokenizer: of the model; None where it has none.
+        pieces: of the tokenizer.
+        vocab_size: of the model.
+        eos_token_ids: end a sequence, unless its parameters ignore them.
+        max_model_len: most tokens of a sequence.
+        max_logprobs: most log probabilities that a request may ask for; ALL_LOGPROBS: any number.
+        num_kv_groups: block tables of a sequence.
+        draw_seed: gives the seed of a choice that has none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        pieces: Pieces | None,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        max_logprobs: int,
+        num_kv_groups: int,
+        draw_seed: Callable[[], int],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._pieces = pieces
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._max_model_len = max_model_len
+        self._max_logprobs = max_logprobs
+        self._num_kv_groups = num_kv_groups
+        self._draw_seed = draw_seed
+        self._num_arrivals = 0
+
+    def take_arrivals(self, count: int) -> int:
+        """Return the first of `count` arrival numbers, which no other sequence has."""
+        self._num_arrivals += count
+        return self._num_arrivals - count
+
+    def make(
+        self, prompt_token_ids: Sequence[int], sibling: Sibling, *, arrival: int, priority: int, cache_salt: bytes
+    ) -> Generation:
+        """Make a choice's sequence, and the state of its text before `Generation.replay`.
+
+        Args:
+            prompt_token_ids: as for `Engine.add_request`.
+            sibling: the choice.
+            arrival: of the sequence.
+            priority: as for `Engine.add_request`.
+            cache_salt: as for `Engine.add_request`.
+
+        Raises:
+            InvalidRequest: names what is wrong.
+            PromptTooLong: the prompt leaves no room for a new token.
+        """
+        params = self._with_bad_words(sibling.params)
+        self._check(prompt_token_ids, sibling.output_token_ids, params)
+        max_total_tokens = self._max_model_len
+        if params.max_tokens is not None:
+            max_total_tokens = min(max_total_tokens, len(prompt_token_ids) + params.max_tokens)
+        end_token_ids = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            end_token_ids |= self._eos_token_ids
+        seq = TokenSequence(
+            sibling.seq_id,
+            prompt_token_ids,
+            params,
+            seed=params.seed if params.seed is not None else self._draw_seed(),
+            arrival=arrival,
+            max_total_tokens=max_total_tokens,
+            output_token_ids=sibling.output_token_ids,
+            priority=priority,
+            cache_salt=cache_salt,
+            end_token_ids=end_token_ids,
+            num_kv_groups=self._num_kv_groups,
+        )
+        return Generation(seq, self._detokenizer(prompt_token_ids, params), self._eos_token_ids)
+
+    def _detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> IncrementalDetokenizer | None:
+        if self._pieces is None:
+            return None
+        try:
+            return IncrementalDetokenizer(self._pieces, prompt, skip_special_tokens=params.skip_special_tokens)
+        except BaseException as error:
+            if not is_fault_of_request(error):
+                raise
+            raise InvalidRequest(f"prompt: given tokens that the tokenizer can't make text of: {error}") from error
+
+    def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with the tokens of their bad words."""
+        if not params.bad_words:
+            return params
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                "bad_words: given words, expected none without a tokenizer.json in the model folder; "
+                "use bad_words_token_ids"
+            )
+        try:
+            token_ids = bad_words_token_ids(params.bad_words, self._tokenizer)
+        except BaseException as error:
+            if not is_fault_of_request(error):
+                raise
+            raise InvalidRequest(f"bad_words: given words that the tokenizer can't encode: {error}") from error
+        return replace(params, bad_words=None, bad_words_token_ids=(*params.bad_words_token_ids, *token_ids))
+
+    def _check(self, prompt: Sequence[int], outputs: Sequence[int], params: SamplingParams) -> None:
+        if params.n != 1:
+            raise InvalidRequest(f"n: given {params.n}, expected 1; add several choices with add_group")
+        self._check_params(params)
+        if params.stop_strings and self._tokenizer is None:
+            raise InvalidRequest(
+                "stop: given strings, expected none without a tokenizer.json in the model folder; use stop_token_ids"
+            )
+        self._check_tokens("prompt_token_ids", prompt)
+        self._check_tokens("output_token_ids", outputs)
+        if not prompt:
+            raise InvalidRequest("prompt: given no tokens, expected at least one")
+        if len(prompt) >= self._max_model_len:
+            raise PromptTooLong(len(prompt), self._max_model_len)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.best_of not in (None, 1):
+            raise InvalidRequest(f"best_of: given {params.best_of}, expected n (1); only LLM.generate chooses the best")
+        most = self._max_logprobs
+        for name, given in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if given is not None and most != ALL_LOGPROBS and not 0 <= given <= most:
+                raise InvalidRequest(
+                    f"{name}: given {given}, expected at most {most}; a higher max_logprobs (-1 for no limit) "
+                    "allows more"
+                )
+        self._check_tokens("logit_bias", tuple(params.logit_bias or ()))
+        self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
+        for word in params.bad_words_token_ids:
+            self._check_tokens("bad_words_token_ids", word)
+
+    def _check_tokens(self, field: str, token_ids: Sequence[int]) -> None:
+        try:
+            low, high = min(array("q", token_ids), default=0), max(token_ids, default=0)
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequest(f"{field}: given {token_ids!r:.80}, expected whole numbers: {error}") from error
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequest(f"{field}: given token {wrong}, expected 0 to {self._vocab_size - 1}, the vocabulary")

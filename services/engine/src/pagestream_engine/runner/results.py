@@ -1,0 +1,104 @@
+"""From what was sampled on the device to a step's result on the host."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagestream_engine.sampler import LogprobTensors, Sampled
+from pagestream_engine.sampler.logprobs import RankedTokens
+from pagestream_engine.step.pending import PendingResult
+from pagestream_engine.step.records import Int32Array, StepLogprobs, StepPromptLogprobs, StepResult
+
+
+class ReportedPrompts(NamedTuple):
+    """Log probabilities of prompt tokens, on the device of the logits."""
+
+    chunks: Int32Array
+    """As `PromptPart.chunks`."""
+    ranked: RankedTokens
+    """Of all chunks' tokens."""
+
+
+def pending_result(step_id: int, sampled: Sampled | None, prompts: ReportedPrompts | None = None) -> PendingResult:
+    """Start the copies to the host; the result waits for them, and for no step after this one.
+
+    Args:
+        step_id: the plan's.
+        sampled: None where the step samples nothing.
+        prompts: None where the step reports nothing of a prompt.
+    """
+    is_cuda = (sampled is not None and sampled.token_ids.is_cuda) or (prompts is not None and prompts.ranked[0].is_cuda)
+    if sampled is not None:
+        tensors = _to_host(sampled.token_ids), _to_host(sampled.values)
+        sampled = Sampled(*tensors, _logprobs_to_host(sampled), sampled.errors)
+    if prompts is not None:
+        prompts = ReportedPrompts(prompts.chunks, RankedTokens(*map(_to_host, prompts.ranked)))
+    copied = None
+    if is_cuda:
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+    return partial(_result, step_id, sampled, prompts, copied)
+
+
+def _result(
+    step_id: int, sampled: Sampled | None, prompts: ReportedPrompts | None, copied: torch.cuda.Event | None
+) -> StepResult:
+    if copied is not None:
+        copied.synchronize()
+    reported = _step_prompt_logprobs(prompts)
+    if sampled is None:
+        none = np.empty(0, np.int32)
+        return StepResult(step_id, none.reshape(0, 1), none, prompt_logprobs=reported)
+    errors = {place: fault.message for place, fault in sampled.draw_faults().items()}
+    errors.update(sampled.errors)
+    counts = np.ones(len(sampled.token_ids), np.int32)
+    if errors:
+        counts[list(errors)] = 0
+    token_ids = sampled.token_ids.numpy().astype(np.int32)[:, None]
+    return StepResult(step_id, token_ids, counts, _step_logprobs(sampled.logprobs), errors, reported)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _logprobs_to_host(sampled: Sampled) -> LogprobTensors | None:
+    given = sampled.logprobs
+    if given is None:
+        return None
+    tensors = map(_to_host, (given.token_ids, given.logprobs, given.ranks))
+    return LogprobTensors(given.places, given.counts, *tensors)
+
+
+def _step_logprobs(given: LogprobTensors | None) -> StepLogprobs | None:
+    if given is None:
+        return None
+    return StepLogprobs(
+        samples=given.places.astype(np.int32),
+        counts=given.counts.astype(np.int32),
+        token_ids=given.token_ids.numpy().astype(np.int32),
+        logprobs=given.logprobs.numpy(),
+        ranks=given.ranks.numpy().astype(np.int32),
+    )
+
+
+def _step_prompt_logprobs(given: ReportedPrompts | None) -> StepPromptLogprobs | None:
+    if given is None:
+        return None
+    scheduled, positions, num_tokens, counts = given.chunks.T
+    return StepPromptLogprobs(
+        scheduled=scheduled,
+        positions=positions,
+        num_tokens=num_tokens,
+        counts=counts,
+        token_ids=given.ranked.token_ids.numpy().astype(np.int32),
+        logprobs=given.ranked.logprobs.numpy(),
+        ranks=given.ranked.ranks.numpy().astype(np.int32),
+    )

@@ -1,0 +1,113 @@
+"""Admission: which waiting groups start, and the blocks that must be free for that."""
+
+from __future__ import annotations
+
+from pagestream_engine.cache.manager import CachedPrefix, CacheManager
+from pagestream_engine.config import SchedulerConfig
+from pagestream_engine.errors import InvariantViolation
+from pagestream_engine.request.sequence import SequenceGroup, TokenSequence
+from pagestream_engine.scheduler.decode import DecodeSet
+from pagestream_engine.scheduler.policy import WaitingQueue
+from pagestream_engine.scheduler.prefill import PrefillSet
+from pagestream_engine.scheduler.scheduled_step import ScheduledSequence
+
+RESERVE_SHARE = 4
+"""Blocks are kept free for one in so many running sequences when another is admitted: a few steps of growth, so that
+the newcomer is not preempted at once and computed again and again."""
+
+
+class Admission:
+    """Starts waiting groups in order, until one does not fit: nothing is admitted that could not be computed to its
+    end, with some room left for the others to grow."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheManager,
+        waiting: WaitingQueue,
+        prefill: PrefillSet,
+        decode: DecodeSet,
+    ) -> None:
+        """Take groups from `waiting` and start them in `prefill`, within the limits of `config` for all that run."""
+        self._max_num_seqs = config.max_num_seqs
+        self._max_chunk = config.max_num_batched_tokens
+        self._cache = cache
+        self._waiting = waiting
+        self._prefill = prefill
+        self._decode = decode
+
+    def admit(self, chunks: list[ScheduledSequence], budget: int) -> None:
+        """Admit groups, and append their first chunks, of at most `budget` tokens in all.
+
+        A group whose next block another is computing waits for it: they share it a step later.
+        """
+        prefill, cache = self._prefill, self._cache
+        promised = self._num_promised_blocks()
+        computing = [*prefill.sequences, *self._decode.with_chunk_in_flight()]
+        coming = {cache.next_content(seq, seq.num_published_blocks * cache.block_size) for seq in computing}
+        while budget > 0 and self._num_running < self._max_num_seqs:
+            group = self._waiting.peek()
+            if group is None:
+                return
+            least = promised + len(group.members) - 1  # Whatever is cached, each follower takes a block.
+            if self._num_running and not self._has_room(group, least):
+                return
+            leader = group.choose_leader()
+            prefix = prefill.find_prefix(group, leader)
+            missing = cache.next_content(leader, prefix.num_tokens)
+            if missing is not None and missing in coming:
+                return
+            wanted = promised + self.num_wanted_blocks(group, leader, prefix)
+            if not self._has_room(group, wanted):
+                if self._num_running:
+                    return
+                if len(group.members) > 1:
+                    self._split_waiting()
+                    continue
+                # Alone it always fits, if in smaller chunks than `wanted` reckons with.
+            self._waiting.pop()
+            num_free = cache.pool.num_free
+            prefill.start(group, leader, prefix)
+            chunk = prefill.next_chunk(leader, budget)
+            if chunk is None:
+                raise InvariantViolation(f"{leader!r} was admitted without room for a token")
+            chunks.append(chunk)
+            coming.add(missing)
+            budget -= chunk.num_new_tokens
+            promised = wanted - (num_free - cache.pool.num_free)
+
+    def num_reserved_blocks(self, num_running: int) -> int:
+        """Blocks to keep free when another is admitted."""
+        return -(-num_running // RESERVE_SHARE)
+
+    @property
+    def _num_running(self) -> int:
+        return len(self._decode) + len(self._prefill)
+
+    def _has_room(self, group: SequenceGroup, num_wanted_blocks: int) -> bool:
+        num_running = self._num_running
+        if num_running + len(group.members) > self._max_num_seqs:
+            return False
+        return num_wanted_blocks + self.num_reserved_blocks(num_running) <= self._cache.pool.num_free
+
+    def _split_waiting(self) -> None:
+        """Take the last member out of the next group, which does not even fit alone."""
+        group = self._waiting.pop()
+        self._waiting.push(group.split())
+        self._waiting.push(group)
+
+    def _num_promised_blocks(self) -> int:
+        """Blocks that those that were admitted have yet to take: they take them chunk by chunk."""
+        own = sum(self._num_own_blocks(seq) for seq in self._prefill.followers())
+        return own + sum(self._cache.num_promised_blocks(seq, self._max_chunk) for seq in self._prefill.sequences)
+
+    def num_wanted_blocks(self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix) -> int:
+        """Free blocks that all the present tokens of a group take, the cached prefix of its leader adopted."""
+        cache = self._cache
+        wanted = cache.num_promised_blocks(leader, self._max_chunk, prefix) + cache.num_free_blocks_used_by(prefix)
+        return wanted + sum(self._num_own_blocks(seq) for seq in group.members if seq is not leader)
+
+    def _num_own_blocks(self, seq: TokenSequence) -> int:
+        """Blocks of a follower that it does not share with its leader; one without output needs the first at once."""
+        num_tokens = max(len(seq), seq.num_prompt_tokens + 1)
+        return self._cache.num_own_blocks(seq.num_prompt_tokens, num_tokens, self._max_chunk)

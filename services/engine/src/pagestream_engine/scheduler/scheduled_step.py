@@ -1,0 +1,55 @@
+"""What the scheduler decided for one step; `PlanBuilder` turns it into the record that is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pagestream_engine.cache.copies import BlockCopy
+from pagestream_engine.request.sequence import TokenSequence
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """One sequence's part of a step: its next `num_new_tokens` tokens after those that are scheduled already.
+
+    Its block tables cover these tokens.
+    """
+
+    seq: TokenSequence
+    num_new_tokens: int
+    """Of a decode: its last token, then drafts of those after it."""
+    needs_sample: bool
+    """Whether the new tokens reach the end of `token_ids`, so that the next token can be sampled."""
+    siblings: Sequence[TokenSequence] = ()
+    """Sequences with equal tokens, which sample from the same logits, each with noise of its own."""
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """One step."""
+
+    prefills: list[ScheduledSequence] = field(default_factory=list)
+    """Chunks of prompts and of recomputed sequences."""
+    decodes: list[ScheduledSequence] = field(default_factory=list)
+    """One new token each, and drafts; all need a sample."""
+    has_drafts: bool = False
+    """Whether some decode computes drafts."""
+    copies: list[BlockCopy] = field(default_factory=list)
+    """Done before anything is computed, all sources being read before any target is written."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to run."""
+        return not self.prefills and not self.decodes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        num_decoded = sum(entry.num_new_tokens for entry in self.decodes) if self.has_drafts else len(self.decodes)
+        return num_decoded + sum(chunk.num_new_tokens for chunk in self.prefills)
+
+    def sampled(self) -> list[TokenSequence]:
+        """The sequences that get a token, in the order of the runner's answer: prefills, then decodes."""
+        first = [seq for chunk in self.prefills if chunk.needs_sample for seq in (chunk.seq, *chunk.siblings)]
+        return first + [entry.seq for entry in self.decodes]

@@ -1,0 +1,121 @@
+"""Steps in flight: what they compute and sample, from the moment that they are sent until they are collected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from pagestream_engine.cache.manager import CacheManager
+from pagestream_engine.request.sequence import SequenceState, TokenSequence
+from pagestream_engine.scheduler.decode import DecodeSet
+from pagestream_engine.scheduler.prefill import PrefillSet
+from pagestream_engine.scheduler.scheduled_step import ScheduledSequence, ScheduledStep
+
+
+class StepsInFlight:
+    """Moves sequences on with each step: by placeholders when it is sent, by its tokens when it is collected.
+
+    `StepPipeline` shows that by the counts of one sequence.
+
+    A decode with drafts has as many placeholders as it may get tokens. What it did not get was not computed either, so
+    that the step after it, in flight already, begins earlier; its blocks cover that.
+    """
+
+    def __init__(self, cache: CacheManager, prefill: PrefillSet, decode: DecodeSet) -> None:
+        self.num_steps = 0
+        """Steps that were committed and not advanced."""
+        self._cache = cache
+        self._prefill = prefill
+        self._decode = decode
+
+    def commit(self, step: ScheduledStep) -> None:
+        """Note that a step is about to run: what it computes and samples is in flight until `advance`."""
+        self.num_steps += 1
+        for chunk in step.prefills:
+            chunk.seq.num_in_flight_tokens += chunk.num_new_tokens
+            if chunk.needs_sample:
+                self._prefill.sequences.remove(chunk.seq)
+                self._decode.add(chunk.seq)
+                for seq in (chunk.seq, *chunk.siblings):
+                    seq.num_placeholders += 1
+        for entry in step.decodes:
+            seq = entry.seq
+            seq.num_in_flight_tokens += entry.num_new_tokens
+            seq.num_placeholders += entry.num_new_tokens
+        if step.copies:
+            # Whoever gets a source next writes it in a later step, which runs after the copies.
+            self._cache.copy_on_write.note_copied()
+
+    def advance(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> None:
+        """Note what the oldest step in flight has computed, and append the sampled tokens.
+
+        Those of sequences that have ended meanwhile are dropped.
+
+        Args:
+            step: the oldest in flight.
+            tokens: of each sample, prefills, then decodes. See `StepResult` for how many each may have.
+        """
+        self.num_steps -= 1
+        samples = iter(tokens)
+        for chunk in step.prefills:
+            self._advance_chunk(chunk, samples)
+        if not step.has_drafts and sum(map(len, tokens)) == len(tokens):
+            self._advance_by_one(step.decodes, samples)
+        else:
+            self._advance_decodes(step.decodes, samples)
+        self._cache.publish_some(step.num_tokens)
+
+    def _advance_by_one(self, decodes: Sequence[ScheduledSequence], samples: Iterator[Sequence[int]]) -> None:
+        block_size = self._cache.block_size
+        note_full_block = self._cache.note_full_block
+        running = SequenceState.RUNNING
+        for entry, (token_id,) in zip(decodes, samples, strict=True):
+            seq = entry.seq
+            if seq.state is not running:
+                continue
+            seq.token_ids.append(token_id)
+            seq.num_placeholders -= 1
+            seq.num_in_flight_tokens -= 1
+            computed = seq.num_computed_tokens = seq.num_computed_tokens + 1
+            if computed % block_size == 0:
+                note_full_block(seq)
+
+    def _advance_decodes(self, decodes: Sequence[ScheduledSequence], samples: Iterator[Sequence[int]]) -> None:
+        """Take as computed what the drafts that hold have computed: one token for each that was sampled."""
+        block_size = self._cache.block_size
+        for entry, token_ids in zip(decodes, samples, strict=True):
+            seq = entry.seq
+            if seq.state is not SequenceState.RUNNING:
+                continue
+            seq.token_ids += token_ids
+            seq.num_placeholders -= entry.num_new_tokens
+            seq.num_in_flight_tokens -= entry.num_new_tokens
+            before = seq.num_computed_tokens // block_size
+            seq.num_computed_tokens += len(token_ids)
+            if seq.num_computed_tokens // block_size > before:
+                self._cache.note_full_block(seq)
+
+    def _advance_chunk(self, chunk: ScheduledSequence, samples: Iterator[Sequence[int]]) -> None:
+        running = SequenceState.RUNNING
+        ready = self._note_chunk(chunk) if chunk.seq.state is running else ()
+        if chunk.needs_sample:
+            for seq in (chunk.seq, *chunk.siblings):
+                token_ids = next(samples)
+                if seq.state is running:
+                    seq.token_ids += token_ids
+                    seq.num_placeholders -= 1
+        for follower in ready:
+            self._decode.add(follower)
+
+    def _note_chunk(self, chunk: ScheduledSequence) -> Iterable[TokenSequence]:
+        """Note a chunk that was computed. Return the followers that can decode now."""
+        seq = chunk.seq
+        before = seq.num_computed_tokens // self._cache.block_size
+        seq.num_computed_tokens += chunk.num_new_tokens
+        seq.num_in_flight_tokens -= chunk.num_new_tokens
+        ready: Iterable[TokenSequence] = ()
+        if seq.group.followers and seq.num_computed_tokens >= seq.num_prompt_tokens:
+            ready = self._prefill.follow(seq)
+        if seq.num_computed_tokens // self._cache.block_size > before:
+            # After its followers have taken what they share: it may release some of it.
+            self._cache.note_full_block(seq)
+        return ready

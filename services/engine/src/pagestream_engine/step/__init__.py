@@ -1,0 +1,1 @@
+"""The records between the core and the executor."""

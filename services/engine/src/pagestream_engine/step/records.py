@@ -1,0 +1,172 @@
+"""What the core sends to an executor for each step, and what comes back.
+
+Records are immutable and hold plain numbers, tuples and numpy arrays, so that they can be pickled to another process.
+They name a running sequence by its row: a place in the runner's persistent batch, below `max_num_seqs`. A sequence is
+sent once, as a `NewSequence`; each later plan has only what changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from pagestream_engine.request.sampling_params import SamplingParams
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewSequence:
+    """A sequence that enters the persistent batch, or enters it anew after it was preempted."""
+
+    row: int
+    """Its place in the persistent batch until a plan removes it."""
+    token_ids: Int32Array
+    """(tokens,): prompt, then the output so far. The tokens after these are sampled by the runner."""
+    num_prompt_tokens: int
+    """Leading tokens that are the prompt."""
+    num_computed_tokens: int
+    """Leading tokens whose keys and values are in its blocks already: the next step computes from here."""
+    params: SamplingParams
+    seed: int
+    """Of its noise, 64 bits signed."""
+    end_token_ids: tuple[int, ...]
+    """Tokens that end it, which may not be sampled before `params.min_tokens`."""
+    block_tables: tuple[Int32Array, ...]
+    """For each KV group, (blocks,): its first blocks; all that its first chunk needs. A place that lies behind the
+    group's window is 0 and must not be read."""
+    num_prompt_logprobs: int | None = None
+    """How many of the likeliest tokens are wanted in the place of each prompt token but the first, beside its own log
+    probability; -1: all. None: no log probabilities of the prompt."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockEdits:
+    """What changed in one KV group's block tables: `table[rows[i], places[i]] = blocks[i]` for each i."""
+
+    rows: Int32Array
+    """(edits,)"""
+    places: Int32Array
+    """(edits,): index within the row's table."""
+    blocks: Int32Array
+    """(edits,)"""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """One step for the runner: edits of the persistent batch, in the order of the fields, then what to compute."""
+
+    step_id: int
+    """Rises by one with each plan of an engine."""
+    reset: bool
+    """Whether the runner first forgets all rows: the first plan after a failed step, and of a new executor."""
+    removed: Int32Array
+    """(removed,): rows that are free from now on."""
+    added: tuple[NewSequence, ...]
+    appended: tuple[BlockEdits, ...]
+    """For each KV group."""
+    copies: Int32Array
+    """(copies, 2): source and target blocks, whose pages are copied whole, in every layer slot, whichever KV group has
+    them (see `KVLayout`). All sources are read before a target is written, and
+    all are copied before anything is computed."""
+    rows: Int32Array
+    """(scheduled,): rows that compute, prefill chunks first, then decodes. Row r computes its next tokens, from the
+    first one that is not computed."""
+    num_new_tokens: Int32Array
+    """(scheduled,): tokens that each computes, at least 1. A decode computes its last token, then drafts of the tokens
+    after it."""
+    num_prefills: int
+    """Leading entries of `rows` that are prefill chunks."""
+    sampled_rows: Int32Array
+    """(samples,): rows that get a token, in the order of the result."""
+    sampled_from: Int32Array
+    """(samples,): index into `rows` whose last new token's logits each samples from: its own entry, or its leader's
+    for the siblings of a prompt, each of which has noise of its own."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return int(self.num_new_tokens.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLogprobs:
+    """Log probabilities of the samples that asked for them, by the model's own logits."""
+
+    samples: Int32Array
+    """(reported,): index into the step's samples, ascending. A sample with several tokens has an entry for each, in
+    their order."""
+    counts: Int32Array
+    """(reported,): how many of the likeliest tokens each asked for."""
+    token_ids: Int32Array
+    """(reported, 1 + most): the chosen token, then the likeliest ones in order. Entries past `1 + count` mean
+    nothing."""
+    logprobs: Float32Array
+    """(reported, 1 + most): natural logarithms of their probabilities."""
+    ranks: Int32Array
+    """(reported,): the chosen token's place among all tokens, from 1; of equally likely ones the lowest id is first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPromptLogprobs:
+    """Log probabilities of prompt tokens, by the logits of the tokens before them, which the step has computed."""
+
+    scheduled: Int32Array
+    """(chunks,): index into `StepPlan.rows`."""
+    positions: Int32Array
+    """(chunks,): place in the prompt of the first token that each chunk reports."""
+    num_tokens: Int32Array
+    """(chunks,): tokens that each reports; their rows follow one another."""
+    counts: Int32Array
+    """(chunks,): how many of the likeliest tokens each asked for."""
+    token_ids: Int32Array
+    """(tokens, 1 + most): as `StepLogprobs.token_ids`, with the prompt's token as the chosen one."""
+    logprobs: Float32Array
+    """(tokens, 1 + most)"""
+    ranks: Int32Array
+    """(tokens,)"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What a step gave: 0 to k tokens for each of its samples.
+
+    A sample of a prefill chunk has one token. A decode's has at most as many as it computes: the drafts that hold, and
+    the token after them; with none it computes its last token again. So the last token of a row that has sampled is
+    always the only one that is not computed.
+    """
+
+    step_id: int
+    """The plan's."""
+    token_ids: Int32Array
+    """(samples, k), in the order of `StepPlan.sampled_rows`; row i has `counts[i]` tokens, then padding."""
+    counts: Int32Array
+    """(samples,)"""
+    logprobs: StepLogprobs | None = None
+    """None where no sample asked for any."""
+    errors: Mapping[int, str] = field(default_factory=dict)
+    """Why a sample failed, by index into the samples: its sequence ends, the others go on."""
+    prompt_logprobs: StepPromptLogprobs | None = None
+    """None where no row that computed tokens of its prompt asked for any."""
+
+    @property
+    def has_one_each(self) -> bool:
+        """Whether each sample has exactly one token, and none failed."""
+        return self.token_ids.shape[1] == 1 and not self.errors and bool((self.counts == 1).all())
+
+    def tokens(self) -> Sequence[Sequence[int]]:
+        """The tokens of each sample; one that failed has none."""
+        if self.has_one_each:
+            return list(zip(self.token_ids[:, 0].tolist(), strict=True))
+        counts = self.counts.tolist()
+        for place in self.errors:
+            counts[place] = 0
+        return [token_ids[:count] for token_ids, count in zip(self.token_ids.tolist(), counts, strict=True)]

@@ -1,0 +1,38 @@
+"""Sequences over a cache manager, without a scheduler: each takes its blocks and is computed by one call."""
+
+from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.kv_groups import KVLayout, full_attention
+from pagestream_engine.cache.manager import CacheManager
+from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request.sequence import SequenceState, TokenSequence
+
+BLOCK_SIZE = 4
+LAYOUT = full_attention(BLOCK_SIZE)
+
+
+def make_cache(num_blocks: int = 16, *, layout: KVLayout = LAYOUT, enable_prefix_caching: bool = True) -> CacheManager:
+    return CacheManager(BlockPool(num_blocks), layout, enable_prefix_caching=enable_prefix_caching)
+
+
+def make_seq(token_ids: list[int], name: str = "a", salt: bytes = b"", num_kv_groups: int = 1) -> TokenSequence:
+    return TokenSequence(
+        name,
+        token_ids,
+        SamplingParams(),
+        seed=0,
+        arrival=0,
+        max_total_tokens=999,
+        cache_salt=salt,
+        num_kv_groups=num_kv_groups,
+    )
+
+
+def run(cache: CacheManager, seq: TokenSequence, num_tokens: int | None = None) -> None:
+    """Adopt what is cached, and compute up to `num_tokens`; all but the last where it is left out."""
+    num_tokens = len(seq.token_ids) - 1 if num_tokens is None else num_tokens
+    cache.adopt_prefix(seq, cache.find_prefix(seq))
+    seq.state = SequenceState.RUNNING
+    cache.grow(seq, num_tokens)
+    seq.num_computed_tokens = num_tokens
+    cache.note_full_block(seq)
+    cache.publish_some(num_tokens)

@@ -1,0 +1,97 @@
+"""Every backend attends as plain attention in float64 does, under every option, and reads nothing that it must not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise as neighbours
+
+import pytest
+import torch
+from pagestream_engine.attention import Backend
+from pagestream_engine.native_build import find_compiler
+from support.engines.attention_cases import FACTORS, LENGTHS, Sequences, Span, check_case, make_backend
+from support.kernels.cases import case_id
+from support.kernels.worker import KernelWorker
+from support.pairwise import Case, pairwise, product
+from torch import Tensor
+
+CPU = torch.device("cpu")
+ON_CPU = ("torch", "deterministic torch", "native") if find_compiler() else ("torch", "deterministic torch")
+EXACT = tuple(name for name in ON_CPU if name != "torch")
+COVER = pairwise({"backend": ON_CPU, **FACTORS})
+TRITON = [
+    pytest.param({"backend": "triton", **case}, marks=[pytest.mark.slow] if index >= 4 else [])
+    for index, case in enumerate(pairwise(FACTORS))
+]
+"""The interpreter takes seconds for each; the first are those that cover most pairs."""
+OPTIONS = {"window": (None, 1, 20), "soft_cap": (None, 3.0), "sinks": (False, True)}
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[KernelWorker]:
+    """A process in which Triton interprets."""
+    with KernelWorker("interpret") as worker:
+        yield worker
+
+
+@pytest.mark.parametrize("case", COVER, ids=case_id)
+def test_attends_as_plain_attention_does(case: Case) -> None:
+    check_case(case, CPU)
+
+
+@pytest.mark.builds
+@pytest.mark.parametrize("case", TRITON, ids=case_id)
+def test_triton_attends_as_plain_attention_does(interpreter: KernelWorker, case: Case) -> None:
+    interpreter.run("backend", case)
+
+
+def _bits(seqs: Sequences, backend: Backend, borders: list[int]) -> list[Tensor]:
+    """Outputs of all sequences' tokens, computed in chunks between borders; single tokens as decodes."""
+    backend.store.allocate(seqs.num_blocks)
+    backend.store.cache.fill_(math.nan)
+    outputs: list[list[Tensor]] = [[] for _ in seqs.lengths]
+    for begin, end in neighbours(borders):
+        spans: list[Span] = [
+            (seq, begin, min(end, length)) for seq, length in enumerate(seqs.lengths) if begin < length
+        ]
+        spans.sort(key=lambda span: span[2] - span[1] == 1)
+        context = backend.prepare_step([seqs.batch(spans, sum(last - first > 1 for _, first, last in spans))])
+        for (seq, _, _), output in zip(spans, seqs.attend(backend, context, spans), strict=True):
+            outputs[seq].append(output)
+    return [torch.cat(parts) for parts in outputs]
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("options", product(OPTIONS), ids=case_id)
+def test_bits_of_a_deterministic_backend_depend_on_the_sequence_alone(name: str, options: Case) -> None:
+    dtype = "float16" if options["sinks"] else "float32"
+    case = {**options, "dtype": dtype, "head_dim": 32, "heads": (6, 2), "block_size": 8, "scale": None}
+    seqs = Sequences({**case, "rotation": "neox"}, LENGTHS)
+    backend = make_backend(name, [seqs.shape], CPU)
+    assert backend.is_deterministic
+    expected = _bits(seqs, backend, [0, 90])
+    cut = _bits(seqs, backend, [0, 7, 8, 25, 41, 42, 43, 80, 90])
+    for whole, parts in zip(expected, cut, strict=True):
+        assert torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_groups_of_several_shapes_share_the_blocks(name: str) -> None:
+    """Two layers with tables of their own, of which one takes a part of each page."""
+    options = {"dtype": "float32", "scale": None, "soft_cap": None, "sinks": False, "rotation": "neox"}
+    large_case = {**options, "head_dim": 32, "heads": (6, 2), "block_size": 8, "window": None}
+    small_case = {**options, "head_dim": 16, "heads": (4, 1), "block_size": 16, "window": 20}
+    pool = torch.randperm(60, generator=torch.Generator().manual_seed(0)).tolist()
+    large = Sequences(large_case, LENGTHS, 0, pool)
+    small = Sequences(small_case, LENGTHS, 1, pool)
+    backend = make_backend(name, [large.shape, small.shape], CPU)
+    backend.store.allocate(60)
+    backend.store.cache.fill_(math.nan)
+    spans: list[Span] = [(2, 0, 30), (3, 0, 70)]
+    last: list[Span] = [(2, 30, 31), (3, 70, 71)]
+    for step, num_prefills in ((spans, 2), (last, 0)):
+        context = backend.prepare_step([seqs.batch(step, num_prefills) for seqs in (large, small)])
+        for seqs in (large, small):
+            for output, span in zip(seqs.attend(backend, context, step), step, strict=True):
+                torch.testing.assert_close(output.double(), seqs.expected(span), atol=2e-5, rtol=2e-5)

@@ -1,0 +1,38 @@
+from hashlib import sha256
+
+from pagestream_engine.cache.content import BlockHasher
+from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request.sequence import TokenSequence
+
+
+def make_seq(num_tokens: int, salt: bytes = b"") -> TokenSequence:
+    tokens = list(range(num_tokens))
+    return TokenSequence("a", tokens, SamplingParams(), seed=0, arrival=0, max_total_tokens=99, cache_salt=salt)
+
+
+def test_a_hash_names_the_whole_prefix() -> None:
+    hasher = BlockHasher(2)
+    first = hasher.child(hasher.root(), [1, 2])
+    assert hasher.child(first, [3, 4]) != hasher.child(hasher.child(hasher.root(), [2, 1]), [3, 4])
+    assert hasher.child(first, [3, 4]) != hasher.child(hasher.root(), [3, 4])
+
+
+def test_a_hash_is_the_same_on_every_machine() -> None:
+    hasher = BlockHasher(2)
+    root = sha256(b"pagestream/prefix/1").digest()
+    expected = sha256(root + (70000).to_bytes(4, "little") + (1).to_bytes(4, "little")).digest()
+    assert hasher.child(hasher.root(), [70000, 1]) == expected
+
+
+def test_an_extra_key_shares_nothing() -> None:
+    hasher = BlockHasher(1)
+    assert len({hasher.root(), hasher.root(b"tenant-a"), hasher.root(b"tenant-b")}) == 3
+
+
+def test_a_sequences_prefix_has_one_name_whatever_the_size_of_the_block_that_ends_it() -> None:
+    hasher, seq = BlockHasher(2), make_seq(9)
+    first = hasher.child(hasher.root(b"tenant"), [0, 1])
+    assert hasher.name(make_seq(9, b"tenant"), 2) == first
+    assert hasher.name(make_seq(9, b"tenant"), 4) == hasher.child(first, [2, 3])
+    assert hasher.name(seq, 8) == hasher.name(make_seq(8), 8) == seq.block_hashes[3]
+    assert hasher.name(seq, 2) == seq.block_hashes[0]
