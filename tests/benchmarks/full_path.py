@@ -94,7 +94,7 @@ def run_engine(engine: Engine, prompts: Sequence[Sequence[int]], output_tokens: 
         outputs = engine.step()
         now = time.perf_counter() - started
         for output in outputs:
-            arrivals[output.request_id].append(now)
+            arrivals[output.seq_id].append(now)
     return summarise(list(arrivals.values()), due, wall_s=time.perf_counter() - started, load_s=0.0)
 
 

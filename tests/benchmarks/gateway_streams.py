@@ -108,7 +108,7 @@ async def sse_stream(port: int, number: int, options: argparse.Namespace, tallie
     arrivals = Arrivals(tallies)
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
         writer.write(head.encode() + content)
         if b" 200 " not in await reader.readline():

@@ -15,12 +15,13 @@ from statistics import fmean, quantiles
 from time import thread_time
 
 from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.kv_groups import full_attention
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.request.generation import Generation
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import Sequence
+from pagestream_engine.request.sequence import TokenSequence
 from pagestream_engine.scheduler.policy import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler
 from pagestream_engine.text.detokenizer import IncrementalDetokenizer, Pieces
@@ -34,16 +35,16 @@ LIMITS_MS = {256: 0.5, 1024: 2.0}
 def make_scheduler(num_running: int, *, num_steps: int) -> tuple[Scheduler, CacheManager]:
     """Return a scheduler over a pool in which everything fits."""
     num_blocks = num_running * ((PROMPT_LEN + BLOCK_SIZE + num_steps) // BLOCK_SIZE + 2)
-    cache = CacheManager(BlockPool(num_blocks), BLOCK_SIZE, enable_prefix_caching=True)
+    cache = CacheManager(BlockPool(num_blocks), full_attention(BLOCK_SIZE), enable_prefix_caching=True)
     config = SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=num_running * (PROMPT_LEN + BLOCK_SIZE))
     return Scheduler(config, cache, make_policy("fcfs")), cache
 
 
-def make_sequences(num_running: int, *, staggered: bool) -> list[Sequence]:
+def make_sequences(num_running: int, *, staggered: bool) -> list[TokenSequence]:
     """Return sequences without a common prefix."""
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     return [
-        Sequence(
+        TokenSequence(
             str(index),
             [index, *range(PROMPT_LEN - 1 + (index % BLOCK_SIZE if staggered else 0))],
             params,
@@ -72,16 +73,19 @@ def measure(num_running: int, *, staggered: bool, num_steps: int) -> tuple[list[
     for seq in sequences:
         scheduler.add(seq)
     step = scheduler.schedule()
-    scheduler.advance(step, [0] * num_running)
+    scheduler.in_flight.commit(step)
+    scheduler.in_flight.advance(step, [(0,)] * num_running)
     scheduling, text = [], []
     for index in range(num_steps):
         token_ids = [(index + row) % 256 for row in range(num_running)]
+        tokens = [(token_id,) for token_id in token_ids]
         start = thread_time()
         step = scheduler.schedule()
         planned = thread_time()
         # -- here the model runs --
         resumed = thread_time()
-        scheduler.advance(step, token_ids)
+        scheduler.in_flight.commit(step)
+        scheduler.in_flight.advance(step, tokens)
         advanced = thread_time()
         outputs = []
         for entry, token_id in zip(step.decodes, token_ids, strict=True):

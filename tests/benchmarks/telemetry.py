@@ -34,6 +34,7 @@ from full_path import ENGINE_FLAGS, add_tokenizer, due_times, run_full_path
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 from support.engines.paced_worker import PACE
 from support.processes.stack import Stack, free_port, running_stack
+from support.processes.waiting import children_of
 from support.telemetry.collector import PROGRAM, running_collector
 
 SCRAPE_S = 2.0
@@ -55,9 +56,10 @@ class Round:
 
 
 def cpu_s(pid: int) -> float:
-    """Return a process' processor seconds so far, with all threads."""
+    """Return the processor seconds of a process and its children so far, with all threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(map(cpu_s, children_of(pid)))
 
 
 def pids(stack: Stack) -> tuple[int, int]:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from pagestream_worker.gauges import gpu_use
+from pagestream_worker.stepping.gpu import gpu_use
 
 pytestmark = pytest.mark.gpu
 

@@ -40,12 +40,12 @@ ENGINE = """
     from pagestream_streams import StreamsSettings
 
     class PoisonedRunner(w.ArithmeticRunner):
-        def execute(self, step):
+        def execute(self, plan):
             time.sleep(0.005)
-            for entry in (*step.prefills, *step.decodes):
-                if {poison} in entry.seq.token_ids[:1]:
+            for new in plan.added:
+                if new.token_ids[0] == {poison}:
                     {death}
-            return super().execute(step)
+            return super().execute(plan)
 
     async def main():
         async with await w.Broker.connect({url!r}, StreamsSettings(**{settings!r})) as broker:

@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
+from pagestream_engine.step.pending import PendingResult
+from pagestream_engine.step.records import StepPlan
 from pagestream_streams import Broker, GatewaySession
 from pagestream_telemetry.instruments import Point
 from pagestream_telemetry.process import Telemetry, silent_telemetry
@@ -79,15 +80,18 @@ async def test_cancelled_refused_and_resumed_requests_are_counted(
     assert value(process, "pagestream.cancellations") == 1, "what is handed back is not cancelled"
 
 
+@pytest.mark.parametrize("engine_core", ["process", "inline"])
 async def test_gauges_follow_what_the_engine_holds(
-    broker: Broker, tmp_path: Path, process: Telemetry, telemetry: WorkerTelemetry
+    broker: Broker, tmp_path: Path, process: Telemetry, telemetry: WorkerTelemetry, engine_core: str
 ) -> None:
     health = Health(60.0)
     options = {"num_gpu_blocks_override": 32, "block_size": 8}
     async with GatewaySession(broker) as gateway:
-        async with w.running_worker(broker, tmp_path, w.SlowRunner, telemetry=telemetry, **options) as running:
-            thread = running.thread
-            readers = EngineReaders(thread.stats, lambda: thread.fragmentation, {"kv_pool": 5}, lambda: 7)
+        async with w.running_worker(
+            broker, tmp_path, w.SlowRunner, telemetry=telemetry, engine_core=engine_core, **options
+        ) as running:
+            core = running.core
+            readers = EngineReaders(lambda: core.figures, {"kv_pool": 5}, lambda: 7)
             process.registry.on_collect(EngineGauges(process.registry, w.MODEL, readers, health).update)
             idle = {point.attributes["state"]: point.value for point in points(process, "pagestream.kv.blocks")}
             assert idle == {"used": 0, "cached": 0, "free": 32}
@@ -114,10 +118,10 @@ async def test_gauges_follow_what_the_engine_holds(
 class BrokenRunner(w.ArithmeticRunner):
     """Fails in its third step."""
 
-    def execute(self, step: ScheduledStep) -> SampledTokens:
+    def execute(self, plan: StepPlan) -> PendingResult:
         if self.num_steps == 2:
             raise MemoryError("no memory for the step")
-        return super().execute(step)
+        return super().execute(plan)
 
 
 async def test_an_engine_that_fails_is_counted_before_it_ends(

@@ -16,7 +16,8 @@ from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_engine import SamplingParams
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sampling_params import child_seed
-from pagestream_engine.scheduler.base import SampledTokens, ScheduledStep
+from pagestream_engine.step.pending import PendingResult
+from pagestream_engine.step.records import StepPlan
 from pagestream_streams import Append, AppendOutcome, Broker, EngineSession, GatewaySession
 from pagestream_worker.health import EXIT_STALLED
 from pagestream_worker.requests.running_request import RunningRequest
@@ -45,18 +46,18 @@ from support.protocol.token_streams import FAST, eventually
 class BrokenRunner(ArithmeticRunner):
     """Fails from its fifth step on."""
 
-    def execute(self, step: ScheduledStep) -> SampledTokens:
+    def execute(self, plan: StepPlan) -> PendingResult:
         if self.num_steps == 4:
             raise MemoryError("no memory for the step")
-        return super().execute(step)
+        return super().execute(plan)
 
 
 class SlowSeededRunner(SeededRunner):
     """As slow, and choices differ by their seeds."""
 
-    def execute(self, step: ScheduledStep) -> SampledTokens:
+    def execute(self, plan: StepPlan) -> PendingResult:
         time.sleep(0.005)
-        return super().execute(step)
+        return super().execute(plan)
 
 
 async def test_requests_are_served_in_full(redis_url: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import uvloop
+from pagestream_engine.engine import Engine
 from pagestream_engine.errors import EngineError
 from pagestream_streams import StreamsSettings
 from pagestream_streams.connection.topologies import open_topology
@@ -14,10 +15,12 @@ from pagestream_telemetry.errors import EndpointError
 from pagestream_telemetry.logs import configure_logs
 from setproctitle import setproctitle
 
-from pagestream_worker.card import ModelFolderError
+from pagestream_worker.card import ModelCardError
 from pagestream_worker.process import EXIT_FAILED, run_process
 from pagestream_worker.serving.outputs import EngineFailed
 from pagestream_worker.settings import load_settings
+from pagestream_worker.stepping.engine_core import EngineCoreError
+from pagestream_worker.stepping.loading import EngineFactory
 
 logger = logging.getLogger("pagestream_worker")
 
@@ -32,7 +35,7 @@ def check_address(url: str) -> None:
         raise ValueError(f"--redis: {error}") from error
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, make_engine: EngineFactory = Engine) -> int:
     """Run the command; returns its exit code."""
     try:
         settings = load_settings(arguments, os.environ)
@@ -43,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setproctitle("pagestream-engine")
     configure_logs(settings.telemetry)
     try:
-        uvloop.run(run_process(settings))
-    except (EngineError, ModelFolderError, EndpointError) as error:
+        uvloop.run(run_process(settings, make_engine))
+    except (EngineError, ModelCardError, EndpointError) as error:
         print(f"pagestream-engine: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_BAD_OPTIONS
-    except (EngineFailed, StreamsError) as error:
+    except (EngineFailed, EngineCoreError, StreamsError) as error:
         logger.critical("ended: %s", error)
         return EXIT_FAILED
     return 0

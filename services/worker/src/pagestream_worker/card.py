@@ -8,14 +8,14 @@ from typing import Any
 
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import ModelCard
-from pagestream_engine.engine import Engine
-from pagestream_engine.models.folder import model_revision
+
+from pagestream_worker.stepping.reports import EngineFacts
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
-class ModelFolderError(ValueError):
+class ModelCardError(ValueError):
     """A model folder lacks a file that serving needs, or has one that can't be read."""
 
 
@@ -25,9 +25,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ModelFolderError(f"{path}: JSON was expected: {error}") from error
+        raise ModelCardError(f"{path}: JSON was expected: {error}") from error
     if not isinstance(loaded, dict):
-        raise ModelFolderError(f"{path}: a JSON object was expected, {type(loaded).__name__} was found")
+        raise ModelCardError(f"{path}: a JSON object was expected, {type(loaded).__name__} was found")
     return loaded
 
 
@@ -61,15 +61,15 @@ def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingMessage:
     return SamplingMessage(**given)
 
 
-def build_card(folder: Path, name: str, engine: Engine) -> ModelCard:
+def build_card(folder: Path, name: str, engine: EngineFacts) -> ModelCard:
     """Build the card of a model that an engine has loaded.
 
     Raises:
-        ModelFolderError: tokenizer.json is missing, or a JSON file can't be read.
+        ModelCardError: tokenizer.json is missing, or a JSON file can't be read.
     """
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.is_file():
-        raise ModelFolderError(
+        raise ModelCardError(
             f"{folder}: tokenizer.json was expected; make one with `PreTrainedTokenizerFast.save_pretrained`"
         )
     tokenizer_config = _read_json(folder / "tokenizer_config.json")
@@ -83,6 +83,6 @@ def build_card(folder: Path, name: str, engine: Engine) -> ModelCard:
         vocab_size=engine.vocab_size,
         eos_token_ids=sorted(engine.eos_token_ids),
         architecture=str(architectures[0]),
-        revision=model_revision(folder),
+        revision=engine.revision,
         default_sampling=_default_sampling(_read_json(folder / "generation_config.json")),
     )

@@ -1,7 +1,6 @@
 """The engine process: model, Redis, session, worker, probes and telemetry, from start to SIGTERM."""
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -9,11 +8,11 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
-from pagestream_engine.config import EngineConfig
+from pagestream.v1.records_pb2 import ModelCard
 from pagestream_engine.engine import Engine
-from pagestream_engine.errors import ConfigError
 from pagestream_engine.models.folder import resolve_model
 from pagestream_streams import Broker, EngineSession
 from pagestream_streams.errors import Unavailable
@@ -24,8 +23,13 @@ from pagestream_worker.card import build_card
 from pagestream_worker.gauges import EngineGauges, EngineReaders
 from pagestream_worker.health import Health
 from pagestream_worker.settings import ProcessSettings, WorkerSettings
+from pagestream_worker.stepping.engine_core import EngineCore
+from pagestream_worker.stepping.engine_process import EngineProcess
 from pagestream_worker.stepping.engine_thread import EngineThread
+from pagestream_worker.stepping.loading import EngineFactory, load_engine
+from pagestream_worker.stepping.process_main import Program
 from pagestream_worker.stepping.profiler import StepProfiler
+from pagestream_worker.stepping.reports import EngineFacts
 from pagestream_worker.telemetry import SERVICE, WorkerTelemetry
 from pagestream_worker.worker import Worker
 
@@ -42,81 +46,101 @@ class Instruments:
 
     health: Health
     telemetry: Telemetry
-    profiler: StepProfiler | None
+    open_port: Callable[[], None]
+    """Opens the metrics port; nothing where there is none."""
 
 
 class _Stopped(Exception):  # noqa: N818 - reads as what happened
     """SIGTERM or SIGINT came before the process served."""
 
 
-async def run_process(settings: ProcessSettings) -> None:
+async def run_process(settings: ProcessSettings, make_engine: EngineFactory = Engine) -> None:
     """Serve until SIGTERM or SIGINT.
+
+    Args:
+        settings: of the process.
+        make_engine: makes the engine; picklable where it gets a process of its own.
 
     Raises:
         EngineError: the model can't be loaded with these settings.
-        ModelFolderError: the model's folder lacks what the card needs.
+        ModelCardError: the model's folder lacks what the card needs.
         EndpointError: the metrics port can't be bound.
-        EngineFailed: the engine ended by an error.
+        EngineFailed: the engine ended by an error, or its process was ended.
+        EngineCoreError: so it did while it loaded the model.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    with suppress(_Stopped):
-        await _observe(settings, stop)
+    core = await _start_core(settings, make_engine)
+    try:
+        with suppress(_Stopped):
+            await _observe(settings, core, stop)
+    finally:
+        core.close()
 
 
-async def _observe(settings: ProcessSettings, stop: asyncio.Event) -> None:
+async def _start_core(settings: ProcessSettings, make_engine: EngineFactory) -> EngineCore:
+    """Start the engine, first of all: loading the model takes longest."""
+    worker = settings.worker
+    load = partial(load_engine, make_engine, worker.model, settings.engine)
+    if worker.engine_core == "process":
+        process = EngineProcess(Program(load, settings.telemetry, worker.engine_id, worker.profile_dir))
+        await process.start()
+        return process
+    profiler = None if worker.profile_dir is None else StepProfiler(worker.profile_dir, worker.engine_id)
+    thread = EngineThread(load, profiler)
+    thread.start()
+    return thread
+
+
+async def _observe(settings: ProcessSettings, core: EngineCore, stop: asyncio.Event) -> None:
     """Start telemetry, probes and profiles, then serve."""
     worker = settings.worker
-    health, profiler = Health(worker.stall_timeout_s), _profiler(worker)
+    health = Health(worker.stall_timeout_s)
     with ExitStack() as stack:
         telemetry = stack.enter_context(
             running_telemetry(settings.telemetry, service=SERVICE, instance_id=worker.engine_id, environ=os.environ)
         )
-        if worker.metrics_port is not None:
-            profile = profiler.request if profiler is not None else None
-            probes = Probes(health.problem, health.unreadiness, telemetry.render, profile)
-            stack.enter_context(Endpoint(probes, worker.metrics_host, worker.metrics_port))
-        _profile_on_signal(worker, profiler)
-        await _serve(settings, stop, Instruments(health, telemetry, profiler))
+        profile = core.request_profile if worker.profile_dir is not None else None
+        probes = Probes(health.problem, health.unreadiness, telemetry.render, profile)
+
+        def open_port() -> None:
+            if worker.metrics_port is not None:
+                stack.enter_context(Endpoint(probes, worker.metrics_host, worker.metrics_port))
+
+        _profile_on_signal(worker, core)
+        await _serve(settings, core, stop, Instruments(health, telemetry, open_port))
 
 
-def _profiler(settings: WorkerSettings) -> StepProfiler | None:
-    return None if settings.profile_dir is None else StepProfiler(settings.profile_dir, settings.engine_id)
-
-
-def _profile_on_signal(settings: WorkerSettings, profiler: StepProfiler | None) -> None:
-    def begin() -> None:
-        if profiler is None:
-            logger.warning("no profile is written: start the process with --profile-dir")
-            return
+def _profile_on_signal(settings: WorkerSettings, core: EngineCore) -> None:
+    def profile() -> None:
         try:
-            profiler.request(settings.profile_steps)
+            core.request_profile(settings.profile_steps)
         except RuntimeError as error:
-            logger.warning("no further profile is written: %s", error)
+            logger.warning("no profile is written: %s", error)
+
+    def begin() -> None:
+        threading.Thread(target=profile, name="profile", daemon=True).start()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, begin)
 
 
-async def _serve(process: ProcessSettings, stop: asyncio.Event, instruments: Instruments) -> None:
-    """Load the model, publish its card, and run the worker until `stop` is set. Raises _Stopped if it was set before
-    the worker ran.
+async def _serve(process: ProcessSettings, core: EngineCore, stop: asyncio.Event, instruments: Instruments) -> None:
+    """Publish the model's card once it is loaded, and run the worker until `stop` is set. Raises _Stopped if it was set
+    before the worker ran.
     """
     settings, streams = process.worker, process.streams
-    thread = EngineThread(lambda: _load(settings.model, process.engine), instruments.profiler)
-    thread.start()
     connecting = _when_redis_answers(lambda: Broker.connect(settings.redis_url, streams))
     # The model loads while Redis may still be starting.
-    loading = asyncio.gather(asyncio.wrap_future(thread.loaded), connecting)
-    engine, broker = await _unless_stopped(loading, stop)
+    loading = asyncio.gather(_load(core, settings, instruments), connecting)
+    (engine, card), broker = await _unless_stopped(loading, stop)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(broker)
-        card = build_card(resolve_model(settings.model), settings.served_model_name, engine)
         publishing = _when_redis_answers(lambda: broker.publish_model(card, partitions=settings.partitions))
         await _unless_stopped(publishing, stop)
         telemetry = WorkerTelemetry(instruments.telemetry, settings.served_model_name, settings.engine_id)
-        worker = Worker(thread, settings, instruments.health, telemetry)
+        worker = Worker(core, settings, instruments.health, telemetry)
         session = EngineSession(
             broker,
             model=settings.served_model_name,
@@ -129,9 +153,7 @@ async def _serve(process: ProcessSettings, stop: asyncio.Event, instruments: Ins
             max_model_len=engine.max_model_len,
         )
         await _unless_stopped(_when_redis_answers(lambda: stack.enter_async_context(session)), stop)
-        readers = EngineReaders(
-            thread.stats, lambda: thread.fragmentation, engine.memory_bytes(), lambda: session.num_reclaimed
-        )
+        readers = EngineReaders(lambda: core.figures, engine.memory_bytes, lambda: session.num_reclaimed)
         registry = instruments.telemetry.registry
         registry.on_collect(EngineGauges(registry, settings.served_model_name, readers, instruments.health).update)
         logger.info("ready", extra={"model": settings.served_model_name, "engine_id": session.engine_id})
@@ -141,32 +163,12 @@ async def _serve(process: ProcessSettings, stop: asyncio.Event, instruments: Ins
             _limit_exit(settings.exit_timeout_s)
 
 
-def _load(model: str, config: EngineConfig) -> Engine:
-    engine = Engine(resolve_model(model), config)
-    check_context(engine)
-    # The loaded model lives as long as the process. A collection that walks it would be a pause between two tokens.
-    gc.collect()
-    gc.freeze()
-    return engine
-
-
-def check_context(engine: Engine) -> None:
-    """Refuse a context length that results from the memory that happens to be free now.
-
-    Another engine, or this one after a restart, would get another length: it would end a request sooner than the one
-    that began it, or could not go on with it.
-
-    Raises:
-        ConfigError: the KV pool holds less than the model's context, and max_model_len was not given.
-    """
-    given, of_model = engine.config.model.max_model_len, engine.model_context
-    if given is None and engine.max_model_len < of_model:
-        raise ConfigError(
-            "max_model_len",
-            given,
-            f"a number, since the KV pool holds {engine.max_model_len} tokens here and the model's context {of_model}",
-            f"give all engines of this model the same --max-model-len, at most {engine.max_model_len}, or more memory",
-        )
+async def _load(core: EngineCore, settings: WorkerSettings, instruments: Instruments) -> tuple[EngineFacts, ModelCard]:
+    """Wait for the engine, then open the metrics port: a model or an option that is refused opens none."""
+    engine = await asyncio.wrap_future(core.loaded)
+    card = build_card(resolve_model(settings.model), settings.served_model_name, engine)
+    instruments.open_port()
+    return engine, card
 
 
 async def _when_redis_answers(action: Callable[[], Awaitable[T]]) -> T:

@@ -10,7 +10,7 @@ from os import getpid
 from pathlib import Path
 from typing import Any
 
-from pagestream_engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, EngineConfig, EngineOptions
+from pagestream_engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, EXECUTORS, EngineConfig, EngineOptions
 from pagestream_engine.errors import ConfigError
 from pagestream_streams import StreamsSettings, settings_from_environment
 from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS, MAX_PARTITIONS
@@ -19,6 +19,7 @@ from pagestream_telemetry.errors import VariableError
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 
 WORKER, ENGINE = "WORKER", "ENGINE"
+ENGINE_CORES = ("process", "inline")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class WorkerSettings:
     """What clients ask for; not given: the folder's name."""
     engine_id: str
     """Name in leases and logs; leases add a boot nonce to it. Not given: host name and process id."""
+    engine_core: str = "process"
+    """Where the engine (scheduler, model) runs: "process": in a process of its own, apart from the event loop that
+    talks to Redis; "inline": on a thread of this process."""
     partitions: int = DEFAULT_PARTITIONS
     """Partitions of a model that Redis does not know yet; a published number stays."""
     metrics_port: int | None = None
@@ -79,6 +83,8 @@ _ENGINE_OPTIONS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "scheduling_policy",
+    "executor",
+    "async_scheduling",
 )
 
 
@@ -103,6 +109,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
     group.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS", help="in one step")
     group.add_argument("--scheduling-policy", metavar="NAME")
+    group.add_argument("--executor", choices=EXECUTORS, help="where steps run: in the engine's process or in another")
+    group.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="schedule the next step while one runs (default: where a step can run meanwhile)",
+    )
 
 
 def engine_config(options: argparse.Namespace, environ: Mapping[str, str] | None = None) -> EngineConfig:
@@ -153,6 +165,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--redis", metavar="URL", help="such as redis://127.0.0.1:6379/0")
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients ask for (default: the folder's name)")
     parser.add_argument("--engine-id", type=_engine_name, metavar="ID", help="default: host name and process id")
+    parser.add_argument(
+        "--engine-core",
+        choices=ENGINE_CORES,
+        help="run the engine in a process of its own (default), or on a thread of this one",
+    )
     parser.add_argument(
         "--partitions",
         type=_partition_count,
@@ -209,6 +226,8 @@ def _check(given: Mapping[str, Any]) -> None:
                 raise out_of_range(WORKER, name, value, f"a number {wanted}")
         if name == "partitions" and value > MAX_PARTITIONS:
             raise out_of_range(WORKER, name, value, f"a number from 1 to {MAX_PARTITIONS}")
+        if name == "engine_core" and value not in ENGINE_CORES:
+            raise out_of_range(WORKER, name, value, " or ".join(ENGINE_CORES))
         if name in _CHECKED_TEXTS and value:
             try:
                 _CHECKED_TEXTS[name](value)

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from pagestream_engine.request.outputs import StepOutput
 from pagestream_streams import EngineSession
 
 from pagestream_worker.health import Health, watchdog
@@ -17,7 +16,8 @@ from pagestream_worker.serving.outputs import StepOutputs
 from pagestream_worker.serving.shutdown import Shutdown
 from pagestream_worker.serving.step_marks import StepMarks
 from pagestream_worker.settings import WorkerSettings
-from pagestream_worker.stepping.engine_thread import EngineThread
+from pagestream_worker.stepping.engine_core import EngineCore
+from pagestream_worker.stepping.reports import StepBegun
 from pagestream_worker.telemetry import WorkerTelemetry
 
 
@@ -25,32 +25,31 @@ class Worker:
     """Runs one engine on one model's queue until stopped.
 
     Args:
-        thread: has loaded its engine; the worker ends it.
+        core: has loaded its engine; the worker ends it.
         settings: names and limits.
         health: gets heartbeats of the event loop, and the begin and end of serving.
         telemetry: gets the phases of requests.
     """
 
-    def __init__(
-        self, thread: EngineThread, settings: WorkerSettings, health: Health, telemetry: WorkerTelemetry
-    ) -> None:
-        engine = thread.loaded.result(timeout=0)
-        scheduler = engine.config.scheduler
-        self._thread = thread
+    def __init__(self, core: EngineCore, settings: WorkerSettings, health: Health, telemetry: WorkerTelemetry) -> None:
+        facts = core.loaded.result(timeout=0)
+        self._core = core
         self._settings = settings
         self._health = health
         self._telemetry = telemetry
         self._budget = ClaimBudget(
-            block_size=engine.block_size,
-            max_num_seqs=scheduler.max_num_seqs,
-            step_tokens=scheduler.max_num_batched_tokens,
+            kv_layout=facts.kv_layout,
+            max_num_seqs=facts.max_num_seqs,
+            step_tokens=facts.max_num_batched_tokens,
         )
         pending = asyncio.Event()
         self._requests = ActiveRequests(
-            thread.submit, self._budget, telemetry, pending.set, LogMemory(settings.kept_log_bytes)
+            core.submit, self._budget, telemetry, pending.set, LogMemory(settings.kept_log_bytes)
         )
         self._outputs = StepOutputs(self._requests, self._budget, telemetry)
-        self._claiming = ClaimLoop(self._requests, self._budget, lambda: thread.stats().num_claimable_blocks, settings)
+        self._claiming = ClaimLoop(
+            self._requests, self._budget, lambda: core.figures.stats.num_claimable_blocks, settings
+        )
         self._appending = AppendLoop(self._requests, self._outputs, settings, telemetry, pending)
 
     async def run(self, session: EngineSession, stop: asyncio.Event) -> None:
@@ -59,7 +58,7 @@ class Worker:
         Raises:
             EngineFailed: the engine ended by an error.
         """
-        marks = StepMarks(session, self._requests)
+        marks = StepMarks(session, self._core.submit)
         self._listen(session, marks)
         self._claiming.start(session)
         tasks: list[asyncio.Task[None]] = [
@@ -67,7 +66,7 @@ class Worker:
             asyncio.create_task(self._watch(), name="watchdog"),
         ]
         stopping = asyncio.create_task(stop.wait(), name="stop")
-        self._health.serve(self._thread.step_age_s)
+        self._health.serve(self._core.step_age_s)
         self._telemetry.ready()
         shutdown = Shutdown(
             session=session,
@@ -75,7 +74,7 @@ class Worker:
             claiming=self._claiming,
             appending=self._appending,
             outputs=self._outputs,
-            thread=self._thread,
+            core=self._core,
             settings=self._settings,
             telemetry=self._telemetry,
         )
@@ -97,33 +96,34 @@ class Worker:
             self._outputs.ended.result()
 
     def _listen(self, session: EngineSession, marks: StepMarks) -> None:
-        """Connect the engine's thread, before it gets its first command."""
+        """Connect the engine, before it gets its first command."""
         loop = asyncio.get_running_loop()
+        lookahead = PrefillLookahead(session, self._core, self._budget)
 
-        def take(outputs: Sequence[StepOutput]) -> None:
-            loop.call_soon_threadsafe(self._outputs.take, outputs)
+        def begin(begun: StepBegun) -> None:
+            if begun.remaining:
+                lookahead.on_prefill(begun.remaining)
+            marks.on_begun(begun)
 
-        self._thread.listen(
-            on_outputs=take,
-            on_membership=marks.on_membership,
-            on_step=self._telemetry.step,
-            on_prefill=PrefillLookahead(session, self._thread, self._budget).on_prefill,
-        )
+        self._core.listen(on_outputs=self._outputs.take, on_begun=begin, on_step=self._telemetry.step)
         # Not asyncio.wrap_future: in Python 3.11 an asyncio future refuses StopIteration, and the end would be lost.
-        self._thread.ended.add_done_callback(
+        self._core.ended.add_done_callback(
             lambda ended: loop.call_soon_threadsafe(self._outputs.end, ended.exception())
         )
 
     async def _watch(self) -> None:
-        await watchdog(self._health, self._thread.step_age_s, self._settings.stall_timeout_s)
+        await watchdog(self._health, self._core.step_age_s, self._settings.stall_timeout_s)
 
     async def _stop(self, tasks: Sequence[asyncio.Task[None]], marks: StepMarks) -> list[BaseException | None]:
         # A cancellation can get lost inside a Redis command, so the loops have a flag as well.
         self._claiming.stop()
         self._appending.stop()
-        marks.stop()
         for task in tasks:
             task.cancel()
+        if self._outputs.has_failed:
+            await marks.settle()
+        else:
+            marks.stop()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- for the session --
@@ -138,7 +138,7 @@ class Worker:
 
     def load(self) -> Mapping[str, str | int | float]:
         """Return what placement and operators read about this engine; it says nothing about ownership."""
-        stats = self._thread.stats()
+        stats = self._core.figures.stats
         return {
             "running": stats.num_running,
             "waiting": stats.num_waiting,

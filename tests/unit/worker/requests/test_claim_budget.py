@@ -1,24 +1,51 @@
+import random
+
+import pytest
+from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.kv_groups import KVLayout, KVSpec, full_attention, make_layout
+from pagestream_engine.cache.manager import CacheManager
+from pagestream_engine.config import SchedulerConfig
+from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request.sequence import TokenSequence
+from pagestream_engine.scheduler.admission import Admission
+from pagestream_engine.scheduler.decode import DecodeSet
+from pagestream_engine.scheduler.policy import FirstComeFirstServed, WaitingQueue
+from pagestream_engine.scheduler.prefill import PrefillSet
 from pagestream_worker.requests.claim_budget import UNLIMITED_TOKENS, ClaimBudget
 
 STEP_TOKENS, BLOCK, MOST, BLOCKS = 128, 16, 8, 100
 
 
-def new_budget() -> ClaimBudget:
-    return ClaimBudget(block_size=BLOCK, max_num_seqs=MOST, step_tokens=STEP_TOKENS)
+FULL, WINDOW = KVSpec(1, 1), KVSpec(1, 1, window=40)
+LAYOUTS = {
+    "full": (FULL,),
+    "full and window": (FULL, WINDOW),
+    "five windows to one": (*[WINDOW] * 5, FULL),
+    "half as large": (KVSpec(2, 1), WINDOW),
+    "windows alone": (WINDOW,),
+}
+
+
+def layout_of(name: str) -> KVLayout:
+    return make_layout(LAYOUTS[name], BLOCK, 4096)
+
+
+def new_budget(layout: KVLayout | None = None) -> ClaimBudget:
+    return ClaimBudget(kv_layout=layout or full_attention(BLOCK), max_num_seqs=MOST, step_tokens=STEP_TOKENS)
 
 
 def test_an_idle_engine_may_claim_one_request_of_any_size() -> None:
     assert new_budget().available(BLOCKS) == (1, UNLIMITED_TOKENS)
 
 
-def test_tokens_without_blocks_are_reserved_for_the_sequences_that_were_claimed() -> None:
+def test_blocks_are_reserved_for_the_sequences_that_were_claimed() -> None:
     budget = new_budget()
     budget.reserve(20, [("a", 0), ("b", 4)])
-    assert budget.available(BLOCKS)[1] == BLOCKS * BLOCK - 20 - (BLOCK + 4)
+    assert budget.available(BLOCKS)[1] == (BLOCKS - 1 - 2 - 1) * BLOCK, "one is kept for the newcomer's growth"
     assert budget.is_prefilling("a")
     assert budget.note_token("a")
     assert not budget.note_token("a")
-    assert budget.available(BLOCKS)[1] == BLOCKS * BLOCK - (BLOCK + 4)
+    assert budget.available(BLOCKS)[1] == (BLOCKS - 1 - 1) * BLOCK
 
 
 def test_nothing_is_claimed_while_a_whole_step_waits_here() -> None:
@@ -50,4 +77,57 @@ def test_released_sequences_leave_nothing_reserved() -> None:
     assert budget.changed.is_set()
     assert budget.available(BLOCKS) == (1, UNLIMITED_TOKENS)
     budget.reserve(10, [("c", 0)])
-    assert budget.available(BLOCKS)[1] == BLOCKS * BLOCK - 10
+    assert budget.available(BLOCKS)[1] == (BLOCKS - 1 - 1) * BLOCK
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_claim_is_admitted_at_once_however_its_tokens_are_divided(name: str) -> None:
+    """By the scheduler's own count of the blocks that each of its sequences takes, and of those that it keeps free."""
+    dice, counts = random.Random(name), set()
+    for _ in range(200):
+        num_blocks, num_running = dice.randint(10, 300), dice.randint(1, MOST - 1)
+        cache = CacheManager(BlockPool(num_blocks), layout_of(name), enable_prefix_caching=False)
+        prefill, budget = PrefillSet(cache), new_budget(cache.layout)
+        config = SchedulerConfig(max_num_seqs=MOST, max_num_batched_tokens=STEP_TOKENS)
+        waiting = WaitingQueue(FirstComeFirstServed())
+        admission = Admission(config, cache, waiting, prefill, DecodeSet(cache))
+        for number in range(num_running + dice.randint(0, 20)):  # the mean size of requests falls
+            budget.reserve(8, [(str(number), 0)])
+            budget.note_token(str(number))
+        budget.release([str(number) for number in range(num_running, 30)])
+        count, tokens = budget.available(num_blocks - admission.num_reserved_blocks(num_running))
+        if tokens < count:
+            continue
+        counts.add(count)
+        tokens = min(tokens, 2000)
+        cuts = sorted(dice.sample(range(1, tokens), count - 1))
+        wanted = 0
+        for begin, end in zip([0, *cuts], [*cuts, tokens], strict=True):
+            seq = TokenSequence(
+                str(begin), [1] * (end - begin), SamplingParams(), seed=0, arrival=0, max_total_tokens=4096
+            )
+            wanted += admission.num_wanted_blocks(seq.group, seq, prefill.find_prefix(seq.group, seq))
+        assert wanted + admission.num_reserved_blocks(num_running + count - 1) <= num_blocks, (
+            num_blocks,
+            count,
+            tokens,
+        )
+    assert {1, 2} <= counts
+
+
+@pytest.mark.parametrize(("name", "least"), [("full", 1584), ("five windows to one", 600), ("windows alone", 10**6)])
+def test_what_windows_leave_behind_is_not_counted(name: str, least: int) -> None:
+    budget = new_budget(layout_of(name))
+    budget.reserve(1, [("a", 0)])
+    budget.note_token("a")
+    assert budget.available(BLOCKS)[1] >= least
+
+
+def test_siblings_share_full_attention_and_no_window() -> None:
+    budget = new_budget(layout_of("full and window"))
+    budget.reserve(64, [("a", 0), ("b", 0)])
+    budget.note_token("a")
+    left_by_b = budget.available(BLOCKS)[1]
+    budget.note_token("b")
+    # One block of each group for b's first token, and the prompt's four in its window.
+    assert budget.available(BLOCKS)[1] == left_by_b + 6 * BLOCK

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_worker.requests.running_request import Choice, RunningRequest
-from pagestream_worker.stepping.engine_thread import AbortSequences, AddGroup
+from pagestream_worker.stepping.commands import AbortSequences, AddGroup
 from support.engines.request_table import STEP_TOKENS, RequestTable, claim
 
 

@@ -7,24 +7,28 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from pagestream_engine.cache.kv_groups import full_attention
 from pagestream_streams import Append, AppendOutcome, Claim, EngineSession
 from pagestream_telemetry.process import silent_telemetry
 from pagestream_worker.health import Health
 from pagestream_worker.serving import shutdown
 from pagestream_worker.serving.outputs import EngineFailed
 from pagestream_worker.settings import WorkerSettings
-from pagestream_worker.stepping.engine_thread import EngineThread, Stop
+from pagestream_worker.stepping.commands import Stop
+from pagestream_worker.stepping.engine_core import EngineCore
 from pagestream_worker.telemetry import WorkerTelemetry
 from pagestream_worker.worker import Worker
 
 
-class IdleThread:
-    """An engine's thread that has loaded and gets no work."""
+class IdleCore:
+    """An engine that has loaded and gets no work."""
 
     def __init__(self) -> None:
-        scheduler = SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=512)
         self.loaded: Future[Any] = Future()
-        self.loaded.set_result(SimpleNamespace(block_size=16, config=SimpleNamespace(scheduler=scheduler)))
+        self.loaded.set_result(
+            SimpleNamespace(kv_layout=full_attention(16), max_num_seqs=64, max_num_batched_tokens=512)
+        )
+        self.figures = SimpleNamespace(stats=SimpleNamespace(num_claimable_blocks=1000))
         self.ended: Future[None] = Future()
 
     def listen(self, **_: object) -> None:
@@ -33,9 +37,6 @@ class IdleThread:
     def submit(self, command: object) -> None:
         if isinstance(command, Stop) and not self.ended.done():
             self.ended.set_result(None)
-
-    def stats(self) -> SimpleNamespace:
-        return SimpleNamespace(num_claimable_blocks=1000)
 
     def step_age_s(self) -> float:
         return 0.0
@@ -85,7 +86,7 @@ async def test_the_last_engine_of_a_fingerprint_waits_for_the_answer_of_its_last
     monkeypatch.setattr(shutdown, "LINGER_S", 0.0)
     settings = WorkerSettings("m", "", "m", "e", finish_timeout_s=5.0)
     telemetry = WorkerTelemetry(silent_telemetry(), "m", "e")
-    worker = Worker(cast(EngineThread, IdleThread()), settings, Health(60.0), telemetry)
+    worker = Worker(cast(EngineCore, IdleCore()), settings, Health(60.0), telemetry)
     session, stop = ScriptedSession(), asyncio.Event()
     stop.set()
     async with asyncio.timeout(10):
@@ -96,13 +97,13 @@ async def test_the_last_engine_of_a_fingerprint_waits_for_the_answer_of_its_last
 @pytest.mark.parametrize("error", [KeyError("a defect"), StopIteration()])
 async def test_whatever_ends_the_engine_ends_the_worker(error: Exception) -> None:
     """An asyncio future refuses StopIteration, which an engine can raise as any other error."""
-    thread, session = IdleThread(), ScriptedSession()
+    core, session = IdleCore(), ScriptedSession()
     session.waits = False
     telemetry = WorkerTelemetry(silent_telemetry(), "model", "engine")
-    worker = Worker(cast(EngineThread, thread), WorkerSettings("m", "", "model", "engine"), Health(60.0), telemetry)
+    worker = Worker(cast(EngineCore, core), WorkerSettings("m", "", "model", "engine"), Health(60.0), telemetry)
     running = asyncio.create_task(worker.run(cast(EngineSession, session), asyncio.Event()))
     await asyncio.sleep(0)
-    thread.ended.set_exception(error)
+    core.ended.set_exception(error)
     async with asyncio.timeout(10):
         with pytest.raises(EngineFailed):
             await running

@@ -1,50 +1,42 @@
 """Which sequences are in the running step: reported when one enters, or leaves without an end."""
 
-from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import Sequence
-from pagestream_engine.scheduler.base import ScheduledSequence, ScheduledStep
 from pagestream_worker.stepping.step_members import MembershipChange, StepMembers
 
 
-def seq(name: str) -> Sequence:
-    return Sequence(name, [1, 2], SamplingParams(), seed=0, arrival=0, max_total_tokens=9)
+def update(members: StepMembers, num_requeues: int, *, prefills: str = "", decodes: str = "") -> object:
+    return members.update(prefills.split(), decodes.split, num_requeues)
 
 
-def step(*, prefills: str = "", decodes: str = "") -> ScheduledStep:
-    return ScheduledStep(
-        prefills=[ScheduledSequence(seq(name), 1, needs_sample=True) for name in prefills],
-        decodes=[ScheduledSequence(seq(name), 1, needs_sample=True) for name in decodes],
-    )
-
-
-def change(entered: str, left: str, members: str) -> MembershipChange:
-    return MembershipChange(frozenset(entered), frozenset(left), frozenset(members))
+def change(entered: str, left_requests: str = "") -> MembershipChange:
+    return MembershipChange(frozenset(entered.split()), frozenset(left_requests.split()))
 
 
 def test_a_sequence_enters_once_with_its_first_chunk() -> None:
     running = StepMembers()
-    assert running.update(step(prefills="a"), 0) == change("a", "", "a")
-    assert running.update(step(prefills="a"), 0) is None
-    assert running.update(step(decodes="a"), 0) is None
-    assert running.update(step(prefills="b", decodes="a"), 0) == change("b", "", "ab")
-
-
-def test_siblings_enter_together() -> None:
-    first = ScheduledSequence(seq("a"), 1, needs_sample=True, siblings=(seq("b"), seq("c")))
-    assert StepMembers().update(ScheduledStep(prefills=[first]), 0) == change("abc", "", "abc")
+    assert update(running, 0, prefills="a/1/0") == change("a/1/0")
+    assert update(running, 0, prefills="a/1/0") is None
+    assert update(running, 0, decodes="a/1/0") is None
+    assert update(running, 0, prefills="b/1/0", decodes="a/1/0") == change("b/1/0")
 
 
 def test_a_preempted_sequence_leaves_and_enters_again() -> None:
     running = StepMembers()
-    running.update(step(prefills="abc"), 0)
-    assert running.update(step(decodes="ab"), 1) == change("", "c", "ab")
-    assert running.update(step(decodes="ab"), 1) is None
-    assert running.update(step(prefills="c", decodes="ab"), 1) == change("c", "", "abc")
+    update(running, 0, prefills="a/1/0 b/1/0 c/1/0")
+    assert update(running, 1, decodes="a/1/0 b/1/0") == change("", "c")
+    assert update(running, 1, decodes="a/1/0 b/1/0") is None
+    assert update(running, 1, prefills="c/1/0", decodes="a/1/0 b/1/0") == change("c/1/0")
+
+
+def test_a_request_leaves_with_the_last_of_its_sequences() -> None:
+    running = StepMembers()
+    update(running, 0, prefills="a/1/0 a/1/1 b/1/0")
+    assert update(running, 1, decodes="a/1/0 b/1/0") == change("")
+    assert update(running, 2, decodes="b/1/0") == change("", "a")
 
 
 def test_a_sequence_that_ended_does_not_leave() -> None:
     running = StepMembers()
-    running.update(step(prefills="abc"), 0)
-    running.discard("a")
-    assert running.update(step(decodes="bc"), 0) is None
-    assert running.update(step(decodes="c"), 1) == change("", "b", "c")
+    update(running, 0, prefills="a/1/0 b/1/0 c/1/0")
+    running.discard("a/1/0")
+    assert update(running, 0, decodes="b/1/0 c/1/0") is None
+    assert update(running, 1, decodes="c/1/0") == change("", "b")

@@ -3,25 +3,28 @@
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
+from pagestream_engine.cache.kv_groups import KVGroup, KVLayout
+from pagestream_engine.scheduler.admission import RESERVE_SHARE
+
 UNLIMITED_TOKENS = 2**53
 MEAN_OVER_REQUESTS = 8  # about so many requests make the running mean of a request's size
 
 
 class ClaimBudget:
-    """The sequences that were claimed and have not ended, with the tokens that they still need computed.
+    """The sequences that were claimed and have not ended, with the tokens and KV blocks that they still need.
 
     Args:
-        block_size: tokens of a KV block.
+        kv_layout: the KV groups in which a sequence takes blocks.
         max_num_seqs: most sequences that the engine holds.
         step_tokens: most tokens that one step computes.
     """
 
-    def __init__(self, *, block_size: int, max_num_seqs: int, step_tokens: int) -> None:
-        self._block_size = block_size
+    def __init__(self, *, kv_layout: KVLayout, max_num_seqs: int, step_tokens: int) -> None:
+        self._layout = kv_layout
         self._max_num_seqs = max_num_seqs
         self._step_tokens = step_tokens
         self._mean_tokens = float(step_tokens)  # of a claimed request; so large that the first are claimed one by one
-        self._prefilling: dict[str, int] = {}  # sequence -> prompt tokens that may not have blocks yet
+        self._prefilling: dict[str, int] = {}  # sequence -> blocks that it may not have yet
         self._not_begun: dict[str, int] = {}  # sequence -> prompt tokens that no step has begun to compute
         self._running: set[str] = set()
         self.changed = asyncio.Event()
@@ -40,11 +43,44 @@ class ClaimBudget:
         ahead = self._step_tokens - sum(self._not_begun.values())
         if ahead <= 0:
             return 0, 0
-        num_requests = max(1, int(ahead / self._mean_tokens))
-        return (
-            min(num_requests, self._max_num_seqs - len(self._running)),
-            num_free_blocks * self._block_size - sum(self._prefilling.values()),
-        )
+        num_requests = min(max(1, int(ahead / self._mean_tokens)), self._max_num_seqs - len(self._running))
+        num_blocks = num_free_blocks - sum(self._prefilling.values())
+        if num_requests < 1 or num_blocks < 1:
+            return 0, 0
+        while True:
+            num_tokens = self._tokens_that_fit(num_blocks, num_requests)
+            if num_requests == 1 or num_tokens >= num_requests * self._mean_tokens:
+                return num_requests, num_tokens
+            num_requests //= 2  # fewer leave more: each one's last block of a group may be nearly empty
+
+    def _tokens_that_fit(self, num_blocks: int, num_requests: int) -> int:
+        """Return the tokens that so many sequences may have together and be admitted, however they divide them."""
+        num_blocks -= -(-num_requests // RESERVE_SHARE)  # what admission keeps free beside them
+        sizes = [group.block_size for group in self._layout.groups if group.spec.window is None]
+        fits, too_many = 0, max(0, num_blocks) * min(sizes) + 1 if sizes else UNLIMITED_TOKENS
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if self._most_blocks(middle, num_requests) <= num_blocks:
+                fits = middle
+            else:
+                too_many = middle
+        return fits
+
+    def _most_blocks(self, num_tokens: int, num_requests: int) -> float:
+        """Return a bound of the blocks that so many sequences hold with `num_tokens` in all.
+
+        A window's blocks grow with a sequence only until it is full, so equal parts hold most.
+        """
+        if num_requests == 1:
+            return self._layout.num_blocks_for(num_tokens, self._step_tokens)
+        each = num_tokens / num_requests
+        return num_requests * sum(self._most_blocks_of(group, each) for group in self._layout.groups)
+
+    def _most_blocks_of(self, group: KVGroup, num_tokens: float) -> float:
+        by_tokens = (num_tokens + group.block_size - 1) / group.block_size
+        if group.spec.window is None:
+            return by_tokens
+        return min(by_tokens, group.max_blocks_held(UNLIMITED_TOKENS, self._step_tokens))
 
     def reserve(self, prompt_tokens: int, siblings: Sequence[tuple[str, int]]) -> None:
         """Reserve room for the choices of one prompt.
@@ -53,12 +89,22 @@ class ClaimBudget:
             prompt_tokens: length of the prompt.
             siblings: sequence id, and the number of tokens that other engines have generated for it.
         """
-        shared = prompt_tokens  # the first sequence is counted with the prompt, the others with what they add to it
+        # The first sequence is counted with the prompt, the others with what they add to it.
+        to_compute, num_shared, groups = prompt_tokens, 0, self._layout.groups
         for seq_id, output_tokens in siblings:
-            self._prefilling[seq_id] = self._not_begun[seq_id] = shared + output_tokens
+            num_tokens = prompt_tokens + max(int(num_shared > 0), output_tokens)
+            self._not_begun[seq_id] = to_compute + output_tokens
+            self._prefilling[seq_id] = sum(self._blocks_beside(group, num_shared, num_tokens) for group in groups)
             self._running.add(seq_id)
-            shared = self._block_size
+            to_compute, num_shared = self._layout.block_size, prompt_tokens
         self._mean_tokens += (prompt_tokens - self._mean_tokens) / MEAN_OVER_REQUESTS
+
+    def _blocks_beside(self, group: KVGroup, num_shared_tokens: int, num_tokens: int) -> int:
+        """Return the blocks that a sequence takes beside full ones of its first `num_shared_tokens`; none of a window
+        is shared for ever.
+        """
+        held = group.max_blocks_held(num_tokens, self._step_tokens)
+        return held if group.spec.window is not None else held - num_shared_tokens // group.block_size
 
     def release(self, seq_ids: Collection[str]) -> None:
         """Free the room of sequences that have ended or left this engine; unknown ones are no error."""

@@ -32,11 +32,6 @@ def split_seq_id(seq_id: str) -> tuple[str, str, int]:
     return request_id, nonce, int(choice)
 
 
-def request_id_of(seq_id: str) -> str:
-    """Return the id of a sequence's request."""
-    return seq_id.partition("/")[0]
-
-
 def _logprobs_message(tokens: Sequence[TokenLogprob]) -> TokenLogprobs:
     entries = [
         LogprobEntry(token_id=token.token_id, logprob=token.logprob, rank=token.rank, text=token.text)

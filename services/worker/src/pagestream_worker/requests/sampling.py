@@ -2,7 +2,7 @@
 
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_engine.errors import InvalidSamplingParams
+from pagestream_engine.errors import InvalidSamplingParams, UnsupportedSamplingParams
 from pagestream_engine.request.sampling_params import SamplingParams, child_seed
 
 FIELDS_WITH_PRESENCE = (
@@ -16,7 +16,6 @@ FIELDS_WITH_PRESENCE = (
     "min_tokens",
     "max_tokens",
     "logprobs",
-    "prompt_logprobs",
 )
 
 
@@ -39,6 +38,9 @@ def sampling_from_message(message: SamplingMessage, *, sibling: int) -> Sampling
         raise InvalidSamplingParams(
             "best_of", message.best_of, f"n ({max(1, message.n)})", "a stream shows every choice while it is generated"
         )
+    if message.HasField("prompt_logprobs"):
+        hint = "a log has no entry for them: leave it out"
+        raise UnsupportedSamplingParams("prompt_logprobs", message.prompt_logprobs, "its default None", hint)
     given = {name: getattr(message, name) for name in FIELDS_WITH_PRESENCE if message.HasField(name)}
     return SamplingParams(
         n=1,

@@ -14,7 +14,7 @@ from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_worker.requests.claim_budget import ClaimBudget
 from pagestream_worker.requests.running_request import Choice, RunningRequest, split_seq_id
 from pagestream_worker.requests.unacknowledged_log import LogMemory
-from pagestream_worker.stepping.engine_thread import AbortSequences, AddGroup, Command
+from pagestream_worker.stepping.commands import AbortSequences, AddGroup, Command
 from pagestream_worker.telemetry import WorkerTelemetry
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class ActiveRequests:
     """The requests by id, kept in step with the engine, the claim budget and telemetry. For the event loop alone.
 
     Args:
-        submit: hands a command to the engine's thread.
+        submit: hands a command to the engine.
         budget: gets each sequence that starts and ends.
         telemetry: gets each phase of a request.
         on_pending: called when a request has got entries that its log lacks.
@@ -81,7 +81,7 @@ class ActiveRequests:
             self._fail(request, "engine_error", "the engine could not read this request")
             return
         for choices in groups:
-            self._run_group(choices, claim.spec.cache_salt)
+            self._run_group(choices, claim)
         request.end_if_complete()
         self._on_pending()
         logger.info(
@@ -95,27 +95,30 @@ class ActiveRequests:
         request.fail(code, message)
         self._on_pending()
 
-    def _run_group(self, choices: Sequence[Choice], cache_salt: bytes) -> None:
-        """Run the choices of one prompt as a group."""
+    def _run_group(self, choices: Sequence[Choice], claim: Claim) -> None:
+        """Run the choices of one prompt as a group.
+
+        One that is claimed for the first time waits for no mark: at worst it is suspected one death later.
+        """
         prompt = list(choices[0].prompt.ids)
         self._budget.reserve(len(prompt), [(choice.seq_id, len(choice.output_token_ids)) for choice in choices])
         siblings = [Sibling(choice.seq_id, choice.params, choice.output_token_ids) for choice in choices]
-        self._submit(AddGroup(prompt, siblings, cache_salt))
+        self._submit(AddGroup(prompt, siblings, claim.spec.cache_salt, waits_for_mark=claim.attempts > 1))
 
     def add_output(self, output: StepOutput) -> None:
         """Add one step's output of one sequence to its request. One that was dropped during the step is ignored."""
-        request_id, nonce, choice = split_seq_id(output.request_id)
+        request_id, nonce, choice = split_seq_id(output.seq_id)
         request = self._requests.get(request_id)
         if request is None or request.claim.nonce != nonce:
             return
-        is_first = self._budget.note_token(output.request_id)
+        is_first = self._budget.note_token(output.seq_id)
         request.add_output(choice, output)
         if is_first:
             self._telemetry.first_token(request, choice)
         if output.finish_reason is not None:
             self._telemetry.sequence_ended(request, choice)
             reach(FaultPoint.LAST_TOKEN)
-            self._budget.release([output.request_id])
+            self._budget.release([output.seq_id])
         if output.error is not None:
             logger.error("failed: %s", output.error, extra=_log_fields(request))
             self._telemetry.failed(request_id, "engine_error")

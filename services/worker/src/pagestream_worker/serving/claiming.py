@@ -12,7 +12,7 @@ from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_worker.requests.claim_budget import ClaimBudget
 from pagestream_worker.serving.active_requests import ActiveRequests, hand_back
 from pagestream_worker.settings import WorkerSettings
-from pagestream_worker.stepping.engine_thread import EngineThread
+from pagestream_worker.stepping.engine_core import EngineCore
 
 logger = logging.getLogger(__name__)
 
@@ -110,24 +110,22 @@ class PrefillLookahead:
     take as long as the last one with prompts.
     """
 
-    def __init__(self, session: EngineSession, thread: EngineThread, budget: ClaimBudget) -> None:
+    def __init__(self, session: EngineSession, core: EngineCore, budget: ClaimBudget) -> None:
         self._session = session
-        self._thread = thread
+        self._core = core
         self._budget = budget
         self._loop = asyncio.get_running_loop()
 
     def on_prefill(self, remaining: Mapping[str, int]) -> None:
-        """Plan the release of the step's tokens in the budget. Called on the engine's thread as the step begins.
+        """Plan the release of the step's tokens in the budget, as the step begins.
 
         Args:
             remaining: prompt tokens that each sequence of the step needs after it.
         """
-        expected_s = self._thread.last_prefill_step_s
-        if expected_s < inf:
-            delay_s = max(0.0, expected_s - self._session.head_start_s)
-            self._loop.call_soon_threadsafe(self._note_later, delay_s, remaining)
-
-    def _note_later(self, delay_s: float, remaining: Mapping[str, int]) -> None:
+        expected_s = self._core.last_prefill_step_s
+        if expected_s == inf:
+            return
+        delay_s = expected_s - self._session.head_start_s
         if delay_s > 0:
             self._loop.call_later(delay_s, self._budget.note_prefill_step, remaining)
         else:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pagestream_engine.request.outputs import StepOutput
 
 from pagestream_worker.requests.claim_budget import ClaimBudget
-from pagestream_worker.requests.running_request import request_id_of
 from pagestream_worker.serving.active_requests import ActiveRequests
+from pagestream_worker.stepping.step_members import request_id_of
 from pagestream_worker.telemetry import WorkerTelemetry
 
 logger = logging.getLogger(__name__)
@@ -96,8 +96,8 @@ class StepOutputs:
         """Return the outputs to take now, and defer the others."""
         if self._is_appending or not self._budget.has_prefilling:
             return outputs
-        begun = {request_id_of(each.request_id) for each in outputs if self._budget.is_prefilling(each.request_id)}
+        begun = {request_id_of(each.seq_id) for each in outputs if self._budget.is_prefilling(each.seq_id)}
         if not begun:
             return outputs
-        self._deferred = [output for output in outputs if request_id_of(output.request_id) not in begun]
-        return [output for output in outputs if request_id_of(output.request_id) in begun]
+        self._deferred = [output for output in outputs if request_id_of(output.seq_id) not in begun]
+        return [output for output in outputs if request_id_of(output.seq_id) in begun]

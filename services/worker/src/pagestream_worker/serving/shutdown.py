@@ -14,7 +14,8 @@ from pagestream_worker.serving.appending import AppendLoop
 from pagestream_worker.serving.claiming import ClaimLoop
 from pagestream_worker.serving.outputs import StepOutputs
 from pagestream_worker.settings import WorkerSettings
-from pagestream_worker.stepping.engine_thread import EngineThread, Stop
+from pagestream_worker.stepping.commands import Stop
+from pagestream_worker.stepping.engine_core import EngineCore
 from pagestream_worker.telemetry import WorkerTelemetry
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class Shutdown:
     claiming: ClaimLoop
     appending: AppendLoop
     outputs: StepOutputs
-    thread: EngineThread
+    core: EngineCore
     settings: WorkerSettings
     telemetry: WorkerTelemetry
 
@@ -54,10 +55,10 @@ class Shutdown:
             logger.warning("finish_timeout_s is over with %d requests left", len(self.requests))
 
     async def drain(self) -> None:
-        """End the engine's thread, append the last tokens, and hand back what is unfinished, for at most
+        """End the engine, append the last tokens, and hand back what is unfinished, for at most
         settings.drain_timeout_s. Claims and appends have been stopped.
         """
-        self.thread.submit(Stop())
+        self.core.submit(Stop())
         has_failed = self.outputs.has_failed
         try:
             async with asyncio.timeout(self.settings.drain_timeout_s):

@@ -2,42 +2,40 @@
 
 import asyncio
 import logging
-from collections.abc import Collection
-from concurrent.futures import Future
+from collections.abc import Callable
 
 from pagestream_streams import EngineSession
 from pagestream_streams.errors import Unavailable
 
-from pagestream_worker.requests.running_request import request_id_of
-from pagestream_worker.serving.active_requests import ActiveRequests
-from pagestream_worker.stepping.step_members import MembershipChange
+from pagestream_worker.stepping.commands import StepMarked
+from pagestream_worker.stepping.reports import StepBegun
 
 logger = logging.getLogger(__name__)
 
+SETTLE_LIMIT_S = 1.0
+
 
 class StepMarks:
-    """Writes a mark for each request that enters or leaves the running step."""
+    """Writes a mark for each request that enters or leaves the running step.
 
-    def __init__(self, session: EngineSession, requests: ActiveRequests) -> None:
+    Args:
+        session: writes them.
+        submit: hands a command to the engine: its step may wait for the mark.
+    """
+
+    def __init__(self, session: EngineSession, submit: Callable[[StepMarked], None]) -> None:
         self._session = session
-        self._requests = requests
-        self._loop = asyncio.get_running_loop()
+        self._submit = submit
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopped = False
 
-    def on_membership(self, change: MembershipChange) -> Future[None] | None:
-        """Write the marks of a change. Called on the engine's thread, before the step runs.
-
-        Returns a future for the step to wait for where a request was claimed before: it may have killed an engine. One
-        that is claimed for the first time needs no wait: at worst it is suspected one death later.
-        """
-        entered = {request_id_of(seq_id) for seq_id in change.entered}
-        left = {request_id_of(seq_id) for seq_id in change.left} - {request_id_of(seq_id) for seq_id in change.members}
-        marked = asyncio.run_coroutine_threadsafe(self._mark(entered, left), self._loop)
-        claimed_before = any(
-            request.claim.attempts > 1 for request_id in entered if (request := self._requests.get(request_id))
-        )
-        return marked if claimed_before else None
+    def on_begun(self, begun: StepBegun) -> None:
+        """Write the marks of a step that is about to run."""
+        if self._is_stopped or not (begun.entered or begun.left):
+            return
+        task = asyncio.create_task(self._mark(begun), name="mark")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def stop(self) -> None:
         """Cancel the marks under way, and write no more."""
@@ -45,14 +43,17 @@ class StepMarks:
         for task in self._tasks:
             task.cancel()
 
-    async def _mark(self, running: Collection[str], waiting: Collection[str]) -> None:
-        task = asyncio.current_task()
-        if self._is_stopped or task is None:
-            return
-        self._tasks.add(task)
+    async def settle(self) -> None:
+        """Write no more, but wait for the marks under way: the engine is dead, and they say who was in its step."""
+        self._is_stopped = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=SETTLE_LIMIT_S)
+        self.stop()
+
+    async def _mark(self, begun: StepBegun) -> None:
         try:
-            await self._session.mark(running=running, waiting=waiting)
+            await self._session.mark(running=begun.entered, waiting=begun.left)
         except Unavailable as error:
             logger.info("could not mark the requests of the running step: %s", error)
-        finally:
-            self._tasks.discard(task)
+        if begun.waits:
+            self._submit(StepMarked(begun.number))

@@ -1,1 +1,1 @@
-"""The thread that steps the engine, and what is observed of its steps."""
+"""The engine of a worker, in a process of its own or on a thread, and what is observed of its steps."""

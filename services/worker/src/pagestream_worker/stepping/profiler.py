@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pagestream_worker.stepping.reports import ProfileAnswer
+
 logger = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT_S = 60.0  # a profile that has not begun (an idle engine has no steps) may be replaced after so long
@@ -85,3 +87,13 @@ class StepProfiler:
     def _free_path(self, stem: str) -> Path:
         paths = (self._folder / f"{stem}{ending}.json" for ending in ("", *(f"-{n}" for n in range(2, 1000))))
         return next(path for path in paths if not path.exists())
+
+
+def answer_profile(profiler: StepProfiler | None, steps: int) -> ProfileAnswer:
+    """Answer `StartProfile`. Any thread may call this."""
+    if profiler is None:
+        return ProfileAnswer(error="no profile is written: start the process with --profile-dir")
+    try:
+        return ProfileAnswer(path=profiler.request(steps))
+    except RuntimeError as error:
+        return ProfileAnswer(error=str(error))

@@ -1,17 +1,20 @@
 """Which sequences are in the running step, reported only on a change: most steps decode the same ones as the last."""
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from pagestream_engine.scheduler.base import ScheduledStep
+
+def request_id_of(seq_id: str) -> str:
+    """Return the id of a sequence's request: `<request id>/<nonce of the claim>/<choice>`."""
+    return seq_id.partition("/")[0]
 
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """Sequences that entered the step, that left it unfinished, and all that are in it now."""
+    """Sequences that entered a step, and requests of which no sequence is in it any more."""
 
     entered: frozenset[str]
-    left: frozenset[str]
-    members: frozenset[str]
+    left_requests: frozenset[str]
 
 
 class StepMembers:
@@ -19,32 +22,38 @@ class StepMembers:
 
     def __init__(self) -> None:
         self._members: set[str] = set()
-        self._num_preemptions = 0
+        self._num_requeues = 0
 
-    def update(self, step: ScheduledStep, num_preemptions: int) -> MembershipChange | None:
+    def update(
+        self, prefilling: Collection[str], decoding: Callable[[], Collection[str]], num_requeues: int
+    ) -> MembershipChange | None:
         """Apply a step that is about to run. Returns None where no sequence entered and none left unfinished.
 
-        A sequence enters with a chunk of its prompt, and leaves unfinished only by preemption; ends are reported to
-        `discard`. So a step of decodes without a new preemption needs no look at its sequences.
+        A sequence enters with a chunk of its prompt, and leaves unfinished only where it goes back to the queue
+        (preempted, or rolled back with a failed step); ends are reported to `discard`. So a step of decodes without a
+        new requeue needs no look at its sequences.
 
         Args:
-            step: the scheduler's plan.
-            num_preemptions: the engine's counter.
+            prefilling: sequences with prompt tokens in the step.
+            decoding: returns its other sequences; called only after a requeue.
+            num_requeues: the engine's counter.
         """
-        preempted = num_preemptions != self._num_preemptions
-        if not step.prefills and not preempted:
+        requeued = num_requeues != self._num_requeues
+        if not prefilling and not requeued:
             return None
-        self._num_preemptions = num_preemptions
-        prefilling = {seq.seq_id for chunk in step.prefills for seq in (chunk.seq, *chunk.siblings)}
-        entered = prefilling - self._members
+        self._num_requeues = num_requeues
+        entered = frozenset(prefilling) - self._members
         left: set[str] = set()
-        if preempted:
-            left = self._members - prefilling - {entry.seq.seq_id for entry in step.decodes}
+        if requeued:
+            left = self._members.difference(prefilling, decoding())
         self._members |= entered
         self._members -= left
         if not entered and not left:
             return None
-        return MembershipChange(frozenset(entered), frozenset(left), frozenset(self._members))
+        left_requests = {request_id_of(seq_id) for seq_id in left}
+        if left_requests:
+            left_requests.difference_update(map(request_id_of, self._members))
+        return MembershipChange(entered, frozenset(left_requests))
 
     def discard(self, seq_id: str) -> None:
         """Remove a sequence that has ended or was aborted."""

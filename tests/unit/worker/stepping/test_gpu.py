@@ -1,5 +1,5 @@
 import torch
-from pagestream_worker.gauges import gpu_use
+from pagestream_worker.stepping.gpu import gpu_use
 
 
 def test_without_a_gpu_there_is_no_reading() -> None:

@@ -1,0 +1,56 @@
+"""What a worker asks of its engine. Picklable: the engine may be in another process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagestream_engine.request.sequence import Sibling
+
+STEPS_AHEAD = 8
+"""Step reports that a worker may have before it without having taken them. Then the engine's process waits."""
+
+
+@dataclass(frozen=True)
+class AddGroup:
+    """Run the choices of one prompt, or go on with those that have output tokens already."""
+
+    prompt_token_ids: Sequence[int]
+    siblings: Sequence[Sibling]
+    cache_salt: bytes = b""
+    waits_for_mark: bool = False
+    """Whether a step that they enter waits for `StepMarked`: they were claimed before, and may have killed engines."""
+
+
+@dataclass(frozen=True)
+class AbortSequences:
+    """Abort sequences; unknown ones are no error."""
+
+    seq_ids: Sequence[str]
+
+
+@dataclass(frozen=True)
+class StepMarked:
+    """Let the step of a `StepBegun` that waits run: Redis has the mark of its requests."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class StartProfile:
+    """Profile the next steps; the answer is a `ProfileAnswer`."""
+
+    steps: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End after the current step."""
+
+
+Command = AddGroup | AbortSequences | StepMarked | StartProfile | Stop
+
+
+@dataclass(frozen=True)
+class StepsTaken:
+    """The worker has taken the reports of `count` further steps. Between an `EngineProcess` and its process."""
+
+    count: int

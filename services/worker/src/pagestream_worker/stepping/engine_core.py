@@ -1,0 +1,161 @@
+"""The worker's side of an engine, wherever it runs: commands in, reports out."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from math import inf
+from typing import Protocol
+
+from pagestream_engine.request.outputs import StepOutput
+
+from pagestream_worker.stepping.commands import AbortSequences, AddGroup, Command
+from pagestream_worker.stepping.reports import (
+    EngineFacts,
+    Figures,
+    ProfileAnswer,
+    Refused,
+    Report,
+    StepBegun,
+    StepDone,
+)
+
+PROFILE_LIMIT_S = 5.0
+"""Seconds to wait for the answer to a request for a profile."""
+
+
+class EngineCoreError(RuntimeError):
+    """The engine ended by an error, or its process was ended."""
+
+
+class EngineCore(Protocol):
+    """An engine that runs on a thread of this process (`EngineThread`) or in another process (`EngineProcess`).
+
+    Every report is handled on the event loop, in the order in which it was made; the end comes after all others.
+    """
+
+    loaded: Future[EngineFacts]
+    """The facts, or the error of the load."""
+    ended: Future[None]
+    """Done after the last callback; with the error that ended the engine."""
+
+    def listen(
+        self,
+        *,
+        on_outputs: Callable[[Sequence[StepOutput]], None],
+        on_begun: Callable[[StepBegun], None],
+        on_step: Callable[[float, int], None],
+    ) -> None:
+        """Set the callbacks, on the event loop that they are called on, before the first command.
+
+        Args:
+            on_outputs: gets a step's outputs.
+            on_begun: gets a change of the running step, before that runs.
+            on_step: gets a step's duration in seconds and its number of sequences.
+        """
+
+    def submit(self, command: Command) -> None:
+        """Send a command, which is executed before the next step. For the event loop alone."""
+
+    def request_profile(self, steps: int) -> str:
+        """Profile the next `steps` steps, and return the path of the trace. Not for the event loop: it waits.
+
+        Raises:
+            RuntimeError: there can be none now; the message says why.
+        """
+
+    @property
+    def figures(self) -> Figures:
+        """The latest figures, at most one step or one idle second old."""
+
+    @property
+    def last_prefill_step_s(self) -> float:
+        """Seconds that the last step with prompt tokens took; infinite before the first one."""
+
+    def step_age_s(self) -> float:
+        """Return the seconds since the engine last reported while it has work; 0 while it has none."""
+
+    def close(self) -> None:
+        """Give up what is left of the engine."""
+
+
+class ReportReader:
+    """Keeps what an engine's reports say, and passes them on to the callbacks. For the event loop, but for reading."""
+
+    def __init__(self) -> None:
+        self._on_outputs: Callable[[Sequence[StepOutput]], None] = lambda _: None
+        self._on_begun: Callable[[StepBegun], None] = lambda _: None
+        self._on_step: Callable[[float, int], None] = lambda _duration_s, _sequences: None
+        self._profiles: deque[Future[str]] = deque()
+        self._num_commands = 0
+        self._waits_since: float | None = None  # on time.monotonic(), while the engine has work
+        self.figures: Figures | None = None
+        self.last_prefill_step_s = inf
+
+    def listen(
+        self,
+        on_outputs: Callable[[Sequence[StepOutput]], None],
+        on_begun: Callable[[StepBegun], None],
+        on_step: Callable[[float, int], None],
+    ) -> None:
+        """Set the callbacks."""
+        self._on_outputs, self._on_begun, self._on_step = on_outputs, on_begun, on_step
+
+    def note_command(self, command: Command) -> None:
+        """Note a command that is sent: from now on a report is expected."""
+        if isinstance(command, AddGroup | AbortSequences):
+            self._num_commands += 1
+            if self._waits_since is None:
+                self._waits_since = time.monotonic()
+
+    def expect_profile(self) -> Future[str]:
+        """Return a future for the next answer to `StartProfile`."""
+        future: Future[str] = Future()
+        self._profiles.append(future)
+        return future
+
+    def step_age_s(self) -> float:
+        """See EngineCore. Any thread may call this."""
+        since = self._waits_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def take(self, report: Report) -> None:
+        """Take a report of a loaded engine."""
+        match report:
+            case StepDone():
+                self._note(report.figures)
+                if report.has_prompts:
+                    self.last_prefill_step_s = report.duration_s
+                if report.num_sequences:
+                    self._on_step(report.duration_s, report.num_sequences)
+                if report.outputs:
+                    self._on_outputs(report.outputs)
+            case StepBegun():
+                self._note(report.figures)
+                self._on_begun(report)
+            case Figures():
+                self._note(report)
+            case Refused():
+                self._on_outputs(report.outputs)
+            case ProfileAnswer():
+                self._answer(report)
+
+    def end(self) -> None:
+        """Expect no further report."""
+        self._waits_since = None
+        while self._profiles:
+            self._answer(ProfileAnswer(error="the engine has ended"))
+
+    def _note(self, figures: Figures) -> None:
+        self.figures = figures
+        has_work = figures.is_busy or figures.num_commands < self._num_commands
+        self._waits_since = time.monotonic() if has_work else None
+
+    def _answer(self, answer: ProfileAnswer) -> None:
+        if not self._profiles:
+            return
+        future = self._profiles.popleft()
+        if answer.error:
+            future.set_exception(RuntimeError(answer.error))
+        else:
+            future.set_result(answer.path)

@@ -1,0 +1,212 @@
+"""An engine in a process of its own, which shares no interpreter lock with the event loop that talks to Redis."""
+
+import asyncio
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import cast
+
+from pagestream_engine.errors import EngineError
+from pagestream_engine.request.outputs import StepOutput
+
+from pagestream_worker.stepping import child, wire
+from pagestream_worker.stepping.commands import STEPS_AHEAD, Command, StartProfile, StepsTaken
+from pagestream_worker.stepping.engine_core import PROFILE_LIMIT_S, EngineCoreError, ReportReader
+from pagestream_worker.stepping.process_main import Program
+from pagestream_worker.stepping.reports import (
+    Ended,
+    EngineFacts,
+    Figures,
+    Loaded,
+    LoadFailed,
+    Report,
+    StepBegun,
+    StepDone,
+)
+
+logger = logging.getLogger(__name__)
+
+BUFFER_BYTES = 256 * 1024
+"""Of reports that the worker has not read: ten steps of 256 sequences. Then the engine waits, as at STEPS_AHEAD."""
+ACKNOWLEDGED_STEPS = STEPS_AHEAD // 2
+"""Step reports of one `StepsTaken`: the engine's process is woken once for several steps."""
+LAST_WORDS_S = 0.1
+"""After a process has ended: for what it has sent; and after its end of the connection has closed: for its end."""
+
+
+class EngineProcess:
+    """Starts a process that loads an engine, and steps it while it has work. An `EngineCore`.
+
+    Both die together: the process when the worker's dies, and its own death ends `ended` with the reason.
+
+    Args:
+        program: for the process.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.loaded: Future[EngineFacts] = Future()
+        self.ended: Future[None] = Future()
+        self._program = program
+        self._reader = ReportReader()
+        self._child: child.Child | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._exit_code: int | None = None
+        self._is_closed = False
+        self._num_unacknowledged = 0
+
+    @property
+    def pid(self) -> int:
+        """Id of the process; 0 before its start."""
+        return self._child.pid if self._child is not None else 0
+
+    async def start(self) -> None:
+        """Start the process, on the main thread. `loaded` gets its answer."""
+        loop = self._loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        with theirs:
+            started = self._child = child.launch(theirs)
+        threading.Thread(target=self._wait, args=(started, loop), name="engine's process", daemon=True).start()
+        transport, _ = await loop.create_unix_connection(lambda: _Reports(self._take, self._lost), sock=ours)
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self._send(sys.path)
+        self._send(self._program)
+
+    def listen(
+        self,
+        *,
+        on_outputs: Callable[[Sequence[StepOutput]], None],
+        on_begun: Callable[[StepBegun], None],
+        on_step: Callable[[float, int], None],
+    ) -> None:
+        """See EngineCore."""
+        self._reader.listen(on_outputs, on_begun, on_step)
+
+    def submit(self, command: Command) -> None:
+        """See EngineCore."""
+        if not self.ended.done():
+            self._reader.note_command(command)
+            self._send(command)
+
+    def request_profile(self, steps: int) -> str:
+        """See EngineCore."""
+        if self._loop is None or not self.loaded.done() or self.ended.done():
+            raise RuntimeError("no profile is written: the engine does not run")
+        answer = asyncio.run_coroutine_threadsafe(self._profile(steps), self._loop)
+        try:
+            return answer.result(PROFILE_LIMIT_S)
+        except TimeoutError as error:
+            answer.cancel()
+            raise RuntimeError(f"the engine's process has not answered within {PROFILE_LIMIT_S:g} s") from error
+
+    @property
+    def figures(self) -> Figures:
+        """See EngineCore."""
+        return self._reader.figures or Figures.at_start(self.loaded.result(timeout=0))
+
+    @property
+    def last_prefill_step_s(self) -> float:
+        """See EngineCore."""
+        return self._reader.last_prefill_step_s
+
+    def step_age_s(self) -> float:
+        """See EngineCore."""
+        return self._reader.step_age_s()
+
+    def close(self) -> None:
+        """See EngineCore. A process that still runs is killed."""
+        self._is_closed = True
+        if self._transport is not None:
+            self._transport.close()
+        if self._child is not None:
+            self._child.kill()
+
+    async def _profile(self, steps: int) -> str:
+        self._send(StartProfile(steps))
+        return await asyncio.wrap_future(self._reader.expect_profile())
+
+    def _send(self, message: object) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(wire.pack(message))
+
+    # -- from the process --
+
+    def _take(self, report: Report) -> None:
+        if self.ended.done():
+            return
+        match report:
+            case Loaded():
+                self.loaded.set_result(report.facts)
+            case LoadFailed():
+                self._end(EngineError(report.error) if report.is_option else EngineCoreError(report.error))
+            case Ended():
+                self._end(EngineCoreError(report.error) if report.error else None)
+            case _:
+                self._reader.take(report)
+                if isinstance(report, StepDone):
+                    self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        self._num_unacknowledged += 1
+        if self._num_unacknowledged == ACKNOWLEDGED_STEPS:
+            self._num_unacknowledged = 0
+            self._send(StepsTaken(ACKNOWLEDGED_STEPS))
+
+    # -- its end --
+
+    def _wait(self, started: child.Child, loop: asyncio.AbstractEventLoop) -> None:
+        code = started.wait()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._exited, code)
+
+    def _exited(self, code: int) -> None:
+        """Note the exit code. What the process has sent may be unread: its connection then ends a moment later."""
+        self._exit_code = code
+        if self._transport is None or self._transport.is_closing():
+            self._died()
+        elif not self.ended.done():
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._died)
+
+    def _lost(self) -> None:
+        """Note the end of the connection. The exit code follows, unless the process closed it and lives."""
+        if self._exit_code is not None:
+            self._died()
+        elif not self.ended.done():
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._died)
+
+    def _died(self) -> None:
+        if self.ended.done():
+            return
+        how = "closed its connection" if self._exit_code is None else child.describe_exit(self._exit_code)
+        if not self._is_closed:
+            extra = {"pid": self.pid, "exit_code": self._exit_code}
+            logger.critical("the engine's process %s", how, extra=extra)
+        self._end(EngineCoreError(f"the engine's process {self.pid} {how}"))
+
+    def _end(self, error: Exception | None) -> None:
+        self._reader.end()
+        if not self.loaded.done():
+            self.loaded.set_exception(error or EngineCoreError("the engine's process has ended"))
+        if error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)
+
+
+class _Reports(asyncio.Protocol):
+    """Receives reports on the event loop."""
+
+    def __init__(self, take: Callable[[Report], None], lost: Callable[[], None]) -> None:
+        self._take, self._lost = take, lost
+        self._frames = wire.Frames()
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._frames.feed(data):
+            self._take(wire.unpack(body))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost()

@@ -1,0 +1,151 @@
+"""What an engine reports to its worker. Picklable: the engine may be in another process."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from pagestream_engine.cache.kv_groups import KVLayout
+from pagestream_engine.engine import Engine
+from pagestream_engine.models.folder import model_revision
+from pagestream_engine.request.outputs import EngineStats, StepOutput
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What is fixed once the model is loaded."""
+
+    kv_layout: KVLayout
+    """The KV groups, whose blocks are of one pool."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    fingerprint: str
+    revision: str
+    """See model_revision, which needs torch."""
+    memory_bytes: Mapping[str, int]
+    """Device memory by use."""
+    stats: EngineStats
+    """Before the first request."""
+
+    @classmethod
+    def of(cls, engine: Engine) -> Self:
+        """Read the facts of an engine."""
+        scheduler = engine.config.scheduler
+        return cls(
+            kv_layout=engine.kv_layout,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
+            eos_token_ids=engine.eos_token_ids,
+            fingerprint=engine.fingerprint,
+            revision=model_revision(engine.folder),
+            memory_bytes=dict(engine.memory_bytes()),
+            stats=engine.stats(),
+        )
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """A reading of the device."""
+
+    memory_bytes: int
+    """In use by all processes."""
+    utilization: float | None
+    """Share of the last sampling period in which it computed, in [0, 1]; None without NVIDIA's library."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The engine's figures at one moment. A report of its own where no step follows a command, and as a heartbeat."""
+
+    stats: EngineStats
+    fragmentation: float
+    """See Engine.fragmentation; up to half a second old while there is work."""
+    gpu: GpuUse | None
+    """Seconds old; None without a GPU."""
+    num_commands: int
+    """`AddGroup` and `AbortSequences` executed so far."""
+    is_busy: bool
+    """Whether it has work: a further report follows without a further command."""
+
+    @classmethod
+    def at_start(cls, facts: EngineFacts) -> Self:
+        """Return the figures of an engine that has had no request."""
+        return cls(facts.stats, 0.0, None, 0, is_busy=False)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The model is loaded. The first report."""
+
+    facts: EngineFacts
+
+
+@dataclass(frozen=True)
+class LoadFailed:
+    """The model can't be loaded. The only report."""
+
+    error: str
+    is_option: bool
+    """Whether an option or the model is wrong (an EngineError), so that another start would fail as well."""
+
+
+@dataclass(frozen=True)
+class StepBegun:
+    """A step with prompts, or one that a request enters or leaves unfinished, is about to run."""
+
+    number: int
+    """Counts these reports."""
+    entered: frozenset[str]
+    """Requests of which a sequence enters the step."""
+    left: frozenset[str]
+    """Requests that have no sequence in the step any more: they were preempted."""
+    remaining: Mapping[str, int]
+    """For each sequence with prompt tokens in the step: the tokens that it needs computed after it."""
+    waits: bool
+    """Whether the step waits for `StepMarked`, for at most MARK_LIMIT_S."""
+    figures: Figures
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """A step has run, or the first of two steps in flight was launched."""
+
+    outputs: Sequence[StepOutput]
+    duration_s: float
+    """Of the engine's call; with two steps in flight, from one launch to the next."""
+    num_sequences: int
+    """In the step that has run; 0 where none has."""
+    has_prompts: bool
+    figures: Figures
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A group could not be added; each of its sequences ends with the error."""
+
+    outputs: Sequence[StepOutput]
+
+
+@dataclass(frozen=True)
+class ProfileAnswer:
+    """The answer to `StartProfile`."""
+
+    path: str = ""
+    """Of the trace, which exists once the steps are done."""
+    error: str = ""
+    """Why there is none."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The engine has ended. The last report."""
+
+    error: str = ""
+    """The error that ended it; "" after `Stop`."""
+
+
+Report = Loaded | LoadFailed | Figures | StepBegun | StepDone | Refused | ProfileAnswer | Ended

@@ -1,0 +1,75 @@
+"""A worker whose engine's process ends alone: the worker hands everything back and ends with the reason."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from pagestream.v1.records_pb2 import LogEntry, RequestSpec
+from pagestream_streams import Broker, GatewaySession, StreamsSettings
+from pagestream_worker.serving.outputs import EngineFailed
+from pagestream_worker.stepping.engine_process import EngineProcess
+from support.engines.arithmetic_worker import (
+    LIMIT_S,
+    Running,
+    SlowRunner,
+    accepted,
+    expected,
+    read,
+    running_worker,
+    tokens,
+)
+from support.protocol.token_streams import eventually
+
+NUM_TOKENS = 300
+NUM_REQUESTS = 4
+PATIENT = StreamsSettings(lease_ms=60_000)
+"""No lease lapses within the test: what goes on elsewhere was handed back."""
+
+
+def kill_engine(running: Running, number: signal.Signals) -> None:
+    assert isinstance(running.core, EngineProcess)
+    os.kill(running.core.pid, number)
+
+
+async def all_accepted(gateway: GatewaySession) -> list[RequestSpec]:
+    return [await accepted(gateway, [number, 2], max_tokens=NUM_TOKENS) for number in range(NUM_REQUESTS)]
+
+
+def check(logs: list[list[LogEntry]]) -> None:
+    assert [tokens(log) for log in logs] == [expected([number, 2], NUM_TOKENS) for number in range(NUM_REQUESTS)]
+
+
+async def test_requests_of_a_killed_engine_go_on_elsewhere(redis_url: str, tmp_path: Path) -> None:
+    async with await Broker.connect(redis_url, PATIENT) as broker, GatewaySession(broker) as gateway:
+        async with running_worker(broker, tmp_path, SlowRunner, engine_core="process") as first:
+            specs = await all_accepted(gateway)
+            await eventually(lambda: first.worker.load()["running"] == NUM_REQUESTS)
+            await eventually(lambda: first.core.figures.stats.num_generated_tokens > 10 * NUM_REQUESTS)
+            kill_engine(first, signal.SIGKILL)
+            async with asyncio.timeout(LIMIT_S):
+                with pytest.raises(EngineFailed, match="was ended by SIGKILL"):
+                    await first.task
+        views = [await broker.view(spec.request_id, spec.tenant) for spec in specs]
+        assert any(view.next_index > 0 for view in views), "the engine was killed before the first token"
+        async with running_worker(broker, tmp_path) as second:
+            check(await asyncio.gather(*(read(gateway, spec) for spec in specs)))
+            await second.end()
+        assert {(await broker.view(spec.request_id, spec.tenant)).attempts for spec in specs} == {2}
+
+
+async def test_a_stopped_engine_goes_on_when_it_is_continued(redis_url: str, tmp_path: Path) -> None:
+    async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
+        async with running_worker(broker, tmp_path, SlowRunner, engine_core="process") as running:
+            specs = await all_accepted(gateway)
+            readings = [asyncio.create_task(read(gateway, spec)) for spec in specs]
+            await eventually(lambda: running.worker.load()["running"] == NUM_REQUESTS)
+            kill_engine(running, signal.SIGSTOP)
+            await eventually(lambda: running.core.step_age_s() > 0.5)
+            kill_engine(running, signal.SIGCONT)
+            check(await asyncio.gather(*readings))
+            assert {(await broker.view(spec.request_id, spec.tenant)).attempts for spec in specs} == {1}
+            await eventually(lambda: running.worker.load()["running"] == 0)
+            assert running.core.step_age_s() == pytest.approx(0.0)
+            await running.end()
