@@ -32,6 +32,7 @@ async def claims_nothing(other: Worker, seconds: float) -> None:
         await other.session.wait_for_work(0.05)
 
 
+@pytest.mark.slow
 async def test_connections_that_fall_silent_cost_no_lease(broker: Broker, redis_server: EmbeddedRedis) -> None:
     """Other commands wait for their answer for longer than a lease; a beat does not, and the next one connects anew."""
     async with (
@@ -82,6 +83,7 @@ async def test_a_gateway_whose_connections_fall_silent_stays_a_reader(
         assert numbers(await reading) == [100, 101]
 
 
+@pytest.mark.slow
 async def test_a_pause_of_redis_that_is_no_outage_costs_no_lease(broker: Broker, redis_server: EmbeddedRedis) -> None:
     """Shorter than the hole that starts leases anew, and at any time between two beats."""
     async with (

@@ -6,7 +6,7 @@ import pytest
 from pagestream_streams.connection.embedded import EmbeddedRedis
 from redis import Redis
 from redis.exceptions import ResponseError
-from support.protocol.world import Op, ViolationError, explore, run, shortest, walk
+from support.protocol.world import GRACE, Op, Protocol, ViolationError, explore, run, shortest, walk
 from support.redis.servers import emptied
 
 WALKS = 140
@@ -62,6 +62,21 @@ def test_a_request_that_ends_as_it_is_accepted_is_never_claimed(client: Redis) -
     steps += [("accept", "g", "p", 1), ("cancel", "p"), ("read", "g", "p"), ("claim", "a", 4, False)]
     for twice in (False, True):
         run(client, steps, twice=twice)
+
+
+def test_a_grace_ends_while_redis_is_full_in_every_other_sweep(client: Redis) -> None:
+    """And not before it has run for its whole length while Redis was not full."""
+    protocol = Protocol(client)
+    for op in (("accept", "g", "p", 1), ("unregister", "g", "p")):
+        protocol.do(op)
+    [until] = protocol.state["graces"].values()
+    num_sweeps = 0
+    while protocol.world.now < until or protocol.state["graces"]["p"] > protocol.world.now:
+        for op in (("fill", num_sweeps % 2), ("gateway_beat", "g"), ("tick", 200), ("sweep",)):
+            protocol.do(op)
+        num_sweeps += 1
+        assert num_sweeps < 3 * GRACE / 200
+    assert protocol.world.now >= until + GRACE * 0.8
 
 
 def test_every_order_of_three_steps_of_one_request(client: Redis) -> None:

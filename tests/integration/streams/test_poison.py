@@ -237,9 +237,12 @@ class TestAlone:
                 await eventually(lambda: holds_one_from(session, where))
                 async with asyncio.timeout(20):
                     await wanted.wait()
-                await session.hand_back([long.request_id])
-                [claim] = await busy.claim()
-                assert (claim.request_id, claim.isolated) == (suspect.request_id, True)
+                    await session.hand_back([long.request_id])
+                    [claim] = await busy.claim()
+                    while not claim.isolated:  # on a busy machine it may not have learned yet where the suspect is
+                        await session.hand_back([claim.request_id])
+                        [claim] = await busy.claim()
+                assert claim.request_id == suspect.request_id
                 await busy.generate(claim, 1, finish=True)
                 [claim] = await busy.claim()
                 assert claim.request_id == long.request_id
@@ -370,6 +373,7 @@ class TestQuarantine:
                     assert await broker.connection.execute("PTTL", key) > 3600_000
 
 
+@pytest.mark.slow
 class TestStorms:
     """Kills that are not the request's fault quarantine nothing."""
 

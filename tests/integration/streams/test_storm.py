@@ -74,6 +74,7 @@ class Slot:
         return claim, index + 1, entries[-1].digest
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("num_slots", [1, 3])
 async def test_nothing_is_quarantined(broker: Broker, num_slots: int) -> None:

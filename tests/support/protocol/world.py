@@ -629,13 +629,16 @@ class Protocol:
         must(
             set(late) == {each for each, at in self.state.get("deadlines", {}).items() if at <= world.now}, "deadlines"
         )
-        served = "gateways" in self.state and "deserted" not in meta
+        served = "gateways" in self.state and not world.full
         due = {each for each, at in self.state.get("graces", {}).items() if at <= world.now}
         must(set(abandoned) == (due if served else set()), f"abandoned {abandoned} of {due}")
         must(("deserted" in self.state["meta"]) == (world.full or "gateways" not in self.state), "deserted")
-        if "deserted" in meta and served:
+        if "deserted" in meta and served and not hole:
+            length = world.now - int(meta["deserted"])
             for request, until in self.state.get("graces", {}).items():
-                must(until == self._full_grace(request), f"the grace of {request} didn't start anew")
+                whole = self._full_grace(request)
+                wanted = min(whole, before.get("graces", {}).get(request, whole) + length)
+                must(until == wanted, f"the grace of {request} ran on, or began anew")
         for request, _, _ in poison:
             self._is_poison(before, request)
         if "verdicts" in self.state and _control_over(self.state, world.now):

@@ -92,7 +92,8 @@ class Broker:
         """Store a model's card, so that gateways know the model even when no engine runs.
 
         Args:
-            card: replaces the model's card.
+            card: replaces the model's card. Where engines live that hold another context, it counts as one of them:
+                what is stored has the longest, and the one that most of them hold.
             partitions: number of partitions of a new model; an existing model keeps its own.
 
         Raises:

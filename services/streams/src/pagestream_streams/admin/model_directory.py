@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from pagestream.v1.records_pb2 import ModelCard
 
+from pagestream_streams.admin.contexts import with_bounds, with_living
 from pagestream_streams.connection.connection import Call, Connection
-from pagestream_streams.connection.scripts import FORGET_MODEL, REGISTRY
+from pagestream_streams.connection.scripts import AMEND_MODEL, FORGET_MODEL, REGISTRY
 from pagestream_streams.errors import ModelNameRefused, ModelNotFound, PartitionGone, RequestNotFound, Unavailable
 from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.keys import Partition
@@ -48,7 +49,7 @@ class ModelDirectory:
         self._is_stale = False  # whether the last read failed: models that are missing here may exist
 
     async def publish(self, card: ModelCard, partitions: int) -> None:
-        """Store a model's card; see Broker.publish_model."""
+        """Store a model's card with the contexts of the engines that live; see Broker.publish_model."""
         _check(card.name, partitions)
         tag = ids.model_tag(card.name)
         await self._connection.execute("HSETNX", self._keyspace.models, tag, card.name)
@@ -57,8 +58,7 @@ class ModelDirectory:
             raise ModelNameRefused(
                 f"the name {card.name!r} has the same tag {tag} as {holder!r}; serve the model under another name"
             )
-        stored = card.SerializeToString(deterministic=True)
-        digest = hashlib.sha256(stored).hexdigest()
+        stored, digest = _stored(await with_living(self._connection, card))
         key, (seconds, _) = self._keyspace.model(card.name), await self._connection.execute("TIME")
         await self._connection.pipeline(
             [
@@ -67,6 +67,16 @@ class ModelDirectory:
                 ("HSETNX", key, "partitions", partitions),
             ]
         )
+        self._read_at = float("-inf")
+
+    async def set_contexts(self, name: str, max_model_len: int, default_model_len: int) -> None:
+        """Change a card's contexts, unless another card is published meanwhile. ModelNotFound."""
+        key = self._keyspace.model(name)
+        found, digest = await self._connection.execute("HMGET", key, "card", "digest")
+        if found is None or digest is None:
+            raise ModelNotFound(name)
+        changed = with_bounds(ModelCard.FromString(found), max_model_len, default_model_len)
+        await self._connection.run(AMEND_MODEL, key, digest, *_stored(changed))
         self._read_at = float("-inf")
 
     async def stored_partitions(self, name: str) -> int | None:
@@ -203,6 +213,12 @@ class ModelDirectory:
         }
         self._tags = tags
         self._read_at, self._is_stale = time.monotonic(), False
+
+
+def _stored(card: ModelCard) -> tuple[bytes, str]:
+    """Return a card's bytes and their digest."""
+    stored = card.SerializeToString(deterministic=True)
+    return stored, hashlib.sha256(stored).hexdigest()
 
 
 def _check_partition(request_id: str, where: Partition, entry: _Entry) -> None:

@@ -61,7 +61,7 @@ class Appender:
             Call(
                 APPEND,
                 where.prefix,
-                _arguments(retention_ms, [appends[i] for i in mine], channels=channels, wakes=wakes),
+                append_arguments(retention_ms, [appends[i] for i in mine], channels=channels, wakes=wakes),
             )
             for where, mine in places.items()
         ]
@@ -98,7 +98,7 @@ class Appender:
             await wakeups.publish(self._connection, slices)
 
 
-def _arguments(retention_ms: int, appends: Sequence[Append], *, channels: str, wakes: bool) -> list[Argument]:
+def append_arguments(retention_ms: int, appends: Sequence[Append], *, channels: str, wakes: bool) -> list[Argument]:
     """Return append.lua's arguments for appends to one partition.
 
     `channels`: prefix of the gateways' channels. `wakes`: the script publishes the wake-ups of first entries. It must

@@ -19,6 +19,8 @@ class Assignment:
         """Numbers of the partitions that rendezvous hashing assigns to this engine."""
         self.with_suspects: set[int] = set()
         """Partitions in which a suspect waits for an idle engine, as last heard (docs/decisions/0024)."""
+        self.leaves_longer = False
+        """Whether an engine lives that holds a longer context: what needs it is left to that engine for ever."""
         self.is_retired = False
         self.same_fingerprint_only = False
         """Whether a retired engine still claims, but only begun requests that no other engine computes alike."""

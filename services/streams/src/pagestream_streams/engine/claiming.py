@@ -207,6 +207,7 @@ class Claimer:
             int(is_own),
             "" if take.bound is None else take.bound,
             "" if room is None else room,
+            -1 if assignment.leaves_longer else settings.fingerprint_grace_ms,
         )
         return Call(CLAIM, self._where(take.number).prefix, arguments)
 

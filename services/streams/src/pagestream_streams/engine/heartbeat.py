@@ -17,6 +17,7 @@ from pagestream_streams.engine.assignment import Assignment
 from pagestream_streams.engine.hand_back import HandBack
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
+from pagestream_streams.engine.living_contexts import LivingContexts
 from pagestream_streams.errors import ModelNotFound, Unavailable
 from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.protocol.keys import Partition
@@ -59,6 +60,7 @@ class Heartbeat:
         self._on_lost = on_lost
         self._load = load
         self._card = card
+        self._contexts = LivingContexts(broker, identity, assignment)
         self._timer = Periodic("engine heartbeat", self._settings.heartbeat_ms / 1000, self._beat_in_time)
 
     def start(self) -> None:
@@ -101,6 +103,8 @@ class Heartbeat:
         try:
             async with within(short_s, "the engine's load"):
                 await self._publish_load(lease_ms)
+                if not (assignment.is_retired or isinstance(living, Unavailable)):
+                    await self._contexts.update({each.decode() for each in living})
         except Unavailable as error:
             failure = error
         answered = zip(partitions, replies, strict=True)
@@ -164,6 +168,7 @@ class Heartbeat:
             self._identity.fingerprint,
             settings.fingerprint_grace_ms,
             self._identity.max_model_len,
+            -1 if self._assignment.leaves_longer else settings.fingerprint_grace_ms,
         )
 
     async def _reconcile(self, before: Mapping[str, tuple[int, str]], owned: set[str]) -> None:

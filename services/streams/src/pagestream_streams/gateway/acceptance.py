@@ -75,7 +75,7 @@ class Acceptor:
             settings.tenant_weights.get(spec.tenant, 1),
             settings.tenant_alone_percent,
             int(bounded),
-            max((len(prompt.ids) for prompt in spec.prompts), default=0) + 1,
+            max((len(prompt.ids) for prompt in spec.prompts), default=0) + max(1, spec.sampling.max_tokens),
             record_ms(settings.retention_s) if spec.idempotency_key else 0,
             int(spec.ends_when_accepted),
             settings.retention_s * 1000,

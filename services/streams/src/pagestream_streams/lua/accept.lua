@@ -14,7 +14,7 @@
 --       [14] doorbell channel, [15] partition number
 --       [16] weight of the tenant, [17] share of a tenant alone in percent
 --       [18] whether the bounds apply (0: the request was accepted before, and Redis lost it)
---       [19] the context that it needs at least: tokens of its longest prompt and one more (0 or none: any)
+--       [19] the context that it needs: tokens of its longest prompt and of its output at most (0 or none: any)
 --       [20] how long it is kept after its end at least, and after this call where it has ended, in ms (0 or none: the
 --            retention of any request)
 --       [21] whether it ends as it is accepted, with no tokens (0 or none: it runs), and [22] its retention in ms then

@@ -4,7 +4,7 @@
 -- arrival plus class * ageing. Both are one number, the entry's key (see order_key in prelude.lua), so that an engine
 -- can compare the heads of partitions and claim only what comes before a bound (docs/decisions/0120). An engine that
 -- holds nothing gets a suspect before all that, and then nothing else (docs/decisions/0024). One that needs a longer
--- context than the engine holds is left to other engines for ARGV[11]. Entries are looked at until LOOK_BEHIND more
+-- context than the engine holds is left to other engines for ARGV[18]. Entries are looked at until LOOK_BEHIND more
 -- than the first were too large for the room, or MOST_LEFT were left to other engines.
 -- Run by: engine/claiming.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
@@ -19,6 +19,7 @@
 --       [15] whether the engine keeps its room for an entry that is too large and must not be overtaken (0 | 1)
 --       [16] the greatest key to claim ('' or none: any)
 --       [17] most tokens of the entry that the reply names as the next one ('' or none: what is left of [4])
+--       [18] how long requests that need a longer context are left to others, in ms (negative: for ever)
 -- Returns: {now, what is next, {id, spec, epoch, next index, digest, attempts, deadline, isolated (0 | 1), cached
 --          tokens, ms in its queue, key}...}. What is next: {whether a suspect waits that this engine may run (0 | 1),
 --          ms until an entry may be taken that is left to other engines (-1: none), the room that the rest is about;
@@ -29,6 +30,7 @@ local engine, nonce, max_requests, max_tokens = ARGV[1], ARGV[2], tonumber(ARGV[
 local min_age, ageing, lease, window = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
 local idle, fingerprint, patience, control = ARGV[9] == '1', ARGV[10], tonumber(ARGV[11]), tonumber(ARGV[12])
 local retired, context = ARGV[13] == '1', tonumber(ARGV[14] or 0)
+local context_patience = tonumber(ARGV[18])
 local keeps_room, bound = ARGV[15] == '1', tonumber(ARGV[16] or '') or math.huge
 local meta, now, drained = prefix .. 'meta', now_ms(), 0
 local claims, HEAD = {now, {}}, 2
@@ -53,13 +55,13 @@ local function own(id, alone, since, key)
 end
 
 local function claim_suspect()
-  local id, since = first_suspect(fingerprint, context, patience, now)
+  local id, since = first_suspect(fingerprint, context, patience, context_patience, now)
   while id do
     call('ZREM', prefix .. 'suspects', id)
     if own(id, '1', since, 0) then
       return true
     end
-    id, since = first_suspect(fingerprint, context, patience, now)
+    id, since = first_suspect(fingerprint, context, patience, context_patience, now)
   end
   return false
 end
@@ -74,12 +76,18 @@ local function candidate(queue, entry)
   local id, print = entry[2][2], queue.print
   local is_foreign = print ~= '' and fingerprint ~= '' and print ~= fingerprint
   local waited = age(arrival, now)
-  if is_foreign or context > 0 and tonumber(call('HGET', prefix .. 'req:' .. id, 'context') or 0) > context then
+  if is_foreign then
     least = math.max(least, patience)
   end
+  local is_last = waited < least -- those behind it are younger
+  if not is_last and context > 0 and tonumber(call('HGET', prefix .. 'req:' .. id, 'context') or 0) > context then
+    least = context_patience < 0 and math.huge or math.max(least, context_patience)
+  end
   if waited < least then
-    ripens = ripens < 0 and least - waited or math.min(ripens, least - waited)
-    return nil, is_foreign or waited < min_age -- those behind it are younger
+    if least < math.huge then
+      ripens = ripens < 0 and least - waited or math.min(ripens, least - waited)
+    end
+    return nil, is_last
   end
   return {queue = queue, entry = entry[1], id = id, tokens = tonumber(entry[2][4]), arrival = arrival,
     key = order_key(queue.name, arrival, ageing), stays = queue.begun or waited >= ageing}
@@ -229,7 +237,7 @@ for _, queue in ipairs(queues) do
 end
 local first, fit = choose()
 local suspects = not retired and call('ZCARD', prefix .. 'suspects') > 0 and control_is_over(now, control)
-  and first_suspect(fingerprint, context, patience, now)
+  and first_suspect(fingerprint, context, patience, context_patience, now)
 local next_one = {suspects and 1 or 0, ripens, max_tokens}
 if first then
   -- Where a later one stays, the engine's room is kept from the first one on.

@@ -10,6 +10,7 @@
 --       [6] the engine's fingerprint ('': unknown)
 --       [7] how long begun requests wait for an engine with their fingerprint, in ms
 --       [8] the context that the engine holds (0 or none: any)
+--       [9] how long suspects that need a longer context are left to others, in ms (negative: for ever)
 -- Returns: for each partition {the ids that it owns, whether a suspect that it may run waits here (0: no, 1: yes, for
 --          an idle engine, 2: yes, and this engine was chosen to become idle)}.
 -- Retry: harmless, the lease is renewed again.
@@ -61,7 +62,7 @@ local function wanted()
   if call('ZCARD', prefix .. 'suspects') == 0 or not control_is_over(now, control) then
     return 0
   end
-  local id, since = first_suspect(ARGV[6], tonumber(ARGV[8] or 0), tonumber(ARGV[7]), now)
+  local id, since = first_suspect(ARGV[6], tonumber(ARGV[8] or 0), tonumber(ARGV[7]), tonumber(ARGV[9]), now)
   if not id then
     return 0
   end

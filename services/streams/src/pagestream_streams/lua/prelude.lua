@@ -228,15 +228,17 @@ local function note_death(engine, now)
 end
 
 -- The suspect that has waited longest among those that an engine may run: a begun one waits for its fingerprint for
--- `patience`, and one that needs a longer context than the engine holds (0: any) likewise. Returns its id and since
--- when it waits, or nothing.
-local function first_suspect(fingerprint, context, patience, now)
+-- `patience`, and one that needs a longer context than the engine holds (0: any) for `context_patience` (negative: for
+-- ever). Returns its id and since when it waits, or nothing.
+local function first_suspect(fingerprint, context, patience, context_patience, now)
   for _, id in ipairs(call('ZRANGEBYSCORE', prefix .. 'suspects', '-inf', now, 'LIMIT', 0, 16)) do
     local found = call('HMGET', prefix .. 'req:' .. id, 'print', 'next', 'context')
     local since = tonumber(call('ZSCORE', prefix .. 'suspects', id))
     local print = found[2] and found[2] ~= '0' and found[1] or ''
+    local is_alike, waited = print == '' or fingerprint == '' or print == fingerprint, age(since, now)
     local fits = context == 0 or tonumber(found[3] or 0) <= context
-    if fits and (print == '' or fingerprint == '' or print == fingerprint) or age(since, now) >= patience then
+      or context_patience >= 0 and waited >= context_patience
+    if fits and (is_alike or waited >= patience) then
       return id, since
     end
   end

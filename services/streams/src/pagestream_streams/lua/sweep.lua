@@ -3,7 +3,7 @@
 -- Reclaim what dead engines own, start the graces of dead gateways' reads, and return the requests whose deadline,
 -- grace or verdict is due (end.lua ends them). After a gateway's death no grace starts before its clients can have
 -- noticed. After a hole in the sweeps, or on another Redis process than before, every lease and grace starts anew in
--- full; after a time in which no gateway lived or Redis was full, every grace does.
+-- full; after a time in which no gateway lived, every grace does. Time in which Redis is full doesn't count for graces.
 -- Run by: admin/sweeper.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua); prefixes of other
 --       partitions of the model may follow the arguments.
@@ -66,10 +66,17 @@ local function postpone(key, length)
     call('ZADD', prefix .. key, now + length, member)
   end
 end
-local function restart_graces()
-  for _, id in ipairs(call('ZRANGE', prefix .. 'graces', 0, -1)) do
+-- Starts each grace anew, but leaves it no more than what it had left at `since`; 0: the whole grace.
+local function restart_graces(since)
+  local graces = call('ZRANGE', prefix .. 'graces', 0, -1, 'WITHSCORES')
+  for i = 1, #graces, 2 do
+    local id, rest = graces[i], graces[i + 1] + now - since
     call('ZREM', prefix .. 'graces', id)
     starts_grace(id, now)
+    local whole = call('ZSCORE', prefix .. 'graces', id)
+    if whole and rest < tonumber(whole) then
+      call('ZADD', prefix .. 'graces', rest, id)
+    end
   end
 end
 local function due(key)
@@ -79,7 +86,7 @@ end
 if restarted then
   postpone('leases', lease)
   postpone('gateways', gateway_lease)
-  restart_graces()
+  restart_graces(0)
   call('HDEL', meta, 'up')
   for _, key in ipairs({'suspects', 'verdicts'}) do
     for _, id in ipairs(call('ZRANGEBYSCORE', prefix .. key, '(' .. now + control, '+inf')) do
@@ -130,14 +137,23 @@ for _, gateway in ipairs(due('gateways')) do
   end
   call('ZREM', prefix .. 'gateways', gateway)
 end
--- Time in which no gateway lives, or Redis is full, doesn't count for graces: no client could be sure to reconnect.
+-- Time in which no gateway lives, or Redis is full, doesn't count for graces: no client could be sure to reconnect. The
+-- field "deserted" is since when they don't count, 0 where they begin anew in full, after a time without gateways.
+-- Redis may be full in every other sweep, and a grace has to end all the same.
 local abandoned = {}
-if full or call('ZCARD', prefix .. 'gateways') == 0 then
-  call('HSET', meta, 'deserted', 1)
-elseif last[3] then
-  call('HDEL', meta, 'deserted')
-  restart_graces()
+if call('ZCARD', prefix .. 'gateways') == 0 then
+  call('HSET', meta, 'deserted', 0)
+elseif full then
+  if restarted or not last[3] then
+    call('HSET', meta, 'deserted', now)
+  end
 else
+  if last[3] then
+    call('HDEL', meta, 'deserted')
+    if not restarted then
+      restart_graces(tonumber(last[3]))
+    end
+  end
   abandoned = due('graces')
 end
 
