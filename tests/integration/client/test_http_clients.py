@@ -17,6 +17,7 @@ from pagestream_client import (
     OffsetOutOfRange,
     Reconnection,
     RequestNotFound,
+    RequestPage,
     RequestState,
 )
 from pagestream_client.http import AsyncHttpClient, HttpClient
@@ -112,7 +113,7 @@ def _place(position: object) -> tuple[str, int, str]:
 
 async def test_calls_that_are_no_streams(http: AsyncHttpClient, gateway: Address) -> None:
     [model] = await http.list_models()
-    assert (model.name, model.max_model_len, model.engines) == (MODEL, 128, None)
+    assert (model.name, model.max_model_len, model.engines) == (MODEL, 128, 1)
     answer = await http.generate(MODEL, "hello", max_tokens=2).collect()
     info = await http.get_request(answer.request_id)
     assert (info.state, info.finish_reason, info.next_index) == (RequestState.FINISHED, FinishReason.LENGTH, 4)
@@ -120,6 +121,34 @@ async def test_calls_that_are_no_streams(http: AsyncHttpClient, gateway: Address
     with HttpClient(gateway.url) as blocking:
         assert await in_thread(lambda: blocking.get_request(answer.request_id)) == info
         assert await in_thread(lambda: blocking.cancel(answer.request_id)) is FinishReason.LENGTH
+
+
+async def test_a_tenant_lists_its_requests(http: AsyncHttpClient, gateway: Address, engine: SyntheticEngine) -> None:
+    with HttpClient(gateway.url) as blocking:
+        assert await http.list_requests() == await in_thread(blocking.list_requests) == RequestPage((), has_more=False)
+        ids = [(await http.generate(MODEL, "hello", max_tokens=2).collect()).request_id for _ in range(2)]
+        engine.hold_at = 1
+        stream = http.generate(MODEL, "hello", max_tokens=6)
+        await anext(stream)
+        page = await http.list_requests(limit=2)
+        assert [(each.request_id, each.state, each.finish_reason) for each in page.requests] == [
+            (stream.request_id, RequestState.RUNNING, None),
+            (ids[1], RequestState.FINISHED, FinishReason.LENGTH),
+        ]
+        finished = page.requests[1]
+        assert (finished.model, finished.next_index, finished.attempts, page.has_more) == (MODEL, 4, 1, True)
+        assert (finished.usage.completion_tokens, finished.created > 0) == (2, True)
+        last = await in_thread(lambda: blocking.list_requests(after=page.requests[-1].request_id))
+        assert ([each.request_id for each in last.requests], last.has_more) == ([ids[0]], False)
+        for client_call in (
+            lambda: http.list_requests(limit=101),
+            lambda: in_thread(lambda: blocking.list_requests(after="nonsense & more")),
+        ):
+            with pytest.raises(InvalidRequest) as caught:
+                await client_call()
+            assert caught.value.field in ("limit", "after")
+        engine.go_on()
+        await stream.aclose()
 
 
 async def test_errors_have_the_types_that_they_have_over_grpc(http: AsyncHttpClient) -> None:

@@ -20,8 +20,8 @@ from support.engines.synthetic_engine import MODEL, SyntheticEngine
 LIMIT_S = 10.0
 SHORT_S = 0.2
 MAX_HEADER = 4096
-GET = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 JSON = {"Content-Type": "application/json"}
 CONNECTIONS = ConnectionSettings(
     max_header_bytes=MAX_HEADER,
@@ -156,6 +156,23 @@ async def test_an_endless_trailer_and_an_endless_chunk_extension_are_refused(add
 )
 async def test_a_stalled_request_ends(address: Address, sent: bytes, answer: Answer) -> None:
     assert await end_of(address, sent) == answer
+
+
+@pytest.mark.parametrize("origins", ["localhost", "https://a.example", "*", ""])
+@pytest.mark.parametrize("origin", [b"http://localhost:3000", b"https://a.example", None])
+async def test_a_web_page_can_read_a_refusal_where_it_can_read_answers(
+    settings: Settings, engine: SyntheticEngine, another: Another, origins: str, origin: bytes | None
+) -> None:
+    listen = replace(settings.gateway, cors_origins=origins)
+    line = b"" if origin is None else b"Origin: %b\r\n" % origin
+    found = []
+    async with another(replace(settings, gateway=listen, connections=CONNECTIONS)) as address:
+        for rest in (b"\r\n", b"X-A: " + b"a" * (2 * MAX_HEADER) + b"\r\n\r\n"):
+            async with connect(address) as connection:
+                await connection.send(GET + line + rest)
+                fields = (await connection.until(b"\r\n\r\n")).lower().split(b"\r\n")
+            found.append({each for each in fields if each.startswith((b"access-control-", b"vary:"))})
+    assert found[0] == found[1]
 
 
 async def test_a_stalled_connection_leaves_streams_alone(address: Address, engine: SyntheticEngine) -> None:

@@ -150,6 +150,6 @@ async def _begin(connection: socket.socket, address: Address, body: bytes) -> by
     loop = asyncio.get_running_loop()
     connection.setblocking(False)
     await loop.sock_connect(connection, ("127.0.0.1", address.http_port))
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     await loop.sock_sendall(connection, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return await loop.sock_recv(connection, 64)

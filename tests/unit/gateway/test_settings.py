@@ -55,6 +55,7 @@ def test_unknown_and_malformed_variables_are_named(variable: str, value: str) ->
         ("PAGESTREAM_SHUTDOWN__DRAIN_S", "-1", "drain_s"),
         ("PAGESTREAM_LIMITS__MAX_N", "0", "max_n"),
         ("PAGESTREAM_GATEWAY__REDIS", "localhost:6379", "gateway.redis"),
+        ("PAGESTREAM_GATEWAY__ALLOWED_HOSTS", "a.example, https://b.example:80", "allowed_hosts: 'https://b"),
     ],
 )
 def test_values_out_of_range_are_named(variable: str, value: str, field: str) -> None:

@@ -27,7 +27,7 @@ from pagestream_client.grpc.transport import Transport
 from pagestream_client.requests import OnDisconnect, SamplingOptions
 from pagestream_client.settings import Reconnection
 from pagestream_client.stream import Stream
-from pagestream_client.views import ModelInfo, RequestInfo, RequestState
+from pagestream_client.views import ModelInfo, RequestInfo, RequestPage, RequestState, RequestSummary
 
 __all__ = [
     "AsyncClient",
@@ -55,7 +55,9 @@ __all__ = [
     "RequestError",
     "RequestInfo",
     "RequestNotFound",
+    "RequestPage",
     "RequestState",
+    "RequestSummary",
     "SamplingOptions",
     "ServerError",
     "Stream",

@@ -6,6 +6,7 @@
     |  `- UnsupportedField    the field is known, but not supported
     |- RequestDiffers         an id stands for a request with another body
     |- Unauthenticated        no API key, or an unknown one
+    |- HostNotAllowed         the Host header is not a name of this server
     |- BodyTooLarge           more bytes than the gateway reads
     |- WrongContentType       the body is of another type, or compressed
     |- HeaderTooLarge         more bytes or fields in a request's header than the gateway reads
@@ -70,6 +71,16 @@ class RequestDiffers(GatewayError):
 
 class Unauthenticated(GatewayError):
     """The call carries no API key, or one that is not known."""
+
+
+class HostNotAllowed(GatewayError):
+    """The request is for a host that this server does not serve."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__(
+            f"{host[:100]!r} is not a name of this server, which asks for no API key and so answers to localhost "
+            "alone; let it ask for keys (--api-keys), or name the host in PAGESTREAM_GATEWAY__ALLOWED_HOSTS"
+        )
 
 
 class BodyTooLarge(GatewayError):

@@ -7,8 +7,10 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from pagestream_streams import Broker, GatewaySession
 from pagestream_streams.admin.unserved import UnservedRequests
@@ -19,6 +21,7 @@ from pagestream_telemetry import catalog
 from pagestream_telemetry.process import Telemetry, running_telemetry
 
 from pagestream_gateway.api.app import build_app, build_metrics_app
+from pagestream_gateway.api.cors import CorsHeaders
 from pagestream_gateway.api.grpc.server import GrpcServer
 from pagestream_gateway.api.http_protocol import ConnectionLimits
 from pagestream_gateway.api.http_server import HttpServer
@@ -40,9 +43,14 @@ from pagestream_gateway.tls import Certificate
 
 logger = logging.getLogger(__name__)
 _HEALTH_PERIOD_S = 1.0
+_START_POLL_S = 0.03  # it adds to the time to ready
 _PRELOAD_PERIOD_S = 1.0  # one round trip, and a second one for each model
 _SERVICE = "pagestream-gateway"
 _OWN_FILES = 256  # open files beside those of clients' connections: to Redis, to the collector, logs
+
+
+class _Stopped(Exception):  # noqa: N818 - reads as what happened
+    """SIGTERM or SIGINT came before a port was bound."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,12 @@ class Ports:
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(settings: Settings) -> AsyncIterator[Ports]:
+async def running_gateway(
+    settings: Settings, *, before_binding: Callable[[], Awaitable[None]] | None = None
+) -> AsyncIterator[Ports]:
     """Run a gateway that serves inside the block, in this event loop.
+
+    `before_binding` is awaited when all but the ports is ready; what it raises ends the gateway.
 
     Raises SettingsError for a key file or a certificate that is wrong, StartupError when Redis does not answer or a
     port is taken.
@@ -66,7 +78,10 @@ async def running_gateway(settings: Settings) -> AsyncIterator[Ports]:
     authenticator = Authenticator(None) if key_file is None else key_file.authenticator
     certificate = _certificate(settings)
     watched = [file for file in (key_file, certificate) if file is not None]
-    async with _gateway(settings, authenticator) as gateway, _servers(gateway, certificate, watched) as ports:
+    async with (
+        _gateway(settings, authenticator) as gateway,
+        _servers(gateway, certificate, watched, before_binding) as ports,
+    ):
         try:
             yield ports
         finally:
@@ -79,19 +94,36 @@ async def serve(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with running_gateway(settings) as ports:
-        logger.info(
-            "serving",
-            extra={
-                "host": settings.gateway.host,
-                "http_port": ports.http,
-                "grpc_port": ports.grpc,
-                "metrics_port": ports.metrics,
-            },
-        )
-        await stop.wait()
-        logger.info("stopping")
+    before_binding = partial(_wait_for_start, settings.gateway.start_file, stop)
+    with contextlib.suppress(_Stopped):
+        async with running_gateway(settings, before_binding=before_binding) as ports:
+            logger.info(
+                "serving",
+                extra={
+                    "host": settings.gateway.host,
+                    "http_port": ports.http,
+                    "grpc_port": ports.grpc,
+                    "metrics_port": ports.metrics,
+                },
+            )
+            await stop.wait()
+            logger.info("stopping")
     logger.info("stopped")
+
+
+async def _wait_for_start(file: Path | None, stop: asyncio.Event) -> None:
+    """Wait for a file, as long as that takes. Raises _Stopped if `stop` is set before."""
+    while not _exists(file):
+        try:
+            async with asyncio.timeout(_START_POLL_S):
+                await stop.wait()
+        except TimeoutError:
+            continue
+        raise _Stopped
+
+
+def _exists(file: Path | None) -> bool:
+    return file is None or file.exists()
 
 
 @contextlib.asynccontextmanager
@@ -155,7 +187,10 @@ def _count_reclaims(telemetry: Telemetry, session: GatewaySession) -> None:
 
 @contextlib.asynccontextmanager
 async def _servers(
-    gateway: Gateway, certificate: Certificate | None, watched: Sequence[KeyFile | Certificate]
+    gateway: Gateway,
+    certificate: Certificate | None,
+    watched: Sequence[KeyFile | Certificate],
+    before_binding: Callable[[], Awaitable[None]] | None,
 ) -> AsyncIterator[Ports]:
     listen, limit_s = gateway.settings.gateway, gateway.settings.shutdown.close_limit_s
     async with contextlib.AsyncExitStack() as stack:
@@ -166,13 +201,17 @@ async def _servers(
             gateway.settings.limits.max_body_bytes,
             max_connections,
             on_refusal=lambda code: gateway.calls.begin("http", "", {}).end(code),
+            cors=CorsHeaders(listen.origins),
         )
         http = HttpServer(build_app(gateway), limits, close_limit_s=limit_s, tls=tls)
+        if before_binding is not None:
+            await before_binding()
         http_port = await http.start(listen.host, listen.http_port)
         stack.push_async_callback(http.stop)
         metrics_port = None
         if listen.metrics_port is not None:
-            metrics = HttpServer(build_metrics_app(gateway), limits, close_limit_s=limit_s)
+            unreadable = replace(limits, cors=CorsHeaders([]))  # web pages may not call this port
+            metrics = HttpServer(build_metrics_app(gateway), unreadable, close_limit_s=limit_s)
             metrics_port = await metrics.start(listen.host, listen.metrics_port)
             stack.push_async_callback(metrics.stop)
         grpc_server = GrpcServer(gateway, max_connections=max_connections)

@@ -18,6 +18,7 @@ from pagestream_gateway.errors import SettingsError
 
 LOCALHOST = "localhost"
 """In `cors_origins`: pages of this machine, on any port."""
+_HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]")
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")
 
 
@@ -45,9 +46,17 @@ class GatewaySettings:
     """A second TCP port that serves only /metrics, /healthz and /readyz; the HTTP port serves them, too.
     None: no second port.
     """
+    start_file: Path | None = None
+    """File that exists before any port is bound; the process waits for it. `pagestream serve` makes it when an engine
+    has loaded its model. None: ports are bound at once."""
     cors_origins: str = "localhost"
     """Web pages that may call the HTTP API from a browser: origins separated by commas. "localhost" is every page of
     this machine, "*" every page; empty: none.
+    """
+    allowed_hosts: str = ""
+    """Further names, separated by commas, that a request's Host header may have where no API key is asked for and the
+    address is loopback: those under which a proxy on this machine is reached. "*" is every name, also a web page's that
+    resolves to this machine.
     """
     api_keys: Path | None = None
     """File of `sha256 of the key -> tenant`. None: no key is asked for, and every caller is the tenant "default"."""
@@ -59,7 +68,16 @@ class GatewaySettings:
     @property
     def origins(self) -> list[str]:
         """The parts of `cors_origins`."""
-        return [each.strip() for each in self.cors_origins.split(",") if each.strip()]
+        return _parts(self.cors_origins)
+
+    @property
+    def hosts(self) -> list[str]:
+        """The parts of `allowed_hosts`."""
+        return _parts(self.allowed_hosts)
+
+
+def _parts(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
 
 
 @dataclass(frozen=True)
@@ -263,12 +281,7 @@ def _check(settings: Settings) -> None:
         if name.endswith("_port") and value is not None and not 0 <= value <= 65535:
             flag = name.replace("_", "-")
             raise SettingsError(f"gateway.{name} (--{flag}): {value} is not a TCP port (0 to 65535)")
-    for each in settings.gateway.origins:
-        if each not in (LOCALHOST, "*") and not _ORIGIN.fullmatch(each):
-            raise SettingsError(
-                f"gateway.cors_origins: {each!r} was given, an origin such as https://app.example.com, localhost "
-                "or *, is expected"
-            )
+    _check_names(settings.gateway)
     if (settings.gateway.tls_certificate is None) != (settings.gateway.tls_key is None):
         raise SettingsError("gateway.tls_certificate (--tls-certificate) and gateway.tls_key (--tls-key) go together")
     scheme, separator, _ = settings.gateway.redis.partition("://")
@@ -285,3 +298,17 @@ def _check(settings: Settings) -> None:
         for name, value in dataclasses.asdict(getattr(settings, group)).items():
             if not value > 0:
                 raise SettingsError(f"{group}.{name}: {value} must be above 0")
+
+
+def _check_names(settings: GatewaySettings) -> None:
+    for each in settings.origins:
+        if each not in (LOCALHOST, "*") and not _ORIGIN.fullmatch(each):
+            raise SettingsError(
+                f"gateway.cors_origins: {each!r} was given, an origin such as https://app.example.com, localhost "
+                "or *, is expected"
+            )
+    for each in settings.hosts:
+        if each != "*" and not _HOST.fullmatch(each):
+            raise SettingsError(
+                f"gateway.allowed_hosts: {each!r} was given, a name without scheme and port, or *, is expected"
+            )

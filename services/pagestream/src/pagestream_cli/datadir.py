@@ -35,6 +35,11 @@ class DataDir:
         return self.path / "serve.json"
 
     @property
+    def loaded_file(self) -> Path:
+        """Exists once an engine has loaded the model: gateways open no port before."""
+        return self.path / "loaded"
+
+    @property
     def lock_file(self) -> Path:
         return self.path / "serve.lock"
 

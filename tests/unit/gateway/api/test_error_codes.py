@@ -10,6 +10,7 @@ from pagestream_streams import errors as streams
     [
         (errors.InvalidRequest("n", "x"), 400, grpc.StatusCode.INVALID_ARGUMENT),
         (errors.Unauthenticated("x"), 401, grpc.StatusCode.UNAUTHENTICATED),
+        (errors.HostNotAllowed("x"), 403, grpc.StatusCode.PERMISSION_DENIED),
         (errors.BodyTooLarge(5), 413, grpc.StatusCode.RESOURCE_EXHAUSTED),
         (errors.Overloaded("x", 2.5), 429, grpc.StatusCode.RESOURCE_EXHAUSTED),
         (errors.GatewayStopping(), 503, grpc.StatusCode.UNAVAILABLE),

@@ -52,8 +52,12 @@ async def test_a_model_is_loaded_once_for_each_card() -> None:
     first = await cache.load(card, run)
     assert await cache.load(card, run) is first
     assert await cache.load(synthetic_card(), run) is first
-    changed = await cache.load(synthetic_card(max_model_len=64), run)
-    assert changed.max_model_len == 64
+    shorter = await cache.load(synthetic_card(max_model_len=64), run)
+    assert (shorter.max_model_len, shorter.tokenizer) == (64, first.tokenizer)
+    assert len(loads) == 1
+    card = synthetic_card()
+    card.chat_template = "{{ messages }}"
+    assert (await cache.load(card, run)).chat_template is not None
     assert len(loads) == 2
 
 

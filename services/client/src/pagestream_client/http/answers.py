@@ -9,7 +9,7 @@ from typing import Any
 from pagestream_client.chunks import Chunk, FinishReason, RequestError, Usage
 from pagestream_client.errors import Position, ServerError
 from pagestream_client.http.sse import Event
-from pagestream_client.views import ModelInfo, RequestInfo, RequestState
+from pagestream_client.views import ModelInfo, RequestInfo, RequestPage, RequestState, RequestSummary
 
 DONE = "[DONE]"
 """Data of the event that ends a stream."""
@@ -110,6 +110,24 @@ def request_info_of(body: Mapping[str, Any]) -> RequestInfo:
     )
 
 
+def request_page_of(body: Mapping[str, Any]) -> RequestPage:
+    """Return a page of the list of requests as a dataclass."""
+    return RequestPage(tuple(map(_request_summary_of, body["data"])), body["has_more"])
+
+
 def model_info_of(body: Mapping[str, Any]) -> ModelInfo:
     """Return a model of the list as a dataclass."""
-    return ModelInfo(body["id"], body.get("max_model_len"), body.get("created", 0), None)
+    return ModelInfo(body["id"], body.get("max_model_len"), body.get("created", 0), body.get("engines"))
+
+
+def _request_summary_of(body: Mapping[str, Any]) -> RequestSummary:
+    return RequestSummary(
+        request_id=body["id"],
+        model=body["model"],
+        created=body["created"],
+        state=RequestState(body["state"]),
+        finish_reason=finish_reason_of(body["finish_reason"]),
+        next_index=body["next_index"],
+        usage=usage_of(body["usage"]),
+        attempts=body["attempts"],
+    )

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from pagestream_client.chunks import FinishReason
 from pagestream_client.errors import Position, StreamClosed
-from pagestream_client.http.answers import finish_reason_of, model_info_of, request_info_of
+from pagestream_client.http.answers import finish_reason_of, model_info_of, request_info_of, request_page_of
 from pagestream_client.http.configuration import HttpConfiguration, call_failure
 from pagestream_client.http.failures import CallRefused, failure_of_answer
 from pagestream_client.http.library import import_httpx2
-from pagestream_client.http.requests import HttpRequest, http_request
+from pagestream_client.http.requests import HttpRequest, http_request, list_path
 from pagestream_client.http.stream import HttpStream
 from pagestream_client.http.transport import HttpTransport
 from pagestream_client.requests import Input, OnDisconnect, SamplingOptions
 from pagestream_client.settings import Reconnection
 from pagestream_client.stream import Stream
-from pagestream_client.views import ModelInfo, RequestInfo
+from pagestream_client.views import ModelInfo, RequestInfo, RequestPage
 
 if TYPE_CHECKING:
     import httpx2
@@ -124,6 +124,18 @@ class HttpClient:
     def get_request(self, request_id: str) -> RequestInfo:
         """Return the state of a request. Raises RequestNotFound."""
         return request_info_of(self._ask("GET", f"/v1/requests/{request_id}"))
+
+    def list_requests(self, *, limit: int | None = None, after: str = "") -> RequestPage:
+        """Return the requests of this client's tenant, newest first, each with its state.
+
+        Args:
+            limit: most requests of the page; None: as many as the server returns unasked.
+            after: id of the last request of the page before; empty: the first page.
+
+        Raises:
+            InvalidRequest: the limit is out of range, or the id is not in the list.
+        """
+        return request_page_of(self._ask("GET", list_path(limit, after)))
 
     def list_models(self) -> list[ModelInfo]:
         """Return the models by name, also those that no engine runs now."""

@@ -6,11 +6,13 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlencode
 
 from pagestream_client.requests import Input, OnDisconnect, SamplingOptions, disconnect_policy
 
 COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
+REQUESTS = "/v1/requests"
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,11 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): each for key, each in value.items()}
     return value if isinstance(value, str | int | float) else list(value)
+
+
+def list_path(limit: int | None, after: str) -> str:
+    """Return path and query of a page of the list of requests."""
+    query: dict[str, int | str] = {} if limit is None else {"limit": limit}
+    if after:
+        query["after"] = after
+    return f"{REQUESTS}?{urlencode(query)}" if query else REQUESTS

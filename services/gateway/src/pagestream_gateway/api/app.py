@@ -4,6 +4,7 @@ from fastapi import FastAPI
 
 from pagestream_gateway.api import documents, health
 from pagestream_gateway.api.cors import allow_origins
+from pagestream_gateway.api.hosts import limit_hosts
 from pagestream_gateway.api.leniency import Lenient
 from pagestream_gateway.api.openai import chat_completions, completions, models, requests
 from pagestream_gateway.api.openai.errors import install_error_handlers
@@ -18,7 +19,7 @@ _ABOUT = (
 
 def build_app(gateway: Gateway) -> FastAPI:
     """Return the application of the HTTP port."""
-    app = _bare_app()
+    app = _bare_app(gateway)
     for resource in (completions, chat_completions, models, requests, health):
         app.include_router(resource.router(gateway))
     allow_origins(app, gateway.settings.gateway.origins)
@@ -29,12 +30,12 @@ def build_app(gateway: Gateway) -> FastAPI:
 
 def build_metrics_app(gateway: Gateway) -> FastAPI:
     """Return the application of the metrics port, with what probes and scrapers read."""
-    app = _bare_app()
+    app = _bare_app(gateway)
     app.include_router(health.router(gateway))
     return app
 
 
-def _bare_app() -> FastAPI:
+def _bare_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(
         title="Pagestream",
         version="1",
@@ -45,5 +46,6 @@ def _bare_app() -> FastAPI:
         redirect_slashes=False,
     )
     app.add_middleware(Lenient)
+    limit_hosts(app, gateway.settings.gateway)
     install_error_handlers(app)
     return app

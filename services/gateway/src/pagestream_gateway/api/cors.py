@@ -1,9 +1,12 @@
 """Which web pages may call the HTTP API from a browser."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.datastructures import MutableHeaders
+from starlette.types import Receive, Scope, Send
 
 from pagestream_gateway.settings import LOCALHOST
 
@@ -12,15 +15,51 @@ _READABLE = ["X-Request-Id", "X-Request-Seed", "X-Client-Request-Id", "X-Stream-
 _KEPT_S = 600
 
 
+class _Rule(TypedDict):
+    """Arguments of CORSMiddleware."""
+
+    allow_origins: list[str]
+    allow_origin_regex: str | None
+    allow_methods: list[str]
+    allow_headers: list[str]
+    expose_headers: list[str]
+    max_age: int
+
+
 def allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
     """Let pages of these origins call the API: https://app.example.com, LOCALHOST, or * for every page."""
     if origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=[each for each in origins if each != LOCALHOST],
-            allow_origin_regex=_LOCAL_ORIGIN if LOCALHOST in origins else None,
-            allow_methods=["GET", "HEAD", "POST", "PUT", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=_READABLE,
-            max_age=_KEPT_S,
-        )
+        app.add_middleware(CORSMiddleware, **_rule(origins))
+
+
+class CorsHeaders:
+    """The same rule for answers that are written without the application: the headers that let a page read them."""
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        self._rule = CORSMiddleware(_no_application, **_rule(origins)) if origins else None
+
+    def of(self, origin: str | None) -> Mapping[str, str]:
+        """Return the headers of an answer to a request with this Origin; None where it has none."""
+        if self._rule is None:
+            return {}
+        headers = MutableHeaders({} if origin is None else self._rule.simple_headers)
+        if origin is None or self._rule.allow_all_origins or not self._rule.is_allowed_origin(origin):
+            headers["Vary"] = "Origin"
+        else:
+            self._rule.allow_explicit_origin(headers, origin)
+        return headers
+
+
+def _rule(origins: Sequence[str]) -> _Rule:
+    return {
+        "allow_origins": [each for each in origins if each != LOCALHOST],
+        "allow_origin_regex": _LOCAL_ORIGIN if LOCALHOST in origins else None,
+        "allow_methods": ["GET", "HEAD", "POST", "PUT", "DELETE"],
+        "allow_headers": ["*"],
+        "expose_headers": _READABLE,
+        "max_age": _KEPT_S,
+    }
+
+
+async def _no_application(scope: Scope, receive: Receive, send: Send) -> None:
+    raise NotImplementedError

@@ -21,9 +21,7 @@ def body_of(*models: type[BaseModel]) -> dict[str, Any]:
 
     The framework does not read the body itself, since it has no bounds for it.
     """
-    references = [_reference(model) for model in models]
-    schema = references[0] if len(references) == 1 else {"anyOf": references}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _any_of(models)}}}}
 
 
 def install(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
@@ -41,63 +39,114 @@ def install(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
 
 
 class _Answers(NamedTuple):
-    """The answers of an operation."""
+    """The answers of an operation, beside those that every operation may give."""
 
-    whole: type[BaseModel] | None
-    """The JSON of 200; None for text."""
-    errors: Sequence[int]
-    events: type[BaseModel] | None = None
-    """The data of an event, where 200 may be a stream."""
+    whole: type[BaseModel] | None = None
+    """The JSON of 200."""
+    events: Sequence[type[BaseModel]] = ()
+    """The data of an event, which is one of these, where 200 may be a stream."""
+    texts: Sequence[int] = ()
+    """Statuses of answers in plain text."""
+    errors: Sequence[int] = ()
+    """Statuses of answers with an error."""
+    headers: Mapping[int, Sequence[str]] = {}
+    """Headers by status, of those in _HEADERS."""
 
 
-_GENERATION_ERRORS = (400, 401, 404, 409, 413, 415, 429, 500, 503)
+_ALWAYS = (400, 403, 408, 431, 500, 503)
+"""Errors of every operation: what comes is no request or one for another host, a defect, the end of the process."""
+_RETRIED = {429: ("Retry-After",), 503: ("Retry-After",)}
+_OWN = ("X-Request-Id", "X-Request-Seed", "X-Client-Request-Id")
+_OWNED = {200: _OWN}
+_GENERATION_ERRORS = (401, 404, 409, 413, 415, 429)
+_GENERATED = dict.fromkeys((200, 400, 409, 429, 500, 503), _OWN)  # errors too, of what failed after its acceptance
 _REQUEST = "/v1/requests/{request_id}"
+_EVENT_ERROR = schemas.ErrorEvent
+_EMPTY = _Answers()
+_TEXT = _Answers(texts=(200,))
+_REQUEST_READ = _Answers(schemas.RequestAnswer, errors=(401, 404), headers=_OWNED)
 _ANSWERS: Mapping[tuple[str, str], _Answers] = {
-    ("post", "/v1/completions"): _Answers(schemas.CompletionAnswer, _GENERATION_ERRORS, schemas.CompletionChunk),
-    ("post", "/v1/chat/completions"): _Answers(schemas.ChatAnswer, _GENERATION_ERRORS, schemas.ChatChunk),
-    ("get", "/v1/models"): _Answers(schemas.ModelList, (401, 503)),
-    ("get", "/v1/models/{name}"): _Answers(schemas.ModelAnswer, (401, 404, 503)),
-    ("get", "/v1/requests"): _Answers(schemas.RequestList, (400, 401, 503)),
-    ("get", _REQUEST): _Answers(schemas.RequestAnswer, (401, 404, 503)),
-    ("put", _REQUEST): _Answers(schemas.RequestAnswer, _GENERATION_ERRORS),
-    ("delete", _REQUEST): _Answers(schemas.RequestAnswer, (401, 404, 503)),
-    ("get", f"{_REQUEST}/events"): _Answers(None, (400, 401, 404, 409, 416, 503), schemas.ChatChunk),
+    ("post", "/v1/completions"): _Answers(
+        schemas.CompletionAnswer, (schemas.CompletionChunk, _EVENT_ERROR), errors=_GENERATION_ERRORS, headers=_GENERATED
+    ),
+    ("post", "/v1/chat/completions"): _Answers(
+        schemas.ChatAnswer, (schemas.ChatChunk, _EVENT_ERROR), errors=_GENERATION_ERRORS, headers=_GENERATED
+    ),
+    ("get", "/v1/models"): _Answers(schemas.ModelList, errors=(401,)),
+    ("get", "/v1/models/{name}"): _Answers(schemas.ModelAnswer, errors=(401, 404)),
+    ("get", "/v1/requests"): _Answers(schemas.RequestList, errors=(401,)),
+    ("get", _REQUEST): _REQUEST_READ,
+    ("put", _REQUEST): _REQUEST_READ._replace(errors=_GENERATION_ERRORS),
+    ("delete", _REQUEST): _REQUEST_READ,
+    ("get", f"{_REQUEST}/events"): _Answers(
+        events=(schemas.ChatChunk, schemas.CompletionChunk, _EVENT_ERROR),
+        errors=(401, 404, 409, 416),
+        headers={200: (*_OWN, "X-Stream-Verified")},
+    ),
+    ("get", "/healthz"): _TEXT,
+    ("get", "/health"): _EMPTY,
+    ("get", "/ping"): _EMPTY,
+    ("get", "/version"): _Answers(schemas.VersionAnswer),
+    ("get", "/load"): _Answers(schemas.LoadAnswer),
+    ("get", "/readyz"): _Answers(texts=(200, 503)),
+    ("get", "/metrics"): _TEXT,
 }
-"""By method and path; operations that are not here answer with text."""
+"""By method and path."""
+_HEADERS = {
+    "X-Request-Id": ("string", "The request's id, by which it is read, resumed and cancelled."),
+    "X-Request-Seed": ("integer", "The request's seed, with which it can be accepted again."),
+    "X-Client-Request-Id": ("string", "The caller's own id, where one was given that a header can hold."),
+    "X-Stream-Verified": ("boolean", "Whether the position's digest was compared with the log."),
+    "Retry-After": ("integer", "Seconds after which a retry may succeed; absent where that is not known."),
+}
+"""Type and meaning by name."""
 
 
 def _document(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     shown: dict[str, type[BaseModel]] = {schemas.ErrorAnswer.__name__: schemas.ErrorAnswer}
     for answers in _ANSWERS.values():
-        shown |= {kind.__name__: kind for kind in (answers.whole, answers.events) if kind is not None}
+        shown |= {kind.__name__: kind for kind in (answers.whole, *answers.events) if kind is not None}
     modes: list[tuple[type[BaseModel], Literal["validation", "serialization"]]] = []
     modes += [(body, "validation") for body in bodies]
     modes += [(answer, "serialization") for answer in shown.values()]
     _, found = models_json_schema(modes, ref_template=_SCHEMA_PATH)
     components = document.setdefault("components", {})
     components["schemas"] = found.get("$defs", {})
+    components["headers"] = {
+        name: {"description": text, "schema": {"type": kind}} for name, (kind, text) in _HEADERS.items()
+    }
     components["securitySchemes"] = {"apiKey": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{"apiKey": []}, {}]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            operation["responses"] = _responses(_ANSWERS.get((method, path)))
+            operation["responses"] = _responses(_ANSWERS[method, path])
     return document
 
 
-def _responses(answers: _Answers | None) -> dict[str, Any]:
-    if answers is None:
-        return {"200": {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}}
-    content = {}
-    if answers.whole is not None:
-        content["application/json"] = {"schema": _reference(answers.whole)}
-    if answers.events is not None:
-        content["text/event-stream"] = {"schema": _reference(answers.events)}
-    wrong = {"application/json": {"schema": _reference(schemas.ErrorAnswer)}}
-    responses: dict[str, Any] = {"200": {"description": "OK", "content": content}}
-    return responses | {
-        str(status): {"description": HTTPStatus(status).phrase, "content": wrong} for status in answers.errors
+def _responses(answers: _Answers) -> dict[str, Any]:
+    return {
+        str(status): _response(answers, status) for status in sorted({200, *_ALWAYS, *answers.errors, *answers.texts})
     }
+
+
+def _response(answers: _Answers, status: int) -> dict[str, Any]:
+    whole = answers.whole if status == HTTPStatus.OK else schemas.ErrorAnswer
+    content = {} if whole is None else {"application/json": {"schema": _reference(whole)}}
+    if status == HTTPStatus.OK and answers.events:
+        content["text/event-stream"] = {"schema": _any_of(answers.events)}
+    if status in answers.texts:
+        content["text/plain"] = {"schema": {"type": "string"}}
+    response: dict[str, Any] = {"description": HTTPStatus(status).phrase}
+    names = (*answers.headers.get(status, ()), *_RETRIED.get(status, ()))
+    if names:
+        response["headers"] = {name: {"$ref": f"#/components/headers/{name}"} for name in names}
+    return response | ({"content": content} if content else {})
+
+
+def _any_of(models: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    references = [_reference(model) for model in models]
+    return references[0] if len(references) == 1 else {"anyOf": references}
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallab
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from pagestream_gateway.api.cors import CorsHeaders
 from pagestream_gateway.api.error_codes import error_report
 from pagestream_gateway.api.openai.errors import error_response
 from pagestream_gateway.errors import (
@@ -48,6 +49,8 @@ class ConnectionLimits:
     """Open connections of the server."""
     on_refusal: Callable[[str], None]
     """Called with the error's code for each request or connection that is refused here."""
+    cors: CorsHeaders
+    """The headers with which a web page can read such a refusal, where its Origin has come before it."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -252,7 +255,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._answer(error)
 
     def _answer(self, error: GatewayError) -> None:
-        response = error_response(error)
+        origin = next((value.decode("latin-1") for name, value in self.headers or () if name == b"origin"), None)
+        response = error_response(error, self._limits.cors.of(origin))
         head = b"".join(b"%b: %b\r\n" % (name, value) for name, value in response.raw_headers)
         status_line = STATUS_LINE[response.status_code]
         self.transport.write(b"".join((status_line, head, b"connection: close\r\n\r\n", bytes(response.body))))

@@ -20,6 +20,12 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
+class ErrorEvent(ErrorAnswer):
+    """The data of the event with which a stream ends that could not go on here."""
+
+    stream_position: str = Field(description="The Last-Event-ID with which a reader goes on, on any gateway.")
+
+
 class UsageSchema(BaseModel):
     """Tokens of a request."""
 
@@ -169,3 +175,15 @@ class RequestAnswer(BaseModel):
     usage: UsageSchema
     attempts: int
     client_request_id: str | None = Field(description="The caller's own id.")
+
+
+class VersionAnswer(BaseModel):
+    """The version of the gateway."""
+
+    version: str
+
+
+class LoadAnswer(BaseModel):
+    """What this process is doing."""
+
+    server_load: int = Field(description="Answers that it is writing.")

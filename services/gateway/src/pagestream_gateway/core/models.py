@@ -7,7 +7,7 @@ import logging
 import zlib
 from array import array
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jinja2
 from pagestream.v1.inference_pb2 import SamplingParams
@@ -97,6 +97,15 @@ def load_model(card: ModelCard) -> LoadedModel:
     return LoadedModel(card, tokenizer, TextEncoder(tokenizer), template)
 
 
+def _without_contexts(card: ModelCard) -> ModelCard:
+    """Return a copy without what changes as engines come and go."""
+    copy = ModelCard()
+    copy.CopyFrom(card)
+    copy.ClearField("max_model_len")
+    copy.ClearField("default_model_len")
+    return copy
+
+
 def check_unicode(text: str, field: str) -> None:
     """Raise InvalidRequest for half of a surrogate pair, which JSON can spell and UTF-8 can't encode."""
     try:
@@ -119,6 +128,9 @@ class ModelCache:
         """
         held = self._loaded.get(card.name)
         if held is not None and (held.card is card or held.card == card):
+            return held
+        if held is not None and _without_contexts(held.card) == _without_contexts(card):
+            self._loaded[card.name] = held = replace(held, card=card)
             return held
         begun = self._loading.get(card.name)
         if begun is not None and (begun[0] is card or begun[0] == card) and not begun[1].done():

@@ -41,6 +41,7 @@ def prepare(draft: Draft, model: LoadedModel, limits: LimitSettings) -> Prepared
         is_given=draft.sampling.HasField("max_tokens"),
         num_prompt_tokens=max(len(ids) for ids in prompts),
         max_model_len=model.max_model_len,
+        default_model_len=model.card.default_model_len,
         default=draft.default_max_tokens,
     )
     echo_texts = [_echo(prompt, model) for prompt in draft.prompts] if draft.echo else []

@@ -41,6 +41,7 @@ class Deployment:
         self._engine_logs = EngineLogs()
         self._started = time.time()
         self._ready = False
+        self._is_loaded = False
         self._dead: set[str] = set()
         self._shown: set[str] = set()
         self._engine_names = frozenset(f"engine-{i}" for i in range(plan.options.engines))
@@ -75,6 +76,7 @@ class Deployment:
         Raises:
             PartFailedError: a part cannot be started.
         """
+        self._plan.options.data_dir.loaded_file.unlink(missing_ok=True)
         for engine in self._dead_engines:
             self._redis.expire(engine)
         try:
@@ -82,6 +84,7 @@ class Deployment:
         finally:
             await self._redis.close()
             self._plan.options.data_dir.serve_file.unlink(missing_ok=True)
+            self._plan.options.data_dir.loaded_file.unlink(missing_ok=True)
 
     async def wait_ready(self) -> None:
         """Wait until every gateway answers and an engine claims requests; without a limit, as a model may be large."""
@@ -119,9 +122,19 @@ class Deployment:
         """Take a line of a part's output."""
         if spec.name in self._engine_names:
             self._engine_logs.read(spec.name, text)
+            if self._engine_logs.claims(spec.name) and not self._is_loaded:
+                self._release_gateways()
         elif spec.name == REDIS and says_torn(text):
             self._redis.rewrite()
         self._reporter.line(spec, text)
+
+    def _release_gateways(self) -> None:
+        try:
+            self._plan.options.data_dir.loaded_file.touch()
+        except OSError as error:
+            self._reporter.say(f"gateways wait for a file that can't be written, and open no port: {error}")
+        else:
+            self._is_loaded = True
 
     def _write(self) -> None:
         try:

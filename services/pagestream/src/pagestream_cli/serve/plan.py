@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from pagestream_telemetry.environment import variable_of
+
 from pagestream_cli.serve.model import ModelChoice
 from pagestream_cli.serve.options import ServeOptions
 from pagestream_cli.serve.port_plan import PortPlan
@@ -19,6 +21,7 @@ from pagestream_cli.supervisor import PartSpec
 
 REDIS = "redis"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
+START_VARIABLE = variable_of("GATEWAY", "start_file")
 SMALL_MODEL_BYTES = 32 << 20
 """Bytes of weights below which an engine gets one thread. Measured with 32 streams on two cores that all parts share:
 the demo model (11 MB) generates 1,433 to 1,999 tokens/s on one thread, 964 to 1,002 on two; the reference model
@@ -97,6 +100,7 @@ class Plan:
             argv=tuple(argv),
             log_path=self.options.data_dir.logs / f"{name}.log",
             drain_stage=DrainStage.GATEWAY,
+            env={START_VARIABLE: str(self.options.data_dir.loaded_file)},
             ports=_known({"http": ports.http, "grpc": ports.grpc, "metrics": ports.metrics}),
             probe=lambda: http_ok(self.options.host, ports.http, "/readyz", has_tls=has_tls),
         )

@@ -150,13 +150,17 @@ class PartRunner:
         self._state = PartState.WAITING
         self._on_change(self, None if self._record.hopeless else death)
         if self._record.hopeless:
-            failure = PartOptionsError if self._record.refused else PartFailedError
-            raise failure(
-                f"{self.spec.name} cannot start (exit code {death.exit_code}):\n"
-                + "\n".join(f"    {line}" for line in self._output.tail),
-                hint=f"its whole output is in {self.spec.log_path}",
-            )
+            raise self._failure(death.exit_code)
         return self.last_delay_s
+
+    def _failure(self, exit_code: int) -> PartFailedError:
+        """Return the error of a part that cannot start: with its last words where they say what it refuses."""
+        what, hint = f"{self.spec.name} cannot start (exit code {exit_code}):", f"its output is in {self.spec.log_path}"
+        said = [line for line in self._output.tail if line.strip() and not line.startswith("{")]  # not its log
+        if self._record.refused and said:
+            return PartOptionsError(f"{what} {said[-1].strip()}", hint=hint)
+        failure = PartOptionsError if self._record.refused else PartFailedError
+        return failure("\n    ".join([what, *self._output.tail]), hint=hint)
 
     async def _probe(self) -> None:
         probe = self.spec.probe

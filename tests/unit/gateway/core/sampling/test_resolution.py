@@ -1,6 +1,6 @@
 import pytest
 from pagestream.v1.inference_pb2 import SamplingParams
-from pagestream_gateway.core.sampling.resolution import resolve_sampling, sampling_from_json
+from pagestream_gateway.core.sampling.resolution import fit_context, resolve_sampling, sampling_from_json
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.settings import LimitSettings
 
@@ -92,3 +92,23 @@ def test_values_that_a_field_cannot_hold_are_named() -> None:
         with pytest.raises(InvalidRequest) as caught:
             sampling_from_json({name: value})
         assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "min_tokens", "default", "expected"),
+    [(30, 0, None, 30), (31, 0, None, 69), (10, 51, None, 90), (10, 0, 80, 80)],
+    ids=["half is left", "less is left", "less than is asked for", "not open"],
+)
+def test_an_open_answer_ends_where_most_engines_contexts_do(
+    num_prompt_tokens: int, min_tokens: int, default: int | None, expected: int
+) -> None:
+    sampling = SamplingParams(min_tokens=min_tokens)
+    fit_context(
+        sampling,
+        is_given=False,
+        num_prompt_tokens=num_prompt_tokens,
+        max_model_len=100,
+        default_model_len=60,
+        default=default,
+    )
+    assert sampling.max_tokens == expected

@@ -64,6 +64,7 @@ def fit_context(
     is_given: bool,
     num_prompt_tokens: int,
     max_model_len: int,
+    default_model_len: int,
     default: int | None,
 ) -> None:
     """Set max_tokens to what the context leaves where it is open or only a default.
@@ -73,6 +74,7 @@ def fit_context(
         is_given: whether the caller gave max_tokens: then too much is an error, where a default is cut.
         num_prompt_tokens: tokens of the longest prompt.
         max_model_len: tokens of prompt and output together.
+        default_model_len: likewise where max_tokens is open and the prompt leaves half of it; 0: max_model_len.
         default: max_tokens where neither the caller nor the model has one; None is what the context leaves.
 
     Raises PromptTooLong, and InvalidRequest where min_tokens no longer fits.
@@ -87,6 +89,9 @@ def fit_context(
             )
         return
     wanted = sampling.max_tokens if sampling.HasField("max_tokens") else default
+    by_default = default_model_len - num_prompt_tokens
+    if wanted is None and by_default >= max(num_prompt_tokens, sampling.min_tokens):
+        wanted = by_default
     sampling.max_tokens = left if wanted is None else min(wanted, left)
     if (fault := min_tokens_fault(sampling)) is not None:
         raise InvalidRequest("min_tokens", fault)
