@@ -48,6 +48,11 @@ def _queue(metric: str) -> str:
     return f"max {_BY_MODEL} ({whole})"
 
 
+def _largest(metric: str) -> str:
+    """Return an expression with one value for each namespace of a metric that all gateways export alike."""
+    return f"max by (k8s_namespace_name) ({metric}{{{_RELEASE}}})"
+
+
 def _pool_rate(metric: str) -> str:
     return f"sum by (pagestream_pool) (rate({metric}{{{_POOL}}}[$__rate_interval]))"
 
@@ -141,6 +146,39 @@ OVERVIEW = Dashboard(
                     ],
                     unit="s",
                     marks=((60, _RED),),
+                ),
+            ),
+        ),
+        Row(
+            "Redis",
+            (
+                Panel(
+                    "Memory of Redis",
+                    "Of a cluster the fullest master. At its limit Redis takes no new requests and tokens.",
+                    [
+                        Query(_largest("pagestream_redis_memory_used_bytes"), "{{k8s_namespace_name}} used"),
+                        Query(_largest("pagestream_redis_memory_limit_bytes"), "{{k8s_namespace_name}} limit"),
+                    ],
+                    unit="bytes",
+                ),
+                Panel(
+                    "Memory of a log entry",
+                    "One entry is one token of one choice; room / this = tokens until Redis is full.",
+                    [Query(_largest("pagestream_redis_log_entry_size_bytes"), "{{k8s_namespace_name}}")],
+                    unit="bytes",
+                ),
+                Panel(
+                    "Refused for want of memory, and unserved",
+                    "storage_full: Redis is at its limit. logs_full: a tenant is at its own. no_engine: requests that "
+                    "ended because their model had no engine.",
+                    [
+                        Query(
+                            "sum by (k8s_namespace_name, error_type) (rate(pagestream_errors_total"
+                            f'{{{_RELEASE}, error_type=~"storage_full|logs_full|no_engine"}}[$__rate_interval]))',
+                            "{{k8s_namespace_name}} {{error_type}}",
+                        )
+                    ],
+                    unit="ops",
                 ),
             ),
         ),

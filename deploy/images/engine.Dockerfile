@@ -9,14 +9,16 @@ ARG TORCH_INDEX=""
 WORKDIR /build
 RUN python3 -m venv --without-pip /opt/venv && python3 -m venv /opt/builder
 COPY constraints.txt ./
-RUN /opt/builder/bin/python -m pip install --quiet --no-cache-dir --constraint constraints.txt pip hatchling
+# In place of what the builder's own settings of pip may name.
+ENV PIP_CONSTRAINT=/build/constraints.txt
+RUN /opt/builder/bin/python -m pip install --quiet --no-cache-dir pip hatchling
 COPY deploy/images/requirements/engine.txt requirements.txt
 # TORCH_INDEX: an index with PyTorch's CPU build. Without it pip takes the build of its configured index, by default the
 # CUDA build: gigabytes that a CPU doesn't need.
 RUN if [ -n "${TORCH_INDEX}" ]; then /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet \
       --no-cache-dir --index-url "${TORCH_INDEX}" "$(grep '^torch==' constraints.txt)"; fi \
     && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-cache-dir \
-      --constraint constraints.txt --requirement requirements.txt \
+      --requirement requirements.txt \
     && packages="$(echo /opt/venv/lib/python3.*/site-packages)" \
     && rm -rf "$packages"/torch/include "$packages"/torch/test "$packages"/torch/share \
     && find "$packages"/torch -name '*.a' -delete \

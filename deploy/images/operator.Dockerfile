@@ -8,10 +8,12 @@ FROM ${BASE_IMAGE} AS thirdparty
 WORKDIR /build
 RUN python3 -m venv --without-pip /opt/venv && python3 -m venv /opt/builder
 COPY constraints.txt ./
-RUN /opt/builder/bin/python -m pip install --quiet --no-cache-dir --constraint constraints.txt pip hatchling
+# In place of what the builder's own settings of pip may name.
+ENV PIP_CONSTRAINT=/build/constraints.txt
+RUN /opt/builder/bin/python -m pip install --quiet --no-cache-dir pip hatchling
 COPY deploy/images/requirements/operator.txt requirements.txt
 RUN /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-cache-dir \
-      --constraint constraints.txt --requirement requirements.txt \
+      --requirement requirements.txt \
     && echo /opt/pagestream > "$(echo /opt/venv/lib/python3.*/site-packages)/pagestream.pth"
 
 # -- our packages --

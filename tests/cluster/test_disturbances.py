@@ -9,10 +9,11 @@ import time
 import pytest
 from pagestream_operator.children.container import METRICS_PORT
 from prometheus_client.parser import text_string_to_metric_families
-from support.kubernetes.cluster import ClusterError, Object, name_of, process_of, send
+from support.kubernetes.cluster import Object, name_of, process_of, send, wait_for
 from support.kubernetes.release import NAMESPACE, Scene
 
 FROZEN_S = 15.0  # longer than an engine's lease lives
+RUNNING_LIMIT_S = 60.0
 # Inside of the pod: network policies may keep all other pods from its metrics.
 READ_METRICS = f"""
 from urllib.request import urlopen
@@ -39,12 +40,18 @@ def num_running(pod: str) -> int:
 
 def busiest_engine(scene: Scene) -> Object:
     """The engine's pod that runs most. Choose it in the middle of the streams: the loss of one that runs none of
-    them would not be noticed, and which engine runs how many is chance. Raises ClusterError where none runs any.
+    them would not be noticed, and which engine runs how many is chance.
+
+    Clients may be so far behind the engines that no engine runs any of their open streams: then this waits for their
+    next ones. Raises ClusterError where none come.
     """
-    running = {pod: num_running(pod) for pod in NAMESPACE.ready_pods(scene.engines)}
-    if not any(running.values()):
-        raise ClusterError(f"no engine runs anything: {running}")
-    return NAMESPACE.get("pod", max(running, key=lambda pod: running[pod]))
+
+    def running() -> dict[str, int] | None:
+        found = {pod: num_running(pod) for pod in NAMESPACE.ready_pods(scene.engines)}
+        return found if any(found.values()) else None
+
+    found = wait_for("an engine that runs something", running, limit_s=RUNNING_LIMIT_S)
+    return NAMESPACE.get("pod", max(found, key=lambda pod: found[pod]))
 
 
 def need_node_here(scene: Scene) -> None:

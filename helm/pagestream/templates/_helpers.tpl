@@ -175,6 +175,18 @@ topologySpreadConstraints:
 {{- end -}}
 {{- end -}}
 
+{{/* What the gateways' address of Redis is made of beside the Secret and its key, which their pods name. */}}
+{{- define "pagestream.redisGatewayAddress" -}}
+{{- if .Values.redis.bundled.enabled -}}
+{{- include "pagestream.redisLogin" . -}}
+{{- with .Values.redis.bundled.tls -}}
+{{- if .enabled }} {{ empty .existingSecret }} {{ .ca }}{{ end -}}
+{{- end -}}
+{{- else -}}
+{{- .Values.redis.external.url -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Whether operators take metrics over TLS and by token; empty: no. Processes that export to them directly can't. */}}
 {{- define "pagestream.sinkIsSecure" -}}
 {{- if and .Values.operator.sink.secure (or .Values.collector.enabled .Values.telemetry.endpoint) -}}true{{- end -}}

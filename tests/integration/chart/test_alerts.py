@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,13 @@ def test_every_series_and_label_is_one_that_a_process_exposes(where: str) -> Non
     for name, labels in named:
         assert name in known
         assert labels <= known[name]
+
+
+def test_what_an_alert_looks_at_is_drawn() -> None:
+    def names(expressions: Iterable[str]) -> set[str]:
+        return {name for expression in expressions for name, _ in selectors(expression)}
+
+    asked = names(rule["expr"] for rule in alerts().values()) - set(EXPORTED_OF_REDIS)
+    assert asked - names(panels().values()) == set()
+    drawn = "".join(panels().values())
+    assert all(code in drawn for code in ("storage_full", "logs_full", "no_engine"))

@@ -27,6 +27,8 @@ SETTINGS: dict[str, Any] = {
     "probes": {"liveness": {"periodSeconds": 77, "timeoutSeconds": None}},
 }
 """null takes a field of the chart's own away."""
+OWN_TLS = "redis.bundled.tls.enabled=true,"
+EXTERNAL = "redis.bundled.enabled=false,redis.external.url=redis://a,"
 
 
 def with_values(folder: Path, values: dict[str, Any], *options: str) -> list[Manifest]:
@@ -102,3 +104,25 @@ def test_extra_objects_may_use_the_charts_templates(tmp_path: Path) -> None:
     assert one(manifests, "ConfigMap", "pagestream-more")
     assert one(manifests, "ConfigMap", "pagestream-text")
     assert "extraObjects" not in rendered_text()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "restarts"),
+    [
+        ("", "redis.bundled.appendfsync=always", False),
+        ("", "redis.bundled.resources.requests.memory=300Mi", False),
+        ("", "redis.bundled.metrics.enabled=true", False),
+        ("", "redis.bundled.passwordGeneration=2", True),
+        ("", "redis.bundled.tls.enabled=true", True),
+        (OWN_TLS, "redis.bundled.tls.existingSecret=mine", True),
+        (OWN_TLS, "redis.bundled.tls.ca=-----BEGIN CERTIFICATE-----", True),
+        (EXTERNAL, "redis.external.url=redis://b", True),
+        (EXTERNAL, "redis.bundled.maxmemory=1gb", False),
+    ],
+)
+def test_gateways_restart_where_their_address_of_redis_changes(before: str, after: str, restarts: bool) -> None:
+    first, second = (
+        one(render("--set", values), "Deployment", "pagestream-gateway")["spec"]["template"]
+        for values in (before, before + after)
+    )
+    assert (first != second) == restarts

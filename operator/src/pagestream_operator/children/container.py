@@ -20,6 +20,8 @@ _SECURITY_CONTEXT = {
     "capabilities": {"drop": ["ALL"]},
 }
 
+_MAX_LOAD_S = 6 * 3600
+"""Seconds that an engine may take to load its model, from a slow disk. It opens its port when that is done."""
 _HAND_BACK_S = 10
 """Seconds that a pod needs to hand its requests back and to exit."""
 
@@ -35,8 +37,7 @@ def engine_container(pool: EnginePool, defaults: EngineDefaults, config_map: str
         "args": [model_argument(pool.spec.model)],
         **environment(pool, defaults, config_map),
         "ports": [{"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"}],
-        # The engine answers /healthz while it loads the model, however long that takes.
-        "startupProbe": _probe("/healthz", period_s=1, timeout_s=2, failures=60),
+        "startupProbe": _probe("/healthz", period_s=1, timeout_s=2, failures=_MAX_LOAD_S),
         "livenessProbe": _probe("/healthz", period_s=10, timeout_s=5, failures=3),
         # Each second: until its readiness is seen, a pod that was ordered serves nothing.
         "readinessProbe": _probe("/readyz", period_s=1, timeout_s=2, failures=3),
