@@ -1,8 +1,9 @@
 """The kill matrix: `make faults`.
 
 {engine, gateway, Redis, two at once} x {SIGKILL, SIGSTOP past the lease, network cut} x {queued, claimed, prefill,
-first token, middle, last token, finish}, and Redis at its memory limit at each of these moments; in each cell every
-feature over both APIs at once, compared with an undisturbed run.
+first token, middle, last token, finish}; at each of these moments also Redis at its memory limit, and SIGKILL and
+SIGSTOP of the process of the engine alone, and of its executor alone; in each cell every feature over both APIs at
+once, compared with an undisturbed run.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> int:
     """Run the command. Returns 1 if a cell failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", nargs="?", default="", metavar="PATTERN", help='such as "gateway, SIGSTOP"')
-    parser.add_argument("--cover", action="store_true", help="run 29 cells in which all pairs of values occur")
+    parser.add_argument("--cover", action="store_true", help="run 31 cells in which all pairs of values occur")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to it")
     arguments = parser.parse_args()
     chosen = covering_cells() if arguments.cover else all_cells()

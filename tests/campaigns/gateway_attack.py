@@ -59,9 +59,8 @@ class Arrivals:
         asked = {"model": synthetic_engine.MODEL, "prompt": prompt, "max_tokens": 4000, "stream": True}
         body = json.dumps(asked | {"ignore_eos": True})
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}"
         writer.write(f"{head}\r\n\r\n{body}".encode())
         last: float | None = None
         try:
@@ -108,7 +107,7 @@ async def slow_header(port: int, until: asyncio.Event) -> str:
     while not until.is_set():
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         reading = asyncio.create_task(reader.read(4096))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
         while not reading.done() and not until.is_set():
             writer.write(b"a")
             await asyncio.wait({reading}, timeout=SLOW_HEADER_BYTE_S)
@@ -125,7 +124,7 @@ async def huge_header(port: int) -> str:
     reading = asyncio.create_task(reader.read(4096))
     piece = b"a" * 65536
     try:
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Huge: ")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Huge: ")
         for _ in range(HUGE_HEADER_BYTES // len(piece)):
             writer.write(piece)
             await writer.drain()

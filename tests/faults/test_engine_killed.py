@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.clients.stream_clients import GrpcReader
-from support.faults.disturbed_runs import open_ids, run_all, unfinished
+from support.faults.disturbed_runs import run_all, unfinished
 from support.faults.workloads import NUM_TOKENS
 from support.processes.stack import Part, running_stack
 
@@ -20,7 +20,7 @@ def test_streams_continue_unchanged(tmp_path: Path, num_engines: int) -> None:
         open_streams = []
 
         def kill_an_engine(readers: Sequence[GrpcReader]) -> None:
-            victim: Part = stack.engine_with_most_of(open_ids(readers))
+            victim: Part = stack.busiest_engine()
             victim.kill()
             open_streams.append(unfinished(readers))
             if num_engines == 1:

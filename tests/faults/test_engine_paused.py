@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.clients.stream_clients import GrpcReader
-from support.faults.disturbed_runs import open_ids, run_all
+from support.faults.disturbed_runs import run_all
 from support.processes.stack import Part, running_stack
 from support.processes.waiting import wait_until
 
@@ -19,8 +19,8 @@ def test_a_zombie_writes_nothing_and_serves_again(tmp_path: Path) -> None:
         undisturbed = asyncio.run(run_all(stack))
         paused: list[Part] = []
 
-        def pause(readers: Sequence[GrpcReader]) -> None:
-            paused.append(stack.engine_with_most_of(open_ids(readers)))
+        def pause(_: Sequence[GrpcReader]) -> None:
+            paused.append(stack.busiest_engine())
             paused[0].signal(signal.SIGSTOP)
 
         disturbed = asyncio.run(run_all(stack, disturb=pause))

@@ -1,18 +1,18 @@
-"""A cover of the kill matrix in which each pair of target, fault and moment occurs; all 91 cells are `make faults`."""
+"""A part of the kill matrix in which each target meets each fault; all 119 cells are `make faults`."""
 
 from pathlib import Path
 
 import pytest
 from support.faults.cluster import running_cluster
-from support.faults.matrix import covering_cells, run_cell, table
+from support.faults.matrix import brief_cells, run_cell, table
 
 CELL_LIMIT_S = 60
 
 
-@pytest.mark.timeout(CELL_LIMIT_S * 29)
+@pytest.mark.timeout(CELL_LIMIT_S * 14)
 async def test_streams_are_equal_whatever_is_killed_stopped_cut_off_or_full(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
-        results = [await run_cell(cluster, cell) for cell in covering_cells()]
+        results = [await run_cell(cluster, cell) for cell in brief_cells()]
 
     print("\n".join(table(results)))
     assert [f"{each.cell}: {failure}" for each in results for failure in each.failures] == []

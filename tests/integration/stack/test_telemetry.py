@@ -57,7 +57,7 @@ def stream(stack: Stack, *, max_tokens: int, kill_after: int = 0, **more: object
             if line.startswith("data: "):
                 events.append(line.removeprefix("data: "))
                 if len(events) == kill_after:
-                    stack.engine_with_most_of([json.loads(events[0])["id"]]).kill()
+                    stack.busiest_engine().kill()
     return events
 
 

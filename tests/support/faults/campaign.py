@@ -204,7 +204,7 @@ class Campaign:
     def _victims(self, injection: Injection, pause: Pause | None) -> list[Member]:
         cluster = self._cluster
         gateway, engine = cluster.gateways[injection.instance], cluster.engines[injection.instance]
-        paused = next((member for member in cluster.members if pause and member.pid == pause.pid), engine)
+        paused = (cluster.member_of(pause.pid) if pause else None) or engine
         named = {
             "paused": [paused],
             "gateway": [gateway],

@@ -22,13 +22,16 @@ from support.faults.fault_points import FaultPointController
 from support.faults.feature_clients import FeatureClient, GrpcClient, Transcript, clients_of
 from support.faults.feature_rows import FEATURE_ROWS, FeatureRow
 from support.network.tcp_proxy import TcpProxy
-from support.processes.fork_server import ForkedPart, ForkServer
+from support.processes.fork_server import ForkedPart, ForkServer, send_signal
 from support.processes.stack import DEMO_MODEL, Part, StackError, free_port
+from support.processes.waiting import children_of, descendants_of
 
 MODEL = "demo"
 TENANT = "default"
 MODULES = ("pagestream_worker.__main__", "pagestream_gateway.__main__", "transformers.models.llama")
 ENGINE_OPTIONS = ("--dtype", "float32", "--num-gpu-blocks-override", "512")
+MODES = (("--async-scheduling",), ("--executor", "process"))
+"""Of the engines in turn: both have two steps in flight, in one process and over two."""
 READY_LIMIT_S = 60.0
 POLL_S = 0.05
 PAST_LEASE_S = 2.6
@@ -69,6 +72,45 @@ class Member:
         return self.part.process.pid if self.part.process else 0
 
 
+class EnginePart(Part):
+    """The process of an engine alone, apart from its worker, which ends with it and is started again."""
+
+    what = "engine"
+
+    def __init__(self, worker: ForkedPart) -> None:
+        super().__init__(f"{worker.name}'s {self.what}", worker.command, worker.log)
+        self._worker = worker
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        send_signal(self.pids(), number)
+
+    def pids(self) -> list[int]:
+        """Return the processes that are signalled."""
+        return children_of(self._worker.pid)
+
+    def wait(self) -> int:
+        """Wait for the worker's end."""
+        return self._worker.wait()
+
+    def start(self) -> None:
+        """Start the worker."""
+        self._worker.start()
+
+
+class ExecutorPart(EnginePart):
+    """The process of an engine's executor alone, apart from the engine, which ends with it, and its worker."""
+
+    what = "executor"
+
+    def pids(self) -> list[int]:
+        """Return the processes that are signalled."""
+        found = [pid for engine in super().pids() for pid in children_of(engine)]
+        if not found:
+            raise StackError(f"{self.name}: there is no process of an executor")
+        return found
+
+
 class FaultCluster:
     """Two engines, two gateways, one Redis. Made by `running_cluster`."""
 
@@ -92,12 +134,17 @@ class FaultCluster:
         """All parts."""
         return [*self.gateways, *self.engines, self.redis]
 
+    def member_of(self, pid: int) -> Member | None:
+        """Return the part that a process is of; None where it has ended."""
+        return next((each for each in self.members if pid in (each.pid, *descendants_of(each.pid))), None)
+
     async def add_engine(self, stack: AsyncExitStack) -> None:
         """Start one more engine behind its own proxy to Redis."""
         proxy = await stack.enter_async_context(TcpProxy(self.redis_port))
         name = f"engine-{len(self.engines)}"
         arguments = [str(DEMO_MODEL), "--redis", f"redis://127.0.0.1:{proxy.port}/0", "--served-model-name", MODEL]
-        command = [MODULES[0], *arguments, "--engine-id", name, *ENGINE_OPTIONS]
+        mode = MODES[len(self.engines) % len(MODES)]
+        command = [MODULES[0], *arguments, "--engine-id", name, *ENGINE_OPTIONS, *mode]
         part = ForkedPart(name, command, self.folder / f"{name}.log", server=self._fork_server)
         self.engines.append(Member(part, (proxy,), {}))
         part.start()
@@ -113,6 +160,10 @@ class FaultCluster:
         addresses = {"sse": f"http://127.0.0.1:{proxies[1].port}", "grpc": f"127.0.0.1:{proxies[2].port}"}
         self.gateways.append(Member(part, proxies, addresses))
         part.start()
+
+    def engines_with_executor(self) -> list[Member]:
+        """Return the engines whose executor has a process of its own."""
+        return [engine for place, engine in enumerate(self.engines) if "process" in MODES[place % len(MODES)]]
 
     async def broker(self) -> Broker:
         """Return the harness' own connection to Redis."""
@@ -152,7 +203,8 @@ class FaultCluster:
         """
         if fault is Fault.KILL:
             for victim in sorted(victims, key=lambda member: member is not self.redis):
-                victim.part.wait()
+                # In a thread: a worker whose engine was killed ends by way of Redis, through a proxy of this loop.
+                await asyncio.to_thread(victim.part.wait)
                 if supervised and victim in self.engines:
                     await self.expire_engines([victim])
                 victim.part.start()
@@ -289,7 +341,10 @@ async def running_cluster(folder: Path, *, engines: int = 2, gateways: int = 2) 
     """Yield a ready cluster with recorded references; the tails of all logs are added to an exception as notes."""
     async with AsyncExitStack() as stack:
         controller = await stack.enter_async_context(FaultPointController(folder / "faults"))
-        environment = {VARIABLE: str(controller.path), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        environment = {
+            VARIABLE: str(controller.path),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
         fork_server = ForkServer(MODULES, environment)
         stack.callback(fork_server.close)
         redis_port, data = free_port(), folder / "redis"

@@ -4,21 +4,25 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from support.clients.stream_clients import GrpcReader, Outcome
-from support.faults.workloads import NUM_TOKENS, mixed_requests
-from support.processes.stack import Stack
+from support.faults.workloads import NUM_STREAMS, NUM_TOKENS, mixed_requests
+from support.processes.stack import Stack, StackError
 
 MIDDLE = NUM_TOKENS // 4
 
 
 async def run_all(stack: Stack, *, disturb: Callable[[Sequence[GrpcReader]], object] | None = None) -> list[Outcome]:
-    """Run the workload; `disturb` is called once every stream has a quarter of its tokens."""
+    """Run the workload; `disturb` is called once half of the requests have a quarter of their tokens in their logs, and
+    are not finished. StackError where that never was so.
+    """
     readers = [GrpcReader([gateway.grpc_target for gateway in stack.gateways]) for _ in mixed_requests()]
     tasks = [
         asyncio.create_task(reader.run(request)) for reader, request in zip(readers, mixed_requests(), strict=True)
     ]
     if disturb is not None:
-        while min(reader.outcome.num_tokens for reader in readers) < MIDDLE:
+        while not await asyncio.to_thread(_are_under_way, stack):
             await asyncio.wait(tasks, timeout=0.02, return_when=asyncio.FIRST_EXCEPTION)
+            if all(task.done() for task in tasks):
+                raise StackError("the streams ended before half of them were seen in their middle")
             for task in tasks:
                 if task.done():
                     task.result()
@@ -26,11 +30,11 @@ async def run_all(stack: Stack, *, disturb: Callable[[Sequence[GrpcReader]], obj
     return list(await asyncio.gather(*tasks))
 
 
+def _are_under_way(stack: Stack) -> bool:
+    lengths = [length for owned in stack.log_lengths().values() for length in owned.values()]
+    return sum(length >= MIDDLE for length in lengths) >= NUM_STREAMS // 2
+
+
 def unfinished(readers: Sequence[GrpcReader]) -> int:
     """Return how many streams have not ended."""
-    return len(open_ids(readers))
-
-
-def open_ids(readers: Sequence[GrpcReader]) -> list[str]:
-    """Return the ids of the streams that have not ended."""
-    return [reader.outcome.request_id for reader in readers if reader.outcome.usage is None]
+    return sum(reader.outcome.usage is None for reader in readers)

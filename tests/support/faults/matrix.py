@@ -7,6 +7,7 @@ into it or into another process, so that the fault happens at exactly that momen
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,12 @@ from enum import StrEnum
 from typing import Any
 
 from pagestream_streams.fault_points import FaultPoint
-from support.faults.cluster import Fault, FaultCluster, FeatureClient, Member
+from support.faults.cluster import EnginePart, ExecutorPart, Fault, FaultCluster, FeatureClient, Member
 from support.faults.fault_points import Pause
 from support.pairwise import pairwise, product
+from support.processes.fork_server import ForkedPart
 from support.processes.stack import StackError
+from support.processes.waiting import descendants_of
 
 PAUSE_LIMIT_S = 30.0
 SETTLE_LIMIT_S = 15.0
@@ -31,6 +34,10 @@ class Target(StrEnum):
     GATEWAY = "gateway"
     REDIS = "Redis"
     TWO = "two at once"
+    ENGINE_PROCESS = "engine process alone"
+    """The worker's child, which steps the engine; the worker lives, and says so."""
+    EXECUTOR = "executor alone"
+    """The engine's child, which runs the model; engine and worker live, and say so."""
 
 
 class Moment(StrEnum):
@@ -57,7 +64,11 @@ PASSAGES: Mapping[Moment, Sequence[tuple[FaultPoint, int]]] = {
     # Before the append, and after it while its reply is unread.
     Moment.FINISH: [(FaultPoint.FINISH, 2), (FaultPoint.FINISHED, 2)],
 }
-FACTORS = {"target": tuple(Target), "fault": (Fault.KILL, Fault.STOP, Fault.CUT), "moment": tuple(Moment)}
+FACTORS = {
+    "target": (Target.ENGINE, Target.GATEWAY, Target.REDIS, Target.TWO),
+    "fault": (Fault.KILL, Fault.STOP, Fault.CUT),
+    "moment": tuple(Moment),
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,13 @@ class Cell:
         )
 
 
+ALONE = (Target.ENGINE_PROCESS, Target.EXECUTOR)
+_OTHERS = (
+    Cell(Target.REDIS, Fault.FILL, Moment.MIDDLE),
+    *(Cell(target, Fault.KILL, Moment.MIDDLE) for target in ALONE),
+)
+
+
 @dataclass
 class CellResult:
     """The result of a cell."""
@@ -95,14 +113,29 @@ class CellResult:
 
 
 def all_cells() -> list[Cell]:
-    """Return all 91 cells: the combinations, and Redis at its memory limit at each moment."""
+    """Return all 119 cells: the combinations, Redis at its memory limit, and the processes of engine and executor
+    killed and stopped alone, at each moment.
+    """
     combinations = [Cell(**case) for case in product(FACTORS)]
-    return combinations + [Cell(Target.REDIS, Fault.FILL, moment) for moment in Moment]
+    filled = [Cell(Target.REDIS, Fault.FILL, moment) for moment in Moment]
+    alone = product({"target": ALONE, "fault": (Fault.KILL, Fault.STOP), "moment": tuple(Moment)})
+    return [*combinations, *filled, *(Cell(**case) for case in alone)]
 
 
 def covering_cells() -> list[Cell]:
-    """Return 28 cells in which each pair of target, fault and moment occurs, and one with a full Redis."""
-    return [*(Cell(**case) for case in pairwise(FACTORS)), Cell(Target.REDIS, Fault.FILL, Moment.MIDDLE)]
+    """Return 28 cells in which each pair of target, fault and moment occurs, one with a full Redis, and two in which
+    the process of the engine, and that of the executor, is killed alone.
+    """
+    return [*(Cell(**case) for case in pairwise(FACTORS)), *_OTHERS]
+
+
+def brief_cells() -> list[Cell]:
+    """Return 12 cells in which each target meets each fault, and each moment occurs; one with a full Redis, and two in
+    which the process of the engine, and that of the executor, is killed alone.
+    """
+    pairs = product({name: FACTORS[name] for name in ("target", "fault")})
+    cells = [Cell(**pair, moment=moment) for pair, moment in zip(pairs, itertools.cycle(Moment), strict=False)]
+    return [*cells, *_OTHERS]
 
 
 async def run_cell(cluster: FaultCluster, cell: Cell) -> CellResult:
@@ -129,7 +162,7 @@ async def _run_once(cluster: FaultCluster, cell: Cell, passage: tuple[FaultPoint
             running = _start(clients)
             await _wait_accepted(clients, running)
         else:
-            cluster.fault_points.arm(dict([passage]))
+            cluster.fault_points.arm(dict([passage]), _armed(cluster, cell))
             running = _start(clients)
             paused = [await _first_pause(cluster, running)]
         cluster.fault_points.disarm()
@@ -197,13 +230,29 @@ async def _wait_accepted(clients: Sequence[FeatureClient], running: Sequence[asy
             await asyncio.sleep(POLL_S)
 
 
+def _armed(cluster: FaultCluster, cell: Cell) -> list[int] | None:
+    """Return the processes that may pause; None: all. Not every engine has a process for its executor."""
+    if cell.target is not Target.EXECUTOR:
+        return None
+    return [pid for engine in cluster.engines_with_executor() for pid in (engine.pid, *descendants_of(engine.pid))]
+
+
 def _victims(cluster: FaultCluster, cell: Cell, pause: Pause) -> list[Member]:
     """Return the paused engine, or by the cell's index one of the gateways or of the pairs."""
-    engine = next(member for member in cluster.engines if member.pid == pause.pid)
+    engine = cluster.member_of(pause.pid)
+    if engine not in cluster.engines or not isinstance(engine.part, ForkedPart):
+        raise StackError(f"process {pause.pid}, which paused, is no engine")
     gateway = cluster.gateways[cell.number % len(cluster.gateways)]
     match cell.target:
         case Target.ENGINE:
             return [engine]
+        case Target.ENGINE_PROCESS:
+            return [Member(EnginePart(engine.part), (), {})]
+        case Target.EXECUTOR:
+            (other,) = cluster.engines_with_executor()
+            if not isinstance(other.part, ForkedPart):
+                raise StackError(f"{other.name} is no engine")
+            return [Member(ExecutorPart(other.part), (), {})]
         case Target.GATEWAY:
             return [gateway]
         case Target.REDIS:

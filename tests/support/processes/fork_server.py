@@ -8,12 +8,13 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.processes.stack import Part, StackError
+from support.processes.waiting import descendants_of
 
 SERVER = Path(__file__).with_name("fork_server_main.py")
 END_LIMIT_S = 15.0
@@ -80,10 +81,13 @@ class ForkedPart(Part):
         self.restarts += 1
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless the process has ended."""
-        if self._handle >= 0:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._handle, number)
+        """Send a signal, unless the process has ended. It is stopped and continued with its children."""
+        if self._handle < 0:
+            return
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
+        if number in (signal.SIGSTOP, signal.SIGCONT):
+            send_signal(descendants_of(self.pid), number)
 
     def wait(self) -> int:
         """Wait for the end; StackError after a limit. Returns 0: the fork server's kernel discards the exit status."""
@@ -121,3 +125,10 @@ class ForkedPart(Part):
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
+
+
+def send_signal(pids: Collection[int], number: signal.Signals) -> None:
+    """Send a signal to those of some processes that run."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)

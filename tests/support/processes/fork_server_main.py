@@ -9,11 +9,34 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any
 
 from pagestream_cli.supervisor.guard import die_with_parent
+from pagestream_worker.stepping import child, process_main
+
+
+class ForkedChild:
+    """The process of an engine, forked from its worker: that has imported all it needs, and computes nothing."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        worker = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            signal.set_wakeup_fd(-1)
+            process_main.serve(connection, worker)
+
+    def wait(self) -> int:
+        """See child.Child."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self) -> None:
+        """See child.Child."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
 
 def main() -> None:
@@ -41,6 +64,7 @@ def _become(order: dict[str, Any]) -> None:
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         os.environ.update(order["environment"])
+        vars(child)["launch"] = ForkedChild
         module = order["module"]
         sys.argv = [module, *order["arguments"]]
         status = sys.modules[module].main() or 0

@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 from pagestream_streams.connection.embedded import find_server, server_command
+from redis import Redis
 from support.processes.waiting import wait_until
 from support.redis.topologies import quiet_port
 
@@ -181,19 +182,27 @@ class Stack:
         """All processes, clients' side first."""
         return [*self.gateways, *self.engines, self.redis]
 
-    def engine_with_most_of(self, request_ids: Collection[str]) -> Part:
-        """Return the engine that has claimed most of the requests. StackError where none has claimed any.
+    def log_lengths(self) -> dict[str, dict[str, int]]:
+        """Return the log's length of each unfinished request, by the engine that owns it in Redis.
 
-        To be asked while they run: partitions are assigned to engines by hash, anew when engines start or end.
+        What clients have received says little about engines: gateways and clients may be a whole request behind.
         """
-        claims = [engine.log.read_text(errors="replace").splitlines() for engine in self.engines]
-        counts = [
-            sum('"claimed"' in line and any(f'"{each}"' in line for each in request_ids) for line in lines)
-            for lines in claims
-        ]
-        if not any(counts):
-            raise StackError(f"no engine has claimed any of {len(request_ids)} requests")
-        return self.engines[counts.index(max(counts))]
+        lengths: dict[str, dict[str, int]] = {engine.name: {} for engine in self.engines}
+        with Redis.from_url(self.redis_url, decode_responses=True) as client:
+            for key in client.scan_iter("ps:{*}:owned:*", count=1000):
+                prefix, _, owner = str(key).partition("owned:")
+                owned = lengths.setdefault(owner.partition(":")[0], {})
+                for request_id in client.smembers(key):
+                    owned[request_id] = int(client.hget(f"{prefix}req:{request_id}", "next") or 0)
+        return lengths
+
+    def busiest_engine(self) -> Part:
+        """Return the engine that owns most unfinished requests now. StackError where none owns any."""
+        counts = {name: len(owned) for name, owned in self.log_lengths().items()}
+        name = max(counts, key=lambda each: counts[each])
+        if not counts[name]:
+            raise StackError("no engine owns a request")
+        return next(engine for engine in self.engines if engine.name == name)
 
     def wait_ready(self) -> None:
         """Wait until every gateway and every engine is ready."""

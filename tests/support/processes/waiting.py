@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 POLL_S = 0.02
@@ -17,6 +18,20 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the ids of a process' children; none where it has ended."""
+    found: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Return the ids of a process' children, of their children, and so on; each before its own."""
+    return [each for child in children_of(pid) for each in (child, *descendants_of(child))]
 
 
 async def until(condition: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:

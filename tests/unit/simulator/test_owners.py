@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from pagestream_engine.config import CacheConfig, SchedulerConfig
-from pagestream_engine.scheduler.prefill import RESERVE_SHARE
+from pagestream_engine.scheduler.admission import RESERVE_SHARE
 from pagestream_operator.settings import OperatorVariables
 from pagestream_scaling import KvUtilizationPolicy, TtftPolicy
 from pagestream_simulator.fleet import fleet, signals

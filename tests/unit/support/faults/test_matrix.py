@@ -6,21 +6,43 @@ from support.faults.campaign import PASSAGES as CAMPAIGN_PASSAGES
 from support.faults.campaign import Injection
 from support.faults.cluster import Fault
 from support.faults.feature_rows import FEATURE_ROWS, sampling_of
-from support.faults.matrix import FACTORS, PASSAGES, Moment, Target, all_cells, covering_cells
+from support.faults.matrix import ALONE, FACTORS, PASSAGES, Moment, Target, all_cells, brief_cells, covering_cells
+
+DISTURBED = (Fault.KILL, Fault.STOP, Fault.CUT)
+FAULTS = {
+    Target.ENGINE: DISTURBED,
+    Target.GATEWAY: DISTURBED,
+    Target.REDIS: (*DISTURBED, Fault.FILL),
+    Target.TWO: DISTURBED,
+    Target.ENGINE_PROCESS: (Fault.KILL, Fault.STOP),
+    Target.EXECUTOR: (Fault.KILL, Fault.STOP),
+}
 
 
 def test_has_every_combination_once() -> None:
-    combinations = len(Target) * (len(Fault) - 1) * len(Moment)
-    assert len({str(cell) for cell in all_cells()}) == combinations + len(Moment) == 91
+    cells = all_cells()
+    assert len({str(cell) for cell in cells}) == len(cells) == 119
+    assert {cell.target for cell in cells} == set(Target)
+    for target, faults in FAULTS.items():
+        expected = set(itertools.product(faults, Moment))
+        assert {(cell.fault, cell.moment) for cell in cells if cell.target is target} == expected
 
 
 def test_the_cover_has_every_pair_of_values() -> None:
     cells = covering_cells()
     assert any(cell.fault is Fault.FILL for cell in cells)
-    cells = [cell for cell in cells if cell.fault is not Fault.FILL]
+    assert set(ALONE) < {cell.target for cell in cells}
+    cells = [cell for cell in cells if cell.fault is not Fault.FILL and cell.target not in ALONE]
     for first, second in itertools.combinations(FACTORS, 2):
         seen = {(getattr(cell, first), getattr(cell, second)) for cell in cells}
         assert seen == set(itertools.product(FACTORS[first], FACTORS[second]))
+
+
+def test_the_part_of_make_test_has_every_fault_of_every_target() -> None:
+    cells = brief_cells()
+    pairs = {(cell.target, cell.fault) for cell in cells}
+    assert pairs == {(cell.target, cell.fault) for cell in all_cells()} - {(target, Fault.STOP) for target in ALONE}
+    assert {cell.moment for cell in cells} == set(Moment)
 
 
 def test_every_moment_has_a_fault_point_and_the_campaign_has_all() -> None:

@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from pagestream_engine.scheduler.prefill import RESERVE_SHARE
+from pagestream_engine.scheduler.admission import RESERVE_SHARE
 from pagestream_streams.engine.claim_order import SLACK_MS
 from pagestream_streams.settings import StreamsSettings
 

@@ -46,7 +46,7 @@ def run_engine(engine: Any, vocab_size: int, load: Load) -> tuple[Floats, Floats
         outputs = engine.step()
         now_s += time.process_time() - begun
         for output in outputs:
-            number = int(output.request_id)
+            number = int(output.seq_id)
             first[number] = min(first[number], now_s)
             last[number] = now_s
     return first, last

@@ -1,0 +1,133 @@
+"""Runs every causal language model that the installed `transformers` registers, and writes what came of it as a table.
+
+Each gets a small random configuration. Its greedy tokens in the engine (several requests in one batch, prompts in
+chunks, prefix cache, a second pass over cached prefixes) must equal those of `generate`, its log probabilities nearly.
+Exits with 1 if fewer than MIN_SHARE of the model types pass.
+
+    .venv/bin/python tests/campaigns/families.py [--write docs/models.md] [MODEL_TYPE...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pagestream_engine.errors import EngineError
+from pagestream_engine.models.registry import find_family
+from pagestream_engine.models.select import open_model
+from support.engines.architectures import model_types, small_config, write_model
+from support.engines.general_parity import check_parity
+
+MIN_SHARE = 0.8
+HEAD = """# Models
+
+Written by `make families`, which runs each of these with a small random configuration and compares tokens and log
+probabilities with `transformers` {version}. "fused" is a family of the engine's own layers, "general" is
+`transformers`' own modelling code on the paged cache. A model type counts if it is registered as a causal language
+model, its code calls the attention interface, and it is no encoder-decoder.
+
+{passed} of {total} model types pass.
+
+| model type | architecture | result |
+|---|---|---|
+"""
+TAIL = """
+## Rope scalings
+
+Every scaling of `transformers` runs, on both ways. Two of them choose frequencies by a request's length, and
+`transformers` rotates cached keys by others than new ones, or computes them anew, when a request outgrows its original
+context. Here a model's frequencies depend on `max_model_len` alone: every sequence rotates as `transformers` rotates
+one of `max_model_len` tokens, so tokens depend neither on chunks nor on where a sequence resumes.
+
+| scaling | context where `max_model_len` is left out | at most |
+|---|---|---|
+| `longrope` | `original_max_position_embeddings`, short factors | `max_position_embeddings`, long factors |
+| `dynamic` | `max_position_embeddings`, unscaled | that times `factor`, scaled for `max_model_len` |
+| `yarn` | the original context times `factor` | the same |
+| others | `max_position_embeddings` | the same |
+
+Modelling code that chooses its frequencies by itself (`phimoe`) ends at the default.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one model type."""
+
+    kind: str
+    architecture: str
+    passed: bool
+    text: str
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the campaign; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", metavar="MODEL_TYPE")
+    parser.add_argument("--write", type=Path, help="file for the table")
+    options = parser.parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(1)
+    known = model_types()
+    rows = []
+    for kind in options.kinds or known:
+        row = run_one(kind, known[kind])
+        print(f"{'passes' if row.passed else 'FAILS '} {row.kind}: {row.text}", flush=True)
+        rows.append(row)
+    passed = sum(row.passed for row in rows)
+    print(f"{passed} of {len(rows)} model types pass")
+    if options.write is not None:
+        options.write.write_text(table(rows))
+    return 0 if passed >= MIN_SHARE * len(rows) else 1
+
+
+def run_one(kind: str, architecture: str) -> Row:
+    """Run one model type."""
+    way = "general" if find_family(architecture) is None else "fused"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        try:
+            config = small_config(kind)
+            config.save_pretrained(folder)
+            open_model(folder)  # what is refused needs no weights
+            write_model(folder, config)
+            check_parity(folder)
+        except EngineError as error:
+            return Row(kind, architecture, False, f"refused: {_one_line(error)}")
+        except AssertionError as error:
+            return Row(kind, architecture, False, f"differs: {_one_line(error)}")
+        except Exception as error:  # noqa: BLE001 - a row of the table, like any other
+            return Row(kind, architecture, False, f"not run: {type(error).__name__}: {_one_line(error)}")
+    return Row(kind, architecture, True, f"passes ({way})")
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return the page: a table of all rows, and the reasons of those that did not pass."""
+    rows = sorted(rows, key=lambda row: row.kind)
+    page = HEAD.format(version=transformers.__version__, passed=sum(row.passed for row in rows), total=len(rows))
+    page += "".join(f"| {row.kind} | {row.architecture} | {row.text.partition(':')[0]} |\n" for row in rows)
+    page += "\n## Reasons\n\n"
+    for row in rows:
+        if not row.passed:
+            reason = row.text.replace(f"{row.architecture}: ", "")
+            page += textwrap.fill(f"- `{row.kind}`: {reason}", 100, subsequent_indent="  ") + "\n"
+    return page + TAIL
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
