@@ -16,10 +16,11 @@ from pagestream_engine.errors import ConfigError, EngineError
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan
 from pagestream_telemetry.settings import TelemetrySettings
-from pagestream_worker.stepping.commands import STEPS_AHEAD, AddGroup, Stop
+from pagestream_worker.stepping.commands import AddGroup, Stop
 from pagestream_worker.stepping.engine_core import EngineCoreError
 from pagestream_worker.stepping.engine_process import EngineProcess
 from pagestream_worker.stepping.process_main import TITLE, Program
+from pagestream_worker.stepping.steps_ahead import STEPS_AHEAD
 from support.engines.arithmetic_model import make_folder, undisturbed
 from support.engines.arithmetic_worker import FACTS, ArithmeticRunner, SlowRunner, arithmetic_engine
 from support.processes.waiting import is_running, until, wait_until

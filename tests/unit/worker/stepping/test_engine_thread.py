@@ -2,7 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,15 @@ from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan
 from pagestream_worker.stepping.commands import AddGroup, Stop
 from pagestream_worker.stepping.engine_thread import EngineThread
+from pagestream_worker.stepping.steps_ahead import STEPS_AHEAD
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
-from support.processes.waiting import until
+from support.processes.waiting import until, wait_until
 
 LIMIT_S = 10.0
 FACTS = ArithmeticFacts()
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
+LOOKS = 10
 
 
 class BrokenRunner(ArithmeticRunner):
@@ -28,13 +33,30 @@ class BrokenRunner(ArithmeticRunner):
         return super().execute(plan)
 
 
+def is_asleep(thread: threading.Thread) -> Callable[[], bool]:
+    """Return whether a thread has not computed since the last LOOKS calls."""
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    seen: deque[float] = deque(maxlen=LOOKS)
+
+    def look() -> bool:
+        seen.append(time.clock_gettime(clock))
+        return len(seen) == LOOKS and seen[0] == seen[-1]
+
+    return look
+
+
 class Owner:
     """The event loop's side of a thread."""
 
     def __init__(self, folder: Path, runner: type[ArithmeticRunner] = ArithmeticRunner) -> None:
         def make_engine() -> Engine:
             made_on.append(threading.current_thread())
-            return Engine(make_folder(folder), EngineConfig(), make_runner=lambda _, config: runner(config, FACTS))
+            return Engine(make_folder(folder), EngineConfig(), make_runner=make_runner)
+
+        def make_runner(_: Path, config: EngineConfig) -> ArithmeticRunner:
+            self.runner = runner(config, FACTS)
+            return self.runner
 
         made_on: list[threading.Thread] = []
         self.outputs: list[StepOutput] = []
@@ -69,6 +91,20 @@ async def test_it_reports_on_the_event_loop_until_it_is_stopped(tmp_path: Path) 
     assert owner.steps == [1] * 20
     assert owner.thread.figures.stats.num_generated_tokens == 20
     assert owner.thread.step_age_s() == pytest.approx(0.0)
+
+
+async def test_it_waits_for_an_event_loop_that_takes_no_reports(tmp_path: Path) -> None:
+    owner = Owner(tmp_path)
+    owner.thread.submit(AddGroup([1, 2, 3], [Sibling("a", ENDLESS)]))
+    await until(lambda: len(owner.steps) > STEPS_AHEAD, "steps that were taken")
+    taken = len(owner.steps)
+    wait_until(is_asleep(owner.thread), "the engine to wait for this event loop", LIMIT_S)
+    assert taken < owner.runner.num_steps <= taken + STEPS_AHEAD + 1  # one in flight
+    await until(lambda: len(owner.steps) > taken + STEPS_AHEAD, "further steps")
+    wait_until(is_asleep(owner.thread), "the engine to wait again", LIMIT_S)
+    owner.thread.close()
+    owner.thread.join(LIMIT_S)
+    assert not owner.thread.is_alive()
 
 
 async def test_an_error_that_ends_the_thread_is_the_futures(tmp_path: Path) -> None:

@@ -5,9 +5,6 @@ from dataclasses import dataclass
 
 from pagestream_engine.request.sequence import Sibling
 
-STEPS_AHEAD = 8
-"""Step reports that a worker may have before it without having taken them. Then the engine's process waits."""
-
 
 @dataclass(frozen=True)
 class AddGroup:
@@ -47,10 +44,3 @@ class Stop:
 
 
 Command = AddGroup | AbortSequences | StepMarked | StartProfile | Stop
-
-
-@dataclass(frozen=True)
-class StepsTaken:
-    """The worker has taken the reports of `count` further steps. Between an `EngineProcess` and its process."""
-
-    count: int

@@ -13,7 +13,7 @@ from pagestream_engine.errors import EngineError
 from pagestream_engine.request.outputs import StepOutput
 
 from pagestream_worker.stepping import child, wire
-from pagestream_worker.stepping.commands import STEPS_AHEAD, Command, StartProfile, StepsTaken
+from pagestream_worker.stepping.commands import Command, StartProfile
 from pagestream_worker.stepping.engine_core import PROFILE_LIMIT_S, EngineCoreError, ReportReader
 from pagestream_worker.stepping.process_main import Program
 from pagestream_worker.stepping.reports import (
@@ -24,15 +24,13 @@ from pagestream_worker.stepping.reports import (
     LoadFailed,
     Report,
     StepBegun,
-    StepDone,
 )
+from pagestream_worker.stepping.steps_ahead import Acknowledgements, StepsTaken
 
 logger = logging.getLogger(__name__)
 
 BUFFER_BYTES = 256 * 1024
 """Of reports that the worker has not read: ten steps of 256 sequences. Then the engine waits, as at STEPS_AHEAD."""
-ACKNOWLEDGED_STEPS = STEPS_AHEAD // 2
-"""Step reports of one `StepsTaken`: the engine's process is woken once for several steps."""
 LAST_WORDS_S = 0.1
 """After a process has ended: for what it has sent; and after its end of the connection has closed: for its end."""
 
@@ -51,12 +49,12 @@ class EngineProcess:
         self.ended: Future[None] = Future()
         self._program = program
         self._reader = ReportReader()
+        self._acknowledgements = Acknowledgements(lambda count: self._send(StepsTaken(count)))
         self._child: child.Child | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exit_code: int | None = None
         self._is_closed = False
-        self._num_unacknowledged = 0
 
     @property
     def pid(self) -> int:
@@ -147,14 +145,7 @@ class EngineProcess:
                 self._end(EngineCoreError(report.error) if report.error else None)
             case _:
                 self._reader.take(report)
-                if isinstance(report, StepDone):
-                    self._acknowledge()
-
-    def _acknowledge(self) -> None:
-        self._num_unacknowledged += 1
-        if self._num_unacknowledged == ACKNOWLEDGED_STEPS:
-            self._num_unacknowledged = 0
-            self._send(StepsTaken(ACKNOWLEDGED_STEPS))
+                self._acknowledgements.note(report)
 
     # -- its end --
 

@@ -14,11 +14,12 @@ from pagestream_engine.engine import Engine
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_streams.fault_points import FaultPoint, reach
 
-from pagestream_worker.stepping.commands import Command, StartProfile
+from pagestream_worker.stepping.commands import Command, StartProfile, Stop
 from pagestream_worker.stepping.engine_core import ReportReader
 from pagestream_worker.stepping.profiler import StepProfiler, answer_profile
 from pagestream_worker.stepping.reports import EngineFacts, Figures, Report, StepBegun
 from pagestream_worker.stepping.step_loop import CommandQueue, StepLoop
+from pagestream_worker.stepping.steps_ahead import Acknowledgements, StepsAhead
 
 
 class EngineThread(threading.Thread):
@@ -37,6 +38,8 @@ class EngineThread(threading.Thread):
         self._profiler = profiler
         self._commands = CommandQueue()
         self._reader = ReportReader()
+        self._steps_ahead = StepsAhead()
+        self._acknowledgements = Acknowledgements(self._steps_ahead.note_taken)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def listen(
@@ -80,6 +83,8 @@ class EngineThread(threading.Thread):
 
     def close(self) -> None:
         """See EngineCore. The thread ends after its step, or with the process."""
+        self._commands.put(Stop())
+        self._steps_ahead.lift()
 
     def run(self) -> None:
         """Load, then step until `Stop`."""
@@ -107,8 +112,14 @@ class EngineThread(threading.Thread):
             self.ended.set_result(None)
 
     def _report(self, report: Report) -> None:
+        """Pass a report on. Blocks while the event loop has not taken the last STEPS_AHEAD steps."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._reader.take, report)
+            self._loop.call_soon_threadsafe(self._take, report)
+            self._steps_ahead.wait(report)
+
+    def _take(self, report: Report) -> None:
+        self._acknowledgements.note(report)  # first: a callback's error is logged, and must not stop the engine
+        self._reader.take(report)
 
 
 def _as_exception(error: BaseException) -> Exception:

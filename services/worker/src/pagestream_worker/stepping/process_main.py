@@ -22,10 +22,11 @@ from setproctitle import setproctitle
 
 from pagestream_worker.stepping import wire
 from pagestream_worker.stepping.child import die_with_parent
-from pagestream_worker.stepping.commands import STEPS_AHEAD, StartProfile, StepsTaken
+from pagestream_worker.stepping.commands import StartProfile
 from pagestream_worker.stepping.profiler import StepProfiler, answer_profile
-from pagestream_worker.stepping.reports import Ended, EngineFacts, Loaded, LoadFailed, Report, StepDone
+from pagestream_worker.stepping.reports import Ended, EngineFacts, Loaded, LoadFailed, Report
 from pagestream_worker.stepping.step_loop import CommandQueue, StepLoop
+from pagestream_worker.stepping.steps_ahead import StepsAhead, StepsTaken
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Connection:
         self._frames = wire.Frames()
         self._received: list[bytes] = []
         self._sending = threading.Lock()
-        self._steps_ahead = threading.Semaphore(STEPS_AHEAD - 1)
+        self._steps_ahead = StepsAhead()
 
     def read(self) -> Any:
         """Wait for the next message. Exit the process where the worker has closed the connection, or is dead."""
@@ -76,12 +77,11 @@ class Connection:
         message = wire.pack(report)
         with self._sending:
             self._socket.sendall(message)
-        if isinstance(report, StepDone):
-            self._steps_ahead.acquire()
+        self._steps_ahead.wait(report)
 
     def note_taken(self, num_steps: int) -> None:
         """Note that the worker has taken the reports of further steps."""
-        self._steps_ahead.release(num_steps)
+        self._steps_ahead.note_taken(num_steps)
 
 
 class Commands(threading.Thread):
