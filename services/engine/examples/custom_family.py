@@ -1,6 +1,7 @@
 """A model family of one's own: Granite, which is Llama with four constants, on fused layers.
 
 .venv/bin/python services/engine/examples/custom_family.py MODEL_FOLDER
+PYTHONPATH=services/engine/examples .venv/bin/pagestream serve MODEL_FOLDER --plugins custom_family
 """
 
 import sys
@@ -54,6 +55,7 @@ class Granite(Llama):
         return ScaledLayer(plain.attention, plain.mlp, plain.input_norm, plain.post_norm, self.factor)
 
 
+register_family("GraniteForCausalLM", Granite())
+
 if __name__ == "__main__":
-    register_family("GraniteForCausalLM", Granite())
     print(LLM(sys.argv[1]).generate([[1, 2, 3]], SamplingParams(max_tokens=8))[0].outputs[0].token_ids)

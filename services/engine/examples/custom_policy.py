@@ -1,6 +1,8 @@
 """A scheduling policy of one's own: the shortest prompt first, with ageing.
 
 .venv/bin/python services/engine/examples/custom_policy.py MODEL_FOLDER
+PYTHONPATH=services/engine/examples .venv/bin/pagestream serve --plugins custom_policy \
+    --scheduling-policy shortest_prompt_first
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from pagestream_engine import Engine, EngineConfig, SamplingParams
+from pagestream_engine import LLM, Engine, EngineConfig, SamplingParams
+from pagestream_engine.errors import ConfigError
 from pagestream_engine.models import registry
 from pagestream_engine.models.family_source import FamilySource
-from pagestream_engine.models.registry import register_family
 from pagestream_engine.models.select import open_model
 from pagestream_engine.scheduler import policy
 from support.engines.architectures import small_config, write_model
@@ -43,15 +43,55 @@ def test_offline_generation(load: Callable[[str], ModuleType], capsys: pytest.Ca
     assert all("->" in line for line in lines)
 
 
-def test_a_custom_family(load: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def granite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small model of the custom family, which is not registered yet."""
+    monkeypatch.setattr(registry, "_registered", {})
     constants = {"residual_multiplier": 0.3, "attention_multiplier": 0.2, "embedding_multiplier": 4.0}
     config = small_config("granite", logits_scaling=2.0, **constants)
     config.save_pretrained(tmp_path)
     write_model(tmp_path, config)
-    monkeypatch.setattr(registry, "_registered", {})
-    register_family("GraniteForCausalLM", load("custom_family").Granite())
-    assert isinstance(open_model(tmp_path), FamilySource)
-    check_parity(tmp_path)
+    return tmp_path
+
+
+def test_a_custom_family(granite: Path, load: Callable[[str], ModuleType]) -> None:
+    load("custom_family")
+    assert isinstance(open_model(granite), FamilySource)
+    check_parity(granite)
+
+
+def test_an_executor_process_imports_the_family(granite: Path, load: Callable[[str], ModuleType]) -> None:
+    """In deterministic mode, which the modelling code of `transformers` refuses: the family has run."""
+    options: Any = {"dtype": "float32", "device": "cpu", "deterministic": True, "num_gpu_blocks_override": 8}
+    with pytest.raises(ConfigError, match="deterministic: given True, expected False or None for Granite"):
+        LLM(granite, executor="process", **options)
+    load("custom_family")
+    llm = LLM(granite, executor="process", plugins=["custom_family"], **options)
+    try:
+        [output] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
+    finally:
+        llm.engine.close()
+    assert len(output.outputs[0].token_ids) == 2
+
+
+def test_another_version_of_a_family_has_another_fingerprint(
+    granite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    monkeypatch.syspath_prepend(plugins)
+
+    def fingerprint(version: int) -> str:
+        text = (EXAMPLES / "custom_family.py").read_text()
+        (plugins / "versioned_family.py").write_text(f"{text}\nVERSION = {version}\n")
+        monkeypatch.delitem(sys.modules, "versioned_family", raising=False)
+        monkeypatch.setattr(registry, "_registered", {})
+        options: Any = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 8}
+        return LLM(granite, plugins=["versioned_family"], **options).engine.fingerprint
+
+    first = fingerprint(1)
+    assert fingerprint(20) != first
+    assert fingerprint(1) == first
 
 
 def test_a_custom_policy(load: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

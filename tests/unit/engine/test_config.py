@@ -21,7 +21,7 @@ def test_flat_names_reach_their_groups() -> None:
 
 def test_every_option_is_a_field_or_refused() -> None:
     config = EngineConfig()
-    names = {name for group in (config.model, config.cache, config.scheduler, config.executor) for name in vars(group)}
+    names = {name for group in vars(config).values() for name in vars(group)}
     assert set(EngineOptions.__annotations__) == names | {"swap_space", "cpu_offload_gb", "kv_cache_dtype"}
 
 
@@ -48,6 +48,10 @@ def test_every_option_is_a_field_or_refused() -> None:
         ("scheduling_policy", ["fcfs"]),
         ("executor", "thread"),
         ("async_scheduling", 1),
+        ("plugins", "one_module"),
+        ("plugins", ["a-module"]),
+        ("plugins", ["a..b"]),
+        ("plugins", 3),
         ("max_modle_len", 10),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
@@ -79,7 +79,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     """Tokens of a step, decodes first, then prefill chunks: bounds the step's time and its activations."""
     scheduling_policy: str = "fcfs"
-    """Name of the policy that orders admission and preemption: fcfs, or one of `register_policy`."""
+    """Name of the policy that orders admission and preemption: fcfs, or one that a plugin registers."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -111,6 +111,20 @@ class ExecutorConfig:
             raise ConfigError("async_scheduling", self.async_scheduling, "True, False or None")
 
 
+@dataclass(frozen=True)
+class ExtensionConfig:
+    """Code of the user's."""
+
+    plugins: Sequence[str] = ()
+    """Names of modules that are imported before anything else, in each process of the engine. They register scheduling
+    policies (`register_policy`) and model families (`register_family`)."""
+
+    def __post_init__(self) -> None:
+        names = self.plugins
+        if isinstance(names, str) or not isinstance(names, Sequence) or not all(map(_is_module_name, names)):
+            raise ConfigError("plugins", names, "names of modules, such as ['my_package.policies']")
+
+
 class EngineOptions(TypedDict, total=False):
     """The flat option names, which are vLLM's; see the groups for their meaning."""
 
@@ -130,6 +144,7 @@ class EngineOptions(TypedDict, total=False):
     scheduling_policy: str
     executor: str
     async_scheduling: bool | None
+    plugins: Sequence[str]
     swap_space: float
     cpu_offload_gb: float
     kv_cache_dtype: str
@@ -147,6 +162,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    extensions: ExtensionConfig = field(default_factory=ExtensionConfig)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -172,6 +188,7 @@ class EngineConfig:
             cache=CacheConfig(**groups["cache"]),
             scheduler=SchedulerConfig(**groups["scheduler"]),
             executor=ExecutorConfig(**groups["executor"]),
+            extensions=ExtensionConfig(**groups["extensions"]),
         )
 
 
@@ -180,6 +197,7 @@ _GROUPS = {
     "cache": tuple(f.name for f in fields(CacheConfig)),
     "scheduler": tuple(f.name for f in fields(SchedulerConfig)),
     "executor": tuple(f.name for f in fields(ExecutorConfig)),
+    "extensions": tuple(f.name for f in fields(ExtensionConfig)),
 }
 _ONLY_DEFAULT: dict[str, tuple[object, ...]] = {
     "swap_space": (0, None),
@@ -194,6 +212,10 @@ def _refuse_unsupported(options: dict[str, Any]) -> None:
         given = options.pop(name, None)
         if isinstance(given, bool) or given not in supported:
             raise UnsupportedOption(name, given, f"{supported[0]!r}", "other values are not supported yet")
+
+
+def _is_module_name(name: object) -> bool:
+    return isinstance(name, str) and all(part.isidentifier() for part in name.split("."))
 
 
 def _choice(name: str, given: object, allowed: tuple[object, ...]) -> None:

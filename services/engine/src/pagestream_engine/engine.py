@@ -19,6 +19,7 @@ from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory, make_m
 from pagestream_engine.executor.pipeline import StepPipeline
 from pagestream_engine.executor.select import make_executor
 from pagestream_engine.models.folder import load_tokenizer, resolve_model
+from pagestream_engine.plugins import import_plugins
 from pagestream_engine.request.generation import Generation, Taken
 from pagestream_engine.request.intake import Intake
 from pagestream_engine.request.logprob_row import LogprobRow
@@ -48,12 +49,14 @@ class Engine:
 
     Raises:
         ModelNotFound: there is no such model.
-        ConfigError: a setting does not fit the model or the memory.
+        ConfigError: a setting does not fit the model or the memory, a plugin can't be imported, or no policy has the
+            name that is set.
     """
 
     def __init__(
         self, model: str | Path, config: EngineConfig, *, make_runner: RunnerFactory = make_model_runner
     ) -> None:
+        import_plugins(config.extensions.plugins)
         policy = make_policy(config.scheduler.scheduling_policy)
         self.folder = folder = resolve_model(model)
         self.config = config

@@ -71,7 +71,7 @@ def test_a_registered_policy_orders_the_queue(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_policy_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "_registered", {"dict": dict})
-    with pytest.raises(ConfigError, match="scheduling_policy: given 'random', expected one of fcfs, dict; register"):
+    with pytest.raises(ConfigError, match="scheduling_policy: given 'random', expected one of fcfs, dict; a module"):
         make_policy("random")
     with pytest.raises(ConfigError, match="expected a SchedulingPolicy from the factory of 'dict'"):
         make_policy("dict")

@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ExecutorError
 from pagestream_engine.executor.base import Runner, RunnerFactory, load_runner
+from pagestream_engine.plugins import import_plugins
 from pagestream_engine.step.pending import PendingResult, raising
 from pagestream_engine.step.records import StepPlan
 
@@ -59,6 +60,7 @@ def _run(connection: Connection, make_runner: RunnerFactory, folder: Path, confi
     # A terminal's interrupt is for the process that holds the requests: it closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        import_plugins(config.extensions.plugins)
         runner, facts = load_runner(make_runner, folder, config)
     except BaseException as error:  # noqa: BLE001 - raised on the other side
         _send(connection, _failure(error, LOADING))

@@ -10,7 +10,7 @@ from pagestream_engine.attention import AttentionSpec, Backend
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.loader import load_parameters
 from pagestream_engine.models.model import Model
-from pagestream_engine.models.registry import BuildContext, Family
+from pagestream_engine.models.registry import BuildContext, Family, plugin_digest
 from pagestream_engine.models.source import ModelSource, Target
 
 
@@ -20,6 +20,7 @@ class FamilySource(ModelSource):
     def __init__(self, folder: Path, file: ConfigFile, family: Family[Any]) -> None:
         """Raise ModelFileError or UnsupportedModel, as `Family.read`."""
         self._family = family
+        self.plugin_digest = plugin_digest(family)
         self._config = family.read(file)
         super().__init__(folder, self._config.info)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from pagestream_engine.attention import AttentionSpec, Backend, Rotation
@@ -94,9 +97,7 @@ _registered: dict[str, Family[Any]] = {}
 def register_family(architecture: str, family: Family[Any]) -> None:
     """Run an architecture by a family of one's own, in this process; it comes before a built-in one of that name.
 
-    A process that is started for the model must register it too. With `executor="process"` that one imports the
-    program's main module: register at its top level, outside of its `__main__` guard. A worker's imports the module of
-    its `make_engine`: register there.
+    Call it in a module that `plugins` names: each process that loads the model imports that one.
 
     Args:
         architecture: as `architectures` in `config.json` names it.
@@ -119,6 +120,18 @@ def find_family(architecture: str) -> Family[Any] | None:
     module, name = _BUILT_IN[architecture].split(".")
     family: Family[Any] = getattr(import_module(f"pagestream_engine.models.families.{module}"), name)()
     return family
+
+
+def plugin_digest(family: Family[Any]) -> str:
+    """Return a digest of the source files of a registered family's classes; empty for one of the engine's own."""
+    engine = __name__.partition(".")[0]
+    modules = {kind.__module__ for kind in type(family).__mro__}
+    theirs = [name for name in modules if name.partition(".")[0] not in (engine, *sys.stdlib_module_names)]
+    digest = hashlib.sha256()
+    for name in sorted(theirs):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        digest.update(name.encode() + b"\0" + (b"" if file is None else Path(file).read_bytes()))
+    return digest.hexdigest() if theirs else ""
 
 
 def fused_architectures() -> list[str]:

@@ -27,6 +27,9 @@ class Target:
 class ModelSource(ABC):
     """A model folder whose configuration is read. `attention_specs`, then `load`, with one and the same target."""
 
+    plugin_digest: str = ""
+    """Of the source files of a plugin that compute the model; empty where there are none."""
+
     def __init__(self, folder: Path, info: ModelInfo) -> None:
         self.folder = folder
         self.info = info

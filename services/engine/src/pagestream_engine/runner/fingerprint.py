@@ -51,7 +51,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.models.families.qwen2": 2,
     "pagestream_engine.models.families.qwen3": 2,
     "pagestream_engine.models.families.qwen3_moe": 3,
-    "pagestream_engine.models.family_source": 1,
+    "pagestream_engine.models.family_source": 2,
     "pagestream_engine.models.folder": 2,
     "pagestream_engine.models.general.interface": 1,
     "pagestream_engine.models.general.linears": 1,
@@ -62,10 +62,10 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.models.general.source": 5,
     "pagestream_engine.models.loader": 5,
     "pagestream_engine.models.model": 4,
-    "pagestream_engine.models.registry": 1,
+    "pagestream_engine.models.registry": 2,
     "pagestream_engine.models.safetensors_file": 2,
     "pagestream_engine.models.select": 1,
-    "pagestream_engine.models.source": 1,
+    "pagestream_engine.models.source": 2,
     "pagestream_engine.models.weights": 2,
     "pagestream_engine.request.generation": 5,
     "pagestream_engine.request.intake": 2,
@@ -74,7 +74,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.runner.backends": 3,
     "pagestream_engine.runner.persistent_batch": 5,
     "pagestream_engine.runner.prompt_rows": 1,
-    "pagestream_engine.runner.runner": 14,
+    "pagestream_engine.runner.runner": 15,
     "pagestream_engine.sampler.batch": 4,
     "pagestream_engine.sampler.columns": 1,
     "pagestream_engine.sampler.draw": 2,
@@ -113,8 +113,16 @@ the sources with the digests that were recorded for these versions, and finds so
 """
 
 
-def fingerprint(model_dir: Path, backend: Backend, max_model_len: int, numerics: Numerics) -> str:
-    """Return 16 hexadecimal digits of a SHA-256 over all that the bits of a logit may depend on."""
+def fingerprint(model_dir: Path, backend: Backend, max_model_len: int, numerics: Numerics, plugin_digest: str) -> str:
+    """Return 16 hexadecimal digits of a SHA-256 over all that the bits of a logit may depend on.
+
+    Args:
+        model_dir: the model's folder.
+        backend: that it runs on.
+        max_model_len: longest sequence, in tokens.
+        numerics: the settled mode.
+        plugin_digest: `ModelSource.plugin_digest`.
+    """
     parts = [
         model_revision(model_dir),
         *(f"{source}={version}" for source, version in sorted(FINGERPRINTED_SOURCES.items())),
@@ -128,6 +136,7 @@ def fingerprint(model_dir: Path, backend: Backend, max_model_len: int, numerics:
         torch.backends.cpu.get_cpu_capability(),
         str(torch.get_num_threads()),
         _device(backend.store.device),
+        plugin_digest,
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -72,13 +72,14 @@ class ModelRunner:
             self._model = source.load(target, self._backend)
             self.numerics = settle_numerics(self._model, self._backend, wanted)
         self._model_dir = model_dir
+        self._plugin_digest = source.plugin_digest
         self._num_blocks = 0
         self.forget_rows()
 
     @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits: in deterministic mode, engines that have them in common compute the same bits."""
-        return fingerprint(self._model_dir, self._backend, self.max_model_len, self.numerics)
+        return fingerprint(self._model_dir, self._backend, self.max_model_len, self.numerics, self._plugin_digest)
 
     @property
     def forward_gives_logits(self) -> bool:

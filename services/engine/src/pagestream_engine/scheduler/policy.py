@@ -42,6 +42,8 @@ _registered: dict[str, Callable[[], SchedulingPolicy]] = {}
 def register_policy(name: str, factory: Callable[[], SchedulingPolicy]) -> None:
     """Let `scheduling_policy` name a policy of one's own, in this process; it comes before a built-in one of that name.
 
+    Call it in a module that `plugins` names: each process that schedules imports that one.
+
     Args:
         name: what settings say.
         factory: makes the policy of one engine, such as the class; replaces an earlier one of the same name.
@@ -62,7 +64,7 @@ def make_policy(name: str) -> SchedulingPolicy:
     """
     factories = _BUILT_IN | _registered
     if name not in factories:
-        hint = "register_policy adds others, in the process that schedules"
+        hint = "a module that plugins names adds others by register_policy"
         raise ConfigError("scheduling_policy", name, f"one of {', '.join(factories)}", hint)
     policy = factories[name]()
     if not isinstance(policy, SchedulingPolicy):
