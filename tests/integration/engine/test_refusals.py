@@ -9,9 +9,10 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pagestream_engine import LLM
@@ -29,7 +30,17 @@ class Refusal:
 
     message: str
     spoil: Callable[[Path], object] = lambda folder: None
-    options: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """As `LLM` takes them."""
+
+    @property
+    def flags(self) -> list[str]:
+        """The options as a process takes them."""
+        flags: list[str] = []
+        for name, value in self.options.items():
+            flag = f"--{name.replace('_', '-')}"
+            flags += [flag] if value is True else [flag, ",".join(value) if isinstance(value, list) else str(value)]
+        return flags
 
 
 def _change_config(**changes: object) -> Callable[[Path], object]:
@@ -84,17 +95,24 @@ REFUSALS = {
     ),
     "too many blocks": Refusal(
         r"num_gpu_blocks_override: given 10{12}, expected at most \d+, .*; lower it",
-        options=("--num-gpu-blocks-override", str(10**12)),
+        options={"num_gpu_blocks_override": 10**12},
     ),
     "context beyond the pool": Refusal(
         r"max_model_len: given 500, expected at most 64, what 4 KV blocks hold; lower it, or give the pool more",
-        options=("--num-gpu-blocks-override", "4", "--max-model-len", "500"),
+        options={"num_gpu_blocks_override": 4, "max_model_len": 500},
     ),
-    "impossible option": Refusal(r"block_size: given 3, expected one of 1, 2, 4", options=("--block-size", "3")),
+    "impossible option": Refusal(r"block_size: given 3, expected one of 1, 2, 4", options={"block_size": 3}),
+    "missing plugin": Refusal(
+        r"plugins: given 'nowhere\.policies', expected a module on Python's path; install its package, or",
+        options={"plugins": ["nowhere.policies"]},
+    ),
+    "unknown policy": Refusal(
+        r"scheduling_policy: given 'lottery', expected one of fcfs; a module that plugins names adds others",
+        options={"scheduling_policy": "lottery"},
+    ),
 }
-_BY_PROCESS = [
-    pytest.param(name, marks=() if name in ("cut off", "too many blocks") else pytest.mark.slow) for name in REFUSALS
-]
+_IN_EVERY_RUN = ("cut off", "too many blocks", "missing plugin")
+_BY_PROCESS = [pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.slow) for name in REFUSALS]
 
 
 @pytest.fixture(scope="module")
@@ -112,18 +130,11 @@ def spoil(whole_folder: Path, tmp_path: Path) -> Callable[[str], Path]:
     return make
 
 
-def _as_keywords(options: tuple[str, ...]) -> dict[str, int]:
-    return {
-        name.removeprefix("--").replace("-", "_"): int(value)
-        for name, value in zip(options[::2], options[1::2], strict=True)
-    }
-
-
 @pytest.mark.parametrize("name", REFUSALS)
 def test_offline(spoil: Callable[[str], Path], name: str) -> None:
     refusal = REFUSALS[name]
     with pytest.raises(EngineError) as caught:
-        LLM(spoil(name), **_as_keywords(refusal.options))  # type: ignore[arg-type]
+        LLM(spoil(name), **refusal.options)
     assert re.search(refusal.message, str(caught.value)), str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -141,7 +152,7 @@ def test_an_engine_process_publishes_nothing(spoil: Callable[[str], Path], name:
     command = [sys.executable, "-m", "pagestream_worker", str(spoil(name)), "--redis", redis_url]
     with socket.create_server(("", 0)) as held:
         ports = ["--metrics-port", str(held.getsockname()[1])]
-        command += ["--served-model-name", served, *ports, *REFUSALS[name].options]
+        command += ["--served-model-name", served, *ports, *REFUSALS[name].flags]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     assert ended.returncode == EXIT_BAD_OPTIONS, ended.stderr
     [message] = [line for line in ended.stderr.splitlines() if line.startswith("pagestream-engine: ")]
@@ -154,7 +165,7 @@ def test_an_engine_process_publishes_nothing(spoil: Callable[[str], Path], name:
 @pytest.mark.parametrize("name", _BY_PROCESS)
 def test_serve_ends_with_one_line_and_opens_no_port(spoil: Callable[[str], Path], name: str, tmp_path: Path) -> None:
     ports = ["--http-port", "0", "--grpc-port", "0", "--data-dir", str(tmp_path / "data")]
-    command = [sys.executable, "-m", "pagestream_cli", "serve", str(spoil(name)), *ports, *REFUSALS[name].options]
+    command = [sys.executable, "-m", "pagestream_cli", "serve", str(spoil(name)), *ports, *REFUSALS[name].flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     assert ended.returncode == EXIT_BAD_OPTIONS
     [message] = [line for line in ended.stderr.splitlines() if "error: " in line]

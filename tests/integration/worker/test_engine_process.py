@@ -3,15 +3,20 @@
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
+from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
+from pagestream.v1.inference_pb2 import TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_streams import Broker, GatewaySession, StreamsSettings
 from pagestream_worker.serving.outputs import EngineFailed
 from pagestream_worker.stepping.engine_process import EngineProcess
 from support.engines.arithmetic_worker import (
     LIMIT_S,
+    MODEL,
+    TENANT,
     Running,
     SlowRunner,
     accepted,
@@ -24,6 +29,7 @@ from support.protocol.token_streams import eventually
 
 NUM_TOKENS = 300
 NUM_REQUESTS = 4
+EXAMPLES = Path(__file__).parents[3] / "services" / "engine" / "examples"
 PATIENT = StreamsSettings(lease_ms=60_000)
 """No lease lapses within the test: what goes on elsewhere was handed back."""
 
@@ -73,3 +79,29 @@ async def test_a_stopped_engine_goes_on_when_it_is_continued(redis_url: str, tmp
             await eventually(lambda: running.worker.load()["running"] == 0)
             assert running.core.step_age_s() == pytest.approx(0.0)
             await running.end()
+
+
+async def test_the_process_imports_a_plugin_and_obeys_its_policy(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts of one request, computed one after another: the shortest goes first of those that wait."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    options = {"max_num_seqs": 1, "scheduling_policy": "shortest_prompt_first", "plugins": ["custom_policy"]}
+    prompts = [[number + 1] * length for number, length in enumerate((9, 60, 20, 2))]
+    async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
+        async with running_worker(broker, tmp_path, SlowRunner, engine_core="process", **options) as running:
+            spec = RequestSpec(
+                request_id=await gateway.place(MODEL, prompts[0], TENANT),
+                model=MODEL,
+                tenant=TENANT,
+                prompts=[TokenIds(ids=prompt) for prompt in prompts],
+                sampling=SamplingMessage(seed=1, ignore_eos=True, max_tokens=20),
+                disconnect_grace_ms=60_000,
+            )
+            await gateway.accept(spec)
+            log = await read(gateway, spec)
+            await running.end()
+    assert [tokens(log, choice) for choice in range(4)] == [expected(prompt, 20) for prompt in prompts]
+    order = [entry.choice for entry in log if entry.WhichOneof("body") == "token_id"]
+    assert list(dict.fromkeys(order)) == [0, 3, 2, 1], "the first has begun when the others come"
+    assert "custom_policy" not in sys.modules, "this process has registered nothing"

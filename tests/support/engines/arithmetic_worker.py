@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.inference_pb2 import TokenIds
@@ -104,7 +105,7 @@ async def running_worker(
     fingerprint: str = "",
     finish_timeout_s: float = 0.0,
     engine_core: str = "inline",
-    **options: int,
+    **options: Any,
 ) -> AsyncIterator[Running]:
     make_folder(folder, byte_level_tokenizer())
     config = EngineConfig.from_options(options)

@@ -1,4 +1,4 @@
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ FIELDS = {
     "place": Path | None,
     "port": int | None,
     "weights": Mapping[str, int],
+    "modules": Sequence[str],
 }
 
 
@@ -29,6 +30,7 @@ def test_each_type_is_read() -> None:
         PAGESTREAM_WORKER__PLACE="/place",
         PAGESTREAM_WORKER__PORT="",
         PAGESTREAM_WORKER__WEIGHTS="a=2, b=1",
+        PAGESTREAM_WORKER__MODULES="a.b, c,",
     )["WORKER"]
     assert given == {
         "name": "",
@@ -38,6 +40,7 @@ def test_each_type_is_read() -> None:
         "place": Path("/place"),
         "port": None,
         "weights": {"a": 2, "b": 1},
+        "modules": ("a.b", "c"),
     }
 
 

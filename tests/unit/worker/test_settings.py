@@ -47,6 +47,14 @@ def test_flags_override_variables() -> None:
     assert (process.telemetry.log_level, process.telemetry.otlp_endpoint) == ("DEBUG", "http://flag:1")
 
 
+def test_plugins_come_from_a_flag_or_a_variable() -> None:
+    given = {"PAGESTREAM_ENGINE__PLUGINS": "mine.policies, mine.families"}
+    by_variable = load("m", "--redis", "redis://x", **given)
+    assert by_variable.engine.extensions.plugins == ("mine.policies", "mine.families")
+    by_flag = load("m", "--redis", "redis://x", "--plugins", "other,mine.families", **given)
+    assert by_flag.engine.extensions.plugins == ("other", "mine.families")
+
+
 def test_the_model_may_come_from_the_environment_and_names_have_defaults() -> None:
     worker = load(PAGESTREAM_WORKER__MODEL="/models/demo", PAGESTREAM_WORKER__REDIS="redis://x").worker
     assert (worker.model, worker.served_model_name, worker.profile_dir) == ("/models/demo", "demo", None)
@@ -70,6 +78,7 @@ def test_the_model_may_come_from_the_environment_and_names_have_defaults() -> No
         ("PAGESTREAM_ENGINE__MAX_NUM_SEQS", "eight"),
         ("PAGESTREAM_ENGINE__MAX_NUM_SEQS", "0"),
         ("PAGESTREAM_ENGINE__KV_CACHE_DTYPE", "fp8"),
+        ("PAGESTREAM_ENGINE__PLUGINS", "my-module"),
         ("PAGESTREAM_BROKER__NOTHING", "8"),
         ("PAGESTREAM_WROKER__REDIS", "redis://x"),
         ("PAGESTREAM_TELEMETRY__LOG_FORMAT", "xml"),

@@ -11,7 +11,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,8 @@ def parse_value(variable: str, text: str, kind: Any) -> Any:
     Args:
         variable: name, for the error.
         text: as given.
-        kind: str, int, float, bool, Path, each also with None (which an empty text then means), or Mapping[str, int],
-            written "name=2,other=1".
+        kind: str, int, float, bool, Path, each also with None (which an empty text then means), Mapping[str, int],
+            written "name=2,other=1", or Sequence[str], written "name,other".
 
     Raises:
         VariableError: the text is malformed, or a number not finite.
@@ -100,10 +100,10 @@ def parse_value(variable: str, text: str, kind: Any) -> Any:
     kind, is_optional = _without_none(kind)
     if is_optional and not text:
         return None
-    if kind is str:
-        return text
-    if kind is Path:
-        return Path(text)
+    if kind in (str, Path):
+        return kind(text)
+    if typing.get_origin(kind) is Sequence:
+        return split_names(text)
     try:
         if kind is bool:
             return _BOOLEANS[text.lower()]
@@ -115,6 +115,11 @@ def parse_value(variable: str, text: str, kind: Any) -> Any:
     except (ValueError, KeyError, OverflowError):
         pass
     raise VariableError(variable, f"{text!r} was given, {_expected(kind)} is expected")
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Return the names of a list like "name,other"."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _named_number(part: str) -> tuple[str, int]:

@@ -14,7 +14,7 @@ from pagestream_engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, EXECUT
 from pagestream_engine.errors import ConfigError
 from pagestream_streams import StreamsSettings, settings_from_environment
 from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS, MAX_PARTITIONS
-from pagestream_telemetry.environment import fields_of, out_of_range, read_environment, variable_of
+from pagestream_telemetry.environment import fields_of, out_of_range, read_environment, split_names, variable_of
 from pagestream_telemetry.errors import VariableError
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
 
@@ -85,6 +85,7 @@ _ENGINE_OPTIONS = (
     "scheduling_policy",
     "executor",
     "async_scheduling",
+    "plugins",
 )
 
 
@@ -114,6 +115,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
         help="schedule the next step while one runs (default: where a step can run meanwhile)",
+    )
+    group.add_argument(
+        "--plugins",
+        type=split_names,
+        metavar="MODULES",
+        help="modules that register policies and model families, imported first; such as a.policies,b.families",
     )
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,11 +86,9 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str | Path):
         return str(value) or "empty"
-    return (
-        ",".join(f"{key}={each}" for key, each in value.items()) or "empty"
-        if isinstance(value, Mapping)
-        else str(value)
-    )
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={each}" for key, each in value.items()) or "empty"
+    return ",".join(value) or "empty" if isinstance(value, Sequence) else str(value)
 
 
 def _texts(kind: type) -> dict[str, str]:

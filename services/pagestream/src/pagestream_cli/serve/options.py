@@ -23,6 +23,7 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--max-num-batched-tokens", "N", "token budget of one step"),
     ("--seed", "N", "seed of the generator that draws seeds for requests without one"),
     ("--scheduling-policy", "NAME", "order in which waiting requests are taken"),
+    ("--plugins", "MODULES", "modules with policies and model families of your own, such as a.policies,b.families"),
     ("--partitions", "N", "partitions of a model that is new to Redis"),
 )
 """Flag, metavar and help text of options that are passed to every engine, which checks them."""

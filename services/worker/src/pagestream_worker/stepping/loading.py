@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
-from pagestream_engine.models.folder import resolve_model
 
 EngineFactory = Callable[[str, EngineConfig], Engine]
 """Makes an engine from a model and settings; picklable where the engine gets a process of its own."""
@@ -17,7 +16,7 @@ def load_engine(make_engine: EngineFactory, model: str, config: EngineConfig) ->
     Raises:
         EngineError: the model can't be loaded with these settings.
     """
-    engine = make_engine(str(resolve_model(model)), config)
+    engine = make_engine(model, config)
     # The loaded model lives as long as the process. A collection that walks it would be a pause between two tokens.
     gc.collect()
     gc.freeze()
