@@ -2,7 +2,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from pagestream_engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from pagestream_engine.config import CacheConfig, ExtensionConfig, ModelConfig, SchedulerConfig
 from pagestream_operator import api
 from pagestream_operator.api.engine import EngineOptions
 from pagestream_operator.api.scaling import LAW, Scaling, law_name
@@ -59,17 +59,19 @@ def test_a_malformed_status_counts_as_none() -> None:
 
 
 def test_engine_options_are_those_of_the_engine() -> None:
-    groups = (ModelConfig, CacheConfig, SchedulerConfig)
+    groups = (ModelConfig, CacheConfig, SchedulerConfig, ExtensionConfig)
     known = {field.name for group in groups for field in dataclasses.fields(group)}
     assert set(EngineOptions.model_fields) == known
 
 
 def test_engine_options_become_variables_and_unset_ones_do_not() -> None:
-    options = EngineOptions(max_num_seqs=64, enable_prefix_caching=False, dtype="bfloat16")
+    plugins = ["mine.policies", "mine.families"]
+    options = EngineOptions(max_num_seqs=64, enable_prefix_caching=False, dtype="bfloat16", plugins=plugins)
     assert dict(options.to_environment()) == {
         "PAGESTREAM_ENGINE__DTYPE": "bfloat16",
         "PAGESTREAM_ENGINE__ENABLE_PREFIX_CACHING": "false",
         "PAGESTREAM_ENGINE__MAX_NUM_SEQS": "64",
+        "PAGESTREAM_ENGINE__PLUGINS": "mine.policies,mine.families",
     }
 
 

@@ -9,6 +9,10 @@ from pydantic import Field
 
 from pagestream_operator.api.base import ApiModel, Rule
 
+_PART = "[A-Za-z_][A-Za-z0-9_]*"
+ModuleName = Annotated[str, Field(max_length=200, pattern=rf"^{_PART}(\.{_PART})*$")]
+"""Name of a Python module."""
+
 
 class EngineOptions(ApiModel):
     """Options of the engine. Each is the flag of `pagestream-engine` of that name; an unset one keeps the engine's
@@ -44,8 +48,12 @@ class EngineOptions(ApiModel):
     """Most sequences that run at once. Default 256."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
     """Most tokens of a step, which bounds its time and memory. Default 2048."""
-    scheduling_policy: Literal["fcfs"] | None = None
-    """Order in which waiting requests are admitted. Default fcfs, first come first served."""
+    scheduling_policy: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Order in which waiting requests are admitted. Default fcfs, first come first served; others are those that
+    `plugins` register."""
+    plugins: Annotated[list[ModuleName], Field(max_length=32)] | None = None
+    """Modules that register scheduling policies and model families, imported first. They are in the image, or in a
+    volume that `PYTHONPATH` in `template.env` names."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -53,6 +61,11 @@ class EngineOptions(ApiModel):
             "engine.maxNumBatchedTokens is at least engine.maxNumSeqs, since every running sequence takes a token of "
             "each step: raise it, or lower maxNumSeqs",
             ".maxNumBatchedTokens",
+        ),
+        Rule(
+            "!has(self.schedulingPolicy) || self.schedulingPolicy == 'fcfs' || has(self.plugins)",
+            "engine.schedulingPolicy is fcfs or a policy that a plugin registers: name its module in engine.plugins",
+            ".schedulingPolicy",
         ),
     )
 
@@ -63,4 +76,6 @@ class EngineOptions(ApiModel):
 
 
 def _text(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
