@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pagestream_engine import LLM, SamplingParams
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.request.outputs import RequestOutput
+from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from support.engines.architectures import small_config, write_model
 from support.engines.tiny_models import VOCAB_SIZE, make_model, random_prompts, reference_model
 
@@ -111,6 +112,43 @@ def test_chunks_and_preemptions_change_nothing(
     )
     outputs = llm.generate(random_prompts(LENGTHS), SamplingParams(**PARAMS, prompt_logprobs=2), use_tqdm=False)
     assert list(map(tokens_and_ranks, outputs)) == list(map(tokens_and_ranks, whole))
+
+
+class CutPrompts:
+    """Notes, as `Engine.on_schedule`, each computation of a prompt that a preemption has ended before the prompt's."""
+
+    def __init__(self) -> None:
+        self.tokens_lost: list[int] = []
+        """Prompt tokens that each of them had computed."""
+        self._computed: dict[str, int] = {}
+
+    def __call__(self, step: ScheduledStep) -> None:
+        for chunk in step.prefills:
+            seq = chunk.seq
+            begin, before = seq.num_scheduled_tokens, self._computed.get(seq.seq_id, 0)
+            if begin < before < seq.num_prompt_tokens:
+                self.tokens_lost.append(before - begin)
+            self._computed[seq.seq_id] = begin + chunk.num_new_tokens
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_preemption_within_a_prompt_changes_nothing(llama: Path, whole: list[RequestOutput], ahead: bool) -> None:
+    """Two sequences decode beside a long prompt, of which a step has one token, and take the blocks it was promised."""
+    llm = make_llm(
+        llama,
+        max_num_batched_tokens=3,
+        max_num_seqs=3,
+        num_gpu_blocks_override=16,
+        async_scheduling=ahead,
+        deterministic=True,
+    )
+    cut = llm.engine.on_schedule = CutPrompts()
+    chosen = [1, 2, 4]
+    params = [SamplingParams(**{**PARAMS, "max_tokens": count}, prompt_logprobs=2) for count in (40, 40, 2)]
+    outputs = llm.generate([random_prompts(LENGTHS)[index] for index in chosen], params, use_tqdm=False)
+    assert cut.tokens_lost, "no prompt was preempted before its end"
+    assert llm.engine.stats().num_preemptions >= len(cut.tokens_lost)
+    assert list(map(tokens_and_ranks, outputs)) == [tokens_and_ranks(whole[index]) for index in chosen]
 
 
 def test_an_executor_process_sends_them(llama: Path, whole: list[RequestOutput]) -> None:
