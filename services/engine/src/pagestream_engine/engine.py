@@ -13,9 +13,10 @@ from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.fragmentation import fragmentation
 from pagestream_engine.cache.invariants import check_cache
 from pagestream_engine.cache.manager import CacheManager
+from pagestream_engine.capacity import fit_model_len
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import ConfigError, InvalidRequest, InvariantViolation, OutOfMemory
-from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory, make_model_runner
+from pagestream_engine.errors import InvalidRequest, InvariantViolation, OutOfMemory
+from pagestream_engine.executor.base import RunnerFactory, make_model_runner
 from pagestream_engine.executor.pipeline import StepPipeline
 from pagestream_engine.executor.select import make_executor
 from pagestream_engine.models.folder import load_tokenizer, resolve_model
@@ -66,7 +67,7 @@ class Engine:
         facts = executor.facts
         self.kv_layout = facts.kv_layout
         self.block_size = facts.kv_layout.block_size
-        self.max_model_len = _fit_model_len(config, facts)
+        self.max_model_len = fit_model_len(config, facts)
         self.model_context = facts.max_position_embeddings
         self.eos_token_ids = facts.eos_token_ids
         self.vocab_size = facts.vocab_size
@@ -454,22 +455,3 @@ def _failed_by(error: BaseException, seq: TokenSequence, token_id: int | None) -
 
 def _failed(seq: TokenSequence, error: str, token_id: int | None = None) -> StepOutput:
     return StepOutput(seq.seq_id, token_id, "", "error", None, seq.num_cached_tokens, error)
-
-
-def _fit_model_len(config: EngineConfig, facts: ExecutorFacts) -> int:
-    """The longest sequence: what was asked for, or what model and pool allow. One sequence alone must always fit."""
-    num_blocks = facts.num_blocks
-    asked, of_model = config.model.max_model_len, facts.max_position_embeddings
-    of_pool = facts.kv_layout.max_tokens(num_blocks, max(of_model, asked or 0))
-    if asked is None:
-        if of_pool < of_model:
-            _log.warning("the KV pool holds %d tokens: max_model_len is that, not the model's %d", of_pool, of_model)
-        asked = min(of_model, of_pool)
-    if asked > of_model:
-        raise ConfigError("max_model_len", asked, f"at most {of_model}", "the model's positions end there")
-    if asked > of_pool:
-        hint = "lower it, or give the pool more (num_gpu_blocks_override, gpu_memory_utilization)"
-        raise ConfigError("max_model_len", asked, f"at most {of_pool}, what {num_blocks} KV blocks hold", hint)
-    if asked < 2:
-        raise ConfigError("num_gpu_blocks_override", num_blocks, "room for at least 2 tokens", "raise it or block_size")
-    return asked

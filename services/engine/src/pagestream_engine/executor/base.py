@@ -148,8 +148,13 @@ def load_runner(make_runner: RunnerFactory, folder: Path, config: EngineConfig) 
     runner = make_runner(folder, config)
     num_blocks = config.cache.num_gpu_blocks_override or runner.profile_num_blocks()
     runner.allocate_kv_cache(num_blocks)
+    return runner, facts_of(runner, num_blocks)
+
+
+def facts_of(runner: Runner, num_blocks: int) -> ExecutorFacts:
+    """Return what an engine knows of a runner with so many KV blocks."""
     model = runner.model_info
-    facts = ExecutorFacts(
+    return ExecutorFacts(
         vocab_size=model.vocab_size,
         max_position_embeddings=model.max_position_embeddings,
         eos_token_ids=frozenset(model.eos_token_ids),
@@ -159,7 +164,6 @@ def load_runner(make_runner: RunnerFactory, folder: Path, config: EngineConfig) 
         memory_bytes=runner.memory_bytes() if isinstance(runner, MeasuredRunner) else {},
         num_speculative_tokens=runner.num_speculative_tokens if isinstance(runner, SpeculatingRunner) else 0,
     )
-    return runner, facts
 
 
 def make_model_runner(folder: Path, config: EngineConfig) -> Runner:
