@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from pagestream_cli.__main__ import main
 from pagestream_cli.datadir import DataDir
-from pagestream_cli.doctor import place, software
+from pagestream_cli.doctor import context, place, software
 from pagestream_cli.doctor.command import as_json, as_text
 from pagestream_cli.doctor.finding import Finding, Verdict, ok, problem, warning
 from pagestream_cli.ports import free_port
+from pagestream_cli.serve.model import find_demo_model
 from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
 from safetensors.numpy import save_file
 
@@ -95,6 +96,43 @@ def test_no_such_model(tmp_path: Path) -> None:
     assert finding.verdict is Verdict.PROBLEM
 
 
+def contexts(data: Path, model: str | None = None) -> list[Finding]:
+    return list(context.check_context(model, DataDir.at(data)))
+
+
+def test_the_context_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process measures it that loads the model, by the variables that an engine would take."""
+    monkeypatch.setenv("PAGESTREAM_ENGINE__MAX_NUM_SEQS", "8")
+    (whole,) = contexts(tmp_path)
+    assert whole.verdict is Verdict.OK
+    assert whole.found == "1,024 tokens, the model's own; the KV pool holds 8 such sequences"
+    monkeypatch.setenv("PAGESTREAM_ENGINE__NUM_GPU_BLOCKS_OVERRIDE", "40")
+    (part,) = contexts(tmp_path)
+    assert part.verdict is Verdict.WARNING
+    assert part.found == "640 tokens of the model's 1,024; the KV pool holds 1 such sequences"
+    monkeypatch.setenv("PAGESTREAM_ENGINE__MAX_MODEL_LEN", "641")
+    (refused,) = contexts(tmp_path)
+    assert refused.verdict is Verdict.PROBLEM
+    assert refused.found.startswith("max_model_len: given 641, expected at most 640, what 40 KV blocks hold")
+
+
+def test_the_context_is_measured_only_where_that_is_cheap(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "LIMIT_S", 0.001)
+    assert [finding.found for finding in contexts(tmp_path)] == ["not measured within 0 s"]
+    monkeypatch.setattr(context, "LARGEST_LOADED_BYTES", 1)
+    (large,) = contexts(tmp_path)
+    assert large.found.startswith("not measured, as that loads 0.0 GB; to do so: ")
+    assert str(find_demo_model()) in large.found
+    serve = ServeRecord("demo", "redis://x", "127.0.0.1", (ProcessRecord("serve", os.getpid()),), started=0.0)
+    write_record(DataDir.at(tmp_path).serve_file, serve)
+    (busy,) = contexts(tmp_path)
+    assert busy.found.startswith("not measured while serve runs")
+    (model / "tokenizer.json").unlink()
+    assert contexts(tmp_path, str(model)) == [], "the model's own finding says what is wrong"
+
+
 def test_a_taken_port_is_a_problem_unless_it_is_our_own(tmp_path: Path) -> None:
     data_dir = DataDir.at(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -151,13 +189,11 @@ def test_the_report_has_a_line_for_each_finding_and_what_to_do() -> None:
     }
 
 
-def test_the_command_ends_with_1_when_there_is_a_problem(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_ends_with_1_when_there_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ports = ["--http-port", str(free_port()), "--grpc-port", str(free_port())]
-    assert main(["doctor", str(model), "--data-dir", str(tmp_path / "data"), *ports, "--json"]) == 0
+    assert main(["doctor", "--data-dir", str(tmp_path / "data"), *ports, "--json"]) == 0
     subjects = [finding["subject"] for finding in json.loads(capsys.readouterr().out)]
     assert subjects[:2] == ["python", "torch"]
-    assert {"triton", "redis", "model", "disk", "data folder", "c++ compiler"} <= set(subjects)
+    assert {"triton", "redis", "model", "context", "disk", "data folder", "c++ compiler"} <= set(subjects)
     assert main(["doctor", str(tmp_path / "none"), "--data-dir", str(tmp_path / "data"), *ports]) == 1
     assert "problem  model" in capsys.readouterr().out

@@ -84,21 +84,29 @@ def check_ports(data_dir: DataDir, host: str, ports: dict[str, int]) -> Iterator
 
 def check_model(model: str | None) -> Iterator[Finding]:
     """Check the model folder, or the demo model."""
+    found = sound_model(model)
+    if isinstance(found, Path):
+        found = ok("model", f"{found} ({weight_bytes(found) / 1e6:.1f} MB of weights)")
+    yield found
+
+
+def sound_model(model: str | None) -> Path | Finding:
+    """Return the model folder, or that of the demo model; or what is wrong with it."""
     try:
         folder = find_demo_model() if model is None else Path(model).expanduser()
     except UsageError as error:
-        yield warning("model", str(error), error.hint)
-        return
+        return warning("model", str(error), error.hint)
     if wrong := model_problem(folder):
-        yield problem(
-            "model", f"{folder}: {wrong}", "a folder with config.json, *.safetensors and tokenizer.json is expected"
-        )
-        return
+        advice = "a folder with config.json, *.safetensors and tokenizer.json is expected"
+        return problem("model", f"{folder}: {wrong}", advice)
     if wrong := _weights_problem(folder):
-        yield problem("model", f"{folder}: {wrong}", "download or train the model again")
-        return
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    yield ok("model", f"{folder} ({size / 1e6:.1f} MB of weights)")
+        return problem("model", f"{folder}: {wrong}", "download or train the model again")
+    return folder
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the size of a model's files of weights."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _weights_problem(folder: Path) -> str | None:
@@ -112,6 +120,15 @@ def _weights_problem(folder: Path) -> str | None:
         except (SafetensorError, OSError) as error:
             return f"{file.name} cannot be read: {error}"
     return None
+
+
+def is_serving(data_dir: DataDir) -> bool:
+    """Whether the serve of this data folder is running."""
+    try:
+        record = read_record(data_dir.serve_file)
+    except ServeFileInvalidError:
+        return False
+    return record is not None and runs(record)
 
 
 def runs(record: ServeRecord) -> bool:
