@@ -21,8 +21,8 @@ class EngineOptions(ApiModel):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = None
     """Data type of weights, activations and KV cache. auto, the default, is the checkpoint's own."""
     max_model_len: Annotated[int, Field(ge=2, le=16_777_216)] | None = None
-    """Most tokens of prompt and output together. Default: the model's context. An engine whose KV pool holds fewer
-    tokens than the context does not start until a number that fits is given here: all engines of a model must agree."""
+    """Most tokens of prompt and output together. Default: the model's context, or what the KV pool holds where that is
+    less. Given, all engines take the same requests; one whose KV pool holds fewer tokens does not start."""
     device: Literal["auto", "cpu", "cuda"] | None = None
     """Where the model runs. auto, the default, is the GPU where there is one."""
     attention_backend: Literal["auto", "torch", "triton"] | None = None
