@@ -3,8 +3,9 @@
     python tests/benchmarks/scheduler_step.py [--steps 400] [--running 256 1024]
 
 Two arrivals: staggered prompts fill their blocks in different steps; aligned ones all in the same step, which is the
-worst case for block allocation and hashing. The line "text and ends" is what the engine adds for stop checks, text of
-a byte-level tokenizer and output records. Times are CPU time, which other load on the machine hardly changes.
+worst case for block allocation and hashing. "Waiting" are steps of 32 decodes while a prompt of 131,072 cached tokens
+finds no room; "alone" are those before it came. The line "text and ends" is what the engine adds for stop checks, text
+of a byte-level tokenizer and output records. Times are CPU time, which other load on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 64
+LONG_PROMPT_LEN = 131_072
 LIMITS_MS = {256: 0.5, 1024: 2.0}
 
 
@@ -98,6 +100,43 @@ def measure(num_running: int, *, staggered: bool, num_steps: int) -> tuple[list[
     return scheduling, text
 
 
+def measure_waiting(num_steps: int) -> tuple[list[float], list[float]]:
+    """Return the milliseconds of the scheduler in steps of 32 decodes: alone, and while a long cached prompt waits."""
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    num_blocks = (LONG_PROMPT_LEN + 32 * 1024) // BLOCK_SIZE
+    cache = CacheManager(BlockPool(num_blocks), full_attention(BLOCK_SIZE), enable_prefix_caching=True)
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=8192), cache, make_policy("fcfs"))
+    names = ["cached", *map(str, range(32)), "waiting"]
+    prompts = [[1] * LONG_PROMPT_LEN, *([2 + index] * 1024 for index in range(32)), [1] * LONG_PROMPT_LEN]
+    cached, *decoding, waiting = (
+        TokenSequence(name, prompt, params, seed=0, arrival=arrival, max_total_tokens=1 << 30)
+        for arrival, (name, prompt) in enumerate(zip(names, prompts, strict=True))
+    )
+
+    def run_step() -> float:
+        start = thread_time()
+        step = scheduler.schedule()
+        scheduler.in_flight.commit(step)
+        scheduler.in_flight.advance(step, [(7,)] * len(step.sampled()))
+        return (thread_time() - start) * 1e3
+
+    scheduler.add(cached)
+    while not cached.num_output_tokens:
+        run_step()
+    scheduler.retire([cached])
+    for seq in decoding:
+        scheduler.add(seq)
+    while not all(seq.num_output_tokens for seq in decoding):
+        run_step()
+    alone = [run_step() for _ in range(num_steps)]
+    scheduler.add(waiting)
+    run_step()
+    times_ms = [run_step() for _ in range(num_steps)]
+    if scheduler.num_waiting != 1:
+        raise RuntimeError("the long prompt was to wait for room")
+    return alone, times_ms
+
+
 def describe(times_ms: list[float]) -> str:
     """Format mean and percentiles."""
     cuts = quantiles(times_ms, n=100)
@@ -119,6 +158,9 @@ def main() -> None:
             print(f"{num_running:5d} running, {name:9s}  scheduler      {describe(scheduling)}{target}")
             print(f"{'':5s}          {'':9s}  text and ends  {describe(text)}")
             gc.collect()
+    alone, waiting = measure_waiting(options.steps)
+    print(f"   32 running, alone      scheduler      {describe(alone)}")
+    print(f"   32 running, waiting    scheduler      {describe(waiting)}")
 
 
 if __name__ == "__main__":

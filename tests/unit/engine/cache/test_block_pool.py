@@ -117,3 +117,21 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
+
+
+def test_a_watch_ends_when_watched_content_is_published_or_taken_up_again() -> None:
+    pool = BlockPool(4)
+    first, second = pool.allocate(), pool.allocate()
+    pool.publish(first, b"first")
+    pool.watch([b"first", b"third"])
+    pool.publish(second, b"second")
+    pool.acquire(first)
+    pool.release(second)
+    pool.acquire(second)
+    assert pool.is_watching
+    pool.publish(pool.allocate(), b"third")
+    assert not pool.is_watching
+    pool.release(second)
+    pool.watch([b"second"])
+    pool.acquire(second)
+    assert not pool.is_watching

@@ -67,7 +67,7 @@ def test_finds_nothing_when_it_is_switched_off() -> None:
     seq = make_seq([1] * 10)
     run(cache, seq)
     cache.free(seq)
-    assert cache.find_prefix(make_seq([1] * 10)) == (0, [[]])
+    assert cache.find_prefix(make_seq([1] * 10)) == (0, [[]], 0)
     assert cache.pool.by_hash == {}
     assert cache.num_query_tokens == 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pagestream_engine.cache.free_list import FreeList
 from pagestream_engine.errors import InvariantViolation
 
@@ -22,6 +24,7 @@ class BlockPool:
         self.free_list = FreeList(num_blocks)
         self.num_cached = 0
         """Free blocks whose content can still be found."""
+        self._watched: frozenset[bytes] = frozenset()
 
     @property
     def num_free(self) -> int:
@@ -47,8 +50,10 @@ class BlockPool:
         """References a block that holds wanted content, free or not."""
         if self.ref_counts[block] == 0:
             self.free_list.remove(block)
-            if self.hashes[block] is not None:
+            content = self.hashes[block]
+            if content is not None:
                 self.num_cached -= 1
+                self._note_watched(content)
         self.ref_counts[block] += 1
 
     def release(self, block: int) -> None:
@@ -79,3 +84,19 @@ class BlockPool:
         if content not in self.by_hash:
             self.by_hash[content] = block
             self.hashes[block] = content
+            self._note_watched(content)
+
+    # -- the watch --
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether none of the contents given to `watch` was published, or referenced while it was free, since then."""
+        return bool(self._watched)
+
+    def watch(self, contents: Iterable[bytes]) -> None:
+        """Watch these contents, instead of those that were watched before, until `is_watching` turns False."""
+        self._watched = frozenset(contents)
+
+    def _note_watched(self, content: bytes) -> None:
+        if content in self._watched:
+            self._watched = frozenset()

@@ -126,6 +126,28 @@ class GroupCache:
         by_hash = self._pool.by_hash
         return [NO_BLOCK] * first + [by_hash[self._key_at(seq, place)] for place in range(first, end)]
 
+    def most_held(self, seq: TokenSequence, table: list[int], num_tokens: int) -> tuple[int, list[bytes]]:
+        """Bound the blocks of a cached prefix that running sequences hold, and that cost another no free block.
+
+        Args:
+            seq: whose prefix it is.
+            table: of the prefix of all groups; this group's own may be longer.
+            num_tokens: of the longest prefix that is wanted.
+
+        Returns:
+            At most so many, and the contents of which none must be published or referenced anew for that. In a window
+            all that fit count, whatever holds them.
+        """
+        if self.group.spec.window is not None:
+            return self.group.num_blocks_for(self.group.spec.window - 1), []
+        end = num_tokens // self.group.block_size
+        missing = self._first_missing(seq, len(table), end)
+        known = end if missing is None else missing
+        by_hash, ref_counts = self._pool.by_hash, self._pool.ref_counts
+        contents = [self._key_at(seq, place) for place in range(min(known + 1, end))]
+        blocks = table + [by_hash[content] for content in contents[len(table) : known]]
+        return sum(1 for block in blocks if ref_counts[block]), contents
+
     def _first_missing(self, seq: TokenSequence, first: int, end: int) -> int | None:
         by_hash = self._pool.by_hash
         return next((place for place in range(first, end) if self._key_at(seq, place) not in by_hash), None)

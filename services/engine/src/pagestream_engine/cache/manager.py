@@ -24,6 +24,8 @@ class CachedPrefix(NamedTuple):
     num_tokens: int
     tables: list[list[int]]
     """For each KV group the block table that covers them; NO_BLOCK where no later token reads a block."""
+    most_tokens: int
+    """Tokens of the longest prefix that was looked for."""
 
 
 class CacheManager:
@@ -44,9 +46,10 @@ class CacheManager:
         self.num_hit_tokens = 0
         self.copy_on_write = CopyOnWrite(pool)
         self._hasher = BlockHasher(layout.block_size)
-        self._groups = [GroupCache(pool, index, group, self._hasher) for index, group in enumerate(layout.groups)]
-        self._with_window = [cache for cache in self._groups if cache.group.spec.window is not None]
-        self._lookup_order = sorted(self._groups, key=lambda cache: cache.group.spec.window is not None)
+        self.groups = [GroupCache(pool, index, group, self._hasher) for index, group in enumerate(layout.groups)]
+        """In the order of the layout."""
+        self._with_window = [cache for cache in self.groups if cache.group.spec.window is not None]
+        self._lookup_order = sorted(self.groups, key=lambda cache: cache.group.spec.window is not None)
         self._alignment = max(group.block_size for group in layout.groups)
         self._unpublished: deque[TokenSequence] = deque()
 
@@ -54,11 +57,11 @@ class CacheManager:
 
     def num_missing_blocks(self, seq: TokenSequence, num_tokens: int) -> int:
         """Blocks that the tables lack to cover the first `num_tokens`."""
-        return sum([cache.num_missing_blocks(seq, num_tokens) for cache in self._groups])
+        return sum([cache.num_missing_blocks(seq, num_tokens) for cache in self.groups])
 
     def num_next_blocks(self, at_border: list[TokenSequence]) -> int:
         """Blocks that `grow_by_one` takes."""
-        if len(self._groups) == 1:
+        if len(self.groups) == 1:
             return len(at_border)
         return sum([self.num_missing_blocks(seq, seq.num_scheduled_tokens + 1) for seq in at_border])
 
@@ -77,12 +80,12 @@ class CacheManager:
         """
         tables = seq.block_tables if prefix is None else prefix.tables
         return sum(
-            cache.num_promised_blocks(seq, table, chunk) for cache, table in zip(self._groups, tables, strict=True)
+            cache.num_promised_blocks(seq, table, chunk) for cache, table in zip(self.groups, tables, strict=True)
         )
 
     def num_own_blocks(self, num_shared_tokens: int, num_tokens: int, chunk: int) -> int:
         """Blocks that a sequence of `num_tokens` takes beside those that it shares with the leader of its group."""
-        return sum(cache.num_own_blocks(num_shared_tokens, num_tokens, chunk) for cache in self._groups)
+        return sum(cache.num_own_blocks(num_shared_tokens, num_tokens, chunk) for cache in self.groups)
 
     def num_free_blocks_used_by(self, prefix: CachedPrefix) -> int:
         """How many blocks of a prefix are free now, and would no longer be once they are adopted."""
@@ -97,12 +100,11 @@ class CacheManager:
         Args:
             most: tokens of the longest prefix that is wanted.
         """
-        num_tokens = len(seq.token_ids) - 1
-        if most is not None:
-            num_tokens = min(num_tokens, most)
-        looks_up = self.enable_prefix_caching and not seq.wants_prompt_logprobs
-        num_tokens = self._common_hit(seq, num_tokens) if looks_up else 0
-        return CachedPrefix(num_tokens, [cache.cached_table(seq, num_tokens) for cache in self._groups])
+        most_tokens = 0
+        if self.enable_prefix_caching and not seq.wants_prompt_logprobs:
+            most_tokens = len(seq.token_ids) - 1 if most is None else min(len(seq.token_ids) - 1, most)
+        num_tokens = self._common_hit(seq, most_tokens)
+        return CachedPrefix(num_tokens, [cache.cached_table(seq, num_tokens) for cache in self.groups], most_tokens)
 
     def next_content(self, seq: TokenSequence, num_tokens: int) -> bytes | None:
         """The name of the content that would continue a cached prefix of so many tokens; None where none can."""
@@ -113,7 +115,7 @@ class CacheManager:
 
     def adopt_prefix(self, seq: TokenSequence, prefix: CachedPrefix) -> None:
         """Reference what `find_prefix` found as the beginning of empty tables."""
-        for cache, table in zip(self._groups, prefix.tables, strict=True):
+        for cache, table in zip(self.groups, prefix.tables, strict=True):
             cache.adopt(seq, table)
         seq.num_published_blocks = prefix.num_tokens // self.block_size
         seq.num_computed_tokens = prefix.num_tokens
@@ -125,12 +127,12 @@ class CacheManager:
         """Lower the number of tokens until all groups agree to it: a window may have kept less than full attention, or
         what it kept may end elsewhere."""
         agreed = 0
-        while agreed < len(self._groups):
+        while agreed < len(self.groups):
             for cache in self._lookup_order:
                 hit = cache.longest_hit(seq, num_tokens, self._alignment)
                 agreed = agreed + 1 if hit == num_tokens else 1
                 num_tokens = hit
-                if agreed == len(self._groups):
+                if agreed == len(self.groups):
                     break
         return num_tokens
 
@@ -138,12 +140,12 @@ class CacheManager:
 
     def grow(self, seq: TokenSequence, num_tokens: int) -> None:
         """Extend the tables to cover the first `num_tokens`; the caller has seen to it that blocks are free."""
-        for cache in self._groups:
+        for cache in self.groups:
             cache.grow(seq, num_tokens)
 
     def grow_by_one(self, at_border: list[TokenSequence]) -> None:
         """Extend the tables to cover one more token of each; the caller has seen to it that blocks are free."""
-        for cache in self._groups:
+        for cache in self.groups:
             cache.grow_by_one(at_border)
 
     def fork(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> None:
@@ -151,7 +153,7 @@ class CacheManager:
 
         Where the last block is not full, it is shared only until `copy_on_write.assign_own_blocks`.
         """
-        for cache in self._groups:
+        for cache in self.groups:
             if cache.share(parent, child, num_tokens):
                 self.copy_on_write.add(child, cache.index)
         num_full = num_tokens // self.block_size
@@ -175,11 +177,11 @@ class CacheManager:
 
     def _from_end_to_beginning(self, seq: TokenSequence) -> Iterable[int]:
         """The blocks of all groups, in the order in which they are to be evicted."""
-        if len(self._groups) == 1:
+        if len(self.groups) == 1:
             return [block for block in reversed(seq.block_tables[0]) if block != NO_BLOCK]
         ends = [
             ((place + 1) * cache.group.block_size, block)
-            for cache in self._groups
+            for cache in self.groups
             for place, block in enumerate(cache.table(seq))
             if block != NO_BLOCK
         ]
@@ -222,6 +224,6 @@ class CacheManager:
         for index in range(seq.num_published_blocks, until):
             num_tokens = (index + 1) * self.block_size
             content = self._hasher.name(seq, num_tokens)
-            for cache in self._groups:
+            for cache in self.groups:
                 cache.publish(seq, num_tokens, content)
             seq.num_published_blocks = index + 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pagestream_engine.cache.manager import CachedPrefix, CacheManager
+from pagestream_engine.cache.shortage import least_wanted_blocks
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.request.sequence import SequenceGroup, TokenSequence
@@ -14,6 +17,20 @@ from pagestream_engine.scheduler.scheduled_step import ScheduledSequence
 RESERVE_SHARE = 4
 """Blocks are kept free for one in so many running sequences when another is admitted: a few steps of growth, so that
 the newcomer is not preempted at once and computed again and again."""
+
+
+class Shortage(NamedTuple):
+    """A group that found no room. It is asked again in each step, and its prefix must not be looked up in each."""
+
+    group: SequenceGroup
+    lengths: list[int]
+    """Tokens of its members then: some may have been aborted since, or have run and been preempted."""
+    num_blocks: int
+    """Free blocks that it takes at least while the pool's watch lasts."""
+
+    def is_of(self, group: SequenceGroup) -> bool:
+        """Whether it was this group, as it is now."""
+        return self.group is group and self.lengths == list(map(len, group.members))
 
 
 class Admission:
@@ -35,6 +52,7 @@ class Admission:
         self._waiting = waiting
         self._prefill = prefill
         self._decode = decode
+        self._shortage: Shortage | None = None
 
     def admit(self, chunks: list[ScheduledSequence], budget: int) -> None:
         """Admit groups, and append their first chunks, of at most `budget` tokens in all.
@@ -49,8 +67,7 @@ class Admission:
             group = self._waiting.peek()
             if group is None:
                 return
-            least = promised + len(group.members) - 1  # Whatever is cached, each follower takes a block.
-            if self._num_running and not self._has_room(group, least):
+            if self._num_running and not self._has_room(group, promised + self._least_wanted_blocks(group)):
                 return
             leader = group.choose_leader()
             prefix = prefill.find_prefix(group, leader)
@@ -60,6 +77,7 @@ class Admission:
             wanted = promised + self.num_wanted_blocks(group, leader, prefix)
             if not self._has_room(group, wanted):
                 if self._num_running:
+                    self._note_shortage(group, leader, prefix)
                     return
                 if len(group.members) > 1:
                     self._split_waiting()
@@ -105,7 +123,22 @@ class Admission:
         """Free blocks that all the present tokens of a group take, the cached prefix of its leader adopted."""
         cache = self._cache
         wanted = cache.num_promised_blocks(leader, self._max_chunk, prefix) + cache.num_free_blocks_used_by(prefix)
-        return wanted + sum(self._num_own_blocks(seq) for seq in group.members if seq is not leader)
+        return wanted + self._num_follower_blocks(group, leader)
+
+    def _least_wanted_blocks(self, group: SequenceGroup) -> int:
+        """Free blocks that a group takes at least, without a lookup."""
+        known = self._shortage
+        if known is not None and self._cache.pool.is_watching and known.is_of(group):
+            return known.num_blocks
+        return len(group.members) - 1  # Whatever is cached, each follower takes a block.
+
+    def _note_shortage(self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix) -> None:
+        least = least_wanted_blocks(self._cache, leader, prefix, self._max_chunk)
+        num_blocks = least + self._num_follower_blocks(group, leader)
+        self._shortage = Shortage(group, list(map(len, group.members)), num_blocks)
+
+    def _num_follower_blocks(self, group: SequenceGroup, leader: TokenSequence) -> int:
+        return sum(self._num_own_blocks(seq) for seq in group.members if seq is not leader)
 
     def _num_own_blocks(self, seq: TokenSequence) -> int:
         """Blocks of a follower that it does not share with its leader; one without output needs the first at once."""
