@@ -27,6 +27,8 @@ class Target:
 class ModelSource(ABC):
     """A model folder whose configuration is read. `attention_specs`, then `load`, with one and the same target."""
 
+    can_be_deterministic: bool = True
+    """False where it is known before the weights are read that `Model.can_be_deterministic` will be."""
     plugin_digest: str = ""
     """Of the source files of a plugin that compute the model; empty where there are none."""
 

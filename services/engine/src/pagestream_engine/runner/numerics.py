@@ -13,6 +13,7 @@ from pagestream_engine.attention import Backend
 from pagestream_engine.cpu import computes_bfloat16_on_amx, emulates_bfloat16_in_avx512, read_cpuinfo
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.models.model import Model
+from pagestream_engine.models.source import ModelSource
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +64,13 @@ def possible_mode(wanted: bool | None, dtype: torch.dtype, device: torch.device)
     return False
 
 
+def check_model_allows(wanted: bool | None, model: Model | ModelSource) -> None:
+    """Raise ConfigError where deterministic mode is `wanted` of a model that computes something between its linears
+    that varies with the batch."""
+    if wanted and not model.can_be_deterministic:
+        raise ConfigError("deterministic", True, f"False or None for {model.info.architecture}", _VARIES_BETWEEN)
+
+
 def settle_numerics(model: Model, backend: Backend, wanted: bool | None) -> Numerics:
     """Make the model's linears batch-invariant if `wanted`, or if it is None and costs next to nothing here.
 
@@ -72,10 +80,9 @@ def settle_numerics(model: Model, backend: Backend, wanted: bool | None) -> Nume
         wanted: `ModelConfig.deterministic`.
 
     Raises:
-        ConfigError: `wanted` is True, and the model computes something between its linears that varies with the batch.
+        ConfigError: as `check_model_allows`.
     """
-    if wanted and not model.can_be_deterministic:
-        raise ConfigError("deterministic", True, f"False or None for {model.info.architecture}", _VARIES_BETWEEN)
+    check_model_allows(wanted, model)
     if wanted is False or not backend.is_deterministic or not model.can_be_deterministic:
         return Numerics(False, b"")
     started = perf_counter()

@@ -25,7 +25,7 @@ from pagestream_engine.runner.memory import (
     gpu_pool_bytes,
     step_memory,
 )
-from pagestream_engine.runner.numerics import possible_mode, settle_numerics
+from pagestream_engine.runner.numerics import check_model_allows, possible_mode, settle_numerics
 from pagestream_engine.runner.persistent_batch import PersistentBatch
 from pagestream_engine.runner.profile import estimated_cpu_step_bytes, largest_gpu_use
 from pagestream_engine.runner.prompt_rows import PromptRows
@@ -60,6 +60,7 @@ class ModelRunner:
         self.max_model_len = _max_model_len(config.model.max_model_len, info)
         self.model_info = replace(info, max_position_embeddings=max(info.max_position_embeddings, self.max_model_len))
         target = Target(self.dtype, device, self.max_model_len)
+        check_model_allows(config.model.deterministic, source)
         wanted = possible_mode(config.model.deterministic, self.dtype, device)
         self._check_weights(model_dir)
         with torch.inference_mode():

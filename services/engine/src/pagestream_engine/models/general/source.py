@@ -35,6 +35,8 @@ _DEFAULT_CONTEXT = 2048
 class GeneralSource(ModelSource):
     """A model without a family. `attention_specs` loads the weights already: only a run shows how its layers attend."""
 
+    can_be_deterministic = GeneralModel.can_be_deterministic
+
     def __init__(self, folder: Path, file: ConfigFile) -> None:
         """Read the configuration.
 
