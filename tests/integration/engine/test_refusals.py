@@ -18,6 +18,7 @@ import pytest
 from pagestream_engine import LLM
 from pagestream_engine.errors import ConfigError, EngineError
 from redis import Redis
+from support.engines.architectures import small_config
 from support.engines.tiny_models import VOCAB_SIZE, make_model
 
 EXIT_BAD_OPTIONS = 2
@@ -62,6 +63,12 @@ def _make_huge(folder: Path) -> None:
         file.truncate(8 + len(header) + num_bytes)
 
 
+def _make_general(folder: Path) -> None:
+    """Make it a model that `transformers`' code runs, without its weights, which are not asked for."""
+    (folder / "config.json").unlink()
+    small_config("gpt2").save_pretrained(folder)
+
+
 def _lose_shard(folder: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -102,6 +109,15 @@ REFUSALS = {
         options={"num_gpu_blocks_override": 4, "max_model_len": 500},
     ),
     "impossible option": Refusal(r"block_size: given 3, expected one of 1, 2, 4", options={"block_size": 3}),
+    "deterministic Triton": Refusal(
+        r"deterministic: given True, expected False or None with Triton and on a GPU; .* set device to cpu and",
+        options={"deterministic": True, "attention_backend": "triton"},
+    ),
+    "deterministic modelling code": Refusal(
+        r"deterministic: given True, expected False or None for GPT2LMHeadModel; functions that it computes beside",
+        _make_general,
+        options={"deterministic": True, "device": "cpu", "dtype": "float32"},
+    ),
     "missing plugin": Refusal(
         r"plugins: given 'nowhere\.policies', expected a module on Python's path; install its package, or",
         options={"plugins": ["nowhere.policies"]},
@@ -111,7 +127,7 @@ REFUSALS = {
         options={"scheduling_policy": "lottery"},
     ),
 }
-_IN_EVERY_RUN = ("cut off", "too many blocks", "missing plugin")
+_IN_EVERY_RUN = ("cut off", "too many blocks", "deterministic Triton", "missing plugin")
 _BY_PROCESS = [pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.slow) for name in REFUSALS]
 
 
