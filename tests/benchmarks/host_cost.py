@@ -50,6 +50,7 @@ from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan, StepResult
 from pagestream_streams import AppendKind, AppendOutcome
 from pagestream_streams.engine.appending import append_arguments
+from pagestream_worker.collector import spare_what_lives
 from pagestream_worker.serving.outputs import StepOutputs
 from pagestream_worker.stepping import wire
 from pagestream_worker.stepping.reports import Figures, StepDone
@@ -309,6 +310,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where the time goes; the times are higher then")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    spare_what_lives()  # as both processes do
     with torch.inference_mode():
         for num_running, context in CASES:
             if options.short and context > 4096:

@@ -14,8 +14,9 @@ from pathlib import Path
 from goals import print_goal
 from pagestream.v1.inference_pb2 import SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import LogEntry, ModelCard, RequestSpec
-from pagestream_streams import Append, Broker, Claim, EmbeddedRedis, EngineSession, GatewaySession
+from pagestream_streams import Broker, Claim, EmbeddedRedis, EngineSession, GatewaySession
 from pagestream_streams.protocol import digests, ids
+from support.protocol.token_streams import append_of
 
 MODEL = "benchmark"
 
@@ -42,10 +43,7 @@ class Fenced:
         self.claims = claims
 
     async def step(self, index: int, entries: list[LogEntry]) -> None:
-        appends = [
-            Append(claim.request_id, claim.epoch, claim.nonce, index, [entry])
-            for claim, entry in zip(self.claims, entries, strict=True)
-        ]
+        appends = [append_of(claim, index, [entry]) for claim, entry in zip(self.claims, entries, strict=True)]
         outcomes = await self.engine.append(appends)
         if any(outcome.next_index != index + 1 for outcome in outcomes):
             raise RuntimeError(f"step {index} was not appended: {outcomes}")

@@ -21,7 +21,7 @@ from pagestream_streams.protocol import digests
 from support.engines.synthetic_engine import MODEL, synthetic_card
 from support.processes.stack import Gateway, Stack
 from support.processes.waiting import wait_until
-from support.protocol.token_streams import Worker
+from support.protocol.token_streams import Worker, append_of
 
 LIMIT_S = 60.0
 TOKEN_BYTES = 1000  # of a token's text: as much as its twenty likeliest alternatives would take
@@ -138,7 +138,7 @@ class Log:
     def append(self, entries: Sequence[LogEntry]) -> Append:
         """Return an append of these entries after what is there."""
         chained, claim = digests.chained(self.digest, entries), self.claim
-        append = Append(claim.request_id, claim.epoch, claim.nonce, self.length, chained, previous_digest=self.digest)
+        append = append_of(claim, self.length, chained, previous_digest=self.digest)
         self.length, self.digest = self.length + len(chained), chained[-1].digest
         return append
 

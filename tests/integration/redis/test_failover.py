@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
-from pagestream_streams import Append, Broker, Claim, GatewaySession, Unavailable
+from pagestream_streams import Broker, Claim, GatewaySession, Unavailable
 from pagestream_streams.connection.embedded import ServerBinary
 from support.protocol.token_streams import (
     FAST,
     TENANT,
     Worker,
+    append_of,
     card,
     ending,
     eventually,
@@ -48,9 +49,7 @@ async def generate_stubbornly(engine: Worker, claim: Claim, half_way: asyncio.Ev
             half_way.set()
             await go_on.wait()
         try:
-            [outcome] = await engine.session.append(
-                [Append(claim.request_id, claim.epoch, claim.nonce, index, entries[index : index + 1])]
-            )
+            [outcome] = await engine.session.append([append_of(claim, index, entries[index : index + 1])])
         except Unavailable:
             await asyncio.sleep(0.05)
             continue

@@ -15,7 +15,7 @@ from typing import TypeVar
 import pytest
 from pagestream.v1.inference_pb2 import REQUEST_STATE_QUEUED
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_streams import Append, AppendKind, Broker, EmbeddedRedis, GatewaySession, Unavailable
+from pagestream_streams import AppendKind, Broker, EmbeddedRedis, GatewaySession, Unavailable
 from pagestream_streams.connection.embedded import ServerBinary, find_servers
 from pagestream_streams.connection.scripts import ACCEPT, APPEND, CLAIM, Script
 from pagestream_streams.engine import claim_order
@@ -29,6 +29,7 @@ from support.protocol.token_streams import (
     STILL,
     TENANT,
     Worker,
+    append_of,
     card,
     ending,
     eventually,
@@ -188,7 +189,7 @@ async def test_an_append_whose_reply_is_lost_is_repeated_without_harm(
         [claim] = await engine.claim()
         entries = tokens([100, 101])
         entries += ending(entries[-1].digest, count=2)
-        append = Append(claim.request_id, claim.epoch, claim.nonce, 0, entries)
+        append = append_of(claim, 0, entries)
         network.lose_answers()
         with pytest.raises(Unavailable):
             await engine.session.append([append])
@@ -204,7 +205,7 @@ async def test_a_connection_that_is_reset_before_a_script(broker: Broker, networ
         await gateway.accept(request)
         [claim] = await engine.claim()
         [entry] = tokens([100])
-        append = Append(claim.request_id, claim.epoch, claim.nonce, 0, [entry])
+        append = append_of(claim, 0, [entry])
         network.reset()
         with pytest.raises(Unavailable):
             await engine.session.append([append])

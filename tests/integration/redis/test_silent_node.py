@@ -9,11 +9,22 @@ from contextlib import contextmanager
 
 import pytest
 from pagestream.v1.inference_pb2 import REQUEST_STATE_QUEUED
-from pagestream_streams import Append, AppendKind, Broker, GatewaySession, StreamsSettings
+from pagestream_streams import AppendKind, Broker, GatewaySession, StreamsSettings
 from pagestream_streams.connection.cluster import ClusterTopology
 from pagestream_streams.connection.embedded import ServerBinary
 from pagestream_streams.protocol.keys import Keyspace, Partition
-from support.protocol.token_streams import MODEL, TENANT, card, eventually, numbers, read_all, spec, tokens, worker
+from support.protocol.token_streams import (
+    MODEL,
+    TENANT,
+    append_of,
+    card,
+    eventually,
+    numbers,
+    read_all,
+    spec,
+    tokens,
+    worker,
+)
 from support.redis.topologies import Server, Topology, fresh, running_cluster, until
 
 pytestmark = pytest.mark.slow  # `make topologies` has it
@@ -114,7 +125,7 @@ async def test_an_append_tells_what_was_taken_and_what_was_not(topology: Topolog
             await gateway.accept(request)
         claims = {claim.request_id: claim for claim in await engine.claim(2)}
         stranded, well = (claims[request.request_id] for request in requests)
-        appends = [Append(each.request_id, each.epoch, each.nonce, 0, tokens([100])) for each in (stranded, well)]
+        appends = [append_of(each, 0, tokens([100])) for each in (stranded, well)]
         with silent(topology, port):
             outcomes = await engine.session.append(appends)
             assert [outcome.kind for outcome in outcomes] == [AppendKind.AWAY, AppendKind.OK]

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_DEADLINE, FINISH_REASON_STOP, REQUEST_STATE_QUEUED
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_streams import Append, Broker, Claim, GatewaySession, RequestNotFound, StreamsSettings, Unavailable
+from pagestream_streams import Broker, Claim, GatewaySession, RequestNotFound, StreamsSettings, Unavailable
 from pagestream_streams.connection import connection
 from pagestream_streams.connection.cluster import ClusterTopology
 from pagestream_streams.connection.connection import Call
@@ -21,6 +21,7 @@ from support.protocol.token_streams import (
     STILL,
     TENANT,
     Worker,
+    append_of,
     card,
     ending,
     numbers,
@@ -67,9 +68,7 @@ async def generate_stubbornly(engine: Worker, claim: Claim, disturbed: asyncio.E
         if index == COUNT - LAST:
             await disturbed.wait()
         try:
-            [outcome] = await engine.session.append(
-                [Append(claim.request_id, claim.epoch, claim.nonce, index, entries[index : index + 1])]
-            )
+            [outcome] = await engine.session.append([append_of(claim, index, entries[index : index + 1])])
         except Unavailable:
             await asyncio.sleep(0.02)
             continue

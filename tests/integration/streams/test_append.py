@@ -9,10 +9,21 @@ from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, FINISH_REASON_S
 from pagestream.v1.records_pb2 import LogEntry, WakeUp
 from pagestream_streams import AppendKind, Broker, GatewaySession, expire_engine
 from pagestream_streams.protocol.digests import chain
-from pagestream_streams.protocol.entries import from_stream_fields
+from pagestream_streams.protocol.entries import from_stream_fields, to_entry_values
 from pagestream_streams.protocol.keys import Keyspace
 from pagestream_streams.protocol.records import Append
-from support.protocol.token_streams import TENANT, ending, eventually, numbers, read_all, spec, token, tokens, worker
+from support.protocol.token_streams import (
+    TENANT,
+    append_of,
+    ending,
+    eventually,
+    numbers,
+    read_all,
+    spec,
+    token,
+    tokens,
+    worker,
+)
 
 
 async def log_of(broker: Broker, request_id: str) -> list[LogEntry]:
@@ -98,10 +109,10 @@ class TestContiguous:
             await engine.append(claims[0], 0, entries)
             outcomes = await engine.session.append(
                 [
-                    Append(claims[0].request_id, claims[0].epoch, claims[0].nonce, 0, tokens([8])),
-                    Append(claims[1].request_id, claims[1].epoch, "0" * 16, 0, entries),
-                    Append(claims[2].request_id, claims[2].epoch, claims[2].nonce, 1, entries[1:]),
-                    Append(claims[3].request_id, claims[3].epoch, claims[3].nonce, 0, entries),
+                    append_of(claims[0], 0, tokens([8])),
+                    append_of(claims[1], 0, entries, nonce="0" * 16),
+                    append_of(claims[2], 1, entries[1:]),
+                    append_of(claims[3], 0, entries),
                 ]
             )
             kinds = [outcome.kind for outcome in outcomes]
@@ -131,14 +142,16 @@ class TestFenced:
             await gateway.accept(spec())
             [claim] = await engine.claim()
             for nonce in ("", "0" * 16):
-                forged = Append(claim.request_id, claim.epoch, nonce, 0, tokens([1]))
+                forged = append_of(claim, 0, tokens([1]), nonce=nonce)
                 [outcome] = await engine.session.append([forged])
                 assert outcome.kind is AppendKind.FENCED
             assert await log_of(broker, claim.request_id) == []
 
     async def test_unknown_request_is_missing(self, broker: Broker) -> None:
         async with worker(broker) as engine:
-            [outcome] = await engine.session.append([Append(spec().request_id, 1, "n", 0, tokens([1]))])
+            [outcome] = await engine.session.append(
+                [Append(spec().request_id, 1, "n", 0, list(map(to_entry_values, tokens([1]))))]
+            )
             assert outcome.kind is AppendKind.MISSING
 
 
@@ -220,7 +233,7 @@ class TestOneEnd:
             [claim] = await engine.claim()
             first = [*tokens([1]), ending(tokens([1])[0].digest, count=1)[0], token(5, choice=2)]
             first[2].digest = chain(first[1].digest, first[2])
-            appended = Append(claim.request_id, claim.epoch, claim.nonce, 0, first, cached_tokens=2)
+            appended = append_of(claim, 0, first, cached_tokens=2)
             [outcome] = await engine.session.append([appended])
             assert outcome.kind is AppendKind.OK
             await broker.cancel(request.request_id, TENANT)

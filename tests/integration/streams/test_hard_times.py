@@ -6,10 +6,21 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, REQUEST_STATE_FINISHED
-from pagestream_streams import Append, Broker, EngineSession, GatewaySession
+from pagestream_streams import Broker, EngineSession, GatewaySession
 from pagestream_streams.connection.scripts import REGISTER
 from pagestream_streams.protocol.keys import Partition
-from support.protocol.token_streams import FAST, MODEL, TENANT, card, ending, eventually, read_all, spec, worker
+from support.protocol.token_streams import (
+    FAST,
+    MODEL,
+    TENANT,
+    append_of,
+    card,
+    ending,
+    eventually,
+    read_all,
+    spec,
+    worker,
+)
 from support.redis.topologies import Place, ask_all
 
 HERE = Partition(MODEL, 0)
@@ -118,7 +129,7 @@ async def test_a_large_head_gets_what_becomes_free_before_others_do(redis_url: s
                     done = running.pop(0) if running else None
                     if done is not None:
                         entries = ending("", count=0)
-                        await session.append([Append(done.request_id, done.epoch, done.nonce, 0, entries)])
+                        await session.append([append_of(done, 0, entries)])
                 await session.wait_for_work(0.01)
             assert any(claim.request_id == large.request_id for claim in running)
 
@@ -130,7 +141,7 @@ async def test_a_claim_knows_what_earlier_ones_had_from_a_cache(broker: Broker) 
         [claim] = await engine.claim()
         assert claim.cached_tokens == 0
         entries = ending("", count=0)[:1]
-        await engine.session.append([Append(claim.request_id, claim.epoch, claim.nonce, 0, entries, cached_tokens=32)])
+        await engine.session.append([append_of(claim, 0, entries, cached_tokens=32)])
         await engine.session.hand_back([claim.request_id])
         [again] = await engine.claim()
         assert again.cached_tokens == 32

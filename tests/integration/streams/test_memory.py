@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from pagestream_streams import Append, Broker, GatewaySession
+from pagestream_streams import Broker, GatewaySession
 from pagestream_streams.protocol.keys import Partition
-from support.protocol.token_streams import FAST, MODEL, card, ending, eventually, spec, tokens, worker
+from support.protocol.token_streams import FAST, MODEL, append_of, card, ending, eventually, spec, tokens, worker
 from support.redis.topologies import Place, find_keys
 
 HERE = Partition(MODEL, 0)
@@ -28,7 +28,7 @@ async def test_a_token_and_a_request_are_small(broker: Broker) -> None:
         for first in range(0, TOKENS, 100):
             entries = tokens(range(100 + first, 200 + first), digest)
             digest = entries[-1].digest
-            await engine.session.append([Append(claim.request_id, claim.epoch, claim.nonce, first, entries)])
+            await engine.session.append([append_of(claim, first, entries)])
         log = await usage(broker, HERE.log(request.request_id))
         print(f"{record} bytes a request, {log / TOKENS:.1f} bytes a token")
         assert log / TOKENS < MOST_BYTES_A_TOKEN
@@ -44,7 +44,7 @@ async def test_retention_gives_everything_back(redis_url: str, redis_server: Pla
             [claim] = await engine.claim()
             entries = tokens([100])
             entries += ending(entries[-1].digest, count=1)
-            await engine.session.append([Append(claim.request_id, claim.epoch, claim.nonce, 0, entries)])
+            await engine.session.append([append_of(claim, 0, entries)])
 
             await eventually(lambda: not find_keys(redis_server, f"*{request.request_id}*"))
             members = find_keys(redis_server, f"{HERE.prefix}*")

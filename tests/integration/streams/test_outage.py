@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import LogEntry
-from pagestream_streams import Append, Broker, Claim, EmbeddedRedis, GatewaySession, Unavailable
+from pagestream_streams import Broker, Claim, EmbeddedRedis, GatewaySession, Unavailable
 from support.protocol.token_streams import (
     FAST,
     LIMIT_S,
     TENANT,
     Worker,
+    append_of,
     card,
     ending,
     numbers,
@@ -48,7 +49,7 @@ async def generate_stubbornly(engine: Worker, claim: Claim, half_way: asyncio.Ev
         if index == COUNT // 2:
             half_way.set()
             await go_on.wait()
-        step = [Append(claim.request_id, claim.epoch, claim.nonce, index, [entry])]
+        step = [append_of(claim, index, [entry])]
         while True:
             try:
                 [outcome] = await engine.session.append(step)

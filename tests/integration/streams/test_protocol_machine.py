@@ -18,13 +18,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from pagestream.v1.records_pb2 import LogEntry
-from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, GatewaySession, expire_engine
+from pagestream_streams import AppendKind, Broker, Claim, EngineSession, GatewaySession, expire_engine
 from pagestream_streams.connection.scripts import APPEND, Script
 from pagestream_streams.engine import appending
 from pagestream_streams.protocol.claimed_log import ClaimedLog
 from pagestream_streams.protocol.entries import from_stream_fields
 from redis.exceptions import ResponseError
-from support.protocol.token_streams import LIMIT_S, MODEL, STILL, TENANT, card, ending, numbers, spec, tokens
+from support.protocol.token_streams import LIMIT_S, MODEL, STILL, TENANT, append_of, card, ending, numbers, spec, tokens
 from support.redis.topologies import Place, fresh
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ class Protocol(RuleBasedStateMachine):
         assert claim is not None
         name = next(name for name, claims in self.held.items() if any(each is claim for each in claims))
         entries = tokens([token] * count, self.model.digest)
-        step = Append(claim.request_id, claim.epoch, claim.nonce, len(self.model.log), entries)
+        step = append_of(claim, len(self.model.log), entries)
         [outcome] = self.run(self.engines[name].append([step]))
         assert outcome.kind is AppendKind.OK
         self.model.log += entries
@@ -136,9 +136,7 @@ class Protocol(RuleBasedStateMachine):
             entries += ending(entries[-1].digest, count=0)
         entries = up_to_end(entries)
         expected = self.expected(claim, first, entries)
-        [outcome] = self.run(
-            self.engines[name].append([Append(claim.request_id, claim.epoch, claim.nonce, first, entries)])
-        )
+        [outcome] = self.run(self.engines[name].append([append_of(claim, first, entries)]))
         assert outcome.kind is expected, (outcome, expected)
         if outcome.kind is AppendKind.OK and not self.model.ended:
             self.model.log[first : first + len(entries)] = entries

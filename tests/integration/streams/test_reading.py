@@ -10,13 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pagestream.v1.inference_pb2 import FINISH_REASON_STOP, TokenLogprobs
 from pagestream.v1.records_pb2 import LogEntry, ModelCard
-from pagestream_streams import Append, Broker, DigestMismatch, GatewaySession, OffsetOutOfRange
+from pagestream_streams import Broker, DigestMismatch, GatewaySession, OffsetOutOfRange
 from pagestream_streams.protocol import digests
 from support.protocol.token_streams import (
     FAST,
     LIMIT_S,
     MODEL,
     TENANT,
+    append_of,
     eventually,
     numbers,
     read_all,
@@ -72,7 +73,7 @@ class TestAnyGatewayAtAnyOffset:
             end.end.error.code, end.end.error.message = "engine_error", "it \0 broke"
             entries = digests.chained("", [rich, finish, end])
             live = asyncio.create_task(read_all(gateway, request.request_id))
-            await engine.session.append([Append(claim.request_id, claim.epoch, claim.nonce, 0, entries)])
+            await engine.session.append([append_of(claim, 0, entries)])
             assert await live == entries
             assert await read_all(gateway, request.request_id) == entries
 

@@ -19,6 +19,7 @@ from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, RequestSpe
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, Unavailable
 from pagestream_streams.protocol import digests
 from support.engines.synthetic_engine import synthetic_card
+from support.protocol.token_streams import append_of
 
 MODEL = "bulk"
 MAX_MODEL_LEN = 2**20
@@ -87,7 +88,7 @@ class _Log:
     def append(self) -> Append:
         """Return the next append; the same one until `settle`."""
         claim = self.claim
-        return Append(claim.request_id, claim.epoch, claim.nonce, self._index, self._next, previous_digest=self._digest)
+        return append_of(claim, self._index, self._next, previous_digest=self._digest)
 
     def settle(self) -> bool:
         """Go on behind the append; return whether the log has ended."""

@@ -9,6 +9,7 @@ from pagestream.v1.inference_pb2 import TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine.cache.kv_groups import full_attention
 from pagestream_streams import Claim
+from pagestream_streams.protocol.entries import to_log_entry
 from pagestream_telemetry.process import silent_telemetry
 from pagestream_worker.requests.claim_budget import ClaimBudget
 from pagestream_worker.requests.unacknowledged_log import LogMemory
@@ -32,7 +33,7 @@ class RequestTable:
     def entries(self, request_id: str = "r") -> list[LogEntry]:
         """Return the entries of a request that its log lacks."""
         request = self.requests.get(request_id)
-        return list(request.pending(100).entries) if request is not None else []
+        return list(map(to_log_entry, request.pending(100).entries)) if request is not None else []
 
 
 def claim(nonce: str, *, request_id: str = "r", prompts: int = 1, length: int = 2) -> Claim:

@@ -31,6 +31,7 @@ from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, ModelCard,
 from pagestream_streams import Append, AppendKind, Broker, Claim, EngineSession, Unavailable
 from pagestream_streams.protocol import digests
 from pagestream_streams.tasks import cancel, raise_if_cancelled
+from support.protocol.token_streams import append_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 MODEL = "synthetic"
@@ -134,7 +135,7 @@ class Stream:
     def append(self) -> Append:
         """Return the append of the next entry."""
         entries = [] if self.entry is None else [self.entry]
-        return Append(self.claim.request_id, self.claim.epoch, self.claim.nonce, self.index, entries)
+        return append_of(self.claim, self.index, entries)
 
 
 class SyntheticEngine:

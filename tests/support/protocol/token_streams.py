@@ -28,6 +28,7 @@ from pagestream_streams import (
     Unavailable,
 )
 from pagestream_streams.protocol import digests, ids
+from pagestream_streams.protocol.entries import to_entry_values
 
 T = TypeVar("T")
 
@@ -100,6 +101,28 @@ def ending(previous: str, *, count: int, prompt: int = 3, reason: FinishReason =
     return digests.chained(previous, [finish, end])
 
 
+def append_of(
+    claim: Claim,
+    first_index: int,
+    entries: Sequence[LogEntry],
+    *,
+    nonce: str | None = None,
+    previous_digest: str = "",
+    cached_tokens: int | None = None,
+) -> Append:
+    """An append by a claim; `nonce`: instead of the claim's."""
+    values = list(map(to_entry_values, entries))
+    return Append(
+        claim.request_id,
+        claim.epoch,
+        claim.nonce if nonce is None else nonce,
+        first_index,
+        values,
+        previous_digest,
+        cached_tokens,
+    )
+
+
 def numbers(entries: Sequence[LogEntry]) -> list[int]:
     return [entry.token_id for entry in entries if entry.HasField("token_id")]
 
@@ -156,7 +179,7 @@ class Worker:
         return claims
 
     async def append(self, claim: Claim, first: int, entries: Sequence[LogEntry]) -> AppendOutcome:
-        [outcome] = await self.session.append([Append(claim.request_id, claim.epoch, claim.nonce, first, entries)])
+        [outcome] = await self.session.append([append_of(claim, first, entries)])
         return outcome
 
     async def generate(self, claim: Claim, count: int, *, finish: bool = False) -> str:

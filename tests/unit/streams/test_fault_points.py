@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import LogEnd, LogEntry
 from pagestream_streams import fault_points
 from pagestream_streams.fault_points import FaultPoint, Wire, reach
+from pagestream_streams.protocol.entries import to_entry_values
 from pagestream_streams.protocol.records import Append
 
 LIMIT_S = 10.0
@@ -127,7 +129,7 @@ def test_an_append_passes_each_moment_that_it_is(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fault_points, "IS_ON", True)
     monkeypatch.setattr(Wire, "reach", lambda self, point: passed.append(point))
     first, middle = appending(0, LogEntry(token_id=1)), appending(3, LogEntry(token_id=1))
-    last = appending(4, LogEntry(end=LogEnd()))
+    last = appending(4, LogEntry(end=LogEnd(reason=FINISH_REASON_STOP)))
     for appends in ([first], [middle], [last], [first, middle, last]):
         fault_points.before_append(appends)
         fault_points.after_append(appends)
@@ -138,7 +140,14 @@ def test_an_append_passes_each_moment_that_it_is(monkeypatch: pytest.MonkeyPatch
 
 
 def appending(first_index: int, entry: LogEntry) -> Append:
-    return Append(request_id="r", epoch=1, nonce="n", first_index=first_index, entries=[entry], previous_digest="")
+    return Append(
+        request_id="r",
+        epoch=1,
+        nonce="n",
+        first_index=first_index,
+        entries=[to_entry_values(entry)],
+        previous_digest="",
+    )
 
 
 def test_cost_nothing_in_a_process_that_was_not_started_for_them() -> None:

@@ -146,9 +146,9 @@ def before_append(appends: Sequence[Append]) -> None:
     if IS_ON:
         if any(each.entries and each.first_index == 0 for each in appends):
             _wire.reach(FaultPoint.FIRST_TOKEN)
-        if any(each.first_index > 0 and not _ends(each) for each in appends):
+        if any(each.first_index > 0 and not each.ends for each in appends):
             _wire.reach(FaultPoint.MIDDLE)
-        if any(_ends(each) for each in appends):
+        if any(each.ends for each in appends):
             _wire.reach(FaultPoint.FINISH)
 
 
@@ -156,9 +156,5 @@ def after_append(appends: Sequence[Append]) -> None:
     """Pass the fault points after an append."""
     if IS_ON:
         _wire.reach(FaultPoint.APPENDED)
-        if any(_ends(each) for each in appends):
+        if any(each.ends for each in appends):
             _wire.reach(FaultPoint.FINISHED)
-
-
-def _ends(append: Append) -> bool:
-    return bool(append.entries) and append.entries[-1].HasField("end")

@@ -20,6 +20,7 @@ from pagestream_telemetry.endpoint import Endpoint, Probes
 from pagestream_telemetry.process import Telemetry, running_telemetry
 
 from pagestream_worker.card import build_card
+from pagestream_worker.collector import spare_what_lives
 from pagestream_worker.gauges import EngineGauges, EngineReaders
 from pagestream_worker.health import Health
 from pagestream_worker.settings import ProcessSettings, WorkerSettings
@@ -87,6 +88,7 @@ async def _start_core(settings: ProcessSettings, make_engine: EngineFactory) -> 
     if worker.engine_core == "process":
         process = EngineProcess(Program(load, settings.telemetry, worker.engine_id, worker.profile_dir))
         await process.start()
+        spare_what_lives()
         return process
     profiler = None if worker.profile_dir is None else StepProfiler(worker.profile_dir, worker.engine_id)
     thread = EngineThread(load, profiler)

@@ -1,9 +1,11 @@
 """Requests that an engine holds, compared with what Redis shows."""
 
 import pytest
+from pagestream.v1.inference_pb2 import FINISH_REASON_STOP
 from pagestream.v1.records_pb2 import LogEnd, LogEntry
 from pagestream_streams import Append, AppendKind, AppendOutcome
 from pagestream_streams.engine.active_requests import ActiveRequests
+from pagestream_streams.protocol.entries import to_entry_values
 
 
 def test_lost_is_what_the_same_claim_held_before_and_after() -> None:
@@ -64,6 +66,6 @@ def test_an_end_finishes_a_request_and_an_earlier_claim_s_loss_does_not() -> Non
     active.add("x", 2, "m")
     assert active.settle(Append("x", 1, "n", 0, []), AppendOutcome(AppendKind.FENCED, 0))
     assert "x" in active
-    end = [LogEntry(end=LogEnd())]
+    end = [to_entry_values(LogEntry(end=LogEnd(reason=FINISH_REASON_STOP)))]
     assert active.settle(Append("x", 2, "m", 0, end), AppendOutcome(AppendKind.OK, 1))
     assert "x" not in active

@@ -11,6 +11,7 @@ from pagestream_engine.request.sampling_params import child_seed
 from pagestream_streams import Claim
 from pagestream_streams.protocol import digests
 from pagestream_streams.protocol.claimed_log import ClaimedLog
+from pagestream_streams.protocol.entries import to_log_entry
 from pagestream_worker.requests.running_request import RunningRequest
 from pagestream_worker.requests.unacknowledged_log import LogMemory
 
@@ -51,7 +52,7 @@ def sent(request: RunningRequest, limit: int = 100) -> list[LogEntry]:
     entries: list[LogEntry] = []
     while request.log.has_pending:
         append = request.pending(limit)
-        entries.extend(append.entries)
+        entries.extend(map(to_log_entry, append.entries))
         request.log.acknowledge(append.first_index + len(append.entries))
     return entries
 
@@ -135,7 +136,7 @@ def test_a_successor_of_siblings_writes_the_same_log_wherever_an_append_was_cut(
     while True:
         append = request.pending(limit)
         assert len(append.entries) <= limit + 1
-        written += append.entries
+        written += map(to_log_entry, append.entries)
         request.log.acknowledge(len(written))
         if written[-1].HasField("end"):
             break

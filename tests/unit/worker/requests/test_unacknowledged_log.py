@@ -7,6 +7,7 @@ from pagestream.v1.inference_pb2 import LogprobEntry, TokenLogprobs
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEntry, RequestSpec
 from pagestream_streams import Claim
 from pagestream_streams.protocol import digests
+from pagestream_streams.protocol.entries import to_entry_values, to_log_entry
 from pagestream_worker.requests.unacknowledged_log import PACKED_ENTRIES, LogMemory, UnacknowledgedLog
 
 LIMIT = 20_000
@@ -44,17 +45,16 @@ class Logs(RuleBasedStateMachine):
         if finishes:
             entries.append(LogEntry(finish=ChoiceFinish(reason=1)))
         for entry in entries:
-            self.log.write(entry)
-        self.written += digests.chained(
-            self.written[-1].digest, [LogEntry.FromString(e.SerializeToString()) for e in entries]
-        )
+            kind, choice, value, text, _, extra = to_entry_values(entry)
+            self.log.write(kind, choice, value, text, extra)
+        self.written += digests.chained(self.written[-1].digest, entries)
 
     @precondition(lambda self: self.log.has_pending)
     @rule(limit=st.integers(1, 40))
     def append(self, limit: int) -> None:
         start = self.log.next_index
         entries, previous = self.log.pending(limit)
-        assert list(entries) == self.written[start : start + len(entries)]
+        assert list(map(to_log_entry, entries)) == self.written[start : start + len(entries)]
         assert previous == self.written[start - 1].digest
         follows = self.written[start + limit : start + limit + 1]
         splits = bool(follows) and follows[0].HasField("finish")

@@ -15,8 +15,8 @@ async def test_a_request_that_is_claimed_again_before_its_loss_is_seen_leaves_no
     assert table.budget.available(1000) == (0, 0)
     table.requests.start(claim("new", length=STEP_TOKENS + 100))
     assert [type(command) for command in table.commands] == [AddGroup, AbortSequences, AddGroup]
-    table.requests.add_output(StepOutput("r/old/0", 1, ""))
-    table.requests.add_output(StepOutput("r/new/0", 1, "", "length"))
+    table.requests.add_outputs([StepOutput("r/old/0", 1, "")])
+    table.requests.add_outputs([StepOutput("r/new/0", 1, "", "length")])
     requests, tokens = table.budget.available(1000)
     assert requests == 1
     assert tokens > STEP_TOKENS
@@ -42,11 +42,11 @@ async def test_a_dropped_request_is_aborted_and_takes_no_outputs() -> None:
     table = RequestTable()
     table.requests.start(claim("n", prompts=2))
     assert table.requests.ids_without_tokens() == ["r"]
-    table.requests.add_output(StepOutput("r/n/0", 10, "a"))
+    table.requests.add_outputs([StepOutput("r/n/0", 10, "a")])
     assert table.requests.ids_without_tokens() == []
     table.requests.drop(["r", "unknown"])
     assert table.commands[-1] == AbortSequences(["r/n/0", "r/n/1"])
-    table.requests.add_output(StepOutput("r/n/0", 11, "b"))
+    table.requests.add_outputs([StepOutput("r/n/0", 11, "b")])
     assert (len(table.requests), table.requests.has_pending) == (0, False)
 
 
@@ -59,17 +59,17 @@ async def test_what_is_kept_to_be_sent_again_is_bounded_in_bytes() -> None:
     assert long is not None
     assert short is not None
     for number in range(400):
-        table.requests.add_output(StepOutput("long/n/0", number, " word"))
+        table.requests.add_outputs([StepOutput("long/n/0", number, " word")])
         long.log.acknowledge(number + 1)
         if number < 40:
-            table.requests.add_output(StepOutput("short/n/0", number, " word"))
+            table.requests.add_outputs([StepOutput("short/n/0", number, " word")])
             short.log.acknowledge(number + 1)
         assert table.memory.held_bytes <= 8_000
     assert short.log.can_send_from(0)
     assert long.log.can_send_from(350)
     assert not long.log.can_send_from(0)
     for number in range(400, 800):
-        table.requests.add_output(StepOutput("long/n/0", number, " word"))
+        table.requests.add_outputs([StepOutput("long/n/0", number, " word")])
         assert table.memory.held_bytes <= 8_000
     assert table.requests.ids() == ["short"]
     table.requests.drop(["short"])

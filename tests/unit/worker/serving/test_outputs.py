@@ -45,10 +45,11 @@ async def test_an_output_that_cannot_be_taken_ends_the_engine() -> None:
     table = RequestTable()
     outputs = outputs_of(table)
     table.requests.start(claim("n"))
-    outputs.take([StepOutput("no id", 1, "")])
+    outputs.take([StepOutput("r/n/0", 1, "", "no such reason")])
     assert outputs.has_failed
+    before = table.entries()
     outputs.take([StepOutput("r/n/0", 1, "")])
-    assert table.entries() == []
+    assert table.entries() == before
     with pytest.raises(EngineFailed):
         outputs.ended.result()
 
@@ -56,8 +57,10 @@ async def test_an_output_that_cannot_be_taken_ends_the_engine() -> None:
 async def test_deferred_outputs_are_taken_before_the_end_and_may_be_what_fails() -> None:
     table = RequestTable()
     outputs = outputs_of(table)
+    table.requests.start(claim("n", request_id="old"))
+    outputs.take([StepOutput("old/n/0", 1, "")])
     table.requests.start(claim("n"))
-    outputs.take([StepOutput("r/n/0", 1, ""), StepOutput("no id", 1, "")])
+    outputs.take([StepOutput("r/n/0", 1, ""), StepOutput("old/n/0", 2, "", "no such reason")])
     assert outputs.has_deferred
     outputs.end(None)
     with pytest.raises(EngineFailed):

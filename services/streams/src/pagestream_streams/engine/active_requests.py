@@ -48,7 +48,7 @@ class ActiveRequests:
 
         A request that was claimed again since stays held.
         """
-        finished = outcome.kind is AppendKind.OK and bool(append.entries) and append.entries[-1].HasField("end")
+        finished = outcome.kind is AppendKind.OK and append.ends
         is_over = finished or outcome.lost
         if is_over and self.fence(append.request_id) == (append.epoch, append.nonce):
             self.drop([append.request_id])

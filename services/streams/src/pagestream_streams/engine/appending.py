@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import orjson
 from pagestream.v1.records_pb2 import LogSlice
 
 from pagestream_streams import fault_points
@@ -18,12 +18,10 @@ from pagestream_streams.engine.active_requests import ActiveRequests
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
 from pagestream_streams.errors import Unavailable
-from pagestream_streams.protocol.entries import Argument, to_append_values
+from pagestream_streams.protocol.entries import Argument, to_log_entry
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import Append, AppendKind, AppendOutcome
 from pagestream_streams.settings import StreamsSettings
-
-_TO_JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
 
 
 class Appender:
@@ -104,24 +102,30 @@ def append_arguments(retention_ms: int, appends: Sequence[Append], *, channels: 
     `channels`: prefix of the gateways' channels. `wakes`: the script publishes the wake-ups of first entries. It must
     not where writes have to wait for disk or replicas.
     """
-    values: list[str | int] = []
+    values: list[str | int | bytes] = []
     arguments: list[Argument] = [retention_ms, "", channels]
     for each in appends:
-        cached = "" if each.cached_tokens is None else each.cached_tokens
-        values += (each.request_id, str(each.epoch), each.nonce, each.first_index, cached, len(each.entries))
-        if wakes and each.first_index == 0:
+        first_index, entries, cached = each.first_index, each.entries, each.cached_tokens
+        wake_up: str | int = ""
+        if wakes and first_index == 0:
             arguments.append(wakeups.message_of(_slice_of(each)))
-            values.append(len(arguments))
-        else:
-            values.append("")
-        for entry in each.entries:
-            for value in to_append_values(entry):
-                if isinstance(value, bytes):
-                    arguments.append(value)
-                    values.append(len(arguments))
-                else:
-                    values.append(value)
-    arguments[1] = _TO_JSON(values)
+            wake_up = len(arguments)
+        values += (
+            each.request_id,
+            str(each.epoch),
+            each.nonce,
+            first_index,
+            "" if cached is None else cached,
+            len(entries),
+            wake_up,
+        )
+        for entry in entries:
+            values += entry
+            extra = entry[-1]
+            if isinstance(extra, bytes):
+                arguments.append(extra)
+                values[-1] = len(arguments)
+    arguments[1] = orjson.dumps(values)
     return arguments
 
 
@@ -129,6 +133,6 @@ def _slice_of(append: Append) -> LogSlice:
     return LogSlice(
         request_id=append.request_id,
         first_index=append.first_index,
-        entries=append.entries,
+        entries=map(to_log_entry, append.entries),
         previous_digest=append.previous_digest,
     )

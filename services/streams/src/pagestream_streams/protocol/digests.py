@@ -6,11 +6,12 @@ mix-ups, not against forgers.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
+from hashlib import sha1
 
 from pagestream.v1.records_pb2 import LogEntry
 
+from pagestream_streams.protocol.entries import END, FINISH, TOKEN
 from pagestream_streams.protocol.finish_reasons import finish_reason_name
 
 DIGEST_CHARS = 16
@@ -18,7 +19,22 @@ DIGEST_CHARS = 16
 
 def chain(previous: str, entry: LogEntry) -> str:
     """Return the digest of a log with digest `previous` ("" at its start) after `entry`, as 16 hexadecimal digits."""
-    return hashlib.sha1(f"{previous}:{_body(entry)}".encode(), usedforsecurity=False).hexdigest()[:DIGEST_CHARS]
+    choice = str(entry.choice)
+    match entry.WhichOneof("body"):
+        case "token_id":
+            return chain_values(previous, TOKEN, choice, str(entry.token_id))
+        case "finish":
+            return chain_values(previous, FINISH, choice, finish_reason_name(entry.finish.reason))
+        case "end":
+            return chain_values(previous, END, "", finish_reason_name(entry.end.reason))
+        case _:
+            raise ValueError("expected a log entry with a token, a finish or the end; this one has no body")
+
+
+def chain_values(previous: str, kind: str, choice: str, value: str) -> str:
+    """Return the digest after an entry with these values (see EntryValues)."""
+    body = f"end:{value}" if kind == END else f"c:{choice}:{kind}:{value}"
+    return sha1(f"{previous}:{body}".encode(), usedforsecurity=False).hexdigest()[:DIGEST_CHARS]
 
 
 def chained(previous: str, entries: Iterable[LogEntry]) -> list[LogEntry]:
@@ -28,15 +44,3 @@ def chained(previous: str, entries: Iterable[LogEntry]) -> list[LogEntry]:
         previous = entry.digest = chain(previous, entry)
         result.append(entry)
     return result
-
-
-def _body(entry: LogEntry) -> str:
-    match entry.WhichOneof("body"):
-        case "token_id":
-            return f"c:{entry.choice}:t:{entry.token_id}"
-        case "finish":
-            return f"c:{entry.choice}:f:{finish_reason_name(entry.finish.reason)}"
-        case "end":
-            return f"end:{finish_reason_name(entry.end.reason)}"
-        case _:
-            raise ValueError("expected a log entry with a token, a finish or the end; this one has no body")

@@ -1,4 +1,4 @@
-"""Convert log entries to append.lua's values, and from the fields of a Redis stream entry."""
+"""Log entries in three forms: the record, append.lua's values, and the fields of a Redis stream entry."""
 
 from __future__ import annotations
 
@@ -11,22 +11,48 @@ from pagestream_streams.protocol.finish_reasons import finish_reason_name, parse
 
 Argument = bytes | str | int
 
+EntryValues = tuple[str, str, str, str, str, str | bytes]
+"""append.lua's six values for an entry: kind, choice, value, text, digest, extra.
+
+TOKEN: the value is the token id, extra its logprobs (a TokenLogprobs, serialised; "" for none). FINISH: the value is
+the reason, extra the stop reason. END: no choice; the value is the reason, the text the usage, extra the error. An
+engine makes one for each token: a plain tuple, since a message costs three times as much.
+"""
+
+TOKEN, FINISH, END = "t", "f", "e"
+"""Kinds of entries."""
+
 _ERROR_SEPARATOR = "\0"
 
 
-def to_append_values(entry: LogEntry) -> tuple[str | bytes, ...]:
-    """Return append.lua's six values for an entry. ValueError for an entry without a body."""
+def to_entry_values(entry: LogEntry) -> EntryValues:
+    """Return the values of an entry. ValueError for one without a body."""
     if entry.HasField("token_id"):
         extra = entry.logprobs.SerializeToString() if entry.HasField("logprobs") else ""
-        return "t", str(entry.choice), str(entry.token_id), entry.text, entry.digest, extra
+        return TOKEN, str(entry.choice), str(entry.token_id), entry.text, entry.digest, extra
     if entry.HasField("finish"):
         reason = finish_reason_name(entry.finish.reason)
-        return "f", str(entry.choice), reason, entry.text, entry.digest, entry.finish.stop_reason
+        return FINISH, str(entry.choice), reason, entry.text, entry.digest, entry.finish.stop_reason
     if entry.HasField("end"):
-        usage = entry.end.usage
-        counts = f"{usage.prompt_tokens},{usage.completion_tokens},{usage.cached_tokens}"
-        return "e", "", finish_reason_name(entry.end.reason), counts, entry.digest, error_text(entry.end)
+        reason, usage = finish_reason_name(entry.end.reason), usage_text(entry.end.usage)
+        error = error_text(entry.end.error) if entry.end.HasField("error") else ""
+        return END, "", reason, usage, entry.digest, error
     raise ValueError("expected a log entry with a token, a finish or the end; this one has no body")
+
+
+def to_log_entry(values: EntryValues) -> LogEntry:
+    """Return the entry of values that `to_entry_values` or an engine made."""
+    kind, choice, value, text, digest, extra = values
+    if kind == TOKEN:
+        entry = LogEntry(choice=int(choice), digest=digest, text=text, token_id=int(value))
+        if isinstance(extra, bytes):
+            entry.logprobs.MergeFromString(extra)
+        return entry
+    said = extra if isinstance(extra, str) else extra.decode()
+    if kind == FINISH:
+        finish = ChoiceFinish(reason=parse_finish_reason(value), stop_reason=said)
+        return LogEntry(choice=int(choice), digest=digest, text=text, finish=finish)
+    return LogEntry(digest=digest, end=_end(value, text, said))
 
 
 def from_stream_fields(fields: Mapping[bytes, bytes]) -> LogEntry:
@@ -45,19 +71,28 @@ def from_stream_fields(fields: Mapping[bytes, bytes]) -> LogEntry:
             reason=parse_finish_reason(fields[b"f"].decode()), stop_reason=fields.get(b"s", b"").decode()
         )
         return LogEntry(choice=int(fields[b"c"]), digest=digest, text=text, finish=finish)
-    prompt, completion, cached = map(int, fields[b"u"].split(b","))
-    usage = Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
-    end = LogEnd(reason=parse_finish_reason(fields[b"end"].decode()), usage=usage, error=_error(fields.get(b"m", b"")))
-    return LogEntry(digest=digest, end=end)
+    error = fields.get(b"m", b"").decode()
+    return LogEntry(digest=digest, end=_end(fields[b"end"].decode(), fields[b"u"].decode(), error))
 
 
-def error_text(end: LogEnd) -> str:
-    """Return the stored form of an end's error; "" for none."""
-    return f"{end.error.code}{_ERROR_SEPARATOR}{end.error.message}" if end.HasField("error") else ""
+def usage_text(usage: Usage) -> str:
+    """Return the stored form of an end's usage."""
+    return f"{usage.prompt_tokens},{usage.completion_tokens},{usage.cached_tokens}"
 
 
-def _error(stored: bytes) -> RequestError | None:
+def error_text(error: RequestError) -> str:
+    """Return the stored form of an end's error."""
+    return f"{error.code}{_ERROR_SEPARATOR}{error.message}"
+
+
+def _end(reason: str, usage: str, error: str) -> LogEnd:
+    prompt, completion, cached = map(int, usage.split(","))
+    counts = Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
+    return LogEnd(reason=parse_finish_reason(reason), usage=counts, error=_error(error))
+
+
+def _error(stored: str) -> RequestError | None:
     if not stored:
         return None
-    code, _, message = stored.decode().partition(_ERROR_SEPARATOR)
+    code, _, message = stored.partition(_ERROR_SEPARATOR)
     return RequestError(code=code, message=message)

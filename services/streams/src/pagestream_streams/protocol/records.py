@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagestream.v1.inference_pb2 import FinishReason, RequestState, Usage
-from pagestream.v1.records_pb2 import LogEntry, RequestSpec
+from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.protocol.claimed_log import ClaimedLog
+from pagestream_streams.protocol.entries import END, EntryValues
 
 FINGERPRINT_FIELD, CONTEXT_FIELD = "fingerprint", "context"
 """Fields of what an engine publishes of itself: its fingerprint, and the longest context that it holds (0: any)."""
@@ -127,21 +128,29 @@ class Claim:
         return self.spec.request_id
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Append:
-    """New entries of one request. An entry with `end` is the last one and finishes it."""
+    """New entries of one request. One of kind END is the last one and finishes it.
+
+    Not to be changed; a frozen one takes three times as long to make, and each token has one.
+    """
 
     request_id: str
     epoch: int
     nonce: str
     first_index: int
     """Index of entries[0]."""
-    entries: Sequence[LogEntry]
+    entries: Sequence[EntryValues]
     """With their digests, see digests.chain."""
     previous_digest: str = ""
     """Digest of the log before entries[0], with which readers skip the check of each entry; "" for unknown."""
     cached_tokens: int | None = None
     """Prompt tokens from the prefix cache, once known: a cancel writes the usage from it."""
+
+    @property
+    def ends(self) -> bool:
+        """Whether it finishes its request."""
+        return bool(self.entries) and self.entries[-1][0] == END
 
 
 class AppendKind(enum.IntEnum):

@@ -14,22 +14,16 @@ from pagestream.v1.inference_pb2 import (
     TokenLogprobs,
     Usage,
 )
-from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry
 from pagestream_engine.request.outputs import StepOutput, TokenLogprob
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_streams import Append, Claim
 from pagestream_streams.protocol.claimed_log import ClaimedLog
-from pagestream_streams.protocol.finish_reasons import parse_finish_reason
+from pagestream_streams.protocol.entries import END, FINISH, TOKEN, error_text, usage_text
+from pagestream_streams.protocol.finish_reasons import finish_reason_name, parse_finish_reason
 from pagestream_telemetry.context import TraceContext, caller_context
 
 from pagestream_worker.requests.sampling import child_of, sampling_from_message
 from pagestream_worker.requests.unacknowledged_log import LogMemory, UnacknowledgedLog
-
-
-def split_seq_id(seq_id: str) -> tuple[str, str, int]:
-    """Split the id of a sequence into request id, nonce of the claim, and index of the choice."""
-    request_id, nonce, choice = seq_id.split("/")
-    return request_id, nonce, int(choice)
 
 
 def _logprobs_message(tokens: Sequence[TokenLogprob]) -> TokenLogprobs:
@@ -125,15 +119,15 @@ class RunningRequest:
             self._add(turn, self._held[turn].popleft())
 
     def _add(self, choice: int, output: StepOutput) -> None:
+        tokens = self._outputs[choice]
         if output.token_id is not None:
-            self._outputs[choice].append(output.token_id)
-            held_back = output.finish_reason is not None
+            tokens.append(output.token_id)
             # The finish carries the last token's text, so that a stop string never spans two entries.
-            entry = LogEntry(choice=choice, text="" if held_back else output.text, token_id=output.token_id)
-            if output.logprobs is not None:
-                entry.logprobs.CopyFrom(_logprobs_message(output.logprobs))
-            self.log.write(entry)
-        self._cached_tokens += output.num_cached_tokens if len(self._outputs[choice]) == 1 else 0
+            text = output.text if output.finish_reason is None else ""
+            logprobs = "" if output.logprobs is None else _logprobs_message(output.logprobs).SerializeToString()
+            self.log.write(TOKEN, str(choice), str(output.token_id), text, logprobs)
+        if len(tokens) == 1:
+            self._cached_tokens += output.num_cached_tokens
         if output.finish_reason is not None:
             self._finish_choice(choice, output)
 
@@ -170,15 +164,9 @@ class RunningRequest:
     def pending(self, limit: int) -> Append:
         """Return the next append, of at most `limit` entries or one more (see UnacknowledgedLog.pending)."""
         entries, previous_digest = self.log.pending(limit)
-        return Append(
-            request_id=self.request_id,
-            epoch=self.claim.epoch,
-            nonce=self.claim.nonce,
-            first_index=self.log.next_index,
-            entries=entries,
-            previous_digest=previous_digest,
-            cached_tokens=self._cached_tokens if self.log.next_index == self.claim.next_index else None,
-        )
+        claim, next_index = self.claim, self.log.next_index
+        cached_tokens = self._cached_tokens if next_index == claim.next_index else None
+        return Append(self.request_id, claim.epoch, claim.nonce, next_index, entries, previous_digest, cached_tokens)
 
     # -- inside --
 
@@ -197,8 +185,7 @@ class RunningRequest:
     def _write_finish(self, choice: int, reason: FinishReason, stop_reason: str, text: str) -> None:
         self._finishes[choice] = reason
         self._running.discard(choice)
-        finish = ChoiceFinish(reason=reason, stop_reason=stop_reason)
-        self.log.write(LogEntry(choice=choice, text=text, finish=finish))
+        self.log.write(FINISH, str(choice), finish_reason_name(reason), text, stop_reason)
 
     def _end(self, error: RequestError | None) -> None:
         if self._ended:
@@ -210,4 +197,5 @@ class RunningRequest:
             cached_tokens=self._cached_tokens,
         )
         reason = FINISH_REASON_ERROR if error is not None else self._finishes[0]
-        self.log.write(LogEntry(end=LogEnd(reason=reason, usage=usage, error=error)))
+        stored_error = "" if error is None else error_text(error)
+        self.log.write(END, "", finish_reason_name(reason), usage_text(usage), stored_error)

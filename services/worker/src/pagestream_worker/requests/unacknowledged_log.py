@@ -1,12 +1,13 @@
 """The log entries of one claim that this engine has written, as far back as its memory for them reaches."""
 
+import marshal
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagestream.v1.records_pb2 import LogEntry, LogSlice
 from pagestream_streams import Claim
 from pagestream_streams.protocol import digests
+from pagestream_streams.protocol.entries import FINISH, EntryValues
 
 PACKED_ENTRIES = 16
 """Entries of a packed part. At most twice as many of a log are objects, which take four to ten times as much."""
@@ -37,8 +38,9 @@ class _Part:
     def num_bytes(self) -> int:
         return len(self.packed) + _PART_BYTES
 
-    def entries(self) -> Sequence[LogEntry]:
-        return LogSlice.FromString(self.packed).entries
+    def entries(self) -> list[EntryValues]:
+        entries: list[EntryValues] = marshal.loads(self.packed)  # noqa: S302 - this process packed it
+        return entries
 
 
 class UnacknowledgedLog:
@@ -52,7 +54,7 @@ class UnacknowledgedLog:
     def __init__(self, claim: Claim, memory: LogMemory) -> None:
         self._memory = memory
         self._parts: deque[_Part] = deque()
-        self._entries: list[LogEntry] = []  # after those in parts
+        self._entries: list[EntryValues] = []  # after those in parts
         self._entries_index = claim.next_index  # of self._entries[0]
         self._entries_digest = claim.digest  # of the log before it
         self._digest = claim.digest
@@ -66,14 +68,14 @@ class UnacknowledgedLog:
         """Whether some entry has not been acknowledged."""
         return self.next_index < self._entries_index + len(self._entries)
 
-    def write(self, entry: LogEntry) -> None:
-        """Add an entry, chained to the digest of those before it."""
-        self._digest = entry.digest = digests.chain(self._digest, entry)
-        self._entries.append(entry)
+    def write(self, kind: str, choice: str, value: str, text: str, extra: str | bytes = "") -> None:
+        """Add an entry with these values (see EntryValues), chained to the digest of those before it."""
+        digest = self._digest = digests.chain_values(self._digest, kind, choice, value)
+        self._entries.append((kind, choice, value, text, digest, extra))
         if len(self._entries) >= 2 * PACKED_ENTRIES:
             self._pack()
 
-    def pending(self, limit: int) -> tuple[Sequence[LogEntry], str]:
+    def pending(self, limit: int) -> tuple[Sequence[EntryValues], str]:
         """Return the next entries to append, and the digest of the log before them.
 
         At most `limit` entries, or one more to keep a choice's last token and its finish together: an engine that
@@ -82,9 +84,9 @@ class UnacknowledgedLog:
         first_index, entries, digest = self._from(self.next_index, limit + 1)
         start = self.next_index - first_index
         end = start + limit
-        if entries[end : end + 1] and entries[end].HasField("finish"):
+        if len(entries) > end and entries[end][0] == FINISH:
             end += 1
-        return entries[start:end], entries[start - 1].digest if start else digest
+        return entries[start:end], entries[start - 1][4] if start else digest
 
     def acknowledge(self, next_index: int) -> None:
         """Continue from the log's next index: ahead after an append, back after the log has lost entries."""
@@ -113,15 +115,15 @@ class UnacknowledgedLog:
         self._memory.held_bytes += num_bytes
 
     def _pack(self) -> None:
-        packed = LogSlice(entries=self._entries[:PACKED_ENTRIES]).SerializeToString()
+        packed = marshal.dumps(self._entries[:PACKED_ENTRIES])
         part = _Part(self._entries_index, self._entries_digest, packed)
         self._parts.append(part)
         self._hold(part.num_bytes)
-        self._entries_digest = self._entries[PACKED_ENTRIES - 1].digest
+        self._entries_digest = self._entries[PACKED_ENTRIES - 1][4]
         self._entries_index += PACKED_ENTRIES
         del self._entries[:PACKED_ENTRIES]
 
-    def _from(self, index: int, count: int) -> tuple[int, list[LogEntry], str]:
+    def _from(self, index: int, count: int) -> tuple[int, list[EntryValues], str]:
         """Return entries that hold `count` from `index` on, as far as there are so many.
 
         Before them their first one's index, after them the digest of the log before that.

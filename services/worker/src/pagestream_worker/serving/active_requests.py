@@ -1,7 +1,7 @@
 """The table of the requests that this engine has claimed and not completed."""
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from pagestream_engine.errors import InvalidRequest
@@ -12,7 +12,7 @@ from pagestream_streams.errors import Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach
 
 from pagestream_worker.requests.claim_budget import ClaimBudget
-from pagestream_worker.requests.running_request import Choice, RunningRequest, split_seq_id
+from pagestream_worker.requests.running_request import Choice, RunningRequest
 from pagestream_worker.requests.unacknowledged_log import LogMemory
 from pagestream_worker.stepping.commands import AbortSequences, AddGroup, Command
 from pagestream_worker.telemetry import WorkerTelemetry
@@ -45,6 +45,7 @@ class ActiveRequests:
         self._on_pending = on_pending
         self._memory = memory
         self._requests: dict[str, RunningRequest] = {}
+        self._sequences: dict[str, tuple[RunningRequest, int]] = {}  # by id, with the choice; until it ends or goes
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -81,7 +82,7 @@ class ActiveRequests:
             self._fail(request, "engine_error", "the engine could not read this request")
             return
         for choices in groups:
-            self._run_group(choices, claim)
+            self._run_group(request, choices)
         request.end_if_complete()
         self._on_pending()
         logger.info(
@@ -95,36 +96,45 @@ class ActiveRequests:
         request.fail(code, message)
         self._on_pending()
 
-    def _run_group(self, choices: Sequence[Choice], claim: Claim) -> None:
+    def _run_group(self, request: RunningRequest, choices: Sequence[Choice]) -> None:
         """Run the choices of one prompt as a group.
 
         One that is claimed for the first time waits for no mark: at worst it is suspected one death later.
         """
-        prompt = list(choices[0].prompt.ids)
+        claim, prompt = request.claim, list(choices[0].prompt.ids)
         self._budget.reserve(len(prompt), [(choice.seq_id, len(choice.output_token_ids)) for choice in choices])
         siblings = [Sibling(choice.seq_id, choice.params, choice.output_token_ids) for choice in choices]
+        self._sequences.update((choice.seq_id, (request, choice.index)) for choice in choices)
         self._submit(AddGroup(prompt, siblings, claim.spec.cache_salt, waits_for_mark=claim.attempts > 1))
 
-    def add_output(self, output: StepOutput) -> None:
-        """Add one step's output of one sequence to its request. One that was dropped during the step is ignored."""
-        request_id, nonce, choice = split_seq_id(output.seq_id)
-        request = self._requests.get(request_id)
-        if request is None or request.claim.nonce != nonce:
-            return
-        is_first = self._budget.note_token(output.seq_id)
-        request.add_output(choice, output)
-        if is_first:
-            self._telemetry.first_token(request, choice)
-        if output.finish_reason is not None:
-            self._telemetry.sequence_ended(request, choice)
-            reach(FaultPoint.LAST_TOKEN)
-            self._budget.release([output.seq_id])
+    def add_outputs(self, outputs: Iterable[StepOutput]) -> None:
+        """Add a step's outputs to their requests. Those of sequences that were dropped during the step are ignored."""
+        sequences, budget = self._sequences, self._budget
+        try:
+            for output in outputs:
+                found = sequences.get(output.seq_id)
+                if found is None:
+                    continue
+                request, choice = found
+                is_first = budget.has_prefilling and budget.note_token(output.seq_id)
+                request.add_output(choice, output)
+                if is_first:
+                    self._telemetry.first_token(request, choice)
+                if output.finish_reason is not None:
+                    self._end_sequence(request, choice, output)
+        finally:
+            self._on_pending()
+        self._bound_memory()
+
+    def _end_sequence(self, request: RunningRequest, choice: int, output: StepOutput) -> None:
+        del self._sequences[output.seq_id]
+        self._telemetry.sequence_ended(request, choice)
+        reach(FaultPoint.LAST_TOKEN)
+        self._budget.release([output.seq_id])
         if output.error is not None:
             logger.error("failed: %s", output.error, extra=_log_fields(request))
-            self._telemetry.failed(request_id, "engine_error")
+            self._telemetry.failed(request.request_id, "engine_error")
             self._abort(request)
-        self._bound_memory()
-        self._on_pending()
 
     def _bound_memory(self) -> None:
         """Drop acknowledged entries, the longest log's first. In an outage there may be none: then a request goes.
@@ -151,8 +161,11 @@ class ActiveRequests:
             limit: most entries of one request.
             without: requests to leave out.
         """
-        pending = [each for each in self._requests.values() if each.log.has_pending and each.request_id not in without]
-        return [request.pending(limit) for request in pending]
+        return [
+            request.pending(limit)
+            for request_id, request in self._requests.items()
+            if request.log.has_pending and request_id not in without
+        ]
 
     def settle(self, append: Append, outcome: AppendOutcome) -> bool:
         """Apply an append's outcome. Returns whether the request was dropped here, but is still this engine's in Redis
@@ -199,6 +212,8 @@ class ActiveRequests:
 
     def _abort(self, request: RunningRequest) -> None:
         running = request.running_seq_ids()
+        for seq_id in running:
+            self._sequences.pop(seq_id, None)
         self._budget.release(running)
         self._submit(AbortSequences(running))
 

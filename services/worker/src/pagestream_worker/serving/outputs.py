@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 from pagestream_engine.request.outputs import StepOutput
 
@@ -66,10 +67,7 @@ class StepOutputs:
             return
         try:
             deferred, self._deferred = self._deferred, ()
-            for output in deferred:
-                self._requests.add_output(output)
-            for output in self._without_deferred(outputs):
-                self._requests.add_output(output)
+            self._requests.add_outputs(chain(deferred, self._without_deferred(outputs)))
         except Exception as error:  # noqa: BLE001 - whatever it is, this process must not write on
             self.end(error)
 

@@ -1,10 +1,11 @@
 """Loading of the engine, in the process and on the thread that step it."""
 
-import gc
 from collections.abc import Callable
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
+
+from pagestream_worker.collector import spare_what_lives
 
 EngineFactory = Callable[[str, EngineConfig], Engine]
 """Makes an engine from a model and settings; picklable where the engine gets a process of its own."""
@@ -17,7 +18,5 @@ def load_engine(make_engine: EngineFactory, model: str, config: EngineConfig) ->
         EngineError: the model can't be loaded with these settings.
     """
     engine = make_engine(model, config)
-    # The loaded model lives as long as the process. A collection that walks it would be a pause between two tokens.
-    gc.collect()
-    gc.freeze()
+    spare_what_lives()
     return engine
