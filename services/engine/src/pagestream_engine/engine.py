@@ -346,6 +346,8 @@ class Engine:
         self, sampled: list[TokenSequence], tokens: Sequence[Sequence[int]], result: StepResult
     ) -> list[StepOutput]:
         """Return an output for each new token, up to the end of its sequence."""
+        if result.has_one_each and result.logprobs is None:
+            return self._take_one_each(sampled, tokens)
         errors, logprobs = result.errors, logprob_rows(result.logprobs)
         running = SequenceState.RUNNING
         outputs: list[StepOutput] = []
@@ -368,6 +370,22 @@ class Engine:
                 outputs.append(output)
                 ended.append(seq)
                 del self._generations[seq.seq_id]
+        self._scheduler.retire(ended)
+        return outputs
+
+    def _take_one_each(self, sampled: list[TokenSequence], tokens: Sequence[Sequence[int]]) -> list[StepOutput]:
+        """Do the same for a step without errors, drafts and logprobs: most steps."""
+        generations, running = self._generations, SequenceState.RUNNING
+        outputs: list[StepOutput] = []
+        ended: list[TokenSequence] = []
+        for seq, (token_id,) in zip(sampled, tokens, strict=True):
+            if seq.state is not running:
+                continue  # It ended while the step was in flight.
+            output = _take(generations[seq.seq_id], token_id, len(seq.token_ids) - seq.num_prompt_tokens)
+            outputs.append(output)
+            if output.finish_reason is not None:
+                ended.append(seq)
+                del generations[seq.seq_id]
         self._scheduler.retire(ended)
         return outputs
 

@@ -48,6 +48,20 @@ class Choice:
 class RunningRequest:
     """The log of one claimed request, with the entries that this engine has generated."""
 
+    __slots__ = (
+        "_cached_tokens",
+        "_ended",
+        "_finishes",
+        "_held",
+        "_num_choices",
+        "_outputs",
+        "_running",
+        "_siblings",
+        "claim",
+        "log",
+        "request_id",
+    )
+
     def __init__(self, claim: Claim, memory: LogMemory) -> None:
         self.claim = replace(claim, log=ClaimedLog())  # its tokens are taken below, and not needed again
         self.request_id = claim.spec.request_id

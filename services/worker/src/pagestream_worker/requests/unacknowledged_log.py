@@ -51,6 +51,17 @@ class UnacknowledgedLog:
     then asks for them is handed back, and generated again from there.
     """
 
+    __slots__ = (
+        "_digest",
+        "_entries",
+        "_entries_digest",
+        "_entries_index",
+        "_memory",
+        "_parts",
+        "next_index",
+        "num_bytes",
+    )
+
     def __init__(self, claim: Claim, memory: LogMemory) -> None:
         self._memory = memory
         self._parts: deque[_Part] = deque()
@@ -81,8 +92,9 @@ class UnacknowledgedLog:
         At most `limit` entries, or one more to keep a choice's last token and its finish together: an engine that
         resumed between the two would write the prompt's other choices first.
         """
-        first_index, entries, digest = self._from(self.next_index, limit + 1)
-        start = self.next_index - first_index
+        entries, digest, start = self._entries, self._entries_digest, self.next_index - self._entries_index
+        if start < 0:
+            entries, digest, start = self._from_parts(self.next_index, limit + 1)
         end = start + limit
         if len(entries) > end and entries[end][0] == FINISH:
             end += 1
@@ -123,16 +135,14 @@ class UnacknowledgedLog:
         self._entries_index += PACKED_ENTRIES
         del self._entries[:PACKED_ENTRIES]
 
-    def _from(self, index: int, count: int) -> tuple[int, list[EntryValues], str]:
-        """Return entries that hold `count` from `index` on, as far as there are so many.
+    def _from_parts(self, index: int, count: int) -> tuple[list[EntryValues], str, int]:
+        """Return entries that hold `count` from `index` on, as far as there are so many, where `index` is in a part.
 
-        Before them their first one's index, after them the digest of the log before that.
+        After them the digest of the log before the first one, and the place of `index` in them.
         """
-        if index >= self._entries_index:
-            return self._entries_index, self._entries, self._entries_digest
         parts = [part for part in self._parts if part.first_index > index - PACKED_ENTRIES]
         needed = [part for part in parts if part.first_index < index + count]
         entries = [entry for part in needed for entry in part.entries()]
         if len(needed) == len(parts):
             entries += self._entries
-        return needed[0].first_index, entries, needed[0].previous_digest
+        return entries, needed[0].previous_digest, index - needed[0].first_index
