@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
-    if report.failed and "release" in getattr(item, "fixturenames", ()):
+    if report.failed and os.environ.get("KUBECONFIG") and "release" in getattr(item, "fixturenames", ()):
         spaces = [NAMESPACE, *getattr(item.module, "NAMESPACES", ())]
         report.sections += [(f"namespace {space.name}", space.describe()) for space in spaces]
     return report

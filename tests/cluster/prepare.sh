@@ -10,6 +10,10 @@ if [ -z "${PAGESTREAM_IMAGE_LOADER:-}" ]; then
     "such as 'kind load image-archive'" >&2
   exit 1
 fi
+if ! kubectl version >/dev/null; then
+  echo "cluster-test: kubectl reaches no cluster; set KUBECONFIG" >&2
+  exit 1
+fi
 collector=$(command -v otelcol || command -v otelcol-contrib || true)
 if [ -z "$collector" ]; then
   echo "cluster-test: otelcol (the OpenTelemetry Collector) is not on the PATH" >&2
