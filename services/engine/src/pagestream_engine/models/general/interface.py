@@ -1,6 +1,6 @@
 """The attention function that `transformers`' modelling code calls.
 
-It is registered once in a process; each model's modules carry the object that answers for them.
+It is registered once in a process; each model's modules carry the function that answers for them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,33 +26,26 @@ mask_maker: ContextVar[MaskMaker] = ContextVar("mask_maker")
 _ANSWERER = "pagestream_answerer"
 
 
-class Answerer(Protocol):
-    """Computes the attention of the modules that it is set on."""
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What modelling code asks for."""
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None,
-        options: Mapping[str, Any],
-    ) -> Tensor:
-        """Attend once.
+    module: nn.Module
+    """That asks."""
+    query: Tensor
+    """(tokens, num_heads, head size)."""
+    key: Tensor
+    """(tokens, num_kv_heads, head size)."""
+    value: Tensor
+    """(tokens, num_kv_heads, its own head size)."""
+    mask: Tensor | None
+    """As the modelling code has made it."""
+    options: Mapping[str, Any]
+    """Further keyword arguments."""
 
-        Args:
-            module: that asks.
-            query: (tokens, num_heads, head size).
-            key: (tokens, num_kv_heads, head size).
-            value: (tokens, num_kv_heads, its own head size).
-            mask: as the modelling code has made it.
-            options: the call's further keyword arguments.
 
-        Returns:
-            (tokens, num_heads * head size of the value).
-        """
-        ...
+Answerer = Callable[[AttentionCall], Tensor]
+"""Attends once: returns (tokens, num_heads * head size of the value)."""
 
 
 def register() -> None:
@@ -65,7 +59,7 @@ def register() -> None:
 
 
 def set_answerer(model: nn.Module, answerer: Answerer) -> None:
-    """Let an object answer for all modules of a model."""
+    """Let a function answer the calls of all modules of a model."""
     for module in model.modules():
         module.__dict__[_ANSWERER] = answerer
 
@@ -104,7 +98,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     answerer: Answerer = module.__dict__[_ANSWERER]
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    output = answerer.attend(module, query, key, value, mask=attention_mask, options=options)
+    output = answerer(AttentionCall(module, query, key, value, attention_mask, options))
     return output.view(1, len(query), query.shape[1], -1), None
 
 

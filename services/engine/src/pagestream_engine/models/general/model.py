@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor, nn
@@ -13,7 +12,13 @@ from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.layers.attention import PagedAttention
 from pagestream_engine.layers.linear import Linear
 from pagestream_engine.models.config import ModelInfo
-from pagestream_engine.models.general.interface import ATTENTION, call_packed, set_answerer, set_implementation
+from pagestream_engine.models.general.interface import (
+    ATTENTION,
+    AttentionCall,
+    call_packed,
+    set_answerer,
+    set_implementation,
+)
 from pagestream_engine.models.general.linears import EngineLinear
 from pagestream_engine.models.model import Model
 
@@ -30,7 +35,7 @@ class GeneralModel(Model):
         self._module = module
         self._calls = PagedCalls(attentions)
         set_implementation(module, ATTENTION)
-        set_answerer(module, self._calls)
+        set_answerer(module, self._calls.attend)
 
     def forward(self, token_ids: Tensor, wanted: Tensor, context: StepContext) -> Tensor:
         """Return the wanted tokens' logits: the modelling code has no seam between layers and head."""
@@ -70,25 +75,16 @@ class PagedCalls:
             )
         self._context = None
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None,
-        options: Mapping[str, Any],
-    ) -> Tensor:
-        """As `Answerer.attend`. Heads that a layer lacks beside the cache's are zeros, which change no other head."""
+    def attend(self, call: AttentionCall) -> Tensor:
+        """As `Answerer`. Heads that a layer lacks beside the cache's are zeros, which change no other head."""
         if self._context is None or self._num_calls == len(self._attentions):
             raise InvariantViolation(f"attention: given call {self._num_calls + 1}, expected as many as in the probe")
         attention = self._attentions[self._num_calls]
         self._num_calls += 1
-        num_heads, value_dim = query.shape[1], value.shape[2]
+        num_heads, value_dim = call.query.shape[1], call.value.shape[2]
         spec = attention.spec
-        query = _with_heads(query, spec.num_heads)
-        key, value = _with_heads(key, spec.num_kv_heads), _with_heads(value, spec.num_kv_heads)
+        query = _with_heads(call.query, spec.num_heads)
+        key, value = _with_heads(call.key, spec.num_kv_heads), _with_heads(call.value, spec.num_kv_heads)
         output = attention(query.contiguous(), key.contiguous(), value.contiguous(), self._context)
         return output[:, : num_heads * value_dim]
 

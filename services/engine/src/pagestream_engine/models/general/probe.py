@@ -5,9 +5,8 @@ Two short runs also show whether tokens of different sequences meet in attention
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from pagestream_engine.errors import UnsupportedModel
 from pagestream_engine.models.general.interface import (
     ATTENTION,
     PROBED_ATTENTION,
+    AttentionCall,
     call_packed,
     mask_maker,
     set_answerer,
@@ -49,36 +49,20 @@ class Probe:
     def __post_init__(self) -> None:
         self.masks = MaskRecorder(self.max_model_len)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None,
-        options: Mapping[str, Any],
-    ) -> Tensor:
-        """As `Answerer.attend`."""
-        spec = self._spec(module, query, key, value, mask=mask, options=options)
+    def attend(self, call: AttentionCall) -> Tensor:
+        """As `Answerer`."""
+        spec = self._spec(call)
         self.specs.append(spec)
-        parts = [torch.split(x, list(self.lengths)) for x in (query, key, value)]
+        parts = [torch.split(x, list(self.lengths)) for x in (call.query, call.key, call.value)]
         return torch.cat([dense_attention(spec, *sequence) for sequence in zip(*parts, strict=True)])
 
-    def _spec(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Tensor | None,
-        options: Mapping[str, Any],
-    ) -> AttentionSpec:
+    def _spec(self, call: AttentionCall) -> AttentionSpec:
+        query, key, value, options = call.query, call.key, call.value, call.options
         tokens = sum(self.lengths)
         if len(query) != tokens or len(key) != tokens:
             raise UnsupportedModel(f"attention: given {len(key)} keys for {tokens} tokens, expected one for each")
-        if mask is None and (options.get("is_causal") is False or getattr(module, "is_causal", True) is False):
+        is_causal = options.get("is_causal") is not False and getattr(call.module, "is_causal", True) is not False
+        if call.mask is None and not is_causal:
             raise UnsupportedModel("attention: given one that is not causal, expected causal attention")
         for name in _SCORE_OPTIONS:
             if options.get(name) is not None:
@@ -86,7 +70,7 @@ class Probe:
         if self.known:
             window = self.known[len(self.specs) % len(self.known)].window
         else:
-            window = self.masks.window(mask, options.get("sliding_window"), _configured_window(module))
+            window = self.masks.window(call.mask, options.get("sliding_window"), _configured_window(call.module))
         scale, sinks = options.get("scaling"), options.get("s_aux")
         return AttentionSpec(
             num_heads=query.shape[1],
@@ -139,7 +123,7 @@ def _configured_window(module: nn.Module) -> int | None:
 
 
 def dense_attention(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend within one sequence that starts here; shapes as `Answerer.attend` takes them."""
+    """Attend within one sequence that starts here; shapes as in an `AttentionCall`."""
     group = spec.num_heads // spec.num_kv_heads
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * spec.scale
@@ -160,7 +144,7 @@ def _run(model: nn.Module, probe: Probe, sequences: list[Tensor], implementation
     """(tokens, vocab_size) float32: logits of packed sequences."""
     device = next(model.parameters()).device
     set_implementation(model, implementation)
-    set_answerer(model, probe)
+    set_answerer(model, probe.attend)
     token = mask_maker.set(probe.masks.make)
     try:
         logits = call_packed(model, torch.cat(sequences).to(device), positions_of(sequences).to(device))
