@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 import subprocess
 import sys
 import textwrap
@@ -40,6 +41,7 @@ from support.engines.arithmetic_worker import (
     running_worker,
     tokens,
 )
+from support.processes.waiting import wait_until
 from support.protocol.token_streams import FAST, eventually
 
 
@@ -107,7 +109,7 @@ async def test_a_step_that_takes_three_leases_costs_no_request_its_engine(redis_
 async def test_a_cancelled_request_frees_the_engine(redis_url: str, tmp_path: Path) -> None:
     async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
         async with running_worker(broker, tmp_path, SlowRunner, num_gpu_blocks_override=64) as running:
-            spec = await accepted(gateway, [1, 2], max_tokens=900)
+            spec = await accepted(gateway, [1, 2], max_tokens=300)
             reading = asyncio.create_task(read(gateway, spec))
             await eventually(lambda: running.worker.load()["running"] == 1)
             assert await broker.cancel(spec.request_id, TENANT) == FinishReason.FINISH_REASON_CANCELLED
@@ -234,7 +236,7 @@ async def test_a_worker_that_ends_hands_back_and_the_next_goes_on(redis_url: str
     async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
         spec = RequestSpec()
         async with running_worker(broker, tmp_path, SlowRunner) as first:
-            spec.CopyFrom(await accepted(gateway, [1, 2], max_tokens=900))
+            spec.CopyFrom(await accepted(gateway, [1, 2], max_tokens=300))
             reading = asyncio.create_task(read(gateway, spec))
             await eventually(lambda: first.worker.load()["running"] == 1)
             await first.end()
@@ -351,6 +353,48 @@ def test_the_watchdog_ends_a_process_whose_step_never_ends(redis_url: str, tmp_p
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=LIMIT_S + 10, check=False)
     assert ended.returncode == EXIT_STALLED, ended.stderr.decode()
     assert b"exiting" in ended.stderr
+
+
+STOPPED = """
+    import asyncio, sys
+    from pathlib import Path
+    sys.path.insert(0, {support!r})
+    from pagestream_streams import StreamsSettings
+    from support.engines import arithmetic_worker as w
+    from support.processes.waiting import until
+
+    async def main():
+        broker = w.Broker.connect({url!r}, StreamsSettings(lease_ms=60_000))
+        async with await broker as broker, w.GatewaySession(broker) as gateway:
+            async with w.running_worker(broker, Path({folder!r}), w.SlowRunner, engine_core={core!r}) as running:
+                spec = await w.accepted(gateway, [1], max_tokens=300)
+                await until(lambda: running.core.figures.stats.num_generated_tokens > 20, "some tokens")
+                print("runs", flush=True)
+                assert w.tokens(await w.read(gateway, spec)) == w.expected([1], 300)
+                await running.end()
+        print("ended")
+
+    settings = w.WorkerSettings
+    w.WorkerSettings = lambda *arguments, **given: settings(*arguments, **given, stall_timeout_s={stall_timeout_s})
+    asyncio.run(main())
+"""
+STALL_TIMEOUT_S = 1.5
+
+
+@pytest.mark.parametrize("core", ["process", "inline"])
+def test_a_process_that_was_stopped_goes_on(redis_url: str, tmp_path: Path, core: str) -> None:
+    """SIGSTOP and SIGCONT of the worker, with a step under way: for its watchdog the time between did not pass."""
+    values = {"support": str(Path(__file__).parents[2]), "url": redis_url, "folder": str(tmp_path), "core": core}
+    program = textwrap.dedent(STOPPED).format(**values, stall_timeout_s=STALL_TIMEOUT_S)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "runs\n"
+        worker.send_signal(signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        wait_until(lambda: time.monotonic() > stopped_at + 2 * STALL_TIMEOUT_S, "more than the stall timeout")
+        worker.send_signal(signal.SIGCONT)
+        assert worker.communicate(timeout=LIMIT_S + 10)[0] == "ended\n"
+    assert worker.returncode == 0
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 EXIT_STALLED = 70  # EX_SOFTWARE: the engine made no progress
+BEATS = 10
+"""Heartbeats of the event loop in a stall timeout. A pause of two is one in which the process did not run."""
 _DRAINING = "the process is ending"
 
 
@@ -20,7 +22,8 @@ class Health:
     """
 
     def __init__(self, stall_timeout_s: float) -> None:
-        self._stall_timeout_s = stall_timeout_s
+        self.stall_timeout_s = stall_timeout_s
+        self._stalled_s = 0.0
         self._step_age_s: Callable[[], float] | None = None
         self._beat_at = time.monotonic()
         self._unready = "the model is being loaded"
@@ -32,12 +35,27 @@ class Health:
             step_age_s: returns the seconds that the current step has run.
         """
         self._step_age_s = step_age_s
-        self.beat()
+        self._beat_at = time.monotonic()
         self._unready = ""
 
+    @property
+    def stalled_s(self) -> float:
+        """Seconds at the last `beat` since when the engine has reported nothing though it has work.
+
+        Only those in which the event loop ran: while the whole process is stopped (SIGSTOP, a frozen container) no
+        report is read, and its engine may work. A pause between two beats counts as two periods at most.
+        """
+        return self._stalled_s
+
     def beat(self) -> None:
-        """Note that the event loop works."""
-        self._beat_at = time.monotonic()
+        """Note that the event loop works. To be called BEATS times in a stall timeout."""
+        if self._step_age_s is None:
+            return
+        now = time.monotonic()
+        elapsed_s, self._beat_at = now - self._beat_at, now
+        age_s, ran_s = self._step_age_s(), min(elapsed_s, 2 * self.stall_timeout_s / BEATS)
+        before_s = self._stalled_s if age_s >= elapsed_s else 0.0  # no report since the last beat
+        self._stalled_s = min(age_s, before_s + ran_s)
 
     def drain(self) -> None:
         """Become unready for good: no more requests are taken."""
@@ -52,10 +70,10 @@ class Health:
         """Return why the process should be restarted; "" while it loads, works or drains."""
         if self._step_age_s is None:
             return ""
-        step, silence = self._step_age_s(), time.monotonic() - self._beat_at
-        if step > self._stall_timeout_s:
-            return f"a step has run for {step:.0f} s"
-        if silence > self._stall_timeout_s:
+        if self._stalled_s > self.stall_timeout_s:
+            return f"a step has run for {self._stalled_s:.0f} s"
+        silence = time.monotonic() - self._beat_at
+        if silence > self.stall_timeout_s:
             return f"the event loop has not moved for {silence:.0f} s"
         return ""
 
@@ -64,14 +82,15 @@ class Health:
         return self._unready or self.problem()
 
 
-async def watchdog(health: Health, step_age_s: Callable[[], float], stall_timeout_s: float) -> None:
-    """Exit the process with EXIT_STALLED when a step has run longer than `stall_timeout_s`: its lease lapses, and other
+async def watchdog(health: Health) -> None:
+    """Exit the process with EXIT_STALLED when a step has run longer than the stall timeout: its lease lapses, and other
     engines go on with its requests.
     """
     while True:
-        await asyncio.sleep(stall_timeout_s / 10)
+        await asyncio.sleep(health.stall_timeout_s / BEATS)
         health.beat()
-        age_s = step_age_s()
-        if age_s > stall_timeout_s:
-            logger.critical("a step has run for %.0f s: exiting, so that other engines go on with its requests", age_s)
+        if health.stalled_s > health.stall_timeout_s:
+            logger.critical(
+                "a step has run for %.0f s: exiting, so that other engines go on with its requests", health.stalled_s
+            )
             os._exit(EXIT_STALLED)

@@ -63,7 +63,7 @@ class Worker:
         self._claiming.start(session)
         tasks: list[asyncio.Task[None]] = [
             asyncio.create_task(self._appending.run(session), name="append"),
-            asyncio.create_task(self._watch(), name="watchdog"),
+            asyncio.create_task(watchdog(self._health), name="watchdog"),
         ]
         stopping = asyncio.create_task(stop.wait(), name="stop")
         self._health.serve(self._core.step_age_s)
@@ -110,9 +110,6 @@ class Worker:
         self._core.ended.add_done_callback(
             lambda ended: loop.call_soon_threadsafe(self._outputs.end, ended.exception())
         )
-
-    async def _watch(self) -> None:
-        await watchdog(self._health, self._core.step_age_s, self._settings.stall_timeout_s)
 
     async def _stop(self, tasks: Sequence[asyncio.Task[None]], marks: StepMarks) -> list[BaseException | None]:
         # A cancellation can get lost inside a Redis command, so the loops have a flag as well.
