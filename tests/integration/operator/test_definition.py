@@ -26,6 +26,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"maxNumSeqs": 64, "maxNumBatchedTokens": 32}}, "raise it, or lower maxNumSeqs"),
     ({"engine": {"dtype": "int4"}}, 'supported values: "auto", "float32", "float16", "bfloat16"'),
     ({"engine": {"gpuMemoryUtilization": 0}}, "should be greater than 0"),
+    ({"engine": {"schedulingPolicy": "lottery"}}, "name its module in engine.plugins"),
+    ({"engine": {"plugins": ["not-a-module"]}}, "spec.engine.plugins[0] in body should match"),
     ({"scaling": {"kvUtilization": {"target": 0.5}}}, "write for example `kvUtilization: {target: 0.8, low: 0.6}`"),
     ({"scaling": {"panic": {"threshold": 1}}}, "should be greater than 1"),
     ({"rollout": {"maxSurge": 0, "maxUnavailable": "0%"}}, "write `maxUnavailable: 1`"),
@@ -63,7 +65,14 @@ def test_a_spec_with_every_part_is_accepted(pools: PoolWorld) -> None:
     created = pools.create(
         "whole",
         model={"source": {"volume": {"claim": "models", "path": "llama"}}, "servedName": "llama", "revision": "r1"},
-        engine={"dtype": "bfloat16", "maxNumSeqs": 64, "enablePrefixCaching": True, "gpuMemoryUtilization": 0.8},
+        engine={
+            "dtype": "bfloat16",
+            "maxNumSeqs": 64,
+            "enablePrefixCaching": True,
+            "gpuMemoryUtilization": 0.8,
+            "plugins": ["mine.policies"],
+            "schedulingPolicy": "shortest_prompt_first",
+        },
         template={
             "gpu": {"count": 1, "type": "NVIDIA-H200"},
             "resources": {"requests": {"cpu": "1500m", "memory": 4096}, "limits": {"memory": "8Gi"}},
