@@ -152,7 +152,7 @@ def _filter_and_draw_kernel(
     top_k_ptr: tl.tensor,
     top_p_ptr: tl.tensor,
     log_min_p_ptr: tl.tensor,
-    logits_stride: int,
+    logits_stride: tl.tensor,
     vocab_size: int,
     has_top_k: int,
     has_top_p: int,

@@ -66,23 +66,24 @@ def _split_kernel(
     cap_factor: float,
     window: int,
     num_seqs: int,
-    query_stride_n: int,
-    query_stride_h: int,
-    key_stride_b: int,
-    key_stride_t: int,
-    key_stride_h: int,
-    key_stride_d: int,
-    value_stride_b: int,
-    value_stride_t: int,
-    value_stride_h: int,
-    value_stride_d: int,
-    table_stride: int,
+    query_stride_n: tl.tensor,
+    query_stride_h: tl.tensor,
+    key_stride_b: tl.tensor,
+    key_stride_t: tl.tensor,
+    key_stride_h: tl.tensor,
+    key_stride_d: tl.tensor,
+    value_stride_b: tl.tensor,
+    value_stride_t: tl.tensor,
+    value_stride_h: tl.tensor,
+    value_stride_d: tl.tensor,
+    table_stride: tl.tensor,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     CACHE_BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    WIDE_BLOCKS: tl.constexpr,
     UPCAST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
@@ -104,7 +105,8 @@ def _split_kernel(
         columns = tl.arange(0, BLOCK_DIM)
         row_mask = rows < GROUP
         column_mask = columns < HEAD_DIM
-        query_ptrs = query_ptr + seq.to(tl.int64) * query_stride_n + heads[:, None] * query_stride_h + columns[None, :]
+        query_offsets = seq.to(tl.int64) * query_stride_n + heads.to(tl.int64) * query_stride_h
+        query_ptrs = query_ptr + query_offsets[:, None] + columns[None, :]
         query = tl.load(query_ptrs, mask=row_mask[:, None] & column_mask[None, :], other=0.0)
 
         key_head_ptr = key_cache_ptr + kv_head.to(tl.int64) * key_stride_h
@@ -119,12 +121,14 @@ def _split_kernel(
             token_mask = positions < end
             blocks = tl.load(table_ptr + positions // CACHE_BLOCK, mask=token_mask, other=0).to(tl.int64)
             offsets = positions % CACHE_BLOCK
+            if WIDE_BLOCKS:
+                offsets = offsets.to(tl.int64)
 
             # -- scores --
             key_ptrs = (
                 key_head_ptr
                 + (blocks * key_stride_b + offsets * key_stride_t)[None, :]
-                + columns[:, None] * key_stride_d
+                + columns[:, None].to(tl.int64) * key_stride_d
             )
             keys = tl.load(key_ptrs, mask=column_mask[:, None] & token_mask[None, :], other=0.0)
             scores = ieee_dot(query, keys, UPCAST) * score_factor
@@ -142,7 +146,7 @@ def _split_kernel(
             value_ptrs = (
                 value_head_ptr
                 + (blocks * value_stride_b + offsets * value_stride_t)[:, None]
-                + columns[None, :] * value_stride_d
+                + columns[None, :].to(tl.int64) * value_stride_d
             )
             values = tl.load(value_ptrs, mask=token_mask[:, None] & column_mask[None, :], other=0.0)
             accumulator = accumulator * rescale[:, None]
@@ -164,15 +168,15 @@ def _reduce_kernel(
     partial_lse_ptr: tl.tensor,
     seq_slots_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
-    out_stride_n: int,
-    out_stride_h: int,
+    out_stride_n: tl.tensor,
+    out_stride_h: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ) -> None:
     seq = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
     columns = tl.arange(0, BLOCK_DIM)
     column_mask = columns < HEAD_DIM
@@ -244,6 +248,7 @@ def split_variant(geometry: Geometry, backend: Backend, options: Options) -> Var
             "BLOCK_DIM": block_dim,
             "BLOCK_HEADS": block_heads,
             "BLOCK_KV": block_kv,
+            "WIDE_BLOCKS": geometry.has_wide_blocks,
             "UPCAST": needs_upcast(geometry.dtype),
             "HAS_WINDOW": options.window,
             "HAS_SOFT_CAP": options.soft_cap,

@@ -53,25 +53,26 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
     score_factor: float,
     cap_factor: float,
     window: int,
-    out_stride_n: int,
-    out_stride_h: int,
-    query_stride_n: int,
-    query_stride_h: int,
-    key_stride_b: int,
-    key_stride_t: int,
-    key_stride_h: int,
-    key_stride_d: int,
-    value_stride_b: int,
-    value_stride_t: int,
-    value_stride_h: int,
-    value_stride_d: int,
-    table_stride: int,
+    out_stride_n: tl.tensor,
+    out_stride_h: tl.tensor,
+    query_stride_n: tl.tensor,
+    query_stride_h: tl.tensor,
+    key_stride_b: tl.tensor,
+    key_stride_t: tl.tensor,
+    key_stride_h: tl.tensor,
+    key_stride_d: tl.tensor,
+    value_stride_b: tl.tensor,
+    value_stride_t: tl.tensor,
+    value_stride_h: tl.tensor,
+    value_stride_d: tl.tensor,
+    table_stride: tl.tensor,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     CACHE_BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    WIDE_BLOCKS: tl.constexpr,
     UPCAST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
@@ -121,12 +122,14 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
             token_mask = positions < end
             blocks = tl.load(table_ptr + positions // CACHE_BLOCK, mask=token_mask, other=0).to(tl.int64)
             offsets = positions % CACHE_BLOCK
+            if WIDE_BLOCKS:
+                offsets = offsets.to(tl.int64)
 
             # -- scores --
             key_ptrs = (
                 key_head_ptr
                 + (blocks * key_stride_b + offsets * key_stride_t)[None, :]
-                + columns[:, None] * key_stride_d
+                + columns[:, None].to(tl.int64) * key_stride_d
             )
             keys = tl.load(key_ptrs, mask=column_mask[:, None] & token_mask[None, :], other=0.0)
             scores = ieee_dot(query, keys, UPCAST) * score_factor
@@ -147,7 +150,7 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
             value_ptrs = (
                 value_head_ptr
                 + (blocks * value_stride_b + offsets * value_stride_t)[:, None]
-                + columns[None, :] * value_stride_d
+                + columns[None, :].to(tl.int64) * value_stride_d
             )
             values = tl.load(value_ptrs, mask=token_mask[:, None] & column_mask[None, :], other=0.0)
             accumulator = accumulator * rescale[:, None]
@@ -197,6 +200,7 @@ def prefill_variant(geometry: Geometry, backend: Backend, options: Options) -> V
             "BLOCK_DIM": block_dim,
             "BLOCK_ROWS": block_rows,
             "BLOCK_KV": block_kv,
+            "WIDE_BLOCKS": geometry.has_wide_blocks,
             "UPCAST": needs_upcast(geometry.dtype),
             "HAS_WINDOW": options.window,
             "HAS_SOFT_CAP": options.soft_cap,

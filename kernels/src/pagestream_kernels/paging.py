@@ -28,6 +28,7 @@ class Geometry:
     group_size: int  # query heads per KV head
     block_size: int  # tokens per cache block
     dtype: torch.dtype
+    has_wide_blocks: bool = False  # the tokens of a block may lie 2**31 elements apart
 
 
 def check_cache(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Geometry:
@@ -47,7 +48,8 @@ def check_cache(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Geomet
         raise KernelArgumentError(f"block_size: expected one of {BLOCK_SIZES}, got {block_size}")
     if num_kv_heads == 0 or num_heads == 0 or num_heads % num_kv_heads:
         raise KernelArgumentError(f"num_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_heads}")
-    return Geometry(head_dim, num_heads // num_kv_heads, block_size, query.dtype)
+    farthest = (block_size - 1) * max(key_cache.stride(1), value_cache.stride(1))
+    return Geometry(head_dim, num_heads // num_kv_heads, block_size, query.dtype, farthest >= 2**31)
 
 
 class Options(NamedTuple):

@@ -41,21 +41,21 @@ def _rope_and_cache_kernel(
     slot_mapping_ptr: tl.tensor,
     num_heads: int,
     num_kv_heads: int,
-    query_stride_n: int,
-    query_stride_h: int,
-    key_stride_n: int,
-    key_stride_h: int,
-    value_stride_n: int,
-    value_stride_h: int,
-    cos_sin_stride: int,
-    key_cache_stride_b: int,
-    key_cache_stride_t: int,
-    key_cache_stride_h: int,
-    key_cache_stride_d: int,
-    value_cache_stride_b: int,
-    value_cache_stride_t: int,
-    value_cache_stride_h: int,
-    value_cache_stride_d: int,
+    query_stride_n: tl.tensor,
+    query_stride_h: tl.tensor,
+    key_stride_n: tl.tensor,
+    key_stride_h: tl.tensor,
+    value_stride_n: tl.tensor,
+    value_stride_h: tl.tensor,
+    cos_sin_stride: tl.tensor,
+    key_cache_stride_b: tl.tensor,
+    key_cache_stride_t: tl.tensor,
+    key_cache_stride_h: tl.tensor,
+    key_cache_stride_d: tl.tensor,
+    value_cache_stride_b: tl.tensor,
+    value_cache_stride_t: tl.tensor,
+    value_cache_stride_h: tl.tensor,
+    value_cache_stride_d: tl.tensor,
     HEAD_DIM: tl.constexpr,
     HALF_DIM: tl.constexpr,
     CACHE_BLOCK: tl.constexpr,
@@ -76,7 +76,7 @@ def _rope_and_cache_kernel(
 
     if tile < num_query_tiles:
         # -- rotate the query in place --
-        heads = tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        heads = (tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
         mask = (heads < num_heads)[:, None] & half_mask[None, :]
         first_ptrs = query_ptr + token * query_stride_n + heads[:, None] * query_stride_h + half[None, :]
         first = tl.load(first_ptrs, mask=mask, other=0.0)
@@ -90,7 +90,7 @@ def _rope_and_cache_kernel(
         if slot >= 0:
             block = slot // CACHE_BLOCK
             offset = slot % CACHE_BLOCK
-            heads = (tile - num_query_tiles) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+            heads = ((tile - num_query_tiles) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
             head_mask = (heads < num_kv_heads)[:, None]
 
             # -- rotate the key into the cache --
@@ -106,9 +106,10 @@ def _rope_and_cache_kernel(
             second = tl.load(key_row_ptrs + HALF_DIM + half[None, :], mask=mask, other=0.0)
             rotated_first = first.to(tl.float32) * cos - second.to(tl.float32) * sin
             rotated_second = second.to(tl.float32) * cos + first.to(tl.float32) * sin
-            cache_ptrs = key_cache_row_ptrs + half[None, :] * key_cache_stride_d
+            cache_ptrs = key_cache_row_ptrs + half[None, :].to(tl.int64) * key_cache_stride_d
             tl.store(cache_ptrs, rotated_first.to(first.dtype), mask=mask)
-            tl.store(cache_ptrs + HALF_DIM * key_cache_stride_d, rotated_second.to(first.dtype), mask=mask)
+            second_ptrs = key_cache_row_ptrs + (half + HALF_DIM)[None, :].to(tl.int64) * key_cache_stride_d
+            tl.store(second_ptrs, rotated_second.to(first.dtype), mask=mask)
 
             # -- copy the key's unrotated rest and the value --
             columns = tl.arange(0, BLOCK_DIM)
@@ -116,14 +117,14 @@ def _rope_and_cache_kernel(
             if 2 * HALF_DIM < HEAD_DIM:
                 rest_mask = mask & (columns >= 2 * HALF_DIM)[None, :]
                 rest = tl.load(key_row_ptrs + columns[None, :], mask=rest_mask, other=0.0)
-                tl.store(key_cache_row_ptrs + columns[None, :] * key_cache_stride_d, rest, mask=rest_mask)
+                tl.store(key_cache_row_ptrs + columns[None, :].to(tl.int64) * key_cache_stride_d, rest, mask=rest_mask)
             value_ptrs = value_ptr + token * value_stride_n + heads[:, None] * value_stride_h + columns[None, :]
             value_cache_ptrs = (
                 value_cache_ptr
                 + block * value_cache_stride_b
                 + offset * value_cache_stride_t
                 + heads[:, None] * value_cache_stride_h
-                + columns[None, :] * value_cache_stride_d
+                + columns[None, :].to(tl.int64) * value_cache_stride_d
             )
             tl.store(value_cache_ptrs, tl.load(value_ptrs, mask=mask, other=0.0), mask=mask)
 

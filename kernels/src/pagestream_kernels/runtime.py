@@ -55,6 +55,9 @@ def jit(*do_not_specialize: str) -> Callable[[Callable[..., Any]], Any]:
 
     The named arguments change from step to step and never decide the machine code: no value of theirs (1, a multiple
     of 16), and no alignment of a pointer to a part of a tensor, makes Triton compile again in the middle of serving.
+
+    Strides are annotated as `tl.tensor`: int32 where a stride fits and int64 where not. What is annotated as `int` is
+    an int32 always. A product of an index and a stride is taken in int64.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:

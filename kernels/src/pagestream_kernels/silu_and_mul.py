@@ -26,8 +26,8 @@ MAX_BLOCK = 1024  # elements of one program: 8 a thread at 4 warps
 def _silu_and_mul_kernel(
     out_ptr: tl.tensor,
     gate_up_ptr: tl.tensor,
-    out_stride: int,
-    gate_up_stride: int,
+    out_stride: tl.tensor,
+    gate_up_stride: tl.tensor,
     width: int,
     BLOCK: tl.constexpr,
 ) -> None:

@@ -437,6 +437,11 @@ def check_backend(case: Case, device: torch.device) -> None:
     import_module("support.engines.attention_cases").check_case(case, device)
 
 
+def check_wide_offsets(case: Case, device: torch.device) -> None:
+    """Run a kernel on tensors with gaps of 2**31 elements: see the module that it calls."""
+    import_module("support.kernels.wide").check_wide_offsets(case, device)
+
+
 CHECKS: Mapping[str, Callable[[Case, torch.device], None]] = {
     "paged_decode": check_paged_decode,
     "paged_prefill": check_paged_prefill,
@@ -450,5 +455,6 @@ CHECKS: Mapping[str, Callable[[Case, torch.device], None]] = {
     "decode_wrong_plan": check_decode_wrong_plan,
     "benchmark": check_benchmark,
     "backend": check_backend,
+    "wide_offsets": check_wide_offsets,
     "refuses_to_compile": check_refuses_to_compile,
 }
