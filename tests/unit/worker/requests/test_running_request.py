@@ -178,6 +178,21 @@ def test_an_error_ends_every_choice_and_names_the_sequences_that_still_run() -> 
     assert request.running_seq_ids() == [seq_ids[1]]
 
 
+def test_an_error_that_quotes_half_a_surrogate_pair_can_be_appended() -> None:
+    request = running(claim())
+    list(request.open_choices())
+    log = play(request, [(0, StepOutput("", None, "", "error", error="no such file: caf\udce9"))])
+    assert log[-1].end.error.message == "no such file: caf?"
+
+
+def test_cached_tokens_count_once_where_a_sequence_fails_after_its_first_token() -> None:
+    request = running(claim())
+    list(request.open_choices())
+    failed = StepOutput("", None, "", "error", num_cached_tokens=2, error="broken")
+    log = play(request, [(0, step(10, "a", cached=2)), (0, failed)])
+    assert log[-1].end.usage.cached_tokens == 2
+
+
 def test_a_predecessor_that_died_before_the_end_leaves_only_the_end_to_write() -> None:
     first = running(claim())
     list(first.open_choices())

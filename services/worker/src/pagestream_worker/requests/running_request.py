@@ -140,19 +140,25 @@ class RunningRequest:
             text = output.text if output.finish_reason is None else ""
             logprobs = "" if output.logprobs is None else _logprobs_message(output.logprobs).SerializeToString()
             self.log.write(TOKEN, str(choice), str(output.token_id), text, logprobs)
-        if len(tokens) == 1:
-            self._cached_tokens += output.num_cached_tokens
+            if len(tokens) == 1:
+                self._cached_tokens += output.num_cached_tokens
         if output.finish_reason is not None:
             self._finish_choice(choice, output)
 
     def fail(self, code: str, message: str) -> None:
-        """End every open choice, and the log, with an error. Running sequences stay in `running_seq_ids`."""
+        """End every open choice, and the log, with an error. Running sequences stay in `running_seq_ids`.
+
+        Args:
+            code: of the error.
+            message: any text. Half a surrogate pair, as an exception may quote one, becomes "?": UTF-8 has none, and
+                the append of all other requests would fail too.
+        """
         running = set(self._running)
         for choice in self._outputs:
             if choice not in self._finishes:
                 self._write_finish(choice, FINISH_REASON_ERROR, "", "")
         self._running = running
-        self._end(RequestError(code=code, message=message))
+        self._end(RequestError(code=code, message=message.encode(errors="replace").decode()))
 
     def end_if_complete(self) -> None:
         """Write the end of a log whose last finish was written by an engine that died before the end."""
