@@ -5,7 +5,7 @@ For interleavings of claims, outputs and drops that no running engine produces a
 
 from __future__ import annotations
 
-from pagestream.v1.inference_pb2 import TokenIds
+from pagestream.v1.inference_pb2 import SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine.cache.kv_groups import full_attention
 from pagestream_streams import Claim
@@ -36,7 +36,8 @@ class RequestTable:
         return list(map(to_log_entry, request.pending(100).entries)) if request is not None else []
 
 
-def claim(nonce: str, *, request_id: str = "r", prompts: int = 1, length: int = 2) -> Claim:
-    """Return a first claim of a request with one choice for each prompt."""
-    spec = RequestSpec(request_id=request_id, prompts=[TokenIds(ids=[1] * length)] * prompts)
+def claim(nonce: str, *, request_id: str = "r", prompts: int = 1, length: int = 2, num_choices: int = 1) -> Claim:
+    """Return a first claim of a request with so many choices for each prompt."""
+    sampling = SamplingParams(n=num_choices)
+    spec = RequestSpec(request_id=request_id, prompts=[TokenIds(ids=[1] * length)] * prompts, sampling=sampling)
     return Claim(spec=spec, epoch=1, nonce=nonce, next_index=0, digest="", attempts=1, cached_tokens=0, deadline=None)

@@ -1,9 +1,11 @@
 """The table of active requests: what the engine, the budget and the logs get when a request starts, goes on, leaves."""
 
+import gc
 from collections.abc import Iterator, Sequence
 
 import pytest
 from pagestream_engine.request.outputs import StepOutput
+from pagestream_streams import AppendKind, AppendOutcome
 from pagestream_worker.requests.running_request import Choice, RunningRequest
 from pagestream_worker.stepping.commands import AbortSequences, AddGroup
 from support.engines.request_table import STEP_TOKENS, RequestTable, claim
@@ -48,6 +50,30 @@ async def test_a_dropped_request_is_aborted_and_takes_no_outputs() -> None:
     assert table.commands[-1] == AbortSequences(["r/n/0", "r/n/1"])
     table.requests.add_outputs([StepOutput("r/n/0", 11, "b")])
     assert (len(table.requests), table.requests.has_pending) == (0, False)
+
+
+async def test_nothing_is_left_of_requests_that_have_gone() -> None:
+    """However they went: completed, failed, failed with siblings that ran or waited their turn, reclaimed, dropped."""
+    table = RequestTable()
+    request_ids = ["completed", "failed", "siblings", "again", "dropped"]
+    for request_id in request_ids:
+        table.requests.start(claim("n", request_id=request_id, prompts=2, num_choices=2))
+    table.requests.start(claim("m", request_id="again"))
+    ends = [StepOutput(f"completed/n/{choice}", 1, "", "length") for choice in (3, 1, 0, 2)]
+    failed = StepOutput("failed/n/0", None, "", "error", error="broken")
+    waits = [StepOutput("siblings/n/1", 1, "", "length"), StepOutput("siblings/n/3", 1, "")]
+    fails = StepOutput("siblings/n/0", 1, "", "error", error="broken")
+    table.requests.add_outputs([*ends, failed, *waits, fails, StepOutput("again/m/0", 1, "", "stop")])
+    for append in table.requests.pending_appends(100):
+        table.requests.settle(append, AppendOutcome(AppendKind.OK, len(append.entries)))
+    assert table.requests.ids() == ["dropped"]
+    table.requests.drop(["dropped"])
+    del append
+    living = [each.request_id for each in gc.get_objects() if isinstance(each, RunningRequest)]
+    assert set(living).isdisjoint(request_ids)
+    assert table.budget.available(1000)[0] == 1
+    assert not table.budget.has_prefilling
+    assert table.memory.held_bytes == 0
 
 
 async def test_what_is_kept_to_be_sent_again_is_bounded_in_bytes() -> None:
