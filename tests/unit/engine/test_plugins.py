@@ -23,6 +23,7 @@ MODULES = {
     "families": "",
     "lacking": "import nowhere_to_be_found",
     "failing": "raise OSError('no licence\\nfor this machine')",
+    "exiting": "raise SystemExit(0)",
 }
 
 
@@ -60,6 +61,7 @@ def test_a_policy_that_no_plugin_registers_is_refused(tmp_path: Path) -> None:
         ("nowhere.at.all", "expected a module on Python's path; install"),
         ("mine.lacking", "expected a module that can be imported, not ModuleNotFoundError: No module named 'nowhere_"),
         ("mine.failing", "expected a module that can be imported, not OSError: no licence for this machine"),
+        ("mine.exiting", "expected a module that can be imported, not SystemExit: 0"),
     ],
 )
 def test_a_plugin_that_cannot_be_imported_is_named(name: str, message: str) -> None:

@@ -17,12 +17,13 @@ def import_plugins(names: Sequence[str]) -> None:
         names: `ExtensionConfig.plugins`.
 
     Raises:
-        ConfigError: there is no such module, or its import fails.
+        ConfigError: there is no such module, or its import fails. One that exits the program (a script whose last line
+            is not guarded by `if __name__ == "__main__"`) fails too: an engine would end without a word.
     """
     for name in names:
         try:
             import_module(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if isinstance(error, ModuleNotFoundError) and _is_part_of(name, error.name):
                 raise ConfigError("plugins", name, "a module on Python's path", _HINT) from error
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
