@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 
 from pagestream_engine.attention import AttentionSpec, Backend, Rotation
@@ -129,9 +130,17 @@ def plugin_digest(family: Family[Any]) -> str:
     theirs = [name for name in modules if name.partition(".")[0] not in (engine, *sys.stdlib_module_names)]
     digest = hashlib.sha256()
     for name in sorted(theirs):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        digest.update(name.encode() + b"\0" + (b"" if file is None else Path(file).read_bytes()))
+        digest.update(name.encode() + b"\0" + _source(sys.modules.get(name)))
     return digest.hexdigest() if theirs else ""
+
+
+def _source(module: ModuleType | None) -> bytes:
+    """Return the bytes of a module's file, in a zip archive too; none of one that has no file."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return b""
+    read: Callable[[str], bytes] | None = getattr(getattr(module, "__loader__", None), "get_data", None)
+    return Path(file).read_bytes() if read is None else read(file)
 
 
 def fused_architectures() -> list[str]:

@@ -62,7 +62,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.models.general.source": 6,
     "pagestream_engine.models.loader": 5,
     "pagestream_engine.models.model": 4,
-    "pagestream_engine.models.registry": 2,
+    "pagestream_engine.models.registry": 3,
     "pagestream_engine.models.safetensors_file": 2,
     "pagestream_engine.models.select": 1,
     "pagestream_engine.models.source": 3,
