@@ -116,6 +116,14 @@ def test_the_context_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert refused.found.startswith("max_model_len: given 641, expected at most 640, what 40 KV blocks hold")
 
 
+def test_the_context_is_found_behind_what_a_plugin_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "talkative.py").write_text("print('[talkative] ready')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PAGESTREAM_ENGINE__PLUGINS", "talkative")
+    (found,) = contexts(tmp_path)
+    assert found.found.startswith("1,024 tokens, the model's own")
+
+
 def test_the_context_is_measured_only_where_that_is_cheap(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,7 @@ def check_context(model: str | None, data_dir: DataDir) -> Iterator[Finding]:
         advice = "an engine would end with this message; PAGESTREAM_ENGINE__* variables and options change it"
         yield problem(_SUBJECT, last.removeprefix("pagestream-engine: "), advice)
         return
-    yield _finding(json.loads(ended.stdout))
+    yield _finding(json.loads(ended.stdout.splitlines()[-1]))  # after what a plugin or modelling code prints
 
 
 def _finding(capacity: dict[str, int]) -> Finding:
