@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -16,11 +16,11 @@ class Rotation:
     """(positions, rotary_dim) float32: cosines, then sines, of each position's `rotary_dim / 2` angles."""
     interleaved: bool = False
     """Whether neighbours 2i and 2i + 1 turn together (GPT-J), in place of i and i + rotary_dim / 2 (GPT-NeoX)."""
+    rotary_dim: int = field(init=False)
+    """Leading elements of a head that turn; the rest stay as they are."""
 
-    @property
-    def rotary_dim(self) -> int:
-        """Leading elements of a head that turn; the rest stay as they are."""
-        return self.cos_sin.shape[1]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rotary_dim", self.cos_sin.shape[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

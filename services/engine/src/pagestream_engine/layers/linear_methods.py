@@ -55,9 +55,10 @@ class OnednnMethod(LinearMethod):
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
         self._weight = weight
+        self._linear = torch.ops.mkldnn._linear_pointwise
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
+        result: Tensor = self._linear(x, self._weight, bias, "none", [], "")
         return result
 
 

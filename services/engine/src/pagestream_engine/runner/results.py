@@ -56,11 +56,11 @@ def _result(
         return StepResult(step_id, none.reshape(0, 1), none, prompt_logprobs=reported)
     errors = {place: fault.message for place, fault in sampled.draw_faults().items()}
     errors.update(sampled.errors)
-    counts = np.ones(len(sampled.token_ids), np.int32)
-    if errors:
-        counts[list(errors)] = 0
     token_ids = sampled.token_ids.numpy().astype(np.int32)[:, None]
-    return StepResult(step_id, token_ids, counts, _step_logprobs(sampled.logprobs), errors, reported)
+    counts = [0 if place in errors else 1 for place in range(len(token_ids))]
+    return StepResult(
+        step_id, token_ids, np.array(counts, np.int32), _step_logprobs(sampled.logprobs), errors, reported
+    )
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ class SamplingBatch:
             InvariantViolation: a row is not taken.
         """
         sampled = np.asarray(rows, dtype=np.int64)
-        if not self._is_taken[sampled].all():
+        if False in self._is_taken[sampled].tolist():
             raise InvariantViolation(f"rows {sampled[~self._is_taken[sampled]].tolist()} of the batch are free")
         try:
             selection, chosen = self._choose(logits, sampled, masks)
@@ -154,7 +154,8 @@ class SamplingBatch:
     def _select(self, rows: Places, masks: TokenMasks | None) -> Selection:
         """Return the last selection where it is of the same rows with the same state."""
         masked = _NO_PLACES if masks is None else masks.places
-        key = (rows.tobytes(), masked.tobytes(), self._num_edits, *(stage.slots.version for stage in self._stages))
+        versions = [stage.slots.version for stage in self._stages]
+        key = (rows.tobytes(), masked.tobytes(), self._num_edits, *versions)
         if self._selected is None or self._selected[0] != key:
             self._selected = key, select(rows, self._host, self._columns, self._stages, masked)
         return self._selected[1]

@@ -64,8 +64,6 @@ class Sampled:
 
     def draw_faults(self) -> dict[int, DrawFault]:
         """By place: what is wrong with the tokens that mean nothing. Waits for the device."""
-        if bool(self.values.isfinite().all()):
-            return {}
         return {
             place: DrawFault.NOTHING_ALLOWED if value == -math.inf else DrawFault.NOT_FINITE
             for place, value in enumerate(self.values.tolist())

@@ -94,7 +94,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
-        return int(self.num_new_tokens.sum())
+        return sum(self.num_new_tokens.tolist())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,11 +156,12 @@ class StepResult:
     """Why a sample failed, by index into the samples: its sequence ends, the others go on."""
     prompt_logprobs: StepPromptLogprobs | None = None
     """None where no row that computed tokens of its prompt asked for any."""
+    has_one_each: bool = field(init=False)
+    """Whether each sample has exactly one token, and none failed."""
 
-    @property
-    def has_one_each(self) -> bool:
-        """Whether each sample has exactly one token, and none failed."""
-        return self.token_ids.shape[1] == 1 and not self.errors and bool((self.counts == 1).all())
+    def __post_init__(self) -> None:
+        are_one = self.token_ids.shape[1] == 1 and self.counts.tolist().count(1) == len(self.counts)
+        object.__setattr__(self, "has_one_each", are_one and not self.errors)
 
     def tokens(self) -> Sequence[Sequence[int]]:
         """The tokens of each sample; one that failed has none."""

@@ -47,18 +47,19 @@ class NativeAttention(Attention[NativeMetadata]):
         self._kernels = kernels
 
     def prepare(self, batch: AttentionBatch, block_size: int) -> NativeMetadata:
-        query_lens, seq_lens = (np.asarray(lens, np.int64) for lens in (batch.query_lens, batch.seq_lens))
         table_rows: Int64Array = batch.table_rows.numpy()
+        seq_lens = np.array(batch.seq_lens, np.int64)
         count = batch.num_prefills
         # Decodes of several tokens share each key and value that was widened as chunks do; the bits are the same.
-        if (query_lens[count:] > 1).any():
-            count = len(query_lens)
+        if max(batch.query_lens[count:], default=1) > 1:
+            count = len(batch.query_lens)
+        tiled = batch.query_lens[:count]
         return NativeMetadata(
             tables=batch.block_tables,
             num_tiled=count,
-            num_tiled_tokens=int(query_lens[:count].sum()),
-            tiles=torch.from_numpy(_tiles(table_rows[:count], query_lens[:count], seq_lens[:count]))
-            if count
+            num_tiled_tokens=sum(tiled),
+            tiles=torch.from_numpy(_tiles(table_rows[:count], np.array(tiled, np.int64), seq_lens[:count]))
+            if tiled
             else _NONE,
             decodes=torch.from_numpy(_decodes(table_rows[count:], seq_lens[count:])),
         )
@@ -66,13 +67,15 @@ class NativeAttention(Attention[NativeMetadata]):
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec, metadata: NativeMetadata) -> Tensor:
         cache, kernels = self.store.layers[layer], self._kernels[spec.head_dim]
         query = with_contiguous_heads(query)
-        output = torch.empty(query.shape, dtype=query.dtype)
-        first_decode = metadata.num_tiled_tokens
-        if metadata.num_tiled:
-            kernels.prefill(output, query, PagedLayer(cache, metadata.tables, spec), metadata.tiles)
-        if len(metadata.decodes):
-            tables = PagedLayer(cache, metadata.tables, spec)
-            kernels.decode(output[first_decode:], query[first_decode:], tables, metadata.decodes)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        paged = PagedLayer(cache, metadata.tables, spec)
+        if not metadata.num_tiled:
+            kernels.decode(output, query, paged, metadata.decodes)
+        else:
+            kernels.prefill(output, query, paged, metadata.tiles)
+            if len(metadata.decodes):
+                first = metadata.num_tiled_tokens
+                kernels.decode(output[first:], query[first:], paged, metadata.decodes)
         return output.view(query.shape[0], -1)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +26,11 @@ def supports(dtype: torch.dtype) -> bool:
 
 def with_contiguous_heads(x: Tensor) -> Tensor:
     """(tokens, heads, head_dim): as given if a token's heads lie side by side, else a copy for which that holds."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    _, of_head, of_element = x.stride()
+    return x if of_element == 1 and of_head == x.shape[2] else x.contiguous()
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(NamedTuple):
     """Where a step's keys and values go."""
 
     cache: LayerCache
@@ -43,8 +42,7 @@ class Write:
     """Of query and key, on the way."""
 
 
-@dataclass(frozen=True, slots=True)
-class PagedLayer:
+class PagedLayer(NamedTuple):
     """What one layer's attention reads."""
 
     cache: LayerCache

@@ -32,7 +32,7 @@ class NativeKVStore(KVStore):
     def rotate_and_write(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, slots: Tensor, angles: Angles
     ) -> Tensor:
-        query, key, value = (with_contiguous_heads(x) for x in (query, key, value))
+        query, key, value = with_contiguous_heads(query), with_contiguous_heads(key), with_contiguous_heads(value)
         to = Write(self.layers[layer], slots, angles.positions, angles.rotation)
         self._kernels[key.shape[2]].rope_and_cache(query, key, value, to)
         return query

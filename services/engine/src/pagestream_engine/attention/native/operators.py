@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.attention.native.calls import NativeKernels
+from pagestream_engine.attention.operators import Angles, Rotation
 from pagestream_engine.attention.torch.deterministic_operators import DeterministicTorchOperators
 
 
@@ -28,3 +29,10 @@ class NativeOperators(DeterministicTorchOperators):
 
     def gelu_and_mul(self, gate_up: Tensor, *, tanh: bool) -> Tensor:
         return self._kernels.gate_and_mul("gelu_tanh_and_mul" if tanh else "gelu_and_mul", gate_up)
+
+    def angles(self, rotation: Rotation, positions: Tensor) -> Angles:
+        # The store looks them up in the rotation's table as it writes.
+        return Angles(rotation, positions)
+
+    def rotate(self, query: Tensor, key: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        return super().rotate(query, key, super().angles(angles.rotation, angles.positions))
