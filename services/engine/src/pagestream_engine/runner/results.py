@@ -57,10 +57,11 @@ def _result(
     errors = {place: fault.message for place, fault in sampled.draw_faults().items()}
     errors.update(sampled.errors)
     token_ids = sampled.token_ids.numpy().astype(np.int32)[:, None]
-    counts = [0 if place in errors else 1 for place in range(len(token_ids))]
-    return StepResult(
-        step_id, token_ids, np.array(counts, np.int32), _step_logprobs(sampled.logprobs), errors, reported
-    )
+    counts = np.empty(len(token_ids), np.int32)
+    counts.fill(1)
+    if errors:
+        counts[list(errors)] = 0
+    return StepResult(step_id, token_ids, counts, _step_logprobs(sampled.logprobs), errors, reported)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -64,9 +64,12 @@ class Sampled:
 
     def draw_faults(self) -> dict[int, DrawFault]:
         """By place: what is wrong with the tokens that mean nothing. Waits for the device."""
+        values = self.values.tolist()
+        if all(map(math.isfinite, values)):
+            return {}
         return {
             place: DrawFault.NOTHING_ALLOWED if value == -math.inf else DrawFault.NOT_FINITE
-            for place, value in enumerate(self.values.tolist())
+            for place, value in enumerate(values)
             if not math.isfinite(value)
         }
 
