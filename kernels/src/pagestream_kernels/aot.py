@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from pagestream_kernels.errors import KernelError, KernelUnavailableError
-from pagestream_kernels.runtime import INTERPRETED, Backend, Variant, triton
+from pagestream_kernels.runtime import ALIGNMENT, INTERPRETED, Backend, Variant, triton
 
 TOOL_TIMEOUT_S = 60.0  # cuobjdump answers in milliseconds
-POINTER_ALIGNMENT = 16  # bytes (and elements of a stride): what a launch with torch's tensors specialises on
 
 
 class CompileError(KernelError):
@@ -57,8 +56,8 @@ class Usage:
     spill_bytes: int  # per thread, on the stack
 
 
-def compile_variant(variant: Variant, target: Target) -> Usage:
-    """Compile `variant` for `target` and report its needs.
+def compile_variant(variant: Variant, target: Target, *, is_packed: bool = True) -> Usage:
+    """Compile `variant` for `target` and report its needs; `is_packed` chooses the function of its Kernel.
 
     Raises:
         CompileError: Triton or its assembler refuses, or the result can't be read.
@@ -66,7 +65,7 @@ def compile_variant(variant: Variant, target: Target) -> Usage:
     """
     if triton is None or INTERPRETED:
         raise KernelUnavailableError("compiling ahead of time needs Triton, imported without TRITON_INTERPRET=1")
-    compiled = _compile(variant, target)
+    compiled = _compile(variant, target, is_packed=is_packed)
     shared = int(compiled.metadata.shared)
     if target.backend == "cuda":
         return _nvidia_usage(compiled.asm["cubin"], shared)
@@ -83,34 +82,35 @@ def check_usage(usage: Usage, target: Target) -> list[str]:
     return problems
 
 
-def _compile(variant: Variant, target: Target) -> Any:
+def _compile(variant: Variant, target: Target, *, is_packed: bool) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    source = ASTSource(fn=variant.kernel, **_specialise(variant))
+    function = variant.kernel.packed if is_packed else variant.kernel.loose
+    source = ASTSource(fn=function, **_specialise(variant, function))
     gpu = GPUTarget(target.backend, target.arch, target.warp_size)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     try:
         return triton.compile(source, target=gpu, options=options)
     except Exception as error:
-        raise CompileError(f"{variant.kernel.__name__} for {target.name}: {error}") from error
+        raise CompileError(f"{function.__name__} for {target.name}: {error}") from error
 
 
-def _specialise(variant: Variant) -> dict[str, Any]:
+def _specialise(variant: Variant, function: Any) -> dict[str, Any]:
     """The arguments of an ASTSource, specialised as a launch with usual tensors would."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, (name, parameter) in enumerate(zip(variant.kernel.arg_names, variant.kernel.params, strict=True)):
+    for index, (name, parameter) in enumerate(zip(function.arg_names, function.params, strict=True)):
         if name in variant.constants or name in variant.unit_strides:
             signature[name] = "constexpr"
             constants[name] = variant.constants.get(name, 1)
             continue
         if name not in variant.signature:
-            raise CompileError(f"{variant.kernel.__name__}: the variant says nothing about argument {name}")
+            raise CompileError(f"{function.__name__}: the variant says nothing about argument {name}")
         signature[name] = variant.signature[name]
         if not parameter.do_not_specialize and (signature[name].startswith("*") or "_stride" in name):
-            attributes[(index,)] = [["tt.divisibility", POINTER_ALIGNMENT]]
+            attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
     return {"signature": signature, "constexprs": constants, "attrs": attributes}
 
 

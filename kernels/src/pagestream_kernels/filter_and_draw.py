@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagestream_kernels.checks import check_dtype, check_last_stride, check_same_device, check_shape
 from pagestream_kernels.errors import KernelArgumentError
-from pagestream_kernels.runtime import Variant, jit, require_launchable, tl
+from pagestream_kernels.runtime import Variant, jit, kernel, require_launchable, tl
 
 BLOCK = 2048  # logits that a program holds at a time: 8 a thread at 8 warps
 
@@ -21,7 +21,7 @@ _LOWEST = tl.constexpr(-2139095041) if tl is not None else None  # -inf by `_ord
 _HIGHEST = tl.constexpr(2147483647) if tl is not None else None
 
 
-@jit()
+@jit
 def _mix(z: tl.tensor) -> tl.tensor:
     """The finaliser of splitmix64 (Stafford's mix 13), uint64."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
@@ -29,7 +29,7 @@ def _mix(z: tl.tensor) -> tl.tensor:
     return z ^ (z >> 31)
 
 
-@jit()
+@jit
 def _gumbel(state: tl.tensor, columns: tl.tensor) -> tl.tensor:
     """Gumbel noise of token ids, float32: output `column` of the stream that starts at `state`."""
     bits = _mix(state + (columns.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15)
@@ -42,14 +42,14 @@ def _gumbel(state: tl.tensor, columns: tl.tensor) -> tl.tensor:
     return -tl.log(-log1p)
 
 
-@jit()
+@jit
 def _ordered(x: tl.tensor) -> tl.tensor:
     """int32 in the order of the floats, equal for both zeros."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-@jit()
+@jit
 def _load_scaled(
     row_ptr: tl.tensor, start: tl.tensor, vocab_size: int, temperature: tl.tensor, BLOCK: tl.constexpr
 ) -> tl.tensor:
@@ -58,7 +58,7 @@ def _load_scaled(
     return tl.div_rn(x, temperature)
 
 
-@jit()
+@jit
 def _raise_to_top_k(
     row_ptr: tl.tensor,
     vocab_size: int,
@@ -100,7 +100,7 @@ def _raise_to_top_k(
     return low
 
 
-@jit()
+@jit
 def _raise_to_top_p(
     row_ptr: tl.tensor,
     vocab_size: int,
@@ -141,7 +141,22 @@ def _raise_to_top_p(
     return tl.maximum(floor, low)
 
 
-@jit("logits_stride", "vocab_size", "has_top_k", "has_top_p", "has_min_p")
+@kernel(
+    "token_ids_ptr",
+    "values_ptr",
+    "logits_ptr",
+    "temperatures_ptr",
+    "seeds_ptr",
+    "positions_ptr",
+    "top_k_ptr",
+    "top_p_ptr",
+    "log_min_p_ptr",
+    "logits_stride",
+    "vocab_size",
+    "has_top_k",
+    "has_top_p",
+    "has_min_p",
+)
 def _filter_and_draw_kernel(
     token_ids_ptr: tl.tensor,
     values_ptr: tl.tensor,

@@ -28,7 +28,7 @@ from pagestream_kernels.runtime import (
     cdiv,
     current_backend,
     ieee_dot,
-    jit,
+    kernel,
     needs_upcast,
     next_power_of_two,
     pointer_to,
@@ -41,7 +41,7 @@ MIN_DOT = 16  # tl.dot's smallest side
 REDUCE_SPLITS = 16  # splits merged at a time
 
 
-@jit(
+@kernel(
     "block_tables_ptr",
     "seq_lens_ptr",
     "split_tokens_ptr",
@@ -50,6 +50,8 @@ REDUCE_SPLITS = 16  # splits merged at a time
     "window",
     "num_seqs",
     "table_stride",
+    pointers=("query_ptr",),
+    strides=("query_stride_n", "query_stride_h"),
 )
 def _split_kernel(
     partial_ptr: tl.tensor,
@@ -161,7 +163,7 @@ def _split_kernel(
         tl.store(partial_lse_ptr + partial_rows, maximum + tl.log2(total), mask=row_mask)
 
 
-@jit("seq_slots_ptr", "sinks_ptr")
+@kernel("seq_slots_ptr", "sinks_ptr", pointers=("out_ptr",), strides=("out_stride_n", "out_stride_h"))
 def _reduce_kernel(
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,

@@ -27,7 +27,7 @@ from pagestream_kernels.runtime import (
     cdiv,
     current_backend,
     ieee_dot,
-    jit,
+    kernel,
     needs_upcast,
     next_power_of_two,
     pointer_to,
@@ -40,7 +40,16 @@ MIN_DOT = 16  # tl.dot's smallest side
 LOWEST = tl.constexpr(-1e30) if tl is not None else -1e30  # below every score
 
 
-@jit("block_tables_ptr", "cu_query_lens_ptr", "seq_lens_ptr", "sinks_ptr", "window", "table_stride")
+@kernel(
+    "block_tables_ptr",
+    "cu_query_lens_ptr",
+    "seq_lens_ptr",
+    "sinks_ptr",
+    "window",
+    "table_stride",
+    pointers=("out_ptr", "query_ptr"),
+    strides=("out_stride_n", "out_stride_h", "query_stride_n", "query_stride_h"),
+)
 def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
     out_ptr: tl.tensor,
     query_ptr: tl.tensor,

@@ -60,7 +60,7 @@ SHAPES = (
 """Sizes from the configurations that their publishers ship. Other models compile at their first step."""
 
 
-class _AbsentGPU:
+class AbsentGPU:
     """What Triton asks of a driver in order to compile: the target, and a device number by which it keeps results."""
 
     def __init__(self, target: Target, number: int) -> None:
@@ -89,7 +89,7 @@ def compile_shapes(shapes: Iterable[ModelShape], targets: Sequence[Target]) -> N
         raise KernelUnavailableError("compiling ahead of time needs Triton, imported without TRITON_INTERPRET=1")
     shapes = tuple(shapes)
     for number, target in enumerate(targets):
-        triton.runtime.driver.set_active(_AbsentGPU(target, number))
+        triton.runtime.driver.set_active(AbsentGPU(target, number))
         with compiling_only():
             for shape in shapes:
                 _call_each(shape)

@@ -23,7 +23,7 @@ from pagestream_kernels.runtime import (
     Variant,
     cdiv,
     current_backend,
-    jit,
+    kernel,
     next_power_of_two,
     pointer_to,
     require_launchable,
@@ -34,7 +34,12 @@ MAX_WIDTH = 16384  # one row is one tile; wider ones would spill
 TILE_ELEMENTS = 2048  # narrow rows (query and key norms) share a program
 
 
-@jit("num_rows", "inner_rows")
+@kernel(
+    "num_rows",
+    "inner_rows",
+    pointers=("out_ptr", "residual_out_ptr", "x_ptr", "residual_ptr"),
+    strides=("x_outer_stride", "x_inner_stride", "residual_outer_stride", "residual_inner_stride", "width"),
+)
 def _rms_norm_kernel(
     out_ptr: tl.tensor,
     residual_out_ptr: tl.tensor,

@@ -19,7 +19,7 @@ from pagestream_kernels.paging import check_cache
 from pagestream_kernels.runtime import (
     Variant,
     cdiv,
-    jit,
+    kernel,
     next_power_of_two,
     pointer_to,
     require_launchable,
@@ -29,7 +29,19 @@ from pagestream_kernels.runtime import (
 TILE_ELEMENTS = 2048  # heads of one token share a program up to this many elements
 
 
-@jit()
+@kernel(
+    "positions_ptr",
+    "slot_mapping_ptr",
+    pointers=("query_ptr", "key_ptr", "value_ptr"),
+    strides=(
+        "query_stride_n",
+        "query_stride_h",
+        "key_stride_n",
+        "key_stride_h",
+        "value_stride_n",
+        "value_stride_h",
+    ),
+)
 def _rope_and_cache_kernel(
     query_ptr: tl.tensor,
     key_ptr: tl.tensor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,14 +21,17 @@ except ImportError:  # the references stay usable
     tl = None
 
 __all__ = [
+    "ALIGNMENT",
     "INTERPRETED",
     "Backend",
+    "Kernel",
     "Variant",
     "cdiv",
     "compiling_only",
     "current_backend",
     "ieee_dot",
     "jit",
+    "kernel",
     "needs_upcast",
     "next_power_of_two",
     "num_processors",
@@ -44,24 +47,54 @@ Backend: TypeAlias = Literal["cuda", "hip"]
 INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 """Whether the kernels of this process run under Triton's interpreter; fixed when Triton is imported."""
 
+ALIGNMENT = 16  # bytes of a pointer, and elements of a stride: what Triton specialises on
+
 _is_compiling_only: ContextVar[bool] = ContextVar("is_compiling_only", default=False)
 
 INTERPRETER_PROCESSORS = 4
 """The interpreter runs one program at a time; it plays a small GPU, so that work is split there too."""
 
 
-def jit(*do_not_specialize: str) -> Callable[[Callable[..., Any]], Any]:
-    """`triton.jit`, or the plain function where Triton is not installed (a launch then says so).
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit`, or the plain function where Triton is not installed."""
+    return function if triton is None else triton.jit(function)
 
-    The named arguments change from step to step and never decide the machine code: no value of theirs (1, a multiple
-    of 16), and no alignment of a pointer to a part of a tensor, makes Triton compile again in the middle of serving.
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A Triton function that is compiled once for all parts of a tensor and all sizes of a step.
+
+    Triton compiles again for another alignment of a pointer, and for an integer that is 1 or a multiple of 16 now.
+    `Variant.launch` therefore takes one of two functions, by the strides of the tensors that steps cut into parts.
+    """
+
+    packed: Any  # all strides are multiples of 16 elements: every part of a tensor is aligned as the whole is
+    loose: Any  # any strides: single elements are loaded and stored
+    strides: tuple[str, ...]  # the arguments that decide
+
+
+def kernel(
+    *varying: str, pointers: Sequence[str] = (), strides: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Kernel]:
+    """Make a Kernel of a function; without Triton a launch says that it is missing.
 
     Strides are annotated as `tl.tensor`: int32 where a stride fits and int64 where not. What is annotated as `int` is
     an int32 always. A product of an index and a stride is taken in int64.
+
+    Args:
+        varying: arguments that change from step to step and never decide the machine code.
+        pointers: tensors of which a step may pass any part, and whose alignment allows wider loads and stores.
+        strides: the strides of these tensors.
     """
 
-    def decorate(function: Callable[..., Any]) -> Any:
-        return function if triton is None else triton.jit(function, do_not_specialize=list(do_not_specialize))
+    def decorate(function: Callable[..., Any]) -> Kernel:
+        if triton is None:
+            return Kernel(function, function, tuple(strides))
+        return Kernel(
+            packed=triton.jit(function, do_not_specialize=[*varying]),
+            loose=triton.jit(function, do_not_specialize=[*varying, *pointers, *strides]),
+            strides=tuple(strides),
+        )
 
     return decorate
 
@@ -73,7 +106,7 @@ class Variant:
     The launcher and the ahead-of-time compiler both start from it, so what is compiled in the tests is what runs.
     """
 
-    kernel: Any
+    kernel: Kernel
     signature: Mapping[str, str]  # runtime argument -> Triton type, in any order
     constants: Mapping[str, Any]  # compile-time argument -> value
     num_warps: int
@@ -85,12 +118,14 @@ class Variant:
         if 0 in grid:
             return
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        is_packed = all(arguments[name] % ALIGNMENT == 0 for name in self.kernel.strides)
+        function = self.kernel.packed if is_packed else self.kernel.loose
         if _is_compiling_only.get():
-            self.kernel.warmup(**arguments, **self.constants, **options, grid=grid)
+            function.warmup(**arguments, **self.constants, **options, grid=grid)
             return
         tensor = next(value for value in arguments.values() if isinstance(value, torch.Tensor))
         with _current_device(tensor.device):
-            self.kernel[grid](**arguments, **self.constants, **options)
+            function[grid](**arguments, **self.constants, **options)
 
 
 _TRITON_NAMES: Mapping[torch.dtype, str] = {
@@ -158,7 +193,7 @@ def next_power_of_two(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
-@jit()
+@jit
 def ieee_dot(left: tl.tensor, right: tl.tensor, UPCAST: tl.constexpr) -> tl.tensor:
     """`left @ right` in float32; float32 tiles are not cut to tf32."""
     if UPCAST:
@@ -167,7 +202,7 @@ def ieee_dot(left: tl.tensor, right: tl.tensor, UPCAST: tl.constexpr) -> tl.tens
     return tl.dot(left, right, input_precision="ieee")
 
 
-@jit()
+@jit
 def soft_capped(scores: tl.tensor, factor: tl.tensor) -> tl.tensor:
     """`factor * tanh(scores)`; an exponential that overflows gives the bound itself."""
     return factor * (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0))

@@ -51,12 +51,12 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
 }
 
 
-def build(kernel: str, case: Case) -> dict[str, Usage]:
+def build(kernel: str, case: Case, *, is_packed: bool = True) -> dict[str, Usage]:
     """Compile what one case of `kernel` launches; AssertionError when a limit of the target is passed."""
     target = TARGETS[case["target"]]
     usages = {}
     for name, variant in _variants(kernel, case).items():
-        usages[name] = compile_variant(variant, target)
+        usages[name] = compile_variant(variant, target, is_packed=is_packed)
         problems = check_usage(usages[name], target)
         assert not problems, f"{name} for {target.name}: {'; '.join(problems)}; {usages[name]}"
     return usages

@@ -41,14 +41,15 @@ WIDE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """By kernel: the tensors that get gaps, and in which dimensions one after the other."""
 
 
-def spread(tensor: Tensor, axis: int) -> Tensor:
-    """The tensor with a stride below 2**31 in `axis`, of which multiples pass it.
+def spread(tensor: Tensor, axis: int, stride: int | None = None) -> Tensor:
+    """The tensor with a stride in `axis`: by default one below 2**31 of which multiples pass it.
 
     As much memory lies before its first element: what an offset that wrapped around reads there is zero.
     """
     last = tensor.shape[axis] - 1
     rest = tensor.select(axis, 0).contiguous()
-    stride = max(-(-FAR // last), rest.numel()) if last > 1 else FAR - 1
+    if stride is None:
+        stride = max(-(-FAR // last), rest.numel()) if last > 1 else FAR - 1
     with tempfile.TemporaryFile() as file:
         file.truncate((FAR + stride * last + rest.numel()) * tensor.element_size())
         memory = mmap.mmap(file.fileno(), 0)

@@ -142,8 +142,11 @@ def _runner(mode: Mode) -> Any:
     from dataclasses import asdict
 
     from support.kernels import builds as kernel_builds
+    from support.kernels import launches
 
     def compile_case(kernel: str, case: dict[str, Any]) -> dict[str, Any]:
+        if kernel in launches.QUESTIONS:
+            return dict(launches.QUESTIONS[kernel](case))
         return {name: asdict(usage) for name, usage in kernel_builds.build(kernel, case).items()}
 
     return compile_case

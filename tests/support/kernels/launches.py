@@ -1,0 +1,175 @@
+"""The keys under which Triton looks for compiled kernels, without a GPU and without compiling.
+
+A launch whose key is new compiles, and everything waits for it. The keys of a model's kernels must not depend on which
+part of a tensor a step passes, or on how many rows it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import pagestream_kernels as kernels
+import torch
+from pagestream_kernels.aot import TARGETS
+from pagestream_kernels.prebuild import AbsentGPU
+from pagestream_kernels.runtime import compiling_only, triton
+from support.kernels import builds
+from support.kernels.wide import spread
+from support.pairwise import Case
+from torch import Tensor
+
+PARTS = ((0, 1), (0, 2), (1, 1), (1, 3), (2, 16), (3, 17), (5, 32), (7, 33), (16, 48))
+"""(first row, rows) of what a step passes."""
+NUM_ROWS = 64
+BLOCKS = 4
+HEADS, KV_HEADS = 4, 2
+
+Keys = dict[str, set[str]]
+
+
+@contextmanager
+def recorded() -> Iterator[Keys]:
+    """Within the block launches compile nothing; gives their keys by the kernel's name."""
+    keys: Keys = {}
+
+    def record(*, key: Any, fn: Any, **_: Any) -> bool:
+        keys.setdefault(fn.name, set()).add(str(key))
+        return True  # "it is compiled already"
+
+    triton.runtime.driver.set_active(AbsentGPU(TARGETS["sm_90"], 0))
+    before, triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_cache_hook, record
+    try:
+        with compiling_only():
+            yield keys
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
+
+
+def count_keys(case: Case) -> dict[str, int]:
+    """Launch one operator over all parts of its tensors; returns the number of keys of each of its kernels."""
+    with recorded() as keys:
+        LAUNCHES[case["operator"]](case["size"], torch.float16)
+    return {name: len(found) for name, found in keys.items()}
+
+
+def key_of(case: Case) -> dict[str, str]:
+    """The key of `silu_and_mul` on two rows that lie `stride` elements apart."""
+    with recorded() as keys:
+        kernels.silu_and_mul(spread(torch.zeros(2, 128), 0, stride=case["stride"]))
+    (key,) = keys["_silu_and_mul_kernel"]
+    return {"key": key}
+
+
+def _attention_rows(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = torch.zeros(NUM_ROWS, HEADS + 2 * KV_HEADS, head_dim, dtype=dtype)
+    cache = torch.zeros(2, BLOCKS, KV_HEADS, 16, head_dim, dtype=dtype).transpose(2, 3)
+    return (*rows.split((HEADS, KV_HEADS, KV_HEADS), dim=1), cache)
+
+
+def _decode(head_dim: int, dtype: torch.dtype) -> None:
+    query, _, _, cache = _attention_rows(head_dim, dtype)
+    out = torch.zeros(NUM_ROWS, HEADS, head_dim, dtype=dtype)
+    lengths = torch.ones(NUM_ROWS, dtype=torch.int32)
+    for first, count in PARTS:
+        part = slice(first, first + count)
+        for width in (1, 5, 16):
+            tables = torch.zeros(NUM_ROWS, width, dtype=torch.int32)[part]
+            kernels.paged_decode_attention(
+                query[part], cache[0], cache[1], tables, lengths[part], scale=0.1, out=out[part]
+            )
+
+
+def _prefill(head_dim: int, dtype: torch.dtype) -> None:
+    query, _, _, cache = _attention_rows(head_dim, dtype)
+    out = torch.zeros(NUM_ROWS, HEADS, head_dim, dtype=dtype)
+    lengths = torch.ones(NUM_ROWS, dtype=torch.int32)
+    for first, count in PARTS:
+        part = slice(first, first + count)
+        for width in (1, 5, 16):
+            tables = torch.zeros(NUM_ROWS, width, dtype=torch.int32)[part]
+            starts = torch.zeros(NUM_ROWS + 1, dtype=torch.int32)[first : first + count + 1]
+            kernels.paged_prefill_attention(
+                query[part],
+                cache[0],
+                cache[1],
+                tables,
+                starts,
+                lengths[part],
+                max_query_len=count,
+                scale=0.1,
+                out=out[part],
+            )
+
+
+def _rope(head_dim: int, dtype: torch.dtype) -> None:
+    query, key, value, cache = _attention_rows(head_dim, dtype)
+    positions, slots = torch.zeros(2, NUM_ROWS, dtype=torch.int64)
+    for first, count in PARTS:
+        part = slice(first, first + count)
+        cos_sin = torch.zeros(64, head_dim)
+        kernels.rope_and_cache(
+            query[part], key[part], value[part], cos_sin, positions[part], cache[0], cache[1], slots[part]
+        )
+
+
+def _norm(width: int, dtype: torch.dtype) -> None:
+    x, residual, out = torch.zeros(3, NUM_ROWS, width, dtype=dtype)
+    weight = torch.zeros(width, dtype=dtype)
+    for first, count in PARTS:
+        part = slice(first, first + count)
+        kernels.rms_norm(x[part], weight, eps=1e-5, residual=residual[part], out=out[part])
+
+
+def _head_norm(width: int, dtype: torch.dtype) -> None:
+    """Norms of queries, which are parts of one product's rows."""
+    query, _, _, _ = _attention_rows(width, dtype)
+    weight = torch.zeros(width, dtype=dtype)
+    for first, count in PARTS:
+        kernels.rms_norm(query[first : first + count], weight, eps=1e-5)
+
+
+def _silu(width: int, dtype: torch.dtype) -> None:
+    gate_up = torch.zeros(NUM_ROWS, 2 * width, dtype=dtype)
+    out = torch.zeros(NUM_ROWS, width, dtype=dtype)
+    for first, count in PARTS:
+        part = slice(first, first + count)
+        kernels.silu_and_mul(gate_up[part], out=out[part])
+
+
+def _draw(vocab_size: int, dtype: torch.dtype) -> None:
+    logits = torch.zeros(NUM_ROWS, vocab_size)
+    ones = torch.ones(NUM_ROWS)
+    integers = torch.ones(NUM_ROWS, dtype=torch.int64)
+    for first, count in PARTS:
+        part = slice(first, first + count)
+        given: tuple[Tensor, ...] = (logits[part], ones[part], integers[part], integers[part])
+        kernels.filter_and_draw(*given)
+        kernels.filter_and_draw(*given, top_k=integers[part], top_p=ones[part], min_p=ones[part])
+
+
+LAUNCHES: Mapping[str, Callable[[int, torch.dtype], None]] = {
+    "paged_decode": _decode,
+    "paged_prefill": _prefill,
+    "rope_and_cache": _rope,
+    "rms_norm": _norm,
+    "rms_norm_of_heads": _head_norm,
+    "silu_and_mul": _silu,
+    "filter_and_draw": _draw,
+}
+
+
+def build_loose(case: Case) -> dict[str, Any]:
+    """Build what a launch takes for tensors whose strides are no multiples of 16."""
+    usages = builds.build(case["operator"], case, is_packed=False)
+    return {name: asdict(usage) for name, usage in usages.items()}
+
+
+QUESTIONS: Mapping[str, Callable[[Case], Mapping[str, Any]]] = {
+    "launch_keys": count_keys,
+    "launch_key_of_stride": key_of,
+    "loose_builds": build_loose,
+}
+"""What a process that compiles answers, beside builds."""

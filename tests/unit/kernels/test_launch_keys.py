@@ -1,0 +1,39 @@
+"""What a launch is looked up by: one key for all parts of a tensor and all shapes of a step."""
+
+from __future__ import annotations
+
+import pytest
+from support.kernels import builds as kernel_builds
+from support.kernels.worker import KernelWorker
+
+pytestmark = pytest.mark.builds
+
+SIZES = {
+    "paged_decode": (128, 80, 5),  # of a head; rows of 4 * 5 elements are not at multiples of 16 bytes
+    "paged_prefill": (128, 80, 5),
+    "rope_and_cache": (128, 80, 6),
+    "rms_norm": (256, 123),
+    "rms_norm_of_heads": (128, 20),
+    "silu_and_mul": (256, 123),
+    "filter_and_draw": (256, 123),
+}
+
+
+@pytest.mark.parametrize(("operator", "size"), [(name, size) for name, sizes in SIZES.items() for size in sizes])
+def test_parts_and_shapes_have_one_key(compiler: KernelWorker, operator: str, size: int) -> None:
+    counts = compiler.run("launch_keys", {"operator": operator, "size": size})
+    assert len(counts) == (2 if operator == "paged_decode" else 1)
+    assert set(counts.values()) == {1}, counts
+
+
+@pytest.mark.parametrize("operator", ["paged_decode", "rope_and_cache", "rms_norm", "silu_and_mul"])
+def test_kernel_for_odd_strides_compiles_within_the_targets_limits(compiler: KernelWorker, operator: str) -> None:
+    case = {name: values[1 % len(values)] for name, values in kernel_builds.FACTORS[operator].items()}
+    usages = compiler.run("loose_builds", {**case, "operator": operator, "target": "sm_90"})
+    assert all(usage["registers"] > 0 for usage in usages.values())
+
+
+def test_stride_beyond_31_bits_is_passed_whole(compiler: KernelWorker) -> None:
+    near, far = (compiler.run("launch_key_of_stride", {"stride": stride})["key"] for stride in (2**31 - 16, 2**31))
+    assert "('i64', 'D')" not in near
+    assert "('i64', 'D')" in far
