@@ -22,6 +22,7 @@ KINDS = {
     "deepseek_v2": "latent attention: values smaller than keys",
     "mimo_v2_flash": "layers with different numbers of KV heads",
     "vaultgemma": "soft caps",
+    "granite": "norms that the engine computes",
     "diffllama": "two calls of attention in a layer",
     "roberta": "an encoder's code as a decoder, all logits",
 }

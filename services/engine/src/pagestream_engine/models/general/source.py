@@ -21,6 +21,7 @@ from pagestream_engine.models.config import ConfigFile, ModelInfo
 from pagestream_engine.models.general.interface import PROBED_ATTENTION, register
 from pagestream_engine.models.general.linears import replace_linears, restore_linears
 from pagestream_engine.models.general.model import GeneralModel
+from pagestream_engine.models.general.norms import take_over_norms
 from pagestream_engine.models.general.probe import probe
 from pagestream_engine.models.general.rotations import fix_rotations, shortest_context
 from pagestream_engine.models.model import Model
@@ -69,6 +70,7 @@ class GeneralSource(ModelSource):
         specs = alike(self._found) if self._found else self.attention_specs(target)
         if self._module is None:
             raise ModelError("model: given no weights, expected attention_specs to be called before")
+        take_over_norms(self._module, backend.operators)
         attentions = [PagedAttention(backend, layer, spec) for layer, spec in enumerate(specs)]
         return GeneralModel(self.info, self._module, attentions)
 
