@@ -109,7 +109,7 @@ async def test_a_step_that_takes_three_leases_costs_no_request_its_engine(redis_
 async def test_a_cancelled_request_frees_the_engine(redis_url: str, tmp_path: Path) -> None:
     async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
         async with running_worker(broker, tmp_path, SlowRunner, num_gpu_blocks_override=64) as running:
-            spec = await accepted(gateway, [1, 2], max_tokens=300)
+            spec = await accepted(gateway, [1, 2], max_tokens=900)
             reading = asyncio.create_task(read(gateway, spec))
             await eventually(lambda: running.worker.load()["running"] == 1)
             assert await broker.cancel(spec.request_id, TENANT) == FinishReason.FINISH_REASON_CANCELLED
@@ -236,7 +236,7 @@ async def test_a_worker_that_ends_hands_back_and_the_next_goes_on(redis_url: str
     async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
         spec = RequestSpec()
         async with running_worker(broker, tmp_path, SlowRunner) as first:
-            spec.CopyFrom(await accepted(gateway, [1, 2], max_tokens=300))
+            spec.CopyFrom(await accepted(gateway, [1, 2], max_tokens=900))
             reading = asyncio.create_task(read(gateway, spec))
             await eventually(lambda: first.worker.load()["running"] == 1)
             await first.end()

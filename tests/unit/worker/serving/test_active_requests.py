@@ -69,7 +69,7 @@ async def test_nothing_is_left_of_requests_that_have_gone() -> None:
     assert table.requests.ids() == ["dropped"]
     table.requests.drop(["dropped"])
     del append
-    living = [each.request_id for each in gc.get_objects() if isinstance(each, RunningRequest)]
+    living = [each.request_id for each in gc.get_objects() if type(each) is RunningRequest]
     assert set(living).isdisjoint(request_ids)
     assert table.budget.available(1000)[0] == 1
     assert not table.budget.has_prefilling
