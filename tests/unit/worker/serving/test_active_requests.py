@@ -52,6 +52,16 @@ async def test_a_dropped_request_is_aborted_and_takes_no_outputs() -> None:
     assert (len(table.requests), table.requests.has_pending) == (0, False)
 
 
+async def test_a_sequence_that_fails_before_its_first_token_counts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = RequestTable()
+    table.requests.start(claim("n", prompts=2))
+    first_tokens: list[int] = []
+    monkeypatch.setattr(table.telemetry, "first_token", lambda _request, choice: first_tokens.append(choice))
+    table.requests.add_outputs([StepOutput("r/n/1", 7, "a"), StepOutput("r/n/0", None, "", "error", error="broken")])
+    assert first_tokens == [1]
+    assert not table.budget.has_prefilling
+
+
 async def test_nothing_is_left_of_requests_that_have_gone() -> None:
     """However they went: completed, failed, failed with siblings that ran or waited their turn, reclaimed, dropped."""
     table = RequestTable()

@@ -116,7 +116,7 @@ class ActiveRequests:
                 if found is None:
                     continue
                 request, choice = found
-                is_first = budget.has_prefilling and budget.note_token(output.seq_id)
+                is_first = budget.has_prefilling and output.token_id is not None and budget.note_token(output.seq_id)
                 request.add_output(choice, output)
                 if is_first:
                     self._telemetry.first_token(request, choice)
