@@ -35,6 +35,7 @@ BENCHMARKS = (
     Benchmark("scheduler_step", "what does the scheduler cost a step?", has_short_form=False),
     Benchmark("host_cost", "what does a step cost the host beside its model?", has_short_form=True),
     Benchmark("paced_device", "how much of a device's limit is reached?", has_short_form=True),
+    Benchmark("roofline", "where does a step's time go on a CPU, and how far are its limits?", has_short_form=True),
     Benchmark("attention_step", "what do options cost attention on a CPU?", has_short_form=False),
     Benchmark("sampler_step", "what do penalties, bias and log probabilities cost a step?", has_short_form=False),
     Benchmark("streams_append", "what does a fenced append cost against plain XADDs?", has_short_form=False),
