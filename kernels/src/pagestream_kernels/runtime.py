@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from pagestream_kernels.errors import KernelUnavailableError
+from pagestream_kernels.launcher import ALIGNMENT, Launcher
 
 try:
     import triton
@@ -47,8 +48,6 @@ Backend: TypeAlias = Literal["cuda", "hip"]
 INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 """Whether the kernels of this process run under Triton's interpreter; fixed when Triton is imported."""
 
-ALIGNMENT = 16  # bytes of a pointer, and elements of a stride: what Triton specialises on
-
 _is_compiling_only: ContextVar[bool] = ContextVar("is_compiling_only", default=False)
 
 INTERPRETER_PROCESSORS = 4
@@ -71,6 +70,15 @@ class Kernel:
     packed: Any  # all strides are multiples of 16 elements: every part of a tensor is aligned as the whole is
     loose: Any  # any strides: single elements are loaded and stored
     strides: tuple[str, ...]  # the arguments that decide
+    varying: tuple[str, ...]  # what neither function is compiled by
+    parts: tuple[str, ...]  # what `loose` is not compiled by beside them
+
+    def choose(self, arguments: Mapping[str, Any]) -> tuple[Any, tuple[str, ...]]:
+        """Return the function for these arguments of a launch, and what it is not compiled by."""
+        for name in self.strides:
+            if arguments[name] % ALIGNMENT:
+                return self.loose, (*self.varying, *self.parts)
+        return self.packed, self.varying
 
 
 def kernel(
@@ -89,11 +97,14 @@ def kernel(
 
     def decorate(function: Callable[..., Any]) -> Kernel:
         if triton is None:
-            return Kernel(function, function, tuple(strides))
+            return Kernel(function, function, tuple(strides), varying, ())
+        parts = (*pointers, *strides)
         return Kernel(
             packed=triton.jit(function, do_not_specialize=[*varying]),
-            loose=triton.jit(function, do_not_specialize=[*varying, *pointers, *strides]),
+            loose=triton.jit(function, do_not_specialize=[*varying, *parts]),
             strides=tuple(strides),
+            varying=varying,
+            parts=parts,
         )
 
     return decorate
@@ -113,19 +124,28 @@ class Variant:
     num_stages: int
     unit_strides: tuple[str, ...] = field(default=())  # arguments that are 1 for every usual layout: Triton folds them
 
+    _launchers: dict[int, Launcher] = field(default_factory=dict, init=False, repr=False, compare=False)
+
     def launch(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
         """Start the kernel; a grid without programs starts nothing."""
         if 0 in grid:
             return
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        is_packed = all(arguments[name] % ALIGNMENT == 0 for name in self.kernel.strides)
-        function = self.kernel.packed if is_packed else self.kernel.loose
+        function, unspecialised = self.kernel.choose(arguments)
         if _is_compiling_only.get():
-            function.warmup(**arguments, **self.constants, **options, grid=grid)
+            function.warmup(**arguments, **self.constants, **self._options, grid=grid)
             return
-        tensor = next(value for value in arguments.values() if isinstance(value, torch.Tensor))
-        with _current_device(tensor.device):
-            function[grid](**arguments, **self.constants, **options)
+        launcher = self._launchers.get(id(function))
+        if launcher is None:
+            launcher = Launcher(function, self.signature, self.constants, unspecialised, self._options)
+            self._launchers[id(function)] = launcher
+        if INTERPRETED:
+            launcher.interpret(grid, arguments)
+        else:
+            launcher.launch(grid, arguments)
+
+    @property
+    def _options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 _TRITON_NAMES: Mapping[torch.dtype, str] = {
@@ -150,11 +170,6 @@ def compiling_only() -> Iterator[None]:
         yield
     finally:
         _is_compiling_only.reset(token)
-
-
-def _current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, wherever the tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def current_backend() -> Backend:

@@ -6,17 +6,20 @@ part of a tensor a step passes, or on how many rows it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
+from unittest.mock import patch
 
 import pagestream_kernels as kernels
 import torch
 from pagestream_kernels.aot import TARGETS
+from pagestream_kernels.launcher import compilations
 from pagestream_kernels.prebuild import AbsentGPU
-from pagestream_kernels.runtime import compiling_only, triton
+from pagestream_kernels.runtime import Variant, compiling_only, triton
 from support.kernels import builds
+from support.kernels.stand_in_driver import StandInDriver
 from support.kernels.wide import spread
 from support.pairwise import Case
 from torch import Tensor
@@ -61,6 +64,50 @@ def key_of(case: Case) -> dict[str, str]:
         kernels.silu_and_mul(spread(torch.zeros(2, 128), 0, stride=case["stride"]))
     (key,) = keys["_silu_and_mul_kernel"]
     return {"key": key}
+
+
+def compare_driver_calls(case: Case) -> dict[str, Any]:
+    """Launch one operator over all parts of its tensors, each by Triton's `run` and by our launcher. Returns how many
+    launches gave the driver the same, how many there were, and how many of ours went through Triton."""
+    return _compare_driver_calls(lambda: LAUNCHES[case["operator"]](case["size"], torch.float16))
+
+
+def compare_mixed_driver_calls(_: Case) -> dict[str, Any]:
+    """Do the same for `silu_and_mul` on rows that need different kernels, one after the other, twice over."""
+
+    def launch() -> None:
+        for dtype in (torch.float16, torch.bfloat16):
+            for stride in (192, 2**31, 193):
+                kernels.silu_and_mul(spread(torch.zeros(2, 192, dtype=dtype), 0, stride=stride))
+            kernels.silu_and_mul(torch.zeros(2, 384, dtype=dtype))
+            # The alignment of a weight counts: steps pass all of it, always.
+            kernels.rms_norm(torch.zeros(2, 192, dtype=dtype), torch.zeros(192, dtype=dtype), eps=1e-5)
+            kernels.rms_norm(torch.zeros(2, 192, dtype=dtype), torch.zeros(193, dtype=dtype)[1:], eps=1e-5)
+
+    return _compare_driver_calls(lambda: (launch(), launch()))
+
+
+def _compare_driver_calls(call_operators: Callable[[], object]) -> dict[str, Any]:
+    launches: list[tuple[Variant, tuple[int, ...], Mapping[str, Any]]] = []
+    with compiling_only(), patch.object(Variant, "launch", lambda *launch: launches.append(launch)):
+        call_operators()
+    calls: list[Sequence[Any]] = []
+    triton.runtime.driver.set_active(StandInDriver(TARGETS["sm_90"], lambda *call: calls.append(call)))
+    num_equal, before = 0, compilations.count
+    for variant, grid, arguments in launches:
+        function, _ = variant.kernel.choose(arguments)
+        variant.launch(grid, arguments)
+        function[grid](**arguments, **variant.constants, num_warps=variant.num_warps, num_stages=variant.num_stages)
+        ours, theirs = map(_driver_call, calls[-2:])
+        num_equal += ours == theirs
+    return {"equal": num_equal, "launches": len(launches), "through_triton": compilations.count - before}
+
+
+def _driver_call(call: Sequence[Any]) -> tuple[Any, ...]:
+    """Grid, stream, function and arguments, with tensors as their addresses; what is dropped describes the launch for
+    profilers."""
+    values = (value.data_ptr() if isinstance(value, Tensor) else value for value in call[-1])
+    return (*call[:5], call[7], *values)
 
 
 def _attention_rows(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -168,6 +215,8 @@ def build_loose(case: Case) -> dict[str, Any]:
 
 
 QUESTIONS: Mapping[str, Callable[[Case], Mapping[str, Any]]] = {
+    "driver_calls": compare_driver_calls,
+    "driver_calls_of_mixture": compare_mixed_driver_calls,
     "launch_keys": count_keys,
     "launch_key_of_stride": key_of,
     "loose_builds": build_loose,

@@ -37,3 +37,15 @@ def test_stride_beyond_31_bits_is_passed_whole(compiler: KernelWorker) -> None:
     near, far = (compiler.run("launch_key_of_stride", {"stride": stride})["key"] for stride in (2**31 - 16, 2**31))
     assert "('i64', 'D')" not in near
     assert "('i64', 'D')" in far
+
+
+@pytest.mark.parametrize(("operator", "size"), [(name, sizes[0]) for name, sizes in SIZES.items()])
+def test_launcher_gives_the_driver_what_triton_gives_it(compiler: KernelWorker, operator: str, size: int) -> None:
+    found = compiler.run("driver_calls", {"operator": operator, "size": size})
+    assert found["equal"] == found["launches"] > 0
+    assert found["through_triton"] == (2 if operator == "paged_decode" else 1)
+
+
+def test_launcher_tells_dtypes_strides_and_alignments_apart(compiler: KernelWorker) -> None:
+    found = compiler.run("driver_calls_of_mixture", {})
+    assert found["equal"] == found["launches"] == 2 * found["through_triton"]

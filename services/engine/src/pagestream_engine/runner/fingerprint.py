@@ -99,12 +99,13 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.text.stop_strings": 1,
     "pagestream_kernels.decode_plan": 2,
     "pagestream_kernels.filter_and_draw": 3,
+    "pagestream_kernels.launcher": 1,
     "pagestream_kernels.paged_decode": 5,
     "pagestream_kernels.paged_prefill": 5,
     "pagestream_kernels.paging": 3,
     "pagestream_kernels.rms_norm": 3,
     "pagestream_kernels.rope_and_cache": 3,
-    "pagestream_kernels.runtime": 5,
+    "pagestream_kernels.runtime": 6,
     "pagestream_kernels.silu_and_mul": 3,
 }
 """Version of each source (a Python module, or C++ at that place) that decides tokens, bits of logits, or text.
