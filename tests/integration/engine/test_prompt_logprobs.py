@@ -125,10 +125,10 @@ class CutPrompts:
     def __call__(self, step: ScheduledStep) -> None:
         for chunk in step.prefills:
             seq = chunk.seq
-            begin, before = seq.num_scheduled_tokens, self._computed.get(seq.seq_id, 0)
+            begin, before = seq.num_sent_tokens, self._computed.get(seq.seq_id, 0)
             if begin < before < seq.num_prompt_tokens:
                 self.tokens_lost.append(before - begin)
-            self._computed[seq.seq_id] = begin + chunk.num_new_tokens
+            self._computed[seq.seq_id] = begin + chunk.num_scheduled_tokens
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -20,6 +20,6 @@ def given_plan(step: ScheduledStep, layout: KVLayout = LAYOUT) -> StepPlan:
     for entry in scheduled:
         entry.seq.row = NO_ROW
     plan = PlanBuilder(MAX_ROWS, layout).build(step)
-    ends = {entry.seq.row: entry.seq.num_computed_tokens + entry.num_new_tokens for entry in scheduled}
+    ends = {entry.seq.row: entry.seq.num_computed_tokens + entry.num_scheduled_tokens for entry in scheduled}
     added = [replace(new, token_ids=new.token_ids[: ends.get(new.row, len(new.token_ids))]) for new in plan.added]
     return replace(plan, added=tuple(added))

@@ -12,7 +12,7 @@ def check_waste(engine: Engine) -> None:
         for seq in engine._scheduler.running():
             for place, block in enumerate(seq.block_tables[index]):
                 if block != NO_BLOCK:
-                    here = min(size, max(0, seq.num_scheduled_tokens - place * size)) / size
+                    here = min(size, max(0, seq.num_sent_tokens - place * size)) / size
                     filled[block] = max(here, filled.get(block, 0))
     for copy in engine._cache.copy_on_write.copies:  # due since a step that failed; held until it is made
         filled.setdefault(copy.source, 1)

@@ -407,7 +407,7 @@ class _Counts:
     def note(self, step: ScheduledStep, num_sampled: int, schedule_s: float, step_s: float) -> None:
         self.num_steps += 1
         self.last_step_sequences = len(step.decodes) + sum(1 + len(chunk.siblings) for chunk in step.prefills)
-        self.last_step_prompt_tokens = sum(chunk.num_new_tokens for chunk in step.prefills)
+        self.last_step_prompt_tokens = sum(chunk.num_scheduled_tokens for chunk in step.prefills)
         self.num_prompt_tokens += self.last_step_prompt_tokens
         self.num_generated_tokens += num_sampled
         self.last_step_s = step_s

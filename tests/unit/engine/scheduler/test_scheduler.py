@@ -75,7 +75,7 @@ class Harness:
 
 
 def shape(step: ScheduledStep) -> list[tuple[str, int]]:
-    return [(chunk.seq.seq_id, chunk.num_new_tokens) for chunk in [*step.prefills, *step.decodes]]
+    return [(chunk.seq.seq_id, chunk.num_scheduled_tokens) for chunk in [*step.prefills, *step.decodes]]
 
 
 def test_the_counts_while_two_steps_are_in_flight() -> None:

@@ -73,7 +73,7 @@ class Harness:
     def step(self) -> list[tuple[str, int]]:
         """Run a step; return which sequences got how many tokens."""
         step = self.scheduler.schedule()
-        done = [(chunk.seq.seq_id, chunk.num_new_tokens) for chunk in [*step.prefills, *step.decodes]]
+        done = [(chunk.seq.seq_id, chunk.num_scheduled_tokens) for chunk in [*step.prefills, *step.decodes]]
         self.scheduler.in_flight.commit(step)
         self.scheduler.in_flight.advance(step, [(7,)] * len(step.sampled()))
         check_cache(self.cache.pool, self.cache.layout, self.scheduler.sequences(), self.cache.copy_on_write)

@@ -32,12 +32,12 @@ def _note_unused(unused: dict[int, float], cache: CacheManager, index: int, sequ
     size = cache.layout.groups[index].block_size
     for seq in sequences:
         table = seq.block_tables[index]
-        filled = seq.num_scheduled_tokens / size
+        filled = seq.num_sent_tokens / size
         for place in range(int(filled), len(table)):
             here = min(1.0, place + 1 - filled)
             unused[table[place]] = min(here, unused.get(table[place], here))  # siblings may have come less far in it
     shared = {fork.table[-1]: len(fork.table) - 1 for fork in cache.copy_on_write.forks if fork.group == index}
     for block, place in shared.items():  # ... which one of them has filled, and is past
-        past = (seq for seq in sequences if seq.num_scheduled_tokens >= (place + 1) * size)
+        past = (seq for seq in sequences if seq.num_sent_tokens >= (place + 1) * size)
         if any(seq.block_tables[index][place] == block for seq in past):
             unused.pop(block, None)

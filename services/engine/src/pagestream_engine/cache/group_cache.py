@@ -63,7 +63,7 @@ class GroupCache:
         index, size, allocate = self.index, self.group.block_size, self._pool.allocate
         for seq in sequences:
             table = seq.block_tables[index]
-            if seq.num_scheduled_tokens == len(table) * size:
+            if seq.num_sent_tokens == len(table) * size:
                 table.append(allocate())
 
     def share(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> bool:

@@ -73,7 +73,7 @@ def _check_table(seq: TokenSequence, table: list[int], group: KVGroup, finest_bl
         return
     _require(computed <= len(table) * size, f"{seq!r} computed more tokens than its table covers")
     _require(computed < len(seq.token_ids), f"{seq!r} runs without a token to compute")
-    _require(seq.num_scheduled_tokens <= len(seq), f"{seq!r} is to compute tokens that it will not have")
+    _require(seq.num_sent_tokens <= len(seq), f"{seq!r} is to compute tokens that it will not have")
     # Two steps in flight have taken room for a token and its drafts each, and may both have given none.
     num_unused = 2 * num_drafts + 1 if num_drafts else 0
     _require(

@@ -63,14 +63,14 @@ class CacheManager:
         """Blocks that `grow_by_one` takes."""
         if len(self.groups) == 1:
             return len(at_border)
-        return sum([self.num_missing_blocks(seq, seq.num_scheduled_tokens + 1) for seq in at_border])
+        return sum([self.num_missing_blocks(seq, seq.num_sent_tokens + 1) for seq in at_border])
 
     def num_fitting_tokens(self, seq: TokenSequence, most: int) -> int:
         """How many of a sequence's next tokens the free blocks can cover, up to `most`."""
-        scheduled, free = seq.num_scheduled_tokens, self.pool.num_free
-        if self.num_missing_blocks(seq, scheduled + most) <= free:
+        sent, free = seq.num_sent_tokens, self.pool.num_free
+        if self.num_missing_blocks(seq, sent + most) <= free:
             return most
-        return bisect_right(range(1, most), free, key=lambda count: self.num_missing_blocks(seq, scheduled + count))
+        return bisect_right(range(1, most), free, key=lambda count: self.num_missing_blocks(seq, sent + count))
 
     def num_promised_blocks(self, seq: TokenSequence, chunk: int, prefix: CachedPrefix | None = None) -> int:
         """Blocks that a sequence has yet to take until its present tokens are computed, in chunks of at most `chunk`.

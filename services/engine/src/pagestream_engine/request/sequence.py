@@ -130,14 +130,18 @@ class TokenSequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def num_scheduled_tokens(self) -> int:
-        """Tokens that are computed, or that steps in flight compute."""
+    def num_sent_tokens(self) -> int:
+        """Tokens that are computed, or that steps in flight compute: the next step computes from here.
+
+        It is what vLLM's `num_computed_tokens` counts, which rises when a step is scheduled; ours rises when its result
+        has come.
+        """
         return self.num_computed_tokens + self.num_in_flight_tokens
 
     @property
-    def num_uncomputed_tokens(self) -> int:
-        """Tokens that no step has been scheduled for; the last of them may be a placeholder."""
-        return len(self) - self.num_scheduled_tokens
+    def num_unsent_tokens(self) -> int:
+        """Tokens that are neither computed nor in flight; the last of them may be a placeholder."""
+        return len(self) - self.num_sent_tokens
 
     def __repr__(self) -> str:
         done, total = self.num_computed_tokens, len(self.token_ids)

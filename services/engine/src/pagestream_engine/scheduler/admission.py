@@ -91,7 +91,7 @@ class Admission:
                 raise InvariantViolation(f"{leader!r} was admitted without room for a token")
             chunks.append(chunk)
             coming.add(missing)
-            budget -= chunk.num_new_tokens
+            budget -= chunk.num_scheduled_tokens
             promised = wanted - (num_free - cache.pool.num_free)
 
     def num_reserved_blocks(self, num_running: int) -> int:

@@ -19,7 +19,7 @@ class DecodeSet:
 
     def add(self, seq: TokenSequence) -> None:
         """Add a sequence that has one uncomputed token, the one just sampled."""
-        self.entries.append(ScheduledSequence(seq, num_new_tokens=1, needs_sample=True))
+        self.entries.append(ScheduledSequence(seq, num_scheduled_tokens=1, needs_sample=True))
 
     def drop_stopped(self) -> None:
         """Forget the sequences that no longer run, in one pass."""
@@ -52,7 +52,7 @@ class DecodeSet:
             seq = entry.seq
             most = min(num_drafts, budget, seq.max_total_tokens - len(seq) - 1)
             count = self._cache.num_fitting_tokens(seq, 1 + most)
-            self._cache.grow(seq, seq.num_scheduled_tokens + count)
+            self._cache.grow(seq, seq.num_sent_tokens + count)
             budget -= count - 1
             drafted.append(ScheduledSequence(seq, count, needs_sample=True))
         return drafted
@@ -60,7 +60,7 @@ class DecodeSet:
     def at_border(self, entries: list[ScheduledSequence]) -> list[TokenSequence]:
         """Those of `entries` that need a new block for their next token."""
         block_size, group = self._cache.block_size, self._cache.finest_group
-        # `num_scheduled_tokens` is inlined for the same reason.
+        # `num_sent_tokens` is inlined for the same reason.
         return [
             seq
             for entry in entries

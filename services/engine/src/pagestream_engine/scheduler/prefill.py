@@ -60,7 +60,7 @@ class PrefillSet:
                 self._cache.adopt_prefix(seq, prefix)  # Of its own output, from before it was preempted.
             else:
                 self._cache.fork(leader, seq, seq.num_prompt_tokens)
-            if seq.num_uncomputed_tokens > 1:
+            if seq.num_unsent_tokens > 1:
                 self.sequences.append(seq)
             else:
                 ready.append(seq)
@@ -83,10 +83,10 @@ class PrefillSet:
 
     def next_chunk(self, seq: TokenSequence, budget: int) -> ScheduledSequence | None:
         """Take blocks for as many of its next tokens as budget and pool allow; None if that is not one."""
-        num_tokens = self._cache.num_fitting_tokens(seq, min(seq.num_uncomputed_tokens, budget))
+        num_tokens = self._cache.num_fitting_tokens(seq, min(seq.num_unsent_tokens, budget))
         if num_tokens == 0:
             return None
-        end = seq.num_scheduled_tokens + num_tokens
+        end = seq.num_sent_tokens + num_tokens
         self._cache.grow(seq, end)
         needs_sample = end == len(seq.token_ids)
         siblings = [other for other in seq.group.followers if not other.num_output_tokens] if needs_sample else ()

@@ -11,16 +11,16 @@ from pagestream_engine.request.sequence import TokenSequence
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """One sequence's part of a step: its next `num_new_tokens` tokens after those that are scheduled already.
+    """One sequence's part of a step: the next `num_scheduled_tokens` of its unsent tokens.
 
     Its block tables cover these tokens.
     """
 
     seq: TokenSequence
-    num_new_tokens: int
-    """Of a decode: its last token, then drafts of those after it."""
+    num_scheduled_tokens: int
+    """Tokens that this step computes. Of a decode: its last token, then drafts of those after it."""
     needs_sample: bool
-    """Whether the new tokens reach the end of `token_ids`, so that the next token can be sampled."""
+    """Whether these tokens reach the end of `token_ids`, so that the next token can be sampled."""
     siblings: Sequence[TokenSequence] = ()
     """Sequences with equal tokens, which sample from the same logits, each with noise of its own."""
 
@@ -46,8 +46,10 @@ class ScheduledStep:
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
-        num_decoded = sum(entry.num_new_tokens for entry in self.decodes) if self.has_drafts else len(self.decodes)
-        return num_decoded + sum(chunk.num_new_tokens for chunk in self.prefills)
+        num_decoded = (
+            sum(entry.num_scheduled_tokens for entry in self.decodes) if self.has_drafts else len(self.decodes)
+        )
+        return num_decoded + sum(chunk.num_scheduled_tokens for chunk in self.prefills)
 
     def sampled(self) -> list[TokenSequence]:
         """The sequences that get a token, in the order of the runner's answer: prefills, then decodes."""

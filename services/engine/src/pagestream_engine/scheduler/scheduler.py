@@ -175,7 +175,7 @@ class Scheduler:
             chunk = self._prefill.next_chunk(seq, budget)
             if chunk is not None:
                 chunks.append(chunk)
-                budget -= chunk.num_new_tokens
+                budget -= chunk.num_scheduled_tokens
         return budget
 
     def _groups_by_victim_rank(self) -> list[SequenceGroup]:

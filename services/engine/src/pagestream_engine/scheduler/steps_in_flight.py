@@ -31,7 +31,7 @@ class StepsInFlight:
         """Note that a step is about to run: what it computes and samples is in flight until `advance`."""
         self.num_steps += 1
         for chunk in step.prefills:
-            chunk.seq.num_in_flight_tokens += chunk.num_new_tokens
+            chunk.seq.num_in_flight_tokens += chunk.num_scheduled_tokens
             if chunk.needs_sample:
                 self._prefill.sequences.remove(chunk.seq)
                 self._decode.add(chunk.seq)
@@ -39,8 +39,8 @@ class StepsInFlight:
                     seq.num_placeholders += 1
         for entry in step.decodes:
             seq = entry.seq
-            seq.num_in_flight_tokens += entry.num_new_tokens
-            seq.num_placeholders += entry.num_new_tokens
+            seq.num_in_flight_tokens += entry.num_scheduled_tokens
+            seq.num_placeholders += entry.num_scheduled_tokens
         if step.copies:
             # Whoever gets a source next writes it in a later step, which runs after the copies.
             self._cache.copy_on_write.note_copied()
@@ -87,8 +87,8 @@ class StepsInFlight:
             if seq.state is not SequenceState.RUNNING:
                 continue
             seq.token_ids += token_ids
-            seq.num_placeholders -= entry.num_new_tokens
-            seq.num_in_flight_tokens -= entry.num_new_tokens
+            seq.num_placeholders -= entry.num_scheduled_tokens
+            seq.num_in_flight_tokens -= entry.num_scheduled_tokens
             before = seq.num_computed_tokens // block_size
             seq.num_computed_tokens += len(token_ids)
             if seq.num_computed_tokens // block_size > before:
@@ -110,8 +110,8 @@ class StepsInFlight:
         """Note a chunk that was computed. Return the followers that can decode now."""
         seq = chunk.seq
         before = seq.num_computed_tokens // self._cache.block_size
-        seq.num_computed_tokens += chunk.num_new_tokens
-        seq.num_in_flight_tokens -= chunk.num_new_tokens
+        seq.num_computed_tokens += chunk.num_scheduled_tokens
+        seq.num_in_flight_tokens -= chunk.num_scheduled_tokens
         ready: Iterable[TokenSequence] = ()
         if seq.group.followers and seq.num_computed_tokens >= seq.num_prompt_tokens:
             ready = self._prefill.follow(seq)

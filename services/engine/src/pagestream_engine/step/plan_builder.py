@@ -49,13 +49,13 @@ class PlanBuilder:
         sampled_rows, sampled_from = [], []
         for index, chunk in enumerate(step.prefills):
             rows.append(chunk.seq.row)
-            counts.append(chunk.num_new_tokens)
+            counts.append(chunk.num_scheduled_tokens)
             if chunk.needs_sample:
                 sampled_rows += [chunk.seq.row, *(seq.row for seq in chunk.siblings)]
                 sampled_from += [index] * (1 + len(chunk.siblings))
         num_prefills = len(rows)
         decodes = [entry.seq.row for entry in step.decodes]
-        counts += [entry.num_new_tokens for entry in step.decodes] if step.has_drafts else [1] * len(decodes)
+        counts += [entry.num_scheduled_tokens for entry in step.decodes] if step.has_drafts else [1] * len(decodes)
         sampled_from += range(num_prefills, num_prefills + len(decodes))
         all_rows = _int32(rows + decodes)
         plan = StepPlan(

@@ -56,8 +56,8 @@ class StepLimit:
         if len(entries) > 1:
             return []
         (entry,) = entries
-        if entry.num_new_tokens > SMALLEST_CHUNK:
-            self._max_tokens = entry.num_new_tokens // 2
+        if entry.num_scheduled_tokens > SMALLEST_CHUNK:
+            self._max_tokens = entry.num_scheduled_tokens // 2
             return []
         self._max_sequences = self._max_tokens = None
         return [entry.seq, *entry.siblings]
@@ -74,6 +74,6 @@ class StepLimit:
             self._max_sequences = None
 
     def _cut(self, chunk: ScheduledSequence) -> ScheduledSequence:
-        if self._max_tokens is None or chunk.num_new_tokens <= self._max_tokens:
+        if self._max_tokens is None or chunk.num_scheduled_tokens <= self._max_tokens:
             return chunk
         return ScheduledSequence(chunk.seq, self._max_tokens, needs_sample=False)

@@ -75,7 +75,7 @@ def measure(engine: Any, vocab_size: int, context: int, seed: int = 0) -> list[M
 
 def contents(step: Any) -> tuple[int, int, int, int]:
     """Return a ScheduledStep's prefill tokens and pairs, decoding sequences and their context tokens."""
-    chunks = [(chunk.num_new_tokens, chunk.seq.num_computed_tokens) for chunk in step.prefills]
+    chunks = [(chunk.num_scheduled_tokens, chunk.seq.num_computed_tokens) for chunk in step.prefills]
     pairs = sum(new * done + new * (new + 1) // 2 for new, done in chunks)
     context = sum(entry.seq.num_computed_tokens + 1 for entry in step.decodes)
     return sum(new for new, _ in chunks), pairs, len(step.decodes), context

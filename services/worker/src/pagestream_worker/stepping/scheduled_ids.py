@@ -10,7 +10,7 @@ def prefill_remaining(step: ScheduledStep) -> Mapping[str, int]:
     remaining = {sibling.seq_id: 0 for chunk in step.prefills for sibling in chunk.siblings}
     for chunk in step.prefills:
         seq = chunk.seq
-        remaining[seq.seq_id] = seq.num_uncomputed_tokens - chunk.num_new_tokens
+        remaining[seq.seq_id] = seq.num_unsent_tokens - chunk.num_scheduled_tokens
     return remaining
 
 
