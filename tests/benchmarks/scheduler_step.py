@@ -75,8 +75,8 @@ def measure(num_running: int, *, staggered: bool, num_steps: int) -> tuple[list[
     for seq in sequences:
         scheduler.add(seq)
     step = scheduler.schedule()
-    scheduler.in_flight.commit(step)
-    scheduler.in_flight.advance(step, [(0,)] * num_running)
+    scheduler.update_after_schedule(step)
+    scheduler.update_from_output(step, [(0,)] * num_running)
     scheduling, text = [], []
     for index in range(num_steps):
         token_ids = [(index + row) % 256 for row in range(num_running)]
@@ -86,8 +86,8 @@ def measure(num_running: int, *, staggered: bool, num_steps: int) -> tuple[list[
         planned = thread_time()
         # -- here the model runs --
         resumed = thread_time()
-        scheduler.in_flight.commit(step)
-        scheduler.in_flight.advance(step, tokens)
+        scheduler.update_after_schedule(step)
+        scheduler.update_from_output(step, tokens)
         advanced = thread_time()
         outputs = []
         for entry, token_id in zip(step.decodes, token_ids, strict=True):
@@ -116,14 +116,14 @@ def measure_waiting(num_steps: int) -> tuple[list[float], list[float]]:
     def run_step() -> float:
         start = thread_time()
         step = scheduler.schedule()
-        scheduler.in_flight.commit(step)
-        scheduler.in_flight.advance(step, [(7,)] * len(step.sampled()))
+        scheduler.update_after_schedule(step)
+        scheduler.update_from_output(step, [(7,)] * len(step.sampled()))
         return (thread_time() - start) * 1e3
 
     scheduler.add(cached)
     while not cached.num_output_tokens:
         run_step()
-    scheduler.retire([cached])
+    scheduler.finish_requests([cached])
     for seq in decoding:
         scheduler.add(seq)
     while not all(seq.num_output_tokens for seq in decoding):

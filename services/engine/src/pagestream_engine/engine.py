@@ -237,7 +237,7 @@ class Engine:
                 return outputs + [_failed(seq, reason) for seq in unfit]
             collected = perf_counter()
             tokens = result.tokens()
-            self._scheduler.in_flight.advance(step, tokens)
+            self._scheduler.update_from_output(step, tokens)
             advanced = perf_counter()
             if result.prompt_logprobs is not None:
                 prompts = _take_prompt_logprobs(step, result.prompt_logprobs, self._generations, self._pieces)
@@ -370,7 +370,7 @@ class Engine:
                 outputs.append(output)
                 ended.append(seq)
                 del self._generations[seq.seq_id]
-        self._scheduler.retire(ended)
+        self._scheduler.finish_requests(ended)
         return outputs
 
     def _take_one_each(self, sampled: list[TokenSequence], tokens: Sequence[Sequence[int]]) -> list[StepOutput]:
@@ -386,7 +386,7 @@ class Engine:
             if output.finish_reason is not None:
                 ended.append(seq)
                 del generations[seq.seq_id]
-        self._scheduler.retire(ended)
+        self._scheduler.finish_requests(ended)
         return outputs
 
 

@@ -64,8 +64,8 @@ class Harness:
         """Runs a step; returns which sequences got how many tokens."""
         step = self.scheduler.schedule()
         done = shape(step)
-        self.scheduler.in_flight.commit(step)
-        self.scheduler.in_flight.advance(step, [(7,)] * len(step.sampled()))
+        self.scheduler.update_after_schedule(step)
+        self.scheduler.update_from_output(step, [(7,)] * len(step.sampled()))
         self.check()
         return done
 
@@ -92,11 +92,11 @@ def test_the_counts_while_two_steps_are_in_flight() -> None:
     steps = []
     for expected in ((5, 0, 5, 1, 6), (5, 0, 6, 2, 7)):
         steps.append(scheduler.schedule())
-        scheduler.in_flight.commit(steps[-1])
+        scheduler.update_after_schedule(steps[-1])
         assert counts() == expected
     assert scheduler.schedule().is_empty
     for step, expected in zip(steps, ((6, 5, 1, 1, 7), (7, 6, 0, 0, 7)), strict=True):
-        scheduler.in_flight.advance(step, [[7]])
+        scheduler.update_from_output(step, [[7]])
         assert counts() == expected
 
 
@@ -136,7 +136,7 @@ def test_runs_no_more_sequences_than_allowed() -> None:
     sequences = [harness.add(2) for _ in range(3)]
     assert [name for name, _ in harness.step()] == ["0", "1"]
     assert (harness.scheduler.num_running, harness.scheduler.num_waiting) == (2, 1)
-    harness.scheduler.retire([sequences[0]])
+    harness.scheduler.finish_requests([sequences[0]])
     assert [name for name, _ in harness.step()] == ["2", "1"]
 
 
@@ -188,7 +188,7 @@ def test_preempts_the_newest_arrival_and_takes_it_back_first() -> None:
     assert new.block_tables[0] == []
     assert new.num_computed_tokens == 0
     assert len(new.token_ids) > 8, "it keeps its tokens"
-    harness.scheduler.retire([old])
+    harness.scheduler.finish_requests([old])
     assert harness.step()[:2] == [("1", len(new.token_ids) - 1), ("2", 4)]
     assert late.state is SequenceState.RUNNING
 
@@ -238,7 +238,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     harness.step()
     while harness.scheduler.num_preemptions == 0:
         harness.step()
-    harness.scheduler.retire([old])
+    harness.scheduler.finish_requests([old])
     ((name, num_tokens),) = harness.step()
     assert name == "1"
     assert num_tokens < 12
@@ -249,7 +249,7 @@ def test_counts_cached_prompt_tokens_at_the_first_admission() -> None:
     harness = Harness(caching=True)
     first = harness.add(10)
     harness.step()
-    harness.scheduler.retire([first])
+    harness.scheduler.finish_requests([first])
     second = harness.add(10)
     assert harness.step() == [("1", 2)]
     assert second.num_cached_tokens == 8
@@ -289,11 +289,11 @@ def test_a_prompt_whose_last_chunk_is_in_flight_is_waited_for() -> None:
     harness.add(10)
     harness.add(10)
     first = harness.scheduler.schedule()
-    harness.scheduler.in_flight.commit(first)
+    harness.scheduler.update_after_schedule(first)
     ahead = harness.scheduler.schedule()
     assert shape(ahead) == [("0", 1)]
-    harness.scheduler.in_flight.commit(ahead)
-    harness.scheduler.in_flight.advance(first, [(7,)])
+    harness.scheduler.update_after_schedule(ahead)
+    harness.scheduler.update_from_output(first, [(7,)])
     assert shape(harness.scheduler.schedule()) == [("1", 2), ("0", 1)]
 
 
@@ -357,7 +357,7 @@ def test_the_last_holder_keeps_the_block() -> None:
     siblings = harness.add_group(6, [0, 0])
     harness.step()
     kept = siblings[1].block_tables[0][-1]
-    harness.scheduler.retire([siblings[0]])
+    harness.scheduler.finish_requests([siblings[0]])
     assert harness.scheduler.schedule().copies == []
     assert siblings[1].block_tables[0][-1] == kept
 
@@ -368,7 +368,7 @@ def test_a_block_that_the_cache_knows_is_copied_even_for_its_last_holder() -> No
     harness.step()
     known = leader.block_tables[0][1]
     assert other.block_tables[0][1] == known
-    harness.scheduler.retire([leader])
+    harness.scheduler.finish_requests([leader])
     assert harness.cache.pool.hashes[known] is not None
     assert [copy.source for copy in harness.scheduler.schedule().copies] == [known]
     assert other.block_tables[0][1] != known
@@ -393,7 +393,7 @@ def test_a_group_is_admitted_whole_or_not_at_all() -> None:
     harness.step()
     assert {seq.state for seq in second} == {SequenceState.WAITING}
     assert (harness.scheduler.num_running, harness.scheduler.num_waiting) == (2, 3)
-    harness.scheduler.retire([first[0]])
+    harness.scheduler.finish_requests([first[0]])
     harness.step()
     assert {seq.state for seq in second} == {SequenceState.RUNNING}
 
@@ -418,7 +418,7 @@ def test_a_group_is_preempted_and_resumed_whole() -> None:
     assert old.state is SequenceState.RUNNING
     assert {seq.state for seq in siblings} == {SequenceState.WAITING}
     assert harness.scheduler.num_waiting == 2
-    harness.scheduler.retire([old])
+    harness.scheduler.finish_requests([old])
     harness.step()
     assert {seq.state for seq in siblings} == {SequenceState.RUNNING}
     assert harness.scheduler.num_preemptions == 1
@@ -435,7 +435,7 @@ def test_a_group_that_never_fits_is_split(num_blocks: int, max_num_seqs: int) ->
     for _ in range(40):
         harness.step()
         ended = [seq for seq in harness.scheduler.running() if seq.num_output_tokens >= 8]
-        harness.scheduler.retire(ended)
+        harness.scheduler.finish_requests(ended)
         harness.check()
     assert {seq.state for seq in siblings} == {SequenceState.FINISHED}
 
@@ -470,7 +470,7 @@ def test_an_aborted_sibling_leaves_the_others() -> None:
     harness.scheduler.abort(siblings[1])
     assert harness.scheduler.num_waiting == 2
     harness.check()
-    harness.scheduler.retire(list(harness.scheduler.running()))
+    harness.scheduler.finish_requests(list(harness.scheduler.running()))
     assert harness.step() == [("1", 5)]
     assert [seq.num_output_tokens for seq in siblings] == [1, 0, 1]
 

@@ -74,8 +74,8 @@ class Harness:
         """Run a step; return which sequences got how many tokens."""
         step = self.scheduler.schedule()
         done = [(chunk.seq.seq_id, chunk.num_scheduled_tokens) for chunk in [*step.prefills, *step.decodes]]
-        self.scheduler.in_flight.commit(step)
-        self.scheduler.in_flight.advance(step, [(7,)] * len(step.sampled()))
+        self.scheduler.update_after_schedule(step)
+        self.scheduler.update_from_output(step, [(7,)] * len(step.sampled()))
         check_cache(self.cache.pool, self.cache.layout, self.scheduler.sequences(), self.cache.copy_on_write)
         return done
 
@@ -85,7 +85,7 @@ def run_and_end(harness: Harness, tokens: list[int]) -> None:
     [seq] = harness.add(tokens)
     while not seq.num_output_tokens:
         harness.step()
-    harness.scheduler.retire([seq])
+    harness.scheduler.finish_requests([seq])
 
 
 def test_a_cached_prompt_that_waits_for_room_is_looked_up_once() -> None:
@@ -99,7 +99,7 @@ def test_a_cached_prompt_that_waits_for_room_is_looked_up_once() -> None:
     for _ in range(12):
         assert waiting.seq_id not in dict(harness.step())
     assert harness.cache.num_lookups == before + 1
-    harness.scheduler.retire([running])
+    harness.scheduler.finish_requests([running])
     assert harness.step() == [(waiting.seq_id, 16)]
 
 
@@ -113,7 +113,7 @@ def test_one_whose_prefix_another_takes_up_wants_fewer_blocks() -> None:
     assert waiting.seq_id not in dict(harness.step())
     [passing] = harness.add(prompt[:41])
     assert dict(harness.step())[passing.seq_id] == 1
-    harness.scheduler.retire([running])
+    harness.scheduler.finish_requests([running])
     assert waiting.seq_id in dict(harness.step())
 
 
@@ -126,7 +126,7 @@ def test_one_whose_prefix_another_computes_wants_fewer_blocks() -> None:
     for _ in range(24):
         assert waiting.seq_id not in dict(harness.step())
     assert answering.num_output_tokens == 25
-    harness.scheduler.retire([other])
+    harness.scheduler.finish_requests([other])
     assert dict(harness.step())[waiting.seq_id] == 32
 
 
@@ -173,7 +173,7 @@ def test_the_schedule_is_the_one_with_a_lookup_in_each_step(
                 steps = [harness.step() for harness in both]
                 assert steps[0] == steps[1]
                 for harness in both:
-                    harness.scheduler.retire(
+                    harness.scheduler.finish_requests(
                         [seq for seq in harness.scheduler.running() if len(seq) > num_tokens - BLOCK_SIZE]
                     )
     assert both[0].cache.num_hit_tokens == both[1].cache.num_hit_tokens

@@ -26,18 +26,18 @@ class StepPipeline:
     begins anew from what was collected, and the next plan resets the runner. After a step that ran out of memory,
     smaller ones are launched.
 
-    One sequence with a prompt of 5 tokens and an end at 7, tokens a and b, from `commit` (sent) to `advance`
-    (collected) of each step:
+    One sequence with a prompt of 5 tokens and an end at 7, tokens a and b, when each step is sent
+    (`Scheduler.update_after_schedule`) and when it is collected (`Scheduler.update_from_output`):
 
-        after       token_ids   num_computed_tokens  num_in_flight_tokens  num_placeholders  len
-        added       prompt                        0                     0                 0    5
-        commit(1)   prompt                        0                     5                 1    6  prompt; samples a
-        commit(2)   prompt                        0                     6                 2    7  computes a; samples b
-        advance(1)  prompt a                      5                     1                 1    7
-        advance(2)  prompt a b                    6                     0                 0    7  ends: "length"
+        after        token_ids   num_computed_tokens  num_in_flight_tokens  num_placeholders  len
+        added        prompt                        0                     0                 0    5
+        1 sent       prompt                        0                     5                 1    6  prompt; samples a
+        2 sent       prompt                        0                     6                 2    7  computes a; samples b
+        1 collected  prompt a                      5                     1                 1    7
+        2 collected  prompt a b                    6                     0                 0    7  ends: "length"
 
-    `len` is what the sequence has when the steps in flight are collected. After commit(2) that is the limit, so that no
-    step 3 has the sequence. Were a its end token, advance(2) would drop b.
+    `len` is what the sequence has when the steps in flight are collected. With step 2 sent that is the limit, so that
+    no step 3 has the sequence. Were a its end token, b would be dropped.
 
     Args:
         scheduler: plans the steps.
@@ -75,7 +75,7 @@ class StepPipeline:
         if on_schedule is not None:
             on_schedule(step)
         plan = self._plans.build(step)
-        self._scheduler.in_flight.commit(step)
+        self._scheduler.update_after_schedule(step)
         self._in_flight.append((plan.step_id, step))
         try:
             self.executor.submit(plan)
@@ -89,7 +89,7 @@ class StepPipeline:
         return len(self._in_flight) > self._num_ahead or not (launched or self.is_empty)
 
     def collect(self) -> tuple[ScheduledStep, StepResult]:
-        """Wait for the oldest step in flight; `StepsInFlight.advance` is due then.
+        """Wait for the oldest step in flight; `Scheduler.update_from_output` is due then.
 
         Raises:
             InvariantViolation: the runner answered another plan.
@@ -120,7 +120,7 @@ class StepPipeline:
             except Exception:  # noqa: BLE001 - no request waits for it, and the next step meets what lasts
                 _log.exception("a step that nothing waited for failed")
             else:
-                self._scheduler.in_flight.advance(step, result.tokens())
+                self._scheduler.update_from_output(step, result.tokens())
 
     def roll_back(self) -> None:
         """Forget the steps in flight."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import SchedulerConfig
@@ -16,9 +16,11 @@ from pagestream_engine.scheduler.steps_in_flight import StepsInFlight
 
 
 class Scheduler:
-    """Decides what each step computes. A step is `schedule`, `commit`, the model, `advance`, then `retire` for what has
-    ended. Between `commit` and `advance` it is in flight, and the next one can be scheduled: what it computes and
-    samples is counted by placeholders.
+    """Decides what each step computes, and keeps what its sequences have computed.
+
+    A step is `schedule`, `update_after_schedule` when it is sent, the model, `update_from_output` with its tokens, then
+    `finish_requests` for what has ended. From when it is sent until its tokens have come it is in flight, and the next
+    one can be scheduled: what it computes and samples is counted by placeholders.
 
     Siblings are admitted and preempted together; a group that is too large for the whole pool, or for `max_num_seqs`,
     is split. The running sequence with the lowest victim rank always gets on: it can take the blocks of all others, and
@@ -42,8 +44,7 @@ class Scheduler:
         self._prefill = PrefillSet(cache)
         self._decode = DecodeSet(cache)
         self._admission = Admission(config, cache, self._waiting, self._prefill, self._decode)
-        self.in_flight = StepsInFlight(cache, self._prefill, self._decode)
-        """Its steps in flight."""
+        self._in_flight = StepsInFlight(cache, self._prefill, self._decode)
 
     @property
     def num_waiting(self) -> int:
@@ -86,7 +87,7 @@ class Scheduler:
             seq.state = SequenceState.FINISHED
             self._waiting.forget(seq)
         else:
-            self.retire((seq,))
+            self.finish_requests((seq,))
 
     # -- a step --
 
@@ -99,7 +100,7 @@ class Scheduler:
         decodes = self._decode.going_on()
         growing = self._decode.at_border(decodes)
         preempts = self._lacks_blocks(growing)
-        if preempts and self.in_flight.num_steps:
+        if preempts and self._in_flight.num_steps:
             return step  # The step in flight is waited for: it may end sequences, or free blocks behind windows.
         if preempts:
             growing = self._preempt_until_fits(growing)
@@ -113,7 +114,7 @@ class Scheduler:
             budget = self._config.max_num_batched_tokens - step.num_tokens
         if self._prefill.sequences:
             budget = self._continue_prefills(step.prefills, budget)
-            while step.is_empty and self._prefill.sequences and not self.in_flight.num_steps:
+            while step.is_empty and self._prefill.sequences and not self._in_flight.num_steps:
                 # Blocks that siblings shared are held by one of them alone, and no longer counted twice.
                 self._preempt_last(self._groups_by_victim_rank())
                 preempts = True
@@ -123,16 +124,31 @@ class Scheduler:
         step.copies = self._cache.copy_on_write.copies
         return step
 
+    def update_after_schedule(self, step: ScheduledStep) -> None:
+        """Note that a step is about to run: what it computes and samples is in flight from now on."""
+        self._in_flight.update_after_schedule(step)
+
+    def update_from_output(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> None:
+        """Note what the oldest step in flight has computed, and append the sampled tokens to their sequences.
+
+        Those of sequences that have ended meanwhile are dropped.
+
+        Args:
+            step: the oldest in flight.
+            tokens: of each sample, prefills, then decodes. See `StepResult` for how many each may have.
+        """
+        self._in_flight.update_from_output(step, tokens)
+
     def roll_back(self) -> None:
-        """Forget the steps in flight, and requeue all that run: they are computed again from what was advanced."""
-        self.in_flight.num_steps = 0
+        """Forget the steps in flight, and requeue all that run: they are computed again from their tokens."""
+        self._in_flight.num_steps = 0
         for seq in self.running():
             seq.num_in_flight_tokens = seq.num_placeholders = 0
         for group in reversed(self._groups_by_victim_rank()):
             self._requeue(group)
 
-    def retire(self, sequences: Iterable[TokenSequence]) -> None:
-        """Free the blocks of running sequences that have ended."""
+    def finish_requests(self, sequences: Iterable[TokenSequence]) -> None:
+        """Free the blocks of running sequences that have ended, and forget them."""
         stopped = False
         for seq in sequences:
             self._cache.free(seq)

@@ -22,13 +22,13 @@ class StepsInFlight:
 
     def __init__(self, cache: CacheManager, prefill: PrefillSet, decode: DecodeSet) -> None:
         self.num_steps = 0
-        """Steps that were committed and not advanced."""
+        """Steps that were sent and not collected."""
         self._cache = cache
         self._prefill = prefill
         self._decode = decode
 
-    def commit(self, step: ScheduledStep) -> None:
-        """Note that a step is about to run: what it computes and samples is in flight until `advance`."""
+    def update_after_schedule(self, step: ScheduledStep) -> None:
+        """As `Scheduler.update_after_schedule`."""
         self.num_steps += 1
         for chunk in step.prefills:
             chunk.seq.num_in_flight_tokens += chunk.num_scheduled_tokens
@@ -45,15 +45,8 @@ class StepsInFlight:
             # Whoever gets a source next writes it in a later step, which runs after the copies.
             self._cache.copy_on_write.note_copied()
 
-    def advance(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> None:
-        """Note what the oldest step in flight has computed, and append the sampled tokens.
-
-        Those of sequences that have ended meanwhile are dropped.
-
-        Args:
-            step: the oldest in flight.
-            tokens: of each sample, prefills, then decodes. See `StepResult` for how many each may have.
-        """
+    def update_from_output(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> None:
+        """As `Scheduler.update_from_output`."""
         self.num_steps -= 1
         samples = iter(tokens)
         for chunk in step.prefills:
