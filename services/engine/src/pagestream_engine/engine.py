@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.fragmentation import fragmentation
@@ -23,7 +22,6 @@ from pagestream_engine.models.folder import load_tokenizer, resolve_model
 from pagestream_engine.plugins import import_plugins
 from pagestream_engine.request.generation import Generation, Taken
 from pagestream_engine.request.intake import Intake
-from pagestream_engine.request.logprob_row import LogprobRow
 from pagestream_engine.request.outputs import EngineStats, StepOutput
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import SequenceState, Sibling, TokenSequence
@@ -31,11 +29,10 @@ from pagestream_engine.scheduler.invariants import check_groups
 from pagestream_engine.scheduler.policy import make_policy
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.scheduler.scheduler import Scheduler
-from pagestream_engine.step.logprobs import logprob_rows, prompt_logprob_rows
+from pagestream_engine.step.output_processor import OutputProcessor, failed_output
 from pagestream_engine.step.plan_builder import PlanBuilder
-from pagestream_engine.step.records import StepPromptLogprobs, StepResult
+from pagestream_engine.step.step_counts import StepCounts
 from pagestream_engine.text.detokenizer import Pieces
-from pagestream_engine.text.faults import is_fault_of_request
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +81,7 @@ class Engine:
         self._steps = StepPipeline(self._scheduler, plans, executor, num_ahead)
         self._pieces = Pieces(self.tokenizer) if self.tokenizer is not None else None
         self._generations: dict[str, Generation] = {}
+        self._outputs = OutputProcessor(self._scheduler, self._generations, self._pieces)
         self._already_ended: list[StepOutput] = []
         self._seeds = random.Random(config.model.seed)
         self._intake = Intake(
@@ -98,7 +96,7 @@ class Engine:
         )
         self.on_schedule: Callable[[ScheduledStep], None] | None = None
         """Gets each step before it runs, and must not keep it; on the thread that steps."""
-        self._counts = _Counts()
+        self._counts = StepCounts()
 
     # -- requests --
 
@@ -220,36 +218,22 @@ class Engine:
         with finish_reason "error". What else the runner raises comes through. The steps in flight count for nothing
         then, and can be run again; no request has moved.
         """
-        started = perf_counter()
-        steps, outputs = self._steps, self._already_ended
-        launched = steps.launch_next(self.on_schedule)
-        scheduled = perf_counter()
+        steps, counts = self._steps, self._counts
+        counts.begin_step()
+        with counts.scheduling:
+            launched = steps.launch_next(self.on_schedule)
+        outputs = self._already_ended
         if steps.should_collect(launched):
             try:
                 step, result = steps.collect()
             except OutOfMemory as error:
-                _log.warning("%s; smaller steps follow", error)
-                self._already_ended = []
-                unfit = [seq for seq in steps.unfit if seq.state is not SequenceState.FINISHED]
-                for seq in unfit:
-                    self.abort_request(seq.seq_id)
-                reason = f"out of memory, although it ran alone: {error}"
-                return outputs + [_failed(seq, reason) for seq in unfit]
-            collected = perf_counter()
-            tokens = result.tokens()
-            self._scheduler.update_from_output(step, tokens)
-            advanced = perf_counter()
-            if result.prompt_logprobs is not None:
-                prompts = _take_prompt_logprobs(step, result.prompt_logprobs, self._generations, self._pieces)
-                for output in prompts:
-                    if output.finish_reason is not None:
-                        self.abort_request(output.seq_id)
-                outputs = outputs + prompts
-            taken = self._take_tokens(step.sampled(), tokens, result)
+                return self._end_unfit(error)
+            with counts.scheduling:
+                tokens = result.tokens()
+                self._scheduler.update_from_output(step, tokens)
+            taken = self._outputs.process(step, tokens, result)
+            counts.end_step(step, sum(output.token_id is not None for output in taken))
             outputs = outputs + taken
-            scheduling = scheduled - started + advanced - collected
-            num_tokens = sum(output.token_id is not None for output in taken)
-            self._counts.note(step, num_tokens, scheduling, perf_counter() - started)
         elif not launched and not outputs and self._generations:
             raise InvariantViolation(f"{len(self._generations)} requests wait and nothing can run")
         self._already_ended = []  # Not before `collect`: an error that it raises loses none of them.
@@ -342,134 +326,12 @@ class Engine:
             if sibling.seq_id in self._generations:
                 raise InvalidRequest(f"seq_id: given {sibling.seq_id!r}, which is running; expected a new one")
 
-    def _take_tokens(
-        self, sampled: list[TokenSequence], tokens: Sequence[Sequence[int]], result: StepResult
-    ) -> list[StepOutput]:
-        """Return an output for each new token, up to the end of its sequence."""
-        if result.has_one_each and result.logprobs is None:
-            return self._take_one_each(sampled, tokens)
-        errors, logprobs = result.errors, logprob_rows(result.logprobs)
-        running = SequenceState.RUNNING
-        outputs: list[StepOutput] = []
-        ended: list[TokenSequence] = []
-        for place, (seq, token_ids) in enumerate(zip(sampled, tokens, strict=True)):
-            if seq.state is not running:
-                continue  # It ended while the step was in flight.
-            output = _failed(seq, errors[place]) if place in errors else None
-            generation = self._generations[seq.seq_id]
-            num_tokens = seq.num_output_tokens - len(token_ids)
-            for token_id in token_ids:
-                num_tokens += 1
-                output = _take(generation, token_id, num_tokens)
-                if place in logprobs:
-                    output = _with_logprobs(output, logprobs[place].pop(0), seq, self._pieces)
-                if output.finish_reason is not None:
-                    break  # What a step has sampled past the end is dropped.
-                outputs.append(output)
-            if output is not None and output.finish_reason is not None:
-                outputs.append(output)
-                ended.append(seq)
-                del self._generations[seq.seq_id]
-        self._scheduler.finish_requests(ended)
-        return outputs
-
-    def _take_one_each(self, sampled: list[TokenSequence], tokens: Sequence[Sequence[int]]) -> list[StepOutput]:
-        """Do the same for a step without errors, drafts and logprobs: most steps."""
-        generations, running = self._generations, SequenceState.RUNNING
-        outputs: list[StepOutput] = []
-        ended: list[TokenSequence] = []
-        for seq, (token_id,) in zip(sampled, tokens, strict=True):
-            if seq.state is not running:
-                continue  # It ended while the step was in flight.
-            output = _take(generations[seq.seq_id], token_id, len(seq.token_ids) - seq.num_prompt_tokens)
-            outputs.append(output)
-            if output.finish_reason is not None:
-                ended.append(seq)
-                del generations[seq.seq_id]
-        self._scheduler.finish_requests(ended)
-        return outputs
-
-
-class _Counts:
-    """What the engine has done since its start."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.num_prompt_tokens = 0
-        self.num_generated_tokens = 0
-        self.last_step_sequences = 0
-        self.last_step_prompt_tokens = 0
-        self.last_step_s = 0.0
-        self.last_schedule_s = 0.0
-        self.total_step_s = 0.0
-        self.total_schedule_s = 0.0
-
-    def note(self, step: ScheduledStep, num_sampled: int, schedule_s: float, step_s: float) -> None:
-        self.num_steps += 1
-        self.last_step_sequences = len(step.decodes) + sum(1 + len(chunk.siblings) for chunk in step.prefills)
-        self.last_step_prompt_tokens = sum(chunk.num_scheduled_tokens for chunk in step.prefills)
-        self.num_prompt_tokens += self.last_step_prompt_tokens
-        self.num_generated_tokens += num_sampled
-        self.last_step_s = step_s
-        self.last_schedule_s = schedule_s
-        self.total_step_s += step_s
-        self.total_schedule_s += schedule_s
-
-
-def _take(generation: Generation, token_id: int, num_output_tokens: int) -> StepOutput:
-    seq = generation.seq
-    try:
-        plain = generation.take_plain(token_id, num_output_tokens)
-        if plain is not None:
-            return StepOutput(seq.seq_id, token_id, plain, None, None, seq.num_cached_tokens)
-        text, finish, stop = generation.take(token_id, num_output_tokens)
-    except BaseException as error:  # noqa: BLE001 - what one request's text raises must not fail its neighbours
-        return _failed_by(error, seq, token_id)
-    return StepOutput(seq.seq_id, token_id, text, finish, stop, seq.num_cached_tokens)
-
-
-def _with_logprobs(output: StepOutput, row: LogprobRow, seq: TokenSequence, pieces: Pieces | None) -> StepOutput:
-    try:
-        output.logprobs = row.with_texts(pieces)
-    except BaseException as error:  # noqa: BLE001 - as for the text
-        return _failed_by(error, seq, output.token_id)
-    return output
-
-
-def _take_prompt_logprobs(
-    step: ScheduledStep, given: StepPromptLogprobs, generations: Mapping[str, Generation], pieces: Pieces | None
-) -> list[StepOutput]:
-    """Keep what chunks report of their prompts. Return an output for each prompt that is complete."""
-    outputs: list[StepOutput] = []
-    for part in prompt_logprob_rows(given):
-        seq = step.prefills[part.scheduled].seq
-        if seq.state is not SequenceState.RUNNING:
-            continue  # It ended while the step was in flight.
-        rows = generations[seq.seq_id].prompt_rows
-        rows[part.position - 1 :] = part.rows  # A preempted prompt is computed again, from its beginning.
-        if len(rows) == seq.num_prompt_tokens - 1:
-            for member in seq.group.members:
-                member.wants_prompt_logprobs = False
-            outputs.append(_with_prompt_logprobs(seq, rows, pieces))
-            rows.clear()
-    return outputs
-
-
-def _with_prompt_logprobs(seq: TokenSequence, rows: list[LogprobRow], pieces: Pieces | None) -> StepOutput:
-    try:
-        prompt_logprobs = tuple(row.with_texts(pieces) for row in rows)
-    except BaseException as error:  # noqa: BLE001 - as for the text
-        return _failed_by(error, seq, None)
-    return StepOutput(seq.seq_id, None, "", prompt_logprobs=prompt_logprobs)
-
-
-def _failed_by(error: BaseException, seq: TokenSequence, token_id: int | None) -> StepOutput:
-    """Return the end of a sequence whose text has raised; raise what is no request's fault."""
-    if not is_fault_of_request(error):
-        raise error
-    _log.error("request %s failed", seq.seq_id, exc_info=error)
-    return _failed(seq, f"{type(error).__name__}: {error}", token_id)
-
-
-def _failed(seq: TokenSequence, error: str, token_id: int | None = None) -> StepOutput:
-    return StepOutput(seq.seq_id, token_id, "", "error", None, seq.num_cached_tokens, error)
+    def _end_unfit(self, error: OutOfMemory) -> list[StepOutput]:
+        """End the request that ran out of memory alone, if there is one, after a step that did. Return what ended."""
+        _log.warning("%s; smaller steps follow", error)
+        outputs, self._already_ended = self._already_ended, []
+        unfit = [seq for seq in self._steps.unfit if seq.state is not SequenceState.FINISHED]
+        for seq in unfit:
+            self.abort_request(seq.seq_id)
+        reason = f"out of memory, although it ran alone: {error}"
+        return outputs + [failed_output(seq, reason) for seq in unfit]
