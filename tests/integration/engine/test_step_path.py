@@ -1,4 +1,7 @@
-"""A decode step runs through the files that docs/architecture.md names, in their order, and through no others."""
+"""A decode step runs through the files that docs/architecture.md names, in their order.
+
+All others that run a function of more than three lines lie in the parts (files or folders) that it names beside them.
+"""
 
 from __future__ import annotations
 
