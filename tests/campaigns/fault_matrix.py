@@ -24,11 +24,11 @@ from support.faults.matrix import Cell, CellResult, all_cells, covering_cells, r
 SHOWN_FAILURES = 5
 
 
-async def run(cells: Sequence[Cell]) -> list[CellResult]:
-    """Run cells one after the other; print each result."""
+async def run(cells: Sequence[Cell], dtype: str) -> list[CellResult]:
+    """Run cells one after the other, with engines that compute in a dtype; print each result."""
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        async with running_cluster(Path(folder)) as cluster:
+        async with running_cluster(Path(folder), dtype=dtype) as cluster:
             for number, cell in enumerate(cells, start=1):
                 result = await run_cell(cluster, cell)
                 results.append(result)
@@ -42,13 +42,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", nargs="?", default="", metavar="PATTERN", help='such as "gateway, SIGSTOP"')
     parser.add_argument("--cover", action="store_true", help="run 31 cells in which all pairs of values occur")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the engines")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to it")
     arguments = parser.parse_args()
     chosen = covering_cells() if arguments.cover else all_cells()
     cells = [cell for cell in chosen if re.search(arguments.cells, str(cell))]
     if not cells:
         parser.error(f"no cell matches {arguments.cells!r}")
-    results = asyncio.run(run(cells))
+    results = asyncio.run(run(cells, arguments.dtype))
     lines = "\n".join(table(results))
     print(f"\n{lines}")
     if arguments.markdown is not None:

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -29,7 +29,9 @@ from support.processes.waiting import children_of, descendants_of
 MODEL = "demo"
 TENANT = "default"
 MODULES = ("pagestream_worker.__main__", "pagestream_gateway.__main__", "transformers.models.llama")
-ENGINE_OPTIONS = ("--dtype", "float32", "--num-gpu-blocks-override", "512")
+ENGINE_OPTIONS = ("--num-gpu-blocks-override", "512", "--deterministic")
+TEXTS_DTYPE = "float32"
+"""In which the answers have the stop strings of their rows; in another one no row's finish is known beforehand."""
 MODES = (("--async-scheduling",), ("--executor", "process"))
 """Of the engines in turn: both have two steps in flight, in one process and over two."""
 READY_LIMIT_S = 60.0
@@ -115,7 +117,14 @@ class FaultCluster:
     """Two engines, two gateways, one Redis. Made by `running_cluster`."""
 
     def __init__(
-        self, folder: Path, fork_server: ForkServer, fault_points: FaultPointController, redis: Part, redis_port: int
+        self,
+        folder: Path,
+        fork_server: ForkServer,
+        fault_points: FaultPointController,
+        redis: Part,
+        redis_port: int,
+        *,
+        dtype: str,
     ) -> None:
         self.folder = folder
         self.fault_points = fault_points
@@ -125,6 +134,7 @@ class FaultCluster:
         self.redis_port = redis_port
         self.undisturbed: dict[str, Transcript] = {}
         self._fork_server = fork_server
+        self._dtype = dtype
         self._broker: Broker | None = None
         self._number = 0
         self._refused = 0
@@ -144,7 +154,7 @@ class FaultCluster:
         name = f"engine-{len(self.engines)}"
         arguments = [str(DEMO_MODEL), "--redis", f"redis://127.0.0.1:{proxy.port}/0", "--served-model-name", MODEL]
         mode = MODES[len(self.engines) % len(MODES)]
-        command = [MODULES[0], *arguments, "--engine-id", name, *ENGINE_OPTIONS, *mode]
+        command = [MODULES[0], *arguments, "--engine-id", name, "--dtype", self._dtype, *ENGINE_OPTIONS, *mode]
         part = ForkedPart(name, command, self.folder / f"{name}.log", server=self._fork_server)
         self.engines.append(Member(part, (proxy,), {}))
         part.start()
@@ -300,6 +310,8 @@ class FaultCluster:
         self._number += 1
         addresses = [gateway.addresses[kind.api] for gateway in self.gateways]
         addresses = [*addresses[first:], *addresses[:first]]
+        if self._dtype != TEXTS_DTYPE:
+            row = replace(row, finish=None)
         return kind(row, addresses, model=MODEL, key=f"{row.name} {self._number}", seed=seed)
 
     def clients(self) -> list[FeatureClient]:
@@ -337,8 +349,13 @@ class FaultCluster:
 
 
 @asynccontextmanager
-async def running_cluster(folder: Path, *, engines: int = 2, gateways: int = 2) -> AsyncIterator[FaultCluster]:
-    """Yield a ready cluster with recorded references; the tails of all logs are added to an exception as notes."""
+async def running_cluster(
+    folder: Path, *, engines: int = 2, gateways: int = 2, dtype: str = TEXTS_DTYPE
+) -> AsyncIterator[FaultCluster]:
+    """Yield a ready cluster with recorded references; the tails of all logs are added to an exception as notes.
+
+    The engines compute in `dtype`, in deterministic mode.
+    """
     async with AsyncExitStack() as stack:
         controller = await stack.enter_async_context(FaultPointController(folder / "faults"))
         environment = {
@@ -350,7 +367,7 @@ async def running_cluster(folder: Path, *, engines: int = 2, gateways: int = 2) 
         redis_port, data = free_port(), folder / "redis"
         data.mkdir(parents=True)
         redis = Part("redis", server_command(find_server(), data, redis_port), folder / "redis.log")
-        cluster = FaultCluster(folder, fork_server, controller, redis, redis_port)
+        cluster = FaultCluster(folder, fork_server, controller, redis, redis_port, dtype=dtype)
         redis.start()
         stack.push_async_callback(cluster.close)
         try:

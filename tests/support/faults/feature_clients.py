@@ -112,7 +112,7 @@ class FeatureClient(ABC):
                 self.reconnects += 1
                 await asyncio.sleep(RETRY_S)
         for index, choice in self.transcript.choices.items():
-            if choice.finish_reason != self.row.finish:
+            if self.row.finish is not None and choice.finish_reason != self.row.finish:
                 raise StreamBrokenError(f"{self.name}: choice {index} ended by {choice.finish_reason!r}")
         return self.transcript
 

@@ -26,8 +26,8 @@ class FeatureRow:
     """A tuple is a list of prompts in one request, which only POST /v1/completions has."""
     sampling: Mapping[str, Any]
     """vLLM's names, as in gRPC's SamplingParams and in the body of POST /v1/completions."""
-    finish: str = "length"
-    """The finish reason of every choice."""
+    finish: str | None = "length"
+    """The finish reason of every choice; None where it is not known beforehand."""
     seed_is_chosen: bool = field(default=False)
     """Whether the gateway chooses the seed: the reference is then run with the chosen one."""
     is_chat: bool = False
