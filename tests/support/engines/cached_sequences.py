@@ -28,11 +28,11 @@ def make_seq(token_ids: list[int], name: str = "a", salt: bytes = b"", num_kv_gr
 
 
 def run(cache: CacheManager, seq: TokenSequence, num_tokens: int | None = None) -> None:
-    """Adopt what is cached, and compute up to `num_tokens`; all but the last where it is left out."""
+    """Take what is cached, and compute up to `num_tokens`; all but the last where it is left out."""
     num_tokens = len(seq.token_ids) - 1 if num_tokens is None else num_tokens
-    cache.adopt_prefix(seq, cache.find_prefix(seq))
+    cache.touch_prefix(seq, cache.get_computed_blocks(seq))
     seq.state = SequenceState.RUNNING
     cache.grow(seq, num_tokens)
     seq.num_computed_tokens = num_tokens
     cache.note_full_block(seq)
-    cache.publish_some(num_tokens)
+    cache.cache_queued_blocks(num_tokens)

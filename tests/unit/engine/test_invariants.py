@@ -25,7 +25,7 @@ def seq(cache: CacheManager) -> TokenSequence:
     cache.grow(seq, 3)
     seq.num_computed_tokens = 2
     cache.note_full_block(seq)
-    cache.publish_some(2)
+    cache.cache_queued_blocks(2)
     check_cache(cache.pool, LAYOUT, [seq])
     return seq
 
@@ -55,9 +55,9 @@ def test_a_hash_without_an_entry(cache: CacheManager, seq: TokenSequence) -> Non
     broken(cache, seq, "by which it is not found")
 
 
-def test_other_content_under_a_published_block(cache: CacheManager, seq: TokenSequence) -> None:
+def test_other_tokens_under_a_cached_block(cache: CacheManager, seq: TokenSequence) -> None:
     seq.token_ids[0] = 9
-    broken(cache, seq, "other content")
+    broken(cache, seq, "other tokens")
 
 
 def test_blocks_ahead_of_the_tokens(cache: CacheManager, seq: TokenSequence) -> None:

@@ -256,7 +256,7 @@ class Engine:
         first = self._steps.executor
         self._steps.roll_back()
         first.close()
-        self._pool.forget_content()
+        self._pool.reset_prefix_cache()
         cache = replace(self.config.cache, num_gpu_blocks_override=first.facts.num_blocks)
         self._steps.executor = make_executor(self._make_runner, self.folder, replace(self.config, cache=cache))
         if self._steps.executor.facts.fingerprint != first.facts.fingerprint:

@@ -10,26 +10,26 @@ from pagestream_engine.cache.kv_groups import full_attention
 from pagestream_engine.errors import InvariantViolation
 
 
-def test_a_freed_block_keeps_its_content_until_it_is_used_anew() -> None:
+def test_a_freed_block_keeps_its_hash_until_it_is_used_anew() -> None:
     pool = BlockPool(2)
     block = pool.allocate()
-    pool.publish(block, b"content")
+    pool.cache_full_block(block, b"hash")
     pool.release(block)
-    assert pool.lookup(b"content") == block
+    assert pool.by_hash.get(b"hash") == block
     assert pool.num_free == 2
-    assert pool.allocate() != block, "the block without content goes first"
+    assert pool.allocate() != block, "the block without a hash goes first"
     assert pool.allocate() == block
-    assert pool.lookup(b"content") is None
+    assert pool.by_hash.get(b"hash") is None
 
 
-def test_evicts_the_least_recently_freed_content_first() -> None:
+def test_evicts_the_least_recently_freed_block_first() -> None:
     pool = BlockPool(3)
     blocks = [pool.allocate() for _ in range(3)]
     for block in blocks:
-        pool.publish(block, bytes([block]))
+        pool.cache_full_block(block, bytes([block]))
     for block in (blocks[1], blocks[2], blocks[0]):
         pool.release(block)
-    pool.acquire(blocks[1])
+    pool.touch(blocks[1])
     pool.release(blocks[1])
     assert [pool.allocate() for _ in range(3)] == [blocks[2], blocks[0], blocks[1]]
 
@@ -37,19 +37,19 @@ def test_evicts_the_least_recently_freed_content_first() -> None:
 def test_a_shared_block_is_free_only_after_its_last_release() -> None:
     pool = BlockPool(1)
     block = pool.allocate()
-    pool.acquire(block)
+    pool.touch(block)
     pool.release(block)
     assert pool.num_free == 0
     pool.release(block)
     assert pool.num_free == 1
 
 
-def test_the_second_block_of_the_same_content_stays_unknown() -> None:
+def test_the_second_block_of_the_same_hash_is_not_found() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(), pool.allocate()
-    pool.publish(first, b"same")
-    pool.publish(second, b"same")
-    assert pool.lookup(b"same") == first
+    pool.cache_full_block(first, b"same")
+    pool.cache_full_block(second, b"same")
+    assert pool.by_hash.get(b"same") == first
     assert pool.hashes[second] is None
 
 
@@ -65,7 +65,7 @@ def test_an_exhausted_pool_says_so() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random use against a model: a bag of references, and a map from content to block."""
+    """Random use against a model: a bag of references, and a map from block hash to block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,15 +79,15 @@ class PoolMachine(RuleBasedStateMachine):
         block = self.pool.allocate()
         assert block not in self.held
         self.held.append(block)
-        self.known = {content: other for content, other in self.known.items() if other != block}
+        self.known = {known: other for known, other in self.known.items() if other != block}
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
     def acquire_known(self, data: st.DataObject) -> None:
-        content = data.draw(st.sampled_from(sorted(self.known)))
-        block = self.pool.lookup(content)
-        assert block == self.known[content]
-        self.pool.acquire(block)
+        block_hash = data.draw(st.sampled_from(sorted(self.known)))
+        block = self.pool.by_hash.get(block_hash)
+        assert block == self.known[block_hash]
+        self.pool.touch(block)
         self.held.append(block)
 
     @precondition(lambda self: self.held)
@@ -98,11 +98,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.held.remove(block)
 
     @precondition(lambda self: set(self.held) - set(self.known.values()))
-    @rule(data=st.data(), content=st.sampled_from([b"a", b"b", b"c", b"d"]))
-    def publish(self, data: st.DataObject, content: bytes) -> None:
+    @rule(data=st.data(), block_hash=st.sampled_from([b"a", b"b", b"c", b"d"]))
+    def cache(self, data: st.DataObject, block_hash: bytes) -> None:
         block = data.draw(st.sampled_from(sorted(set(self.held) - set(self.known.values()))))
-        self.pool.publish(block, content)
-        self.known.setdefault(content, block)
+        self.pool.cache_full_block(block, block_hash)
+        self.known.setdefault(block_hash, block)
 
     @invariant()
     def agrees_with_the_model(self) -> None:
@@ -119,19 +119,19 @@ PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40
 TestPoolMachine = PoolMachine.TestCase
 
 
-def test_a_watch_ends_when_watched_content_is_published_or_taken_up_again() -> None:
+def test_a_watch_ends_when_a_watched_block_is_cached_or_touched_again() -> None:
     pool = BlockPool(4)
     first, second = pool.allocate(), pool.allocate()
-    pool.publish(first, b"first")
+    pool.cache_full_block(first, b"first")
     pool.watch([b"first", b"third"])
-    pool.publish(second, b"second")
-    pool.acquire(first)
+    pool.cache_full_block(second, b"second")
+    pool.touch(first)
     pool.release(second)
-    pool.acquire(second)
+    pool.touch(second)
     assert pool.is_watching
-    pool.publish(pool.allocate(), b"third")
+    pool.cache_full_block(pool.allocate(), b"third")
     assert not pool.is_watching
     pool.release(second)
     pool.watch([b"second"])
-    pool.acquire(second)
+    pool.touch(second)
     assert not pool.is_watching

@@ -19,7 +19,7 @@ def test_shares_full_blocks_while_both_run() -> None:
     run(cache, second)
     assert second.block_tables[0][:2] == first.block_tables[0][:2]
     assert second.block_tables[0][2] != first.block_tables[0][2]
-    assert second.num_published_blocks == 2
+    assert second.num_cached_blocks == 2
     check_cache(cache.pool, LAYOUT, [first, second])
 
 
@@ -27,9 +27,9 @@ def test_a_prompt_that_is_wholly_cached_still_computes_its_last_token() -> None:
     cache = make_cache()
     first, second = make_seq([1, 2, 3, 4, 5, 6, 7, 8], "a"), make_seq([1, 2, 3, 4, 5, 6, 7, 8], "b")
     run(cache, first, 8)
-    assert cache.find_prefix(second).num_tokens == 4
+    assert cache.get_computed_blocks(second).num_tokens == 4
     second.token_ids.append(9)
-    assert cache.find_prefix(second).num_tokens == 8
+    assert cache.get_computed_blocks(second).num_tokens == 8
 
 
 def test_finds_blocks_after_their_owner_is_gone() -> None:
@@ -39,8 +39,8 @@ def test_finds_blocks_after_their_owner_is_gone() -> None:
     first.state = SequenceState.FINISHED
     table = list(first.block_tables[0])
     cache.free(first)
-    assert cache.find_prefix(second).tables == [table[:2]]
-    assert cache.num_free_blocks_used_by(cache.find_prefix(second)) == 2
+    assert cache.get_computed_blocks(second).tables == [table[:2]]
+    assert cache.num_free_blocks_used_by(cache.get_computed_blocks(second)) == 2
     run(cache, second)
     assert (cache.num_query_tokens, cache.num_hit_tokens) == (20, 8)
     check_cache(cache.pool, LAYOUT, [first, second])
@@ -58,8 +58,8 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
 def test_another_salt_shares_nothing() -> None:
     cache = make_cache()
     run(cache, make_seq([1] * 10, "a", salt=b"tenant-a"))
-    assert cache.find_prefix(make_seq([1] * 10, "b", salt=b"tenant-b")).num_tokens == 0
-    assert cache.find_prefix(make_seq([1] * 10, "c", salt=b"tenant-a")).num_tokens == 8
+    assert cache.get_computed_blocks(make_seq([1] * 10, "b", salt=b"tenant-b")).num_tokens == 0
+    assert cache.get_computed_blocks(make_seq([1] * 10, "c", salt=b"tenant-a")).num_tokens == 8
 
 
 def test_finds_nothing_when_it_is_switched_off() -> None:
@@ -67,12 +67,12 @@ def test_finds_nothing_when_it_is_switched_off() -> None:
     seq = make_seq([1] * 10)
     run(cache, seq)
     cache.free(seq)
-    assert cache.find_prefix(make_seq([1] * 10)) == (0, [[]], 0)
+    assert cache.get_computed_blocks(make_seq([1] * 10)) == (0, [[]], 0)
     assert cache.pool.by_hash == {}
     assert cache.num_query_tokens == 0
 
 
-def test_publishing_is_spread_over_steps() -> None:
+def test_hashing_is_spread_over_steps() -> None:
     cache = make_cache(num_blocks=400)
     sequences = [make_seq([index, 1, 2, 3, 4], str(index)) for index in range(200)]
     for seq in sequences:
@@ -80,27 +80,27 @@ def test_publishing_is_spread_over_steps() -> None:
         cache.grow(seq, 4)
         seq.num_computed_tokens = 4
         cache.note_full_block(seq)
-    published = []
+    num_cached = []
     while len(cache.pool.by_hash) < 200:
         before = len(cache.pool.by_hash)
-        cache.publish_some(num_tokens=len(sequences))
-        published.append(len(cache.pool.by_hash) - before)
-    assert max(published) == 50, "a step like these fills 200 / 4 blocks on average"
+        cache.cache_queued_blocks(num_tokens=len(sequences))
+        num_cached.append(len(cache.pool.by_hash) - before)
+    assert max(num_cached) == 50, "a step like these fills 200 / 4 blocks on average"
     check_cache(cache.pool, LAYOUT, sequences)
 
 
-def test_what_is_not_published_yet_is_when_the_sequence_lets_go() -> None:
+def test_what_is_not_cached_yet_is_when_the_sequence_lets_go() -> None:
     cache = make_cache(num_blocks=64)
     seq = make_seq(list(range(200)))
     seq.state = SequenceState.RUNNING
     cache.grow(seq, 199)
     seq.num_computed_tokens = 199
     cache.note_full_block(seq)
-    cache.publish_some(num_tokens=1)
+    cache.cache_queued_blocks(num_tokens=1)
     assert len(cache.pool.by_hash) == 32
     cache.free(seq)
     assert len(cache.pool.by_hash) == 49
-    cache.publish_some(num_tokens=1)
+    cache.cache_queued_blocks(num_tokens=1)
     assert len(cache.pool.by_hash) == 49
 
 
@@ -125,7 +125,7 @@ def test_a_hit_needs_of_a_window_only_what_is_still_read() -> None:
     cache.free(first)
     by_group = [set(table), set(cache.pool.by_hash.values()) - set(table)]
     second = make_seq(list(range(20)), "b", num_kv_groups=2)
-    found = cache.find_prefix(second)
+    found = cache.get_computed_blocks(second)
     assert found.num_tokens == 16
     assert found.tables[0] == table[:4]
     assert found.tables[1][:2] == [NO_BLOCK] * 2
@@ -141,6 +141,6 @@ def test_the_longest_prefix_is_one_that_all_groups_have() -> None:
     cache.free(first)
     del cache.pool.by_hash[cache.pool.hashes[last_of_window] or b""]
     cache.pool.hashes[last_of_window] = None
-    found = cache.find_prefix(make_seq(list(range(20)), "b", num_kv_groups=2))
+    found = cache.get_computed_blocks(make_seq(list(range(20)), "b", num_kv_groups=2))
     assert found.num_tokens == 12, "full attention has 16 tokens, the window what follows its first three blocks"
     assert [len(table) for table in found.tables] == [3, 3]

@@ -28,9 +28,9 @@ class CountingCache(CacheManager):
 
     num_lookups = 0
 
-    def find_prefix(self, seq: TokenSequence, most: int | None = None) -> CachedPrefix:
+    def get_computed_blocks(self, seq: TokenSequence, most: int | None = None) -> CachedPrefix:
         self.num_lookups += 1
-        return super().find_prefix(seq, most)
+        return super().get_computed_blocks(seq, most)
 
 
 class ForgetfulPool(BlockPool):

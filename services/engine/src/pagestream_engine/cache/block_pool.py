@@ -1,4 +1,4 @@
-"""The pool of KV blocks: how often they are referenced, which are free, and which are known by their content."""
+"""The pool of KV blocks: how often they are referenced, which are free, and which are found by their hash."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pagestream_engine.errors import InvariantViolation
 
 
 class BlockPool:
-    """Blocks `0 .. num_blocks - 1` with reference counts and a map from content hash to block.
+    """Blocks `0 .. num_blocks - 1` with reference counts and a map from block hash to block.
 
-    A block is free exactly when its count is 0. A free block keeps its content and its hash until it is allocated
-    anew, the least recently freed one first; blocks without a hash go before all others. Everything here is O(1) and
-    allocates nothing but the map's entries.
+    A block is free exactly when its count is 0. A free block keeps what it holds and its hash until it is allocated
+    anew, the least recently freed one first; blocks without a hash go before all others. `allocate`, `touch`, `release`
+    and `cache_full_block` are O(1), and make no objects but the map's entries.
+
+    A block hash here is `BlockHasher`'s with the KV group that the block belongs to (`GroupCache`).
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -23,7 +25,7 @@ class BlockPool:
         self.by_hash: dict[bytes, int] = {}
         self.free_list = FreeList(num_blocks)
         self.num_cached = 0
-        """Free blocks whose content can still be found."""
+        """Free blocks that can still be found by their hash."""
         self._watched: frozenset[bytes] = frozenset()
 
     @property
@@ -32,7 +34,7 @@ class BlockPool:
         return len(self.free_list)
 
     def allocate(self) -> int:
-        """Take the free block that is cheapest to lose, forget its content, and reference it once.
+        """Take the free block that is cheapest to lose, forget its hash, and reference it once.
 
         Raises:
             IndexError: no block is free.
@@ -46,14 +48,14 @@ class BlockPool:
         self.ref_counts[block] = 1
         return block
 
-    def acquire(self, block: int) -> None:
-        """References a block that holds wanted content, free or not."""
+    def touch(self, block: int) -> None:
+        """Reference a block for what it holds, free or not."""
         if self.ref_counts[block] == 0:
             self.free_list.remove(block)
-            content = self.hashes[block]
-            if content is not None:
+            block_hash = self.hashes[block]
+            if block_hash is not None:
                 self.num_cached -= 1
-                self._note_watched(content)
+                self._note_watched(block_hash)
         self.ref_counts[block] += 1
 
     def release(self, block: int) -> None:
@@ -69,34 +71,30 @@ class BlockPool:
                 self.free_list.push_back(block)
                 self.num_cached += 1
 
-    def forget_content(self) -> None:
-        """Forget what the blocks hold, where the memory behind them is gone."""
+    def reset_prefix_cache(self) -> None:
+        """Forget all hashes, where the memory behind the blocks is gone."""
         self.by_hash.clear()
         self.hashes = [None] * self.num_blocks
         self.num_cached = 0
 
-    def lookup(self, content: bytes) -> int | None:
-        """The block that holds this content."""
-        return self.by_hash.get(content)
-
-    def publish(self, block: int, content: bytes) -> None:
-        """Make a referenced full block known by its content, unless another block already is."""
-        if content not in self.by_hash:
-            self.by_hash[content] = block
-            self.hashes[block] = content
-            self._note_watched(content)
+    def cache_full_block(self, block: int, block_hash: bytes) -> None:
+        """Let a referenced full block be found by its hash, unless another block already is."""
+        if block_hash not in self.by_hash:
+            self.by_hash[block_hash] = block
+            self.hashes[block] = block_hash
+            self._note_watched(block_hash)
 
     # -- the watch --
 
     @property
     def is_watching(self) -> bool:
-        """Whether none of the contents given to `watch` was published, or referenced while it was free, since then."""
+        """Whether no block with one of the hashes given to `watch` was cached, or touched while free, since then."""
         return bool(self._watched)
 
-    def watch(self, contents: Iterable[bytes]) -> None:
-        """Watch these contents, instead of those that were watched before, until `is_watching` turns False."""
-        self._watched = frozenset(contents)
+    def watch(self, block_hashes: Iterable[bytes]) -> None:
+        """Watch these hashes, instead of those that were watched before, until `is_watching` turns False."""
+        self._watched = frozenset(block_hashes)
 
-    def _note_watched(self, content: bytes) -> None:
-        if content in self._watched:
+    def _note_watched(self, block_hash: bytes) -> None:
+        if block_hash in self._watched:
             self._watched = frozenset()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pagestream_engine.cache.block_hasher import BlockHasher
 from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.content import BlockHasher
 from pagestream_engine.cache.kv_groups import NO_BLOCK, KVGroup
 from pagestream_engine.request.sequence import TokenSequence
 
@@ -72,14 +72,14 @@ class GroupCache:
         Return whether the last of them is not full.
         """
         first, end = self.group.first_block(num_tokens), self.group.num_blocks_for(num_tokens)
-        self.adopt(child, [NO_BLOCK] * first + self.table(parent)[first:end])
+        self.touch(child, [NO_BLOCK] * first + self.table(parent)[first:end])
         return num_tokens % self.group.block_size > 0
 
-    def adopt(self, seq: TokenSequence, table: list[int]) -> None:
-        """Reference blocks that hold wanted content, as the beginning of an empty table."""
+    def touch(self, seq: TokenSequence, table: list[int]) -> None:
+        """Reference blocks for what they hold, as the beginning of an empty table."""
         for block in table:
             if block != NO_BLOCK:
-                self._pool.acquire(block)
+                self._pool.touch(block)
         self.table(seq).extend(table)
 
     def drop_behind_window(self, seq: TokenSequence) -> None:
@@ -91,18 +91,18 @@ class GroupCache:
             table[place] = NO_BLOCK
             place -= 1
 
-    # -- content --
+    # -- block hashes --
 
-    def publish(self, seq: TokenSequence, num_tokens: int, content: bytes) -> None:
-        """Make the block that ends with the first `num_tokens` tokens known, if there is such a block.
+    def cache_full_block(self, seq: TokenSequence, num_tokens: int, block_hash: bytes) -> None:
+        """Let the block that ends with the first `num_tokens` tokens be found, if there is such a block.
 
         Args:
-            content: the hasher's name of these tokens.
+            block_hash: the hasher's, of these tokens.
         """
         if num_tokens % self.group.block_size == 0:
             block = seq.block_tables[self.index][num_tokens // self.group.block_size - 1]
             if block != NO_BLOCK:
-                self._pool.publish(block, self._key(content))
+                self._pool.cache_full_block(block, self._with_group(block_hash))
 
     def longest_hit(self, seq: TokenSequence, num_tokens: int, alignment: int) -> int:
         """Tokens of the longest prefix that can go on: the pool has all of its blocks that attention still reads.
@@ -124,7 +124,7 @@ class GroupCache:
         """The table of a prefix that `longest_hit` has found."""
         first, end = self.group.first_block(num_tokens), num_tokens // self.group.block_size
         by_hash = self._pool.by_hash
-        return [NO_BLOCK] * first + [by_hash[self._key_at(seq, place)] for place in range(first, end)]
+        return [NO_BLOCK] * first + [by_hash[self._hash_at(seq, place)] for place in range(first, end)]
 
     def most_held(self, seq: TokenSequence, table: list[int], num_tokens: int) -> tuple[int, list[bytes]]:
         """Bound the blocks of a cached prefix that running sequences hold, and that cost another no free block.
@@ -135,8 +135,8 @@ class GroupCache:
             num_tokens: of the longest prefix that is wanted.
 
         Returns:
-            At most so many, and the contents of which none must be published or referenced anew for that. In a window
-            all that fit count, whatever holds them.
+            At most so many, and the block hashes of which none must be cached or touched anew for that. In a window all
+            that fit count, whatever holds them.
         """
         if self.group.spec.window is not None:
             return self.group.num_blocks_for(self.group.spec.window - 1), []
@@ -144,17 +144,17 @@ class GroupCache:
         missing = self._first_missing(seq, len(table), end)
         known = end if missing is None else missing
         by_hash, ref_counts = self._pool.by_hash, self._pool.ref_counts
-        contents = [self._key_at(seq, place) for place in range(min(known + 1, end))]
-        blocks = table + [by_hash[content] for content in contents[len(table) : known]]
-        return sum(1 for block in blocks if ref_counts[block]), contents
+        hashes = [self._hash_at(seq, place) for place in range(min(known + 1, end))]
+        blocks = table + [by_hash[block_hash] for block_hash in hashes[len(table) : known]]
+        return sum(1 for block in blocks if ref_counts[block]), hashes
 
     def _first_missing(self, seq: TokenSequence, first: int, end: int) -> int | None:
         by_hash = self._pool.by_hash
-        return next((place for place in range(first, end) if self._key_at(seq, place) not in by_hash), None)
+        return next((place for place in range(first, end) if self._hash_at(seq, place) not in by_hash), None)
 
-    def _key_at(self, seq: TokenSequence, place: int) -> bytes:
-        return self._key(self._hasher.name(seq, (place + 1) * self.group.block_size))
+    def _hash_at(self, seq: TokenSequence, place: int) -> bytes:
+        return self._with_group(self._hasher.block_hash(seq, (place + 1) * self.group.block_size))
 
-    def _key(self, content: bytes) -> bytes:
-        """The key in the pool: other groups' keys and values of the same tokens are other content."""
-        return content + self._suffix
+    def _with_group(self, block_hash: bytes) -> bytes:
+        """Return the pool's hash of a block of this group: each group has keys and values of its own of the tokens."""
+        return block_hash + self._suffix

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from pagestream_engine.cache.block_hasher import BlockHasher
 from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.content import BlockHasher
 from pagestream_engine.cache.copies import CopyOnWrite
 from pagestream_engine.cache.kv_groups import NO_BLOCK, KVGroup, KVLayout
 from pagestream_engine.errors import InvariantViolation
@@ -29,13 +29,13 @@ def check_cache(
     sequences = list(sequences)
     shared = CopyOnWrite(pool) if copy_on_write is None else copy_on_write
     _check_references(pool, sequences, [copy.source for copy in shared.copies])
-    _check_content_map(pool)
+    _check_hash_map(pool)
     hasher = BlockHasher(layout.block_size)
     for seq in sequences:
         _require(len(seq.block_tables) == len(layout.groups), f"{seq!r} has not one table for each KV group")
         for index, group in enumerate(layout.groups):
             _check_table(seq, seq.block_tables[index], group, layout.block_size, num_drafts)
-            _check_content(pool, seq, seq.block_tables[index], group, hasher)
+            _check_hashes(pool, seq, seq.block_tables[index], group, hasher)
     _check_writers(layout, sequences, shared)
 
 
@@ -57,10 +57,10 @@ def _check_references(pool: BlockPool, sequences: list[TokenSequence], sources: 
         )
 
 
-def _check_content_map(pool: BlockPool) -> None:
-    for content, block in pool.by_hash.items():
-        _require(pool.hashes[block] == content, f"block {block} is found by a hash that it does not carry")
-    known = sum(1 for content in pool.hashes if content is not None)
+def _check_hash_map(pool: BlockPool) -> None:
+    for block_hash, block in pool.by_hash.items():
+        _require(pool.hashes[block] == block_hash, f"block {block} is found by a hash that it does not carry")
+    known = sum(1 for block_hash in pool.hashes if block_hash is not None)
     _require(known == len(pool.by_hash), "a block carries a hash by which it is not found")
     cached = sum(1 for block in pool.free_list if pool.hashes[block] is not None)
     _require(pool.num_cached == cached, f"{pool.num_cached} free blocks are said to be cached, {cached} are")
@@ -90,15 +90,15 @@ def _check_table(seq: TokenSequence, table: list[int], group: KVGroup, finest_bl
     )
 
 
-def _check_content(pool: BlockPool, seq: TokenSequence, table: list[int], group: KVGroup, hasher: BlockHasher) -> None:
-    published = seq.num_published_blocks * hasher.block_size
-    _require(published <= seq.num_computed_tokens, f"{seq!r} published a block too early")
-    content = hasher.root(seq.cache_salt)
-    for end in range(hasher.block_size, published + 1, hasher.block_size):
-        content = hasher.child(content, seq.token_ids[end - hasher.block_size : end])
+def _check_hashes(pool: BlockPool, seq: TokenSequence, table: list[int], group: KVGroup, hasher: BlockHasher) -> None:
+    end_of_cached = seq.num_cached_blocks * hasher.block_size
+    _require(end_of_cached <= seq.num_computed_tokens, f"{seq!r} cached a block too early")
+    block_hash = hasher.root(seq.cache_salt)
+    for end in range(hasher.block_size, end_of_cached + 1, hasher.block_size):
+        block_hash = hasher.hash_block_tokens(block_hash, seq.token_ids[end - hasher.block_size : end])
         if end % group.block_size == 0 and table[end // group.block_size - 1] != NO_BLOCK:
             known = pool.hashes[table[end // group.block_size - 1]]
-            _require(known is None or known.startswith(content), f"{seq!r} shares a block of other content")
+            _require(known is None or known.startswith(block_hash), f"{seq!r} shares a block of other tokens")
 
 
 def _check_writers(layout: KVLayout, sequences: list[TokenSequence], shared: CopyOnWrite) -> None:

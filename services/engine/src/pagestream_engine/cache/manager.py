@@ -1,4 +1,4 @@
-"""What sequences ask of the pool, over all KV groups: find a prefix, grow, release blocks, publish full ones."""
+"""What sequences ask of the pool, over all KV groups: find a prefix, take blocks, release them, cache full ones."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from pagestream_engine.cache.block_hasher import BlockHasher
 from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.content import BlockHasher
 from pagestream_engine.cache.copies import CopyOnWrite
 from pagestream_engine.cache.group_cache import GroupCache
 from pagestream_engine.cache.kv_groups import NO_BLOCK, KVLayout
 from pagestream_engine.request.sequence import TokenSequence
 
-_PUBLISH_AT_LEAST = 32
+_HASH_AT_LEAST = 32
 """Blocks that are hashed in a step however few wait: about 50 microseconds."""
 
 
@@ -29,11 +29,15 @@ class CachedPrefix(NamedTuple):
 
 
 class CacheManager:
-    """Block tables of all KV groups over one pool.
+    """Block tables of all KV groups over one pool, and the prefix cache.
 
-    A full block is published (hashed, and found by others from then on) after its keys and values are computed.
-    Publishing waits in a queue of which each step takes a share, so that many sequences that fill a block in the same
-    step make no spike; what a sequence still has in the queue is published when it releases its blocks.
+    Only full blocks are cached (found by others from then on), after their keys and values are computed.
+    A cached prefix never has a sequence's last token, whose logits are needed.
+    A block's hash is chained: it stands for all tokens up to the block's end, and the salt (`BlockHasher`).
+    All KV groups have the prefix: it ends where the last of them agrees.
+
+    Full blocks wait to be hashed in a queue of which each step takes a share, so that many sequences that fill a block
+    in the same step make no spike; what a sequence still has in the queue is cached when it releases its blocks.
     """
 
     def __init__(self, pool: BlockPool, layout: KVLayout, *, enable_prefix_caching: bool) -> None:
@@ -51,7 +55,7 @@ class CacheManager:
         self._with_window = [cache for cache in self.groups if cache.group.spec.window is not None]
         self._lookup_order = sorted(self.groups, key=lambda cache: cache.group.spec.window is not None)
         self._alignment = max(group.block_size for group in layout.groups)
-        self._unpublished: deque[TokenSequence] = deque()
+        self._uncached: deque[TokenSequence] = deque()
 
     # -- how much it takes --
 
@@ -88,14 +92,14 @@ class CacheManager:
         return sum(cache.num_own_blocks(num_shared_tokens, num_tokens, chunk) for cache in self.groups)
 
     def num_free_blocks_used_by(self, prefix: CachedPrefix) -> int:
-        """How many blocks of a prefix are free now, and would no longer be once they are adopted."""
+        """How many blocks of a prefix are free now, and would no longer be once they are touched."""
         ref_counts = self.pool.ref_counts
         return sum(1 for table in prefix.tables for block in table if block != NO_BLOCK and ref_counts[block] == 0)
 
     # -- prefix --
 
-    def find_prefix(self, seq: TokenSequence, most: int | None = None) -> CachedPrefix:
-        """The longest prefix that every group has; the last token is never part of it, as it needs logits.
+    def get_computed_blocks(self, seq: TokenSequence, most: int | None = None) -> CachedPrefix:
+        """Return the longest cached prefix of a sequence.
 
         Args:
             most: tokens of the longest prefix that is wanted.
@@ -106,18 +110,18 @@ class CacheManager:
         num_tokens = self._common_hit(seq, most_tokens)
         return CachedPrefix(num_tokens, [cache.cached_table(seq, num_tokens) for cache in self.groups], most_tokens)
 
-    def next_content(self, seq: TokenSequence, num_tokens: int) -> bytes | None:
-        """The name of the content that would continue a cached prefix of so many tokens; None where none can."""
+    def next_block_hash(self, seq: TokenSequence, num_tokens: int) -> bytes | None:
+        """Return the hash of the block that would continue a cached prefix of so many tokens; None where none can."""
         end = (num_tokens // self._alignment + 1) * self._alignment
         if not self.enable_prefix_caching or end > len(seq.token_ids) - 1:
             return None
-        return self._hasher.name(seq, end)
+        return self._hasher.block_hash(seq, end)
 
-    def adopt_prefix(self, seq: TokenSequence, prefix: CachedPrefix) -> None:
-        """Reference what `find_prefix` found as the beginning of empty tables."""
+    def touch_prefix(self, seq: TokenSequence, prefix: CachedPrefix) -> None:
+        """Reference what `get_computed_blocks` found as the beginning of empty tables."""
         for cache, table in zip(self.groups, prefix.tables, strict=True):
-            cache.adopt(seq, table)
-        seq.num_published_blocks = prefix.num_tokens // self.block_size
+            cache.touch(seq, table)
+        seq.num_cached_blocks = prefix.num_tokens // self.block_size
         seq.num_computed_tokens = prefix.num_tokens
         if self.enable_prefix_caching:
             self.num_query_tokens += len(seq.token_ids)
@@ -158,20 +162,20 @@ class CacheManager:
                 self.copy_on_write.add(child, cache.index)
         num_full = num_tokens // self.block_size
         child.block_hashes.extend(parent.block_hashes[len(child.block_hashes) : num_full])
-        child.num_published_blocks = min(parent.num_published_blocks, num_full)
+        child.num_cached_blocks = min(parent.num_cached_blocks, num_full)
         child.num_computed_tokens = num_tokens
 
     def free(self, seq: TokenSequence) -> None:
-        """Publish what is full, and drop all blocks: the end of the prefix is lost before its beginning."""
+        """Cache what is full, and release all blocks: the end of the prefix is evicted before its beginning."""
         if self.copy_on_write:
             self.copy_on_write.forget(seq)
         if seq.num_computed_tokens:
-            self._publish(seq, self._num_full_blocks(seq))
+            self._cache_full_blocks(seq, self._num_full_blocks(seq))
         for block in self._from_end_to_beginning(seq):
             self.pool.release(block)
         for table in seq.block_tables:
             table.clear()
-        seq.num_published_blocks = 0
+        seq.num_cached_blocks = 0
         seq.num_computed_tokens = 0
         seq.num_in_flight_tokens = 0
 
@@ -193,37 +197,37 @@ class CacheManager:
     def note_full_block(self, seq: TokenSequence) -> None:
         """Queue a sequence that has filled at least one more block, and release what its windows have left behind."""
         if self.enable_prefix_caching:
-            self._unpublished.append(seq)
+            self._uncached.append(seq)
         for cache in self._with_window:
             first_read = cache.group.first_block(seq.num_computed_tokens) * cache.group.block_size
-            self._publish(seq, first_read // self.block_size)
+            self._cache_full_blocks(seq, first_read // self.block_size)
             cache.drop_behind_window(seq)
 
-    def publish_some(self, num_tokens: int) -> None:
-        """Publish the share of a step that computed `num_tokens`: what a step like it fills on average, a quarter of
-        the queue, or `_PUBLISH_AT_LEAST` blocks, whichever is most."""
-        queue = self._unpublished
-        left = max(_PUBLISH_AT_LEAST, len(queue) // 4, num_tokens // self.block_size)
+    def cache_queued_blocks(self, num_tokens: int) -> None:
+        """Cache the share of a step that computed `num_tokens`: what a step like it fills on average, a quarter of the
+        queue, or `_HASH_AT_LEAST` blocks, whichever is most."""
+        queue = self._uncached
+        left = max(_HASH_AT_LEAST, len(queue) // 4, num_tokens // self.block_size)
         while queue and left > 0:
             seq = queue[0]
-            published = seq.num_published_blocks
+            cached = seq.num_cached_blocks
             full = self._num_full_blocks(seq)
-            self._publish(seq, min(full, published + left))
-            left -= max(1, seq.num_published_blocks - published)
-            if seq.num_published_blocks >= full:
+            self._cache_full_blocks(seq, min(full, cached + left))
+            left -= max(1, seq.num_cached_blocks - cached)
+            if seq.num_cached_blocks >= full:
                 queue.popleft()
 
     def _num_full_blocks(self, seq: TokenSequence) -> int:
         """Of the finest group."""
         return seq.num_computed_tokens // self.block_size
 
-    def _publish(self, seq: TokenSequence, until: int) -> None:
-        """Publish in all groups what ends with one of the first `until` blocks of the finest."""
+    def _cache_full_blocks(self, seq: TokenSequence, until: int) -> None:
+        """Cache in all groups what ends with one of the first `until` blocks of the finest."""
         if not self.enable_prefix_caching:
             return
-        for index in range(seq.num_published_blocks, until):
+        for index in range(seq.num_cached_blocks, until):
             num_tokens = (index + 1) * self.block_size
-            content = self._hasher.name(seq, num_tokens)
+            block_hash = self._hasher.block_hash(seq, num_tokens)
             for cache in self.groups:
-                cache.publish(seq, num_tokens, content)
-            seq.num_published_blocks = index + 1
+                cache.cache_full_block(seq, num_tokens, block_hash)
+            seq.num_cached_blocks = index + 1

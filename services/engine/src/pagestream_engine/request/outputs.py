@@ -95,9 +95,9 @@ class EngineStats:
     num_waiting: int
     num_blocks: int
     num_free_blocks: int
-    """Blocks that no sequence references; some still hold cached content."""
+    """Blocks that no sequence references; some can still be found by the prefix cache."""
     num_cached_blocks: int
-    """Free blocks whose content can still be found."""
+    """Free blocks that the prefix cache can still find."""
     num_claimable_blocks: int
     """Free blocks beyond what preempted sequences need again, and what admission keeps for the growth of others."""
     kv_utilization: float

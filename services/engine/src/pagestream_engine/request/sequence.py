@@ -50,12 +50,12 @@ class TokenSequence:
         "end_token_ids",
         "group",
         "max_total_tokens",
+        "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_in_flight_tokens",
         "num_placeholders",
         "num_prompt_tokens",
-        "num_published_blocks",
         "params",
         "priority",
         "row",
@@ -115,7 +115,7 @@ class TokenSequence:
         """One for each KV group; empty unless it runs."""
         self.block_hashes: list[bytes] = []
         """Chained hashes of its first full blocks, as far as they were needed."""
-        self.num_published_blocks = 0
+        self.num_cached_blocks = 0
         """Leading blocks of the finest table that the prefix cache knows (or has another block for), in all groups."""
         self.group = SequenceGroup((self,))
         """With its siblings."""

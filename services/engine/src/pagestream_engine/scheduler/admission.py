@@ -62,7 +62,7 @@ class Admission:
         prefill, cache = self._prefill, self._cache
         promised = self._num_promised_blocks()
         computing = [*prefill.sequences, *self._decode.with_chunk_in_flight()]
-        coming = {cache.next_content(seq, seq.num_published_blocks * cache.block_size) for seq in computing}
+        coming = {cache.next_block_hash(seq, seq.num_cached_blocks * cache.block_size) for seq in computing}
         while budget > 0 and self._num_running < self._max_num_seqs:
             group = self._waiting.peek()
             if group is None:
@@ -70,8 +70,8 @@ class Admission:
             if self._num_running and not self._has_room(group, promised + self._least_wanted_blocks(group)):
                 return
             leader = group.choose_leader()
-            prefix = prefill.find_prefix(group, leader)
-            missing = cache.next_content(leader, prefix.num_tokens)
+            prefix = prefill.get_computed_blocks(group, leader)
+            missing = cache.next_block_hash(leader, prefix.num_tokens)
             if missing is not None and missing in coming:
                 return
             wanted = promised + self.num_wanted_blocks(group, leader, prefix)
@@ -120,7 +120,7 @@ class Admission:
         return own + sum(self._cache.num_promised_blocks(seq, self._max_chunk) for seq in self._prefill.sequences)
 
     def num_wanted_blocks(self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix) -> int:
-        """Free blocks that all the present tokens of a group take, the cached prefix of its leader adopted."""
+        """Free blocks that all the present tokens of a group take, the cached prefix of its leader touched."""
         cache = self._cache
         wanted = cache.num_promised_blocks(leader, self._max_chunk, prefix) + cache.num_free_blocks_used_by(prefix)
         return wanted + self._num_follower_blocks(group, leader)

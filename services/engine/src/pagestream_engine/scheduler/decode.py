@@ -36,7 +36,7 @@ class DecodeSet:
         ]
 
     def with_chunk_in_flight(self) -> list[TokenSequence]:
-        """Those whose last chunk a step in flight computes: its blocks are not published yet."""
+        """Those whose last chunk a step in flight computes: its blocks are not cached yet."""
         return [entry.seq for entry in self.entries if entry.seq.num_in_flight_tokens > 1]
 
     def with_drafts(self, entries: list[ScheduledSequence], num_drafts: int, budget: int) -> list[ScheduledSequence]:

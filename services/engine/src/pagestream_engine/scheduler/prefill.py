@@ -31,9 +31,9 @@ class PrefillSet:
         for group in self._groups_with_followers:
             yield from group.followers
 
-    def find_prefix(self, group: SequenceGroup, leader: TokenSequence) -> CachedPrefix:
+    def get_computed_blocks(self, group: SequenceGroup, leader: TokenSequence) -> CachedPrefix:
         """The cached prefix that a group can start from: of a leader no more than what its followers will share."""
-        return self._cache.find_prefix(leader, leader.num_prompt_tokens if len(group.members) > 1 else None)
+        return self._cache.get_computed_blocks(leader, leader.num_prompt_tokens if len(group.members) > 1 else None)
 
     def start(self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix) -> None:
         """Start a group: its leader from its cached prefix, the others when the leader has computed the prompt."""
@@ -55,9 +55,9 @@ class PrefillSet:
         self._groups_with_followers.remove(leader.group)
         ready = []
         for seq in followers:
-            prefix = self._cache.find_prefix(seq) if seq.num_output_tokens else None
+            prefix = self._cache.get_computed_blocks(seq) if seq.num_output_tokens else None
             if prefix is not None and prefix.num_tokens > seq.num_prompt_tokens:
-                self._cache.adopt_prefix(seq, prefix)  # Of its own output, from before it was preempted.
+                self._cache.touch_prefix(seq, prefix)  # Of its own output, from before it was preempted.
             else:
                 self._cache.fork(leader, seq, seq.num_prompt_tokens)
             if seq.num_unsent_tokens > 1:
@@ -75,10 +75,10 @@ class PrefillSet:
             leader = group.choose_leader()
             group.followers.remove(leader)
             leader.row = NO_ROW  # It may have one, to sample from the leader's logits: now it computes itself.
-            self._start_one(leader, self.find_prefix(group, leader))
+            self._start_one(leader, self.get_computed_blocks(group, leader))
 
     def _start_one(self, seq: TokenSequence, prefix: CachedPrefix) -> None:
-        self._cache.adopt_prefix(seq, prefix)
+        self._cache.touch_prefix(seq, prefix)
         self.sequences.append(seq)
 
     def next_chunk(self, seq: TokenSequence, budget: int) -> ScheduledSequence | None:

@@ -55,7 +55,7 @@ class StepsInFlight:
             self._advance_by_one(step.decodes, samples)
         else:
             self._advance_decodes(step.decodes, samples)
-        self._cache.publish_some(step.num_tokens)
+        self._cache.cache_queued_blocks(step.num_tokens)
 
     def _advance_by_one(self, decodes: Sequence[ScheduledSequence], samples: Iterator[Sequence[int]]) -> None:
         block_size = self._cache.block_size

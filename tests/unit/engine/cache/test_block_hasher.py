@@ -1,6 +1,6 @@
 from hashlib import sha256
 
-from pagestream_engine.cache.content import BlockHasher
+from pagestream_engine.cache.block_hasher import BlockHasher
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import TokenSequence
 
@@ -12,16 +12,18 @@ def make_seq(num_tokens: int, salt: bytes = b"") -> TokenSequence:
 
 def test_a_hash_names_the_whole_prefix() -> None:
     hasher = BlockHasher(2)
-    first = hasher.child(hasher.root(), [1, 2])
-    assert hasher.child(first, [3, 4]) != hasher.child(hasher.child(hasher.root(), [2, 1]), [3, 4])
-    assert hasher.child(first, [3, 4]) != hasher.child(hasher.root(), [3, 4])
+    first = hasher.hash_block_tokens(hasher.root(), [1, 2])
+    assert hasher.hash_block_tokens(first, [3, 4]) != hasher.hash_block_tokens(
+        hasher.hash_block_tokens(hasher.root(), [2, 1]), [3, 4]
+    )
+    assert hasher.hash_block_tokens(first, [3, 4]) != hasher.hash_block_tokens(hasher.root(), [3, 4])
 
 
 def test_a_hash_is_the_same_on_every_machine() -> None:
     hasher = BlockHasher(2)
     root = sha256(b"pagestream/prefix/1").digest()
     expected = sha256(root + (70000).to_bytes(4, "little") + (1).to_bytes(4, "little")).digest()
-    assert hasher.child(hasher.root(), [70000, 1]) == expected
+    assert hasher.hash_block_tokens(hasher.root(), [70000, 1]) == expected
 
 
 def test_an_extra_key_shares_nothing() -> None:
@@ -31,8 +33,8 @@ def test_an_extra_key_shares_nothing() -> None:
 
 def test_a_sequences_prefix_has_one_name_whatever_the_size_of_the_block_that_ends_it() -> None:
     hasher, seq = BlockHasher(2), make_seq(9)
-    first = hasher.child(hasher.root(b"tenant"), [0, 1])
-    assert hasher.name(make_seq(9, b"tenant"), 2) == first
-    assert hasher.name(make_seq(9, b"tenant"), 4) == hasher.child(first, [2, 3])
-    assert hasher.name(seq, 8) == hasher.name(make_seq(8), 8) == seq.block_hashes[3]
-    assert hasher.name(seq, 2) == seq.block_hashes[0]
+    first = hasher.hash_block_tokens(hasher.root(b"tenant"), [0, 1])
+    assert hasher.block_hash(make_seq(9, b"tenant"), 2) == first
+    assert hasher.block_hash(make_seq(9, b"tenant"), 4) == hasher.hash_block_tokens(first, [2, 3])
+    assert hasher.block_hash(seq, 8) == hasher.block_hash(make_seq(8), 8) == seq.block_hashes[3]
+    assert hasher.block_hash(seq, 2) == seq.block_hashes[0]
