@@ -32,7 +32,7 @@ def run(cache: CacheManager, seq: TokenSequence, num_tokens: int | None = None) 
     num_tokens = len(seq.token_ids) - 1 if num_tokens is None else num_tokens
     cache.touch_prefix(seq, cache.get_computed_blocks(seq))
     seq.state = SequenceState.RUNNING
-    cache.grow(seq, num_tokens)
+    cache.allocate_slots(seq, num_tokens)
     seq.num_computed_tokens = num_tokens
     cache.note_full_block(seq)
     cache.cache_queued_blocks(num_tokens)

@@ -22,7 +22,7 @@ def cache() -> CacheManager:
 def seq(cache: CacheManager) -> TokenSequence:
     seq = TokenSequence("a", [1, 2, 3], SamplingParams(), seed=0, arrival=0, max_total_tokens=9)
     seq.state = SequenceState.RUNNING
-    cache.grow(seq, 3)
+    cache.allocate_slots(seq, 3)
     seq.num_computed_tokens = 2
     cache.note_full_block(seq)
     cache.cache_queued_blocks(2)
@@ -61,7 +61,7 @@ def test_other_tokens_under_a_cached_block(cache: CacheManager, seq: TokenSequen
 
 
 def test_blocks_ahead_of_the_tokens(cache: CacheManager, seq: TokenSequence) -> None:
-    cache.grow(seq, 5)
+    cache.allocate_slots(seq, 5)
     broken(cache, seq, "more than one partly filled block")
 
 

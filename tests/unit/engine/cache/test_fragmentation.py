@@ -33,7 +33,7 @@ def test_blocks_that_are_held_for_a_chunk_that_became_smaller_are_counted_each()
     cache = make_cache()
     parent, child = make_seq([1] * 16, "a"), make_seq([1] * 8, "b")
     child.state = SequenceState.RUNNING
-    cache.grow(parent, 16)
+    cache.allocate_slots(parent, 16)
     parent.num_computed_tokens = 5
     cache.fork(parent, child, 5)
     assert fragmentation(cache, [parent, child]) == 11 / 16, "the child's second block is the parent's"

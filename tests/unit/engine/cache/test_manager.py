@@ -8,7 +8,7 @@ from support.engines.cached_sequences import BLOCK_SIZE, LAYOUT, make_cache, mak
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
 def test_holds_no_more_than_one_partly_filled_block(num_tokens: int, num_blocks: int) -> None:
     cache, seq = make_cache(), make_seq(list(range(20)))
-    cache.grow(seq, num_tokens)
+    cache.allocate_slots(seq, num_tokens)
     assert len(seq.block_tables[0]) == num_blocks
 
 
@@ -77,7 +77,7 @@ def test_hashing_is_spread_over_steps() -> None:
     sequences = [make_seq([index, 1, 2, 3, 4], str(index)) for index in range(200)]
     for seq in sequences:
         seq.state = SequenceState.RUNNING
-        cache.grow(seq, 4)
+        cache.allocate_slots(seq, 4)
         seq.num_computed_tokens = 4
         cache.note_full_block(seq)
     num_cached = []
@@ -93,7 +93,7 @@ def test_what_is_not_cached_yet_is_when_the_sequence_lets_go() -> None:
     cache = make_cache(num_blocks=64)
     seq = make_seq(list(range(200)))
     seq.state = SequenceState.RUNNING
-    cache.grow(seq, 199)
+    cache.allocate_slots(seq, 199)
     seq.num_computed_tokens = 199
     cache.note_full_block(seq)
     cache.cache_queued_blocks(num_tokens=1)

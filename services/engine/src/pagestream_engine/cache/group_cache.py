@@ -52,13 +52,13 @@ class GroupCache:
 
     # -- tables --
 
-    def grow(self, seq: TokenSequence, num_tokens: int) -> None:
+    def allocate_slots(self, seq: TokenSequence, num_tokens: int) -> None:
         """Extend the table to cover the first `num_tokens`."""
         table = seq.block_tables[self.index]
         for _ in range(self.group.num_blocks_for(num_tokens) - len(table)):
             table.append(self._pool.allocate())
 
-    def grow_by_one(self, sequences: list[TokenSequence]) -> None:
+    def allocate_next_slots(self, sequences: list[TokenSequence]) -> None:
         """Extend the tables to cover one more token of each."""
         index, size, allocate = self.index, self.group.block_size, self._pool.allocate
         for seq in sequences:

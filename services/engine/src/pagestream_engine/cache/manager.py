@@ -63,11 +63,11 @@ class CacheManager:
         """Blocks that the tables lack to cover the first `num_tokens`."""
         return sum([cache.num_missing_blocks(seq, num_tokens) for cache in self.groups])
 
-    def num_next_blocks(self, at_border: list[TokenSequence]) -> int:
-        """Blocks that `grow_by_one` takes."""
+    def num_next_blocks(self, sequences: list[TokenSequence]) -> int:
+        """Blocks that `allocate_next_slots` takes for sequences that need a block (see `DecodeSet.needing_block`)."""
         if len(self.groups) == 1:
-            return len(at_border)
-        return sum([self.num_missing_blocks(seq, seq.num_sent_tokens + 1) for seq in at_border])
+            return len(sequences)
+        return sum([self.num_missing_blocks(seq, seq.num_sent_tokens + 1) for seq in sequences])
 
     def num_fitting_tokens(self, seq: TokenSequence, most: int) -> int:
         """How many of a sequence's next tokens the free blocks can cover, up to `most`."""
@@ -142,15 +142,15 @@ class CacheManager:
 
     # -- tables --
 
-    def grow(self, seq: TokenSequence, num_tokens: int) -> None:
+    def allocate_slots(self, seq: TokenSequence, num_tokens: int) -> None:
         """Extend the tables to cover the first `num_tokens`; the caller has seen to it that blocks are free."""
         for cache in self.groups:
-            cache.grow(seq, num_tokens)
+            cache.allocate_slots(seq, num_tokens)
 
-    def grow_by_one(self, at_border: list[TokenSequence]) -> None:
+    def allocate_next_slots(self, sequences: list[TokenSequence]) -> None:
         """Extend the tables to cover one more token of each; the caller has seen to it that blocks are free."""
         for cache in self.groups:
-            cache.grow_by_one(at_border)
+            cache.allocate_next_slots(sequences)
 
     def fork(self, parent: TokenSequence, child: TokenSequence, num_tokens: int) -> None:
         """Let a sequence without blocks share those of its first tokens, which `parent` has too, and has computed.

@@ -26,8 +26,8 @@ class DecodeSet:
         running = SequenceState.RUNNING
         self.entries = [entry for entry in self.entries if entry.seq.state is running]
 
-    def going_on(self) -> list[ScheduledSequence]:
-        """Those that have another token to compute: not the ones whose last token a step in flight samples."""
+    def with_next_token(self) -> list[ScheduledSequence]:
+        """Return those that have another token to compute: not the ones whose last token a step in flight samples."""
         # `len(seq)` is inlined: it runs for every decode in every step.
         return [
             entry
@@ -52,13 +52,13 @@ class DecodeSet:
             seq = entry.seq
             most = min(num_drafts, budget, seq.max_total_tokens - len(seq) - 1)
             count = self._cache.num_fitting_tokens(seq, 1 + most)
-            self._cache.grow(seq, seq.num_sent_tokens + count)
+            self._cache.allocate_slots(seq, seq.num_sent_tokens + count)
             budget -= count - 1
             drafted.append(ScheduledSequence(seq, count, needs_sample=True))
         return drafted
 
-    def at_border(self, entries: list[ScheduledSequence]) -> list[TokenSequence]:
-        """Those of `entries` that need a new block for their next token."""
+    def needing_block(self, entries: list[ScheduledSequence]) -> list[TokenSequence]:
+        """Return those of `entries` that need a new block for their next token."""
         block_size, group = self._cache.block_size, self._cache.finest_group
         # `num_sent_tokens` is inlined for the same reason.
         return [

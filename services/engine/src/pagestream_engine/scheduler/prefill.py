@@ -87,7 +87,7 @@ class PrefillSet:
         if num_tokens == 0:
             return None
         end = seq.num_sent_tokens + num_tokens
-        self._cache.grow(seq, end)
+        self._cache.allocate_slots(seq, end)
         needs_sample = end == len(seq.token_ids)
         siblings = [other for other in seq.group.followers if not other.num_output_tokens] if needs_sample else ()
         return ScheduledSequence(seq, num_tokens, needs_sample, siblings)

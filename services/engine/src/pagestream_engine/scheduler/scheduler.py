@@ -97,15 +97,15 @@ class Scheduler:
         It is empty where nothing can run, or not before a step in flight has ended.
         """
         step = ScheduledStep()
-        decodes = self._decode.going_on()
-        growing = self._decode.at_border(decodes)
-        preempts = self._lacks_blocks(growing)
+        decodes = self._decode.with_next_token()
+        needing_block = self._decode.needing_block(decodes)
+        preempts = self._lacks_blocks(needing_block)
         if preempts and self._in_flight.num_steps:
             return step  # The step in flight is waited for: it may end sequences, or free blocks behind windows.
         if preempts:
-            growing = self._preempt_until_fits(growing)
-            decodes = self._decode.going_on()
-        self._cover(growing)
+            needing_block = self._preempt_until_fits(needing_block)
+            decodes = self._decode.with_next_token()
+        self._allocate_next_slots(needing_block)
         step.decodes = decodes
         budget = self._config.max_num_batched_tokens - len(step.decodes)
         if self._num_speculative_tokens:
@@ -162,22 +162,22 @@ class Scheduler:
 
     # -- inside --
 
-    def _lacks_blocks(self, growing: list[TokenSequence]) -> bool:
-        """Whether too few blocks are free for the next tokens of `growing`, and to part what was forked."""
-        wanted = self._cache.num_next_blocks(growing) + self._cache.copy_on_write.num_blocks_wanted()
+    def _lacks_blocks(self, needing_block: list[TokenSequence]) -> bool:
+        """Whether too few blocks are free for the next tokens of `needing_block`, and to part what was forked."""
+        wanted = self._cache.num_next_blocks(needing_block) + self._cache.copy_on_write.num_blocks_wanted()
         return wanted > self._cache.pool.num_free
 
-    def _preempt_until_fits(self, growing: list[TokenSequence]) -> list[TokenSequence]:
-        """Preempt the highest victim rank until enough blocks are free. Return those of `growing` that still run."""
+    def _preempt_until_fits(self, needing_block: list[TokenSequence]) -> list[TokenSequence]:
+        """Preempt the highest victim rank until enough blocks are free. Return the sequences that still run."""
         by_rank = self._groups_by_victim_rank()
-        while self._lacks_blocks(growing):
+        while self._lacks_blocks(needing_block):
             self._preempt_last(by_rank)
-            growing = [seq for seq in growing if seq.state is SequenceState.RUNNING]
-        return growing
+            needing_block = [seq for seq in needing_block if seq.state is SequenceState.RUNNING]
+        return needing_block
 
-    def _cover(self, growing: list[TokenSequence]) -> None:
-        """Take blocks for the next tokens of `growing`, and part what was forked."""
-        self._cache.grow_by_one(growing)
+    def _allocate_next_slots(self, needing_block: list[TokenSequence]) -> None:
+        """Take blocks for the next tokens of `needing_block`, and part what was forked."""
+        self._cache.allocate_next_slots(needing_block)
         if self._cache.copy_on_write:
             self._cache.copy_on_write.assign_own_blocks()
 
