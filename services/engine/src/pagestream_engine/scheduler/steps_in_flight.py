@@ -50,46 +50,31 @@ class StepsInFlight:
         self.num_steps -= 1
         samples = iter(tokens)
         for chunk in step.prefills:
-            self._advance_chunk(chunk, samples)
-        if not step.has_drafts and sum(map(len, tokens)) == len(tokens):
-            self._advance_by_one(step.decodes, samples)
-        else:
-            self._advance_decodes(step.decodes, samples)
+            self._update_chunk(chunk, samples)
+        self._update_decodes(step.decodes, samples)
         self._cache.cache_queued_blocks(step.num_tokens)
 
-    def _advance_by_one(self, decodes: Sequence[ScheduledSequence], samples: Iterator[Sequence[int]]) -> None:
-        block_size = self._cache.block_size
-        note_full_block = self._cache.note_full_block
+    def _update_decodes(self, decodes: Sequence[ScheduledSequence], samples: Iterator[Sequence[int]]) -> None:
+        """Append each decode's tokens. It has computed one for each: its last one, then the drafts that hold."""
+        block_size, note_full_block = self._cache.block_size, self._cache.note_full_block
         running = SequenceState.RUNNING
-        for entry, (token_id,) in zip(decodes, samples, strict=True):
+        for entry, token_ids in zip(decodes, samples, strict=True):
             seq = entry.seq
             if seq.state is not running:
                 continue
-            seq.token_ids.append(token_id)
-            seq.num_placeholders -= 1
-            seq.num_in_flight_tokens -= 1
-            computed = seq.num_computed_tokens = seq.num_computed_tokens + 1
-            if computed % block_size == 0:
+            num_sent = entry.num_scheduled_tokens
+            before = seq.num_computed_tokens
+            computed = before + len(token_ids)
+            seq.token_ids += token_ids
+            seq.num_placeholders -= num_sent
+            seq.num_in_flight_tokens -= num_sent
+            seq.num_computed_tokens = computed
+            if computed // block_size > before // block_size:
                 note_full_block(seq)
 
-    def _advance_decodes(self, decodes: Sequence[ScheduledSequence], samples: Iterator[Sequence[int]]) -> None:
-        """Take as computed what the drafts that hold have computed: one token for each that was sampled."""
-        block_size = self._cache.block_size
-        for entry, token_ids in zip(decodes, samples, strict=True):
-            seq = entry.seq
-            if seq.state is not SequenceState.RUNNING:
-                continue
-            seq.token_ids += token_ids
-            seq.num_placeholders -= entry.num_scheduled_tokens
-            seq.num_in_flight_tokens -= entry.num_scheduled_tokens
-            before = seq.num_computed_tokens // block_size
-            seq.num_computed_tokens += len(token_ids)
-            if seq.num_computed_tokens // block_size > before:
-                self._cache.note_full_block(seq)
-
-    def _advance_chunk(self, chunk: ScheduledSequence, samples: Iterator[Sequence[int]]) -> None:
+    def _update_chunk(self, chunk: ScheduledSequence, samples: Iterator[Sequence[int]]) -> None:
         running = SequenceState.RUNNING
-        ready = self._note_chunk(chunk) if chunk.seq.state is running else ()
+        ready = self._count_chunk(chunk) if chunk.seq.state is running else ()
         if chunk.needs_sample:
             for seq in (chunk.seq, *chunk.siblings):
                 token_ids = next(samples)
@@ -99,8 +84,8 @@ class StepsInFlight:
         for follower in ready:
             self._decode.add(follower)
 
-    def _note_chunk(self, chunk: ScheduledSequence) -> Iterable[TokenSequence]:
-        """Note a chunk that was computed. Return the followers that can decode now."""
+    def _count_chunk(self, chunk: ScheduledSequence) -> Iterable[TokenSequence]:
+        """Count a chunk as computed. Return the followers that can decode now."""
         seq = chunk.seq
         before = seq.num_computed_tokens // self._cache.block_size
         seq.num_computed_tokens += chunk.num_scheduled_tokens
