@@ -1,4 +1,14 @@
-"""Admission: which waiting groups start, and the blocks that must be free for that."""
+"""Admission: which waiting groups start, and the blocks that must be free for that.
+
+Blocks are counted in these words, here and in `cache/`:
+
+* missing: what tables lack to cover some first tokens;
+* promised: what a sequence, once admitted, has yet to take until its present tokens are computed, chunk by chunk;
+* own: what a follower takes beside the blocks that it shares with its leader;
+* wanted: free blocks that a waiting group takes for its present tokens. They are the promised ones of its leader, those
+  of its cached prefix that are free now, and the own ones of its followers;
+* reserved: what is kept free for the tokens that running sequences will generate.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +36,7 @@ class Shortage(NamedTuple):
     lengths: list[int]
     """Tokens of its members then: some may have been aborted since, or have run and been preempted."""
     num_blocks: int
-    """Free blocks that it takes at least while the pool's watch lasts."""
+    """Free blocks that it wants at least while the pool's watch lasts."""
 
     def is_of(self, group: SequenceGroup) -> bool:
         """Whether it was this group, as it is now."""
@@ -34,8 +44,11 @@ class Shortage(NamedTuple):
 
 
 class Admission:
-    """Starts waiting groups in order, until one does not fit: nothing is admitted that could not be computed to its
-    end, with some room left for the others to grow."""
+    """Starts waiting groups in order, until one does not fit.
+
+    A group fits where the blocks that it wants, those promised to others and the reserved ones are free. What it will
+    generate counts only by the reserve: for want of blocks for that it may be preempted later.
+    """
 
     def __init__(
         self,
@@ -55,24 +68,17 @@ class Admission:
         self._shortage: Shortage | None = None
 
     def admit(self, chunks: list[ScheduledSequence], budget: int) -> None:
-        """Admit groups, and append their first chunks, of at most `budget` tokens in all.
-
-        A group whose next block another is computing waits for it: they share it a step later.
-        """
-        prefill, cache = self._prefill, self._cache
+        """Admit groups, and append their first chunks to `chunks`, of at most `budget` tokens in all."""
+        cache = self._cache
         promised = self._num_promised_blocks()
-        computing = [*prefill.sequences, *self._decode.with_chunk_in_flight()]
-        coming = {cache.next_block_hash(seq, seq.num_cached_blocks * cache.block_size) for seq in computing}
+        coming = self._coming_hashes()
         while budget > 0 and self._num_running < self._max_num_seqs:
             group = self._waiting.peek()
-            if group is None:
-                return
-            if self._num_running and not self._has_room(group, promised + self._least_wanted_blocks(group)):
+            if group is None or self._surely_lacks_room(group, promised):
                 return
             leader = group.choose_leader()
-            prefix = prefill.get_computed_blocks(group, leader)
-            missing = cache.next_block_hash(leader, prefix.num_tokens)
-            if missing is not None and missing in coming:
+            prefix = self._prefill.get_computed_blocks(group, leader)
+            if self._waits_for_shared_block(leader, prefix, coming):
                 return
             wanted = promised + self.num_wanted_blocks(group, leader, prefix)
             if not self._has_room(group, wanted):
@@ -83,14 +89,10 @@ class Admission:
                     self._split_waiting()
                     continue
                 # Alone it always fits, if in smaller chunks than `wanted` reckons with.
-            self._waiting.pop()
             num_free = cache.pool.num_free
-            prefill.start(group, leader, prefix)
-            chunk = prefill.next_chunk(leader, budget)
-            if chunk is None:
-                raise InvariantViolation(f"{leader!r} was admitted without room for a token")
+            chunk = self._start(group, leader, prefix, budget)
             chunks.append(chunk)
-            coming.add(missing)
+            coming.add(cache.next_block_hash(leader, prefix.num_tokens))
             budget -= chunk.num_scheduled_tokens
             promised = wanted - (num_free - cache.pool.num_free)
 
@@ -108,6 +110,32 @@ class Admission:
             return False
         return num_wanted_blocks + self.num_reserved_blocks(num_running) <= self._cache.pool.num_free
 
+    def _surely_lacks_room(self, group: SequenceGroup, promised: int) -> bool:
+        """Whether a group can't start beside those that run, whatever is cached of it: told without a lookup."""
+        return self._num_running > 0 and not self._has_room(group, promised + self._least_wanted_blocks(group))
+
+    def _coming_hashes(self) -> set[bytes | None]:
+        """Hashes of the blocks that running sequences compute next, and that are not cached yet."""
+        cache = self._cache
+        computing = [*self._prefill.sequences, *self._decode.with_chunk_in_flight()]
+        return {cache.next_block_hash(seq, seq.num_cached_blocks * cache.block_size) for seq in computing}
+
+    def _waits_for_shared_block(self, leader: TokenSequence, prefix: CachedPrefix, coming: set[bytes | None]) -> bool:
+        """Whether another sequence is computing the block after a group's cached prefix: they share it a step later."""
+        next_hash = self._cache.next_block_hash(leader, prefix.num_tokens)
+        return next_hash is not None and next_hash in coming
+
+    def _start(
+        self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix, budget: int
+    ) -> ScheduledSequence:
+        """Take the next waiting group, and start it. Return its first chunk."""
+        self._waiting.pop()
+        self._prefill.start(group, leader, prefix)
+        chunk = self._prefill.next_chunk(leader, budget)
+        if chunk is None:
+            raise InvariantViolation(f"{leader!r} was admitted without room for a token")
+        return chunk
+
     def _split_waiting(self) -> None:
         """Take the last member out of the next group, which does not even fit alone."""
         group = self._waiting.pop()
@@ -115,18 +143,18 @@ class Admission:
         self._waiting.push(group)
 
     def _num_promised_blocks(self) -> int:
-        """Blocks that those that were admitted have yet to take: they take them chunk by chunk."""
+        """Blocks promised to all that were admitted."""
         own = sum(self._num_own_blocks(seq) for seq in self._prefill.followers())
         return own + sum(self._cache.num_promised_blocks(seq, self._max_chunk) for seq in self._prefill.sequences)
 
     def num_wanted_blocks(self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix) -> int:
-        """Free blocks that all the present tokens of a group take, the cached prefix of its leader touched."""
+        """Free blocks that a group wants, its leader starting from a cached prefix."""
         cache = self._cache
         wanted = cache.num_promised_blocks(leader, self._max_chunk, prefix) + cache.num_free_blocks_used_by(prefix)
         return wanted + self._num_follower_blocks(group, leader)
 
     def _least_wanted_blocks(self, group: SequenceGroup) -> int:
-        """Free blocks that a group takes at least, without a lookup."""
+        """Free blocks that a group wants at least, told without a lookup."""
         known = self._shortage
         if known is not None and self._cache.pool.is_watching and known.is_of(group):
             return known.num_blocks
@@ -141,6 +169,6 @@ class Admission:
         return sum(self._num_own_blocks(seq) for seq in group.members if seq is not leader)
 
     def _num_own_blocks(self, seq: TokenSequence) -> int:
-        """Blocks of a follower that it does not share with its leader; one without output needs the first at once."""
+        """Own blocks of a follower; one without output needs room for its first token at once."""
         num_tokens = max(len(seq), seq.num_prompt_tokens + 1)
         return self._cache.num_own_blocks(seq.num_prompt_tokens, num_tokens, self._max_chunk)
