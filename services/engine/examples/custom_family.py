@@ -6,6 +6,7 @@ PYTHONPATH=services/engine/examples .venv/bin/pagestream serve MODEL_FOLDER --pl
 
 import sys
 from dataclasses import dataclass, replace
+from typing import cast
 
 from pagestream_engine import LLM, SamplingParams
 from pagestream_engine.models.config import ConfigFile
@@ -34,25 +35,36 @@ class ScaledLayer(PreNormLayer):
         return self.mlp(x) * self.factor, residual
 
 
+@dataclass(frozen=True)
+class GraniteConfig(DecoderConfig):
+    """A decoder with a constant of Granite's own; it has the other three already."""
+
+    residual_multiplier: float = 1.0
+
+
 class Granite(Llama):
-    """Reads the constants, and builds the layers with one of them; the weights are Llama's."""
+    """Reads the constants, and builds the layers with one of them; the weights are Llama's.
+
+    A family is registered once and reads any number of models: what it reads is kept in the configuration it returns.
+    """
 
     architecture = "GraniteForCausalLM"
 
-    def read(self, file: ConfigFile) -> DecoderConfig:
+    def read(self, file: ConfigFile) -> GraniteConfig:
         """Read the configuration."""
-        self.factor = file.number("residual_multiplier", 1.0)
-        return replace(
+        config = replace(
             super().read(file),
             scale=file.number("attention_multiplier", 1.0),
             embedding_scale=file.number("embedding_multiplier", 1.0),
             logit_scale=1.0 / file.number("logits_scaling", 1.0),
         )
+        return GraniteConfig(**vars(config), residual_multiplier=file.number("residual_multiplier", 1.0))
 
     def layer(self, builder: DecoderBuilder, index: int, attention: SelfAttention) -> DecoderLayer:
         """Build a layer."""
         plain = super().layer(builder, index, attention)
-        return ScaledLayer(plain.attention, plain.mlp, plain.input_norm, plain.post_norm, self.factor)
+        factor = cast(GraniteConfig, builder.config).residual_multiplier
+        return ScaledLayer(plain.attention, plain.mlp, plain.input_norm, plain.post_norm, factor)
 
 
 register_family("GraniteForCausalLM", Granite())
