@@ -12,7 +12,7 @@ import sys
 from pagestream_engine import LLM, SchedulingPolicy, TokenSequence, register_policy
 
 AGEING = 4
-"""Prompt tokens that coming one place earlier is worth: what came this late can't overtake, however short it is."""
+"""Prompt tokens that one arrival is worth: a prompt of n tokens is overtaken by fewer than n / AGEING later ones."""
 
 
 class ShortestPromptFirst(SchedulingPolicy):

@@ -209,14 +209,18 @@ class Engine:
     # -- steps --
 
     def step(self) -> list[StepOutput]:
-        """Run one step: schedule, model, then text and ends. Return one output for each new token; [] when idle.
+        """Run one step: schedule, model, then text and ends.
 
         With `async_scheduling` a step is launched, and the one before it is waited for: its outputs are returned while
-        the new one runs. The first call then returns [].
+        the new one runs. The first call has no step to wait for.
 
         A step that runs out of memory gives nothing, and smaller ones follow; a request that does not fit alone ends
         with finish_reason "error". What else the runner raises comes through. The steps in flight count for nothing
         then, and can be run again; no request has moved.
+
+        Returns:
+            An output for each new token, after those without one: the ends of requests whose output was complete when
+            they were added, and prompts' log probabilities. A sequence that failed may end without a token.
         """
         steps, counts = self._steps, self._counts
         counts.begin_step()

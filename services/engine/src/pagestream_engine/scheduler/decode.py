@@ -8,7 +8,10 @@ from pagestream_engine.scheduler.scheduled_step import ScheduledSequence
 
 
 class DecodeSet:
-    """Running sequences whose prompt is computed. Their entries are made once and live as long as they decode."""
+    """Running sequences that are sent but for their next token: they enter when the last chunk of their prompt is sent.
+
+    Their entries are made once and live as long as they decode.
+    """
 
     def __init__(self, cache: CacheManager) -> None:
         self.entries: list[ScheduledSequence] = []
@@ -18,7 +21,7 @@ class DecodeSet:
         return len(self.entries)
 
     def add(self, seq: TokenSequence) -> None:
-        """Add a sequence that has one uncomputed token, the one just sampled."""
+        """Add a sequence with one unsent token: its last one, or the one that a step in flight samples."""
         self.entries.append(ScheduledSequence(seq, num_scheduled_tokens=1, needs_sample=True))
 
     def drop_stopped(self) -> None:
@@ -36,7 +39,7 @@ class DecodeSet:
         ]
 
     def with_chunk_in_flight(self) -> list[TokenSequence]:
-        """Those whose last chunk a step in flight computes: its blocks are not cached yet."""
+        """Return those whose last chunk a step in flight computes: its blocks are not cached yet."""
         return [entry.seq for entry in self.entries if entry.seq.num_in_flight_tokens > 1]
 
     def with_drafts(self, entries: list[ScheduledSequence], num_drafts: int, budget: int) -> list[ScheduledSequence]:

@@ -10,7 +10,7 @@ from pagestream_engine.scheduler.scheduled_step import ScheduledSequence
 
 
 class PrefillSet:
-    """Admitted sequences that are not computed to their end yet."""
+    """Admitted sequences before the last chunk of their tokens is sent, and followers that wait for their leader's."""
 
     def __init__(self, cache: CacheManager) -> None:
         self.sequences: list[TokenSequence] = []

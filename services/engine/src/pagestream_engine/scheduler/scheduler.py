@@ -115,7 +115,8 @@ class Scheduler:
         if self._prefill.sequences:
             budget = self._continue_prefills(step.prefills, budget)
             while step.is_empty and self._prefill.sequences and not self._in_flight.num_steps:
-                # Blocks that siblings shared are held by one of them alone, and no longer counted twice.
+                # Nothing that runs frees a block for these prompts. Admission has counted a block that siblings share
+                # as held by each; when one of them leaves it to another, it needs one more than was reckoned with.
                 self._preempt_last(self._groups_by_victim_rank())
                 preempts = True
                 budget = self._continue_prefills(step.prefills, budget)

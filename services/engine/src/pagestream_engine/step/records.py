@@ -31,15 +31,16 @@ class NewSequence:
     num_prompt_tokens: int
     """Leading tokens that are the prompt."""
     num_computed_tokens: int
-    """Leading tokens whose keys and values are in its blocks already: the next step computes from here."""
+    """Leading tokens that this row does not compute: its next step computes from here. Their keys and values are in its
+    blocks, but for a sibling that enters to sample from its leader's logits: the leader computes them in this step."""
     params: SamplingParams
     seed: int
     """Of its noise, 64 bits signed."""
     end_token_ids: tuple[int, ...]
     """Tokens that end it, which may not be sampled before `params.min_tokens`."""
     block_tables: tuple[Int32Array, ...]
-    """For each KV group, (blocks,): its first blocks; all that its first chunk needs. A place that lies behind the
-    group's window is 0 and must not be read."""
+    """For each KV group, (blocks,): its first blocks; all that its first chunk needs. Such a sibling has none yet: they
+    come with a later plan. A place that lies behind the group's window is 0 and must not be read."""
     num_prompt_logprobs: int | None = None
     """How many of the likeliest tokens are wanted in the place of each prompt token but the first, beside its own log
     probability; -1: all. None: no log probabilities of the prompt."""
