@@ -85,7 +85,7 @@ def test_the_counts_while_two_steps_are_in_flight() -> None:
 
     def counts() -> tuple[int, ...]:
         num_tokens = len(seq.token_ids)
-        return num_tokens, seq.num_computed_tokens, seq.num_in_flight_tokens, seq.num_placeholders, len(seq)
+        return num_tokens, seq.num_computed_tokens, seq.num_in_flight_tokens, seq.num_output_placeholders, len(seq)
 
     # The table of `StepPipeline`.
     assert counts() == (5, 0, 0, 0, 5)

@@ -29,12 +29,12 @@ class StepPipeline:
     One sequence with a prompt of 5 tokens and an end at 7, tokens a and b, when each step is sent
     (`Scheduler.update_after_schedule`) and when it is collected (`Scheduler.update_from_output`):
 
-        after        token_ids   num_computed_tokens  num_in_flight_tokens  num_placeholders  len
-        added        prompt                        0                     0                 0    5
-        1 sent       prompt                        0                     5                 1    6  prompt; samples a
-        2 sent       prompt                        0                     6                 2    7  computes a; samples b
-        1 collected  prompt a                      5                     1                 1    7
-        2 collected  prompt a b                    6                     0                 0    7  ends: "length"
+        after        token_ids   num_computed_tokens  num_in_flight_tokens  num_output_placeholders  len  computes
+        added        prompt                        0                     0                        0    5
+        1 sent       prompt                        0                     5                        1    6  the prompt
+        2 sent       prompt                        0                     6                        2    7  a
+        1 collected  prompt a                      5                     1                        1    7
+        2 collected  prompt a b                    6                     0                        0    7
 
     `len` is what the sequence has when the steps in flight are collected. With step 2 sent that is the limit, so that
     no step 3 has the sequence. Were a its end token, b would be dropped.

@@ -54,7 +54,7 @@ class TokenSequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_in_flight_tokens",
-        "num_placeholders",
+        "num_output_placeholders",
         "num_prompt_tokens",
         "params",
         "priority",
@@ -107,7 +107,7 @@ class TokenSequence:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         """Most tokens after the computed ones that steps in flight compute; with drafts it may be fewer."""
-        self.num_placeholders = 0
+        self.num_output_placeholders = 0
         """Most tokens after `token_ids` that steps in flight sample; with drafts it may be fewer."""
         self.num_cached_tokens = 0
         """Prompt tokens that the prefix cache had when it was first admitted."""
@@ -122,7 +122,7 @@ class TokenSequence:
 
     def __len__(self) -> int:
         """Tokens, those included that steps in flight sample."""
-        return len(self.token_ids) + self.num_placeholders
+        return len(self.token_ids) + self.num_output_placeholders
 
     @property
     def num_output_tokens(self) -> int:

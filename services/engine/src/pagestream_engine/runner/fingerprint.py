@@ -71,7 +71,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.request.generation": 5,
     "pagestream_engine.request.intake": 2,
     "pagestream_engine.request.sampling_params": 5,
-    "pagestream_engine.request.sequence": 10,
+    "pagestream_engine.request.sequence": 11,
     "pagestream_engine.runner.backends": 3,
     "pagestream_engine.runner.persistent_batch": 6,
     "pagestream_engine.runner.prompt_rows": 1,

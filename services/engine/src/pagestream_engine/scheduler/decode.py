@@ -35,7 +35,7 @@ class DecodeSet:
         return [
             entry
             for entry in self.entries
-            if len(entry.seq.token_ids) + entry.seq.num_placeholders < entry.seq.max_total_tokens
+            if len(entry.seq.token_ids) + entry.seq.num_output_placeholders < entry.seq.max_total_tokens
         ]
 
     def with_chunk_in_flight(self) -> list[TokenSequence]:

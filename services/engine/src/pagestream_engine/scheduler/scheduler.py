@@ -144,7 +144,7 @@ class Scheduler:
         """Forget the steps in flight, and requeue all that run: they are computed again from their tokens."""
         self._in_flight.num_steps = 0
         for seq in self.running():
-            seq.num_in_flight_tokens = seq.num_placeholders = 0
+            seq.num_in_flight_tokens = seq.num_output_placeholders = 0
         for group in reversed(self._groups_by_victim_rank()):
             self._requeue(group)
 
@@ -187,7 +187,7 @@ class Scheduler:
         for seq in sorted(self._prefill.sequences, key=lambda seq: (self._policy.rank(seq), seq.arrival)):
             if budget == 0:
                 break
-            if seq.num_placeholders:
+            if seq.num_output_placeholders:
                 continue  # Its leader was aborted before its first token has come.
             chunk = self._prefill.next_chunk(seq, budget)
             if chunk is not None:

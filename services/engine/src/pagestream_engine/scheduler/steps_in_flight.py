@@ -36,11 +36,11 @@ class StepsInFlight:
                 self._prefill.sequences.remove(chunk.seq)
                 self._decode.add(chunk.seq)
                 for seq in (chunk.seq, *chunk.siblings):
-                    seq.num_placeholders += 1
+                    seq.num_output_placeholders += 1
         for entry in step.decodes:
             seq = entry.seq
             seq.num_in_flight_tokens += entry.num_scheduled_tokens
-            seq.num_placeholders += entry.num_scheduled_tokens
+            seq.num_output_placeholders += entry.num_scheduled_tokens
         if step.copies:
             # Whoever gets a source next writes it in a later step, which runs after the copies.
             self._cache.copy_on_write.note_copied()
@@ -66,7 +66,7 @@ class StepsInFlight:
             before = seq.num_computed_tokens
             computed = before + len(token_ids)
             seq.token_ids += token_ids
-            seq.num_placeholders -= num_sent
+            seq.num_output_placeholders -= num_sent
             seq.num_in_flight_tokens -= num_sent
             seq.num_computed_tokens = computed
             if computed // block_size > before // block_size:
@@ -80,7 +80,7 @@ class StepsInFlight:
                 token_ids = next(samples)
                 if seq.state is running:
                     seq.token_ids += token_ids
-                    seq.num_placeholders -= 1
+                    seq.num_output_placeholders -= 1
         for follower in ready:
             self._decode.add(follower)
 
