@@ -17,7 +17,7 @@ from typing import Any
 from pagestream_kernels.errors import KernelError, KernelUnavailableError
 from pagestream_kernels.runtime import ALIGNMENT, INTERPRETED, Backend, Variant, triton
 
-TOOL_TIMEOUT_S = 60.0  # cuobjdump answers in milliseconds
+TOOL_TIMEOUT_S = 60.0  # they answer in milliseconds
 
 
 class CompileError(KernelError):
@@ -56,6 +56,16 @@ class Usage:
     spill_bytes: int  # per thread, on the stack
 
 
+@dataclass(frozen=True, slots=True)
+class MainLoop:
+    """The innermost loop with matrix products of a variant that was compiled for an NVIDIA GPU."""
+
+    instructions: int  # of the machine code, for one tile
+    products: int  # of them on tensor cores
+    buffers: int  # tiles that the scarcest pipelined copy has room for; 0 where no copy is pipelined
+    copies_in_flight: int  # that still run when a tile is waited for
+
+
 def compile_variant(variant: Variant, target: Target, *, is_packed: bool = True) -> Usage:
     """Compile `variant` for `target` and report its needs; `is_packed` chooses the function of its Kernel.
 
@@ -70,6 +80,40 @@ def compile_variant(variant: Variant, target: Target, *, is_packed: bool = True)
     if target.backend == "cuda":
         return _nvidia_usage(compiled.asm["cubin"], shared)
     return _amd_usage(compiled.asm["amdgcn"], shared)
+
+
+def inspect_loop(variant: Variant, target: Target, *, is_packed: bool = True) -> MainLoop:
+    """Compile `variant` for an NVIDIA `target` and read how its main loop came out.
+
+    Raises:
+        CompileError: Triton or its assembler refuses, or there is no such loop.
+    """
+    compiled = _compile(variant, target, is_packed=is_packed)
+    layout = compiled.asm["ttgir"]
+    depths = [int(depth) for depth in re.findall(r"local_alloc .*memdesc<(\d+)x\d+x\d+x\w+, [^>]*mutable>", layout)]
+    waits = [int(num) for num in re.findall(r"async_wait .*num = (\d+)", layout)][:-1]  # the last one drains
+    loop = _innermost_loop(_tool("nvdisasm", compiled.asm["cubin"], "-c"))
+    products = sum(1 for line in loop if re.search(r"\b(HMMA|HGMMA|UTCHMMA)", line))
+    return MainLoop(len(loop), products, min(depths, default=0), min(waits, default=0))
+
+
+def _innermost_loop(assembly: str) -> list[str]:
+    """The instructions of the shortest loop with a matrix product."""
+    places: dict[str, int] = {}
+    instructions: list[str] = []
+    loops = []
+    for line in assembly.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line.strip()):
+            places[label[1]] = len(instructions)
+        elif re.match(r"/\*[0-9a-f]+\*/", line.strip()):
+            instructions.append(line)
+            branch = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
+            if branch and branch[1] in places:  # backwards
+                loops.append(instructions[places[branch[1]] :])
+    loops = [loop for loop in loops if any("MMA" in line for line in loop)]
+    if not loops:
+        raise CompileError("the machine code has no loop with a matrix product on tensor cores")
+    return min(loops, key=len)
 
 
 def check_usage(usage: Usage, target: Target) -> list[str]:
@@ -114,17 +158,25 @@ def _specialise(variant: Variant, function: Any) -> dict[str, Any]:
     return {"signature": signature, "constexprs": constants, "attrs": attributes}
 
 
-def _nvidia_usage(cubin: bytes, shared: int) -> Usage:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+def _tool(name: str, cubin: bytes, option: str) -> str:
+    """What one of the tools in Triton's wheel prints of a cubin."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         answer = subprocess.run(
-            [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=False, timeout=TOOL_TIMEOUT_S
+            [str(tool), option, file.name], capture_output=True, text=True, check=False, timeout=TOOL_TIMEOUT_S
         )
-    found = re.search(r"REG:(\d+) STACK:(\d+)", answer.stdout)
+    if answer.returncode:
+        raise CompileError(f"{name} {option}: {answer.stderr}")
+    return answer.stdout
+
+
+def _nvidia_usage(cubin: bytes, shared: int) -> Usage:
+    answer = _tool("cuobjdump", cubin, "-res-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", answer)
     if found is None:
-        raise CompileError(f"cuobjdump -res-usage: {answer.stdout}{answer.stderr}")
+        raise CompileError(f"cuobjdump -res-usage: {answer}")
     return Usage(shared, registers=int(found[1]), spill_bytes=int(found[2]))
 
 

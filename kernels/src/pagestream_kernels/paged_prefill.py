@@ -209,7 +209,7 @@ def prefill_variant(geometry: Geometry, backend: Backend, options: Options) -> V
             "BLOCK_DIM": block_dim,
             "BLOCK_ROWS": block_rows,
             "BLOCK_KV": block_kv,
-            "WIDE_BLOCKS": geometry.has_wide_blocks,
+            "WIDE_BLOCKS": geometry.is_wide,
             "UPCAST": needs_upcast(geometry.dtype),
             "HAS_WINDOW": options.window,
             "HAS_SOFT_CAP": options.soft_cap,

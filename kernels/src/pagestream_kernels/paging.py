@@ -12,7 +12,7 @@ from torch import Tensor
 from pagestream_kernels.checks import FLOAT_DTYPES, check_dtype, check_last_stride, check_shape
 from pagestream_kernels.errors import KernelArgumentError
 
-BLOCK_SIZES = (8, 16, 32, 64)
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_HEAD_DIM = 256
 
 LOG2_E = math.log2(math.e)
@@ -28,7 +28,7 @@ class Geometry:
     group_size: int  # query heads per KV head
     block_size: int  # tokens per cache block
     dtype: torch.dtype
-    has_wide_blocks: bool = False  # the tokens of a block may lie 2**31 elements apart
+    is_wide: bool = False  # offsets within a block, or within a tile of rows, pass 31 bits
 
 
 def check_cache(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Geometry:
@@ -48,7 +48,9 @@ def check_cache(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Geomet
         raise KernelArgumentError(f"block_size: expected one of {BLOCK_SIZES}, got {block_size}")
     if num_kv_heads == 0 or num_heads == 0 or num_heads % num_kv_heads:
         raise KernelArgumentError(f"num_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_heads}")
-    farthest = (block_size - 1) * max(key_cache.stride(1), value_cache.stride(1))
+    farthest = max(
+        (block_size - 1) * cache.stride(1) + (head_dim - 1) * cache.stride(3) for cache in (key_cache, value_cache)
+    )
     return Geometry(head_dim, num_heads // num_kv_heads, block_size, query.dtype, farthest >= 2**31)
 
 

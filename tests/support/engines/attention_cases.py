@@ -51,9 +51,10 @@ STEPS: Sequence[tuple[Sequence[Span], int]] = (
     ([(2, 25, 38), (3, 50, 83), (1, 16, 17)], 2),  # chunks with context beside a decode
     ([(0, 1, 2), (3, 83, 84), (2, 38, 39), (1, 17, 18)], 0),  # decodes
     ([(1, 18, 22), (2, 39, 40), (3, 84, 87)], 0),  # decodes of several tokens
+    ([(3, 87, 104)], 0),
 )
 """Each with its number of prefills."""
-LENGTHS = (2, 22, 40, 87)
+LENGTHS = (2, 22, 40, 104)
 
 
 @dataclass

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from pagestream_kernels.aot import TARGETS, Usage, check_usage, compile_variant
+from pagestream_kernels.aot import TARGETS, MainLoop, Usage, check_usage, compile_variant, inspect_loop
+from pagestream_kernels.decode.attend import attend_variant
+from pagestream_kernels.decode.merge import merge_variant
+from pagestream_kernels.decode_plan import FIXED_SPLIT_TOKENS, MAX_QUERY_LEN, MIN_SHARE, TILE_TOKENS
 from pagestream_kernels.filter_and_draw import filter_and_draw_variant
-from pagestream_kernels.paged_decode import reduce_variant, split_variant
 from pagestream_kernels.paged_prefill import prefill_variant
 from pagestream_kernels.paging import Geometry, Options
 from pagestream_kernels.rms_norm import rms_norm_variant
@@ -19,6 +21,10 @@ from support.kernels.cases import BLOCK_SIZES, DTYPES, GROUP_SIZES, HEAD_DIMS
 from support.pairwise import Case
 
 OPTIONS = {"none": Options(), "window": Options(window=True), "all": Options(True, True, True)}
+SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    "equal": {"unit_tokens": TILE_TOKENS, "min_share": MIN_SHARE, "is_fixed": False},
+    "fixed": {"unit_tokens": FIXED_SPLIT_TOKENS, "min_share": 1, "is_fixed": True},
+}
 TARGET_NAMES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 ATTENTION_FACTORS: Mapping[str, Sequence[Any]] = {
@@ -30,7 +36,7 @@ ATTENTION_FACTORS: Mapping[str, Sequence[Any]] = {
     "options": tuple(OPTIONS),
 }
 FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    "paged_decode": ATTENTION_FACTORS,
+    "paged_decode": {**ATTENTION_FACTORS, "schedule": tuple(SCHEDULES), "max_query_len": (1, MAX_QUERY_LEN)},
     "paged_prefill": ATTENTION_FACTORS,
     "rope_and_cache": {
         "target": TARGET_NAMES,
@@ -51,26 +57,60 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
 }
 
 
+LOOP_CEILINGS: Mapping[tuple[str, int], int] = {
+    ("sm_80", 64): 265,
+    ("sm_80", 128): 345,
+    ("sm_80", 256): 375,
+    ("sm_90", 64): 255,
+    ("sm_90", 128): 336,
+    ("sm_90", 256): 350,
+    ("sm_100", 64): 260,
+    ("sm_100", 128): 340,
+    ("sm_100", 256): 380,
+}
+"""Instructions for a tile of one page without options, by target and head size: what builds gave, and 2 %."""
+
+
+def check_decode_loop(variant: Variant, case: Case) -> MainLoop:
+    """AssertionError unless decode's loop copies ahead, multiplies on tensor cores and is as short as it was."""
+    loop = inspect_loop(variant, TARGETS[case["target"]])
+    assert loop.buffers >= 2, loop
+    assert loop.copies_in_flight > 0, loop
+    assert loop.products > 0, loop
+    is_plain = case["options"] == "none" and case["max_query_len"] == 1 and case["group_size"] <= 16
+    if is_plain and case["block_size"] == TILE_TOKENS:
+        ceiling = LOOP_CEILINGS.get((case["target"], case["head_dim"]), loop.instructions)
+        assert loop.instructions <= ceiling, loop
+    return loop
+
+
 def build(kernel: str, case: Case, *, is_packed: bool = True) -> dict[str, Usage]:
     """Compile what one case of `kernel` launches; AssertionError when a limit of the target is passed."""
     target = TARGETS[case["target"]]
     usages = {}
-    for name, variant in _variants(kernel, case).items():
+    for name, variant in variants_of(kernel, case).items():
         usages[name] = compile_variant(variant, target, is_packed=is_packed)
         problems = check_usage(usages[name], target)
         assert not problems, f"{name} for {target.name}: {'; '.join(problems)}; {usages[name]}"
+        if name == "attend" and is_packed and target.backend == "cuda" and case["dtype"] != "float32":
+            check_decode_loop(variant, case)
     return usages
 
 
-def _variants(kernel: str, case: Case) -> dict[str, Variant]:
+def variants_of(kernel: str, case: Case) -> dict[str, Variant]:
+    """What one case of `kernel` launches, by name."""
     if kernel == "filter_and_draw":
         return {"draw": filter_and_draw_variant()}
     dtype: torch.dtype = DTYPES[case["dtype"]]
     backend = TARGETS[case["target"]].backend
     if kernel == "paged_decode":
+        options = OPTIONS[case["options"]]
+        schedule = {**SCHEDULES[case["schedule"]], "has_lse": case["max_query_len"] > 1}
         return {
-            "split": split_variant(_geometry(case), backend, OPTIONS[case["options"]]._replace(sinks=False)),
-            "reduce": reduce_variant(head_dim=case["head_dim"], dtype=dtype, has_sinks=OPTIONS[case["options"]].sinks),
+            "attend": attend_variant(
+                _geometry(case), backend, options, max_query_len=case["max_query_len"], **schedule
+            ),
+            "merge": merge_variant(head_dim=case["head_dim"], dtype=dtype, options=options, **schedule),
         }
     if kernel == "paged_prefill":
         return {"prefill": prefill_variant(_geometry(case), backend, OPTIONS[case["options"]])}

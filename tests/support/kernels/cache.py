@@ -20,7 +20,7 @@ def source_hash() -> str:
     support = Path(__file__).parent
     package = REPOSITORY / "kernels" / "src" / "pagestream_kernels"
     digest = hashlib.sha256(f"{sys.version} {version('torch')} {version('triton')}".encode())
-    for path in (*sorted(package.glob("*.py")), *(support / name for name in SUPPORT_SOURCES)):
+    for path in (*sorted(package.rglob("*.py")), *(support / name for name in SUPPORT_SOURCES)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

@@ -6,11 +6,13 @@ sequence's last block and every block that no sequence owns; table entries past 
 
 from __future__ import annotations
 
+import math
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ TOLERANCES = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2.4e-2}
 
 EPS = 1e-2  # rms_norm's; large enough to be seen in the result
 HEAD_DIMS = (64, 80, 96, 128, 256)
-BLOCK_SIZES = (8, 16, 32, 64)
+BLOCK_SIZES = (8, 16, 64, 128)
 GROUP_SIZES = (1, 3, 4, 8, 32)
 LAYOUTS = ("block-token-head-dim", "block-head-token-dim", "block-head-dim-token")  # order in memory, slowest first
 
@@ -52,7 +54,8 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "paged_decode": {
         **PAGED_FACTORS,
         "lengths": ("1", "5", "123", "border", "mixed", "long"),
-        "split_tokens": (None, 32, 100),
+        "rows": ("1", "mixed"),
+        "split_tokens": (None, 64, 256),
         **OPTION_FACTORS,
     },
     "paged_prefill": {
@@ -203,10 +206,16 @@ def decode_lengths(case: Case) -> list[int]:
 
 def check_paged_decode(case: Case, device: torch.device) -> None:
     lengths = decode_lengths(case)
+    counts = [1] * len(lengths)
+    if case["rows"] == "mixed":
+        counts = [min(length, (3, 1, 16, 2, 5)[index]) for index, length in enumerate(lengths)]
     cache = make_cache(case, lengths, device)
-    query, _, _ = fused_rows(case, len(lengths), device)
+    query, _, _ = fused_rows(case, sum(counts), device)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     options = attention_options(case, device)
+    if case["rows"] == "mixed":
+        options["max_query_len"] = max(counts)
+        options["cu_query_lens"] = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
     plan = None
     if case["split_tokens"] is not None:
         plan = kernels.plan_decode(
@@ -215,10 +224,14 @@ def check_paged_decode(case: Case, device: torch.device) -> None:
             split_tokens=case["split_tokens"],
             max_seq_len=max(lengths),
             window=case["window"],
+            **{name: options[name] for name in ("cu_query_lens", "max_query_len") if name in options},
         )
     arguments = (query, cache.key, cache.value, cache.tables, seq_lens)
-    actual = kernels.paged_decode_attention(*arguments, **options, plan=plan)
-    assert_close(actual, kernels.paged_decode_attention_reference(*arguments, **options), case)
+    actual_lse, expected_lse = (torch.full(query.shape[:2], math.nan, device=device) for _ in range(2))
+    actual = kernels.paged_decode_attention(*arguments, **options, lse=actual_lse, plan=plan)
+    expected = kernels.paged_decode_attention_reference(*arguments, **options, lse=expected_lse)
+    assert_close(actual, expected, case)
+    assert_close(actual_lse, expected_lse, case)
 
 
 def prefill_chunks(case: Case) -> list[tuple[int, int]]:
@@ -354,22 +367,60 @@ def sampling_rows(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def check_decode_invariance(case: Case, device: torch.device) -> None:
-    """With a fixed split a sequence's bits do not depend on its neighbours; whole cases have no such option."""
-    case = {"head_dim": 64, "group_size": 4, "block_size": 16, "layout": LAYOUTS[0], **case}
-    lengths = [200, 17, 90]
+    """With fixed splits a row has the same bits in any batch, in any order, and beside any rows of its sequence."""
+    case = {"head_dim": 64, "group_size": 4, "layout": LAYOUTS[0], **case}
+    lengths, counts = [200, 17, 90, 129], [5, 1, 6, 2]
     cache = make_cache(case, lengths, device)
-    query, _, _ = fused_rows(case, len(lengths), device)
+    query, _, _ = fused_rows(case, sum(counts), device)
+    sinks = torch.randn(query.shape[1], device=device)
+    starts = [0, *accumulate(counts)]
+
+    def attend(rows: Tensor, seqs: list[int], own: list[int], row_counts: list[int]) -> tuple[Tensor, Tensor]:
+        given = {
+            "cu_query_lens": torch.tensor([0, *accumulate(row_counts)], dtype=torch.int32, device=device),
+            "max_query_len": max(row_counts),
+        }
+        seq_lens = torch.tensor(own, dtype=torch.int32, device=device)
+        options = {**given, "window": case["window"]}
+        plan = kernels.plan_decode(seq_lens, num_kv_heads=2, split_tokens=64, max_seq_len=200, **options)
+        lse = torch.empty(rows.shape[:2], device=device)
+        out = kernels.paged_decode_attention(
+            rows, cache.key, cache.value, cache.tables[seqs], seq_lens, scale=0.125, sinks=sinks, lse=lse, plan=plan,
+            **options,
+        )  # fmt: skip
+        return out, lse
+
+    together = attend(query, [0, 1, 2, 3], lengths, counts)
+    parts = [query[starts[seq] : starts[seq + 1]] for seq in (3, 1, 0, 2)]
+    shuffled = attend(torch.cat(parts), [3, 1, 0, 2], [lengths[seq] for seq in (3, 1, 0, 2)], [2, 1, 5, 6])
+    begin = 0
+    for seq, part in zip((3, 1, 0, 2), parts, strict=True):
+        for ours, expected in zip(shuffled, together, strict=True):
+            assert torch.equal(ours[begin : begin + len(part)], expected[starts[seq] : starts[seq + 1]])
+        begin += len(part)
+    for seq, row in ((0, 0), (0, 3), (1, 0), (2, 5), (3, 0)):
+        index = starts[seq] + row
+        alone = attend(query[index : index + 1], [seq], [lengths[seq] - counts[seq] + row + 1], [1])
+        for ours, expected in zip(alone, together, strict=True):
+            assert torch.equal(ours[0], expected[index]), f"row {row} of sequence {seq}"
+
+
+def check_decode_shares(case: Case, device: torch.device) -> None:
+    """Every sequence, KV head and tile is read exactly once: with equal scores a result counts its tokens by tile."""
+    tile, most = 64, 16
+    lengths = [int(length) for length in torch.randint(0, tile * most + 1, (case["num_seqs"],))]
+    blocks = torch.arange(len(lengths) * most, dtype=torch.int32, device=device).view(len(lengths), most)
+    keys = torch.zeros(blocks.numel(), tile, 3, most, device=device)
+    values = torch.eye(most, device=device).repeat(len(lengths), 1)[:, None, None].expand(keys.shape)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-
-    def run(rows: slice) -> Tensor:
-        plan = kernels.plan_decode(seq_lens[rows], num_kv_heads=2, split_tokens=64, max_seq_len=200)
-        return kernels.paged_decode_attention(
-            query[rows], cache.key, cache.value, cache.tables[rows], seq_lens[rows], scale=0.125, plan=plan
-        )
-
-    together = run(slice(0, 3))
-    for index in range(3):
-        assert torch.equal(run(slice(index, index + 1))[0], together[index])
+    plan = None
+    if case["split_tokens"] is not None:
+        plan = kernels.plan_decode(seq_lens, num_kv_heads=3, split_tokens=case["split_tokens"], max_seq_len=tile * most)
+    query = torch.randn(len(lengths), 3, most, device=device)
+    out = kernels.paged_decode_attention(query, keys, values, blocks, seq_lens, scale=1.0, plan=plan)
+    read = (seq_lens[:, None] - torch.arange(most, device=device) * tile).clamp(0, tile)
+    expected = (read / seq_lens[:, None].clamp(min=1))[:, None].expand(-1, 3, -1)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
 
 
 def check_decode_wrong_plan(case: Case, device: torch.device) -> None:
@@ -378,7 +429,7 @@ def check_decode_wrong_plan(case: Case, device: torch.device) -> None:
     query, _, _ = fused_rows(case, 2, device)
     seq_lens = torch.tensor([5, 5], dtype=torch.int32, device=device)
     plan = kernels.plan_decode(seq_lens[:1], num_kv_heads=2)
-    with pytest.raises(kernels.KernelArgumentError, match=r"plan\.seq_slots"):
+    with pytest.raises(kernels.KernelArgumentError, match=r"plan\.unit_starts"):
         kernels.paged_decode_attention(query, cache.key, cache.value, cache.tables, seq_lens, scale=1.0, plan=plan)
 
 
@@ -452,6 +503,7 @@ CHECKS: Mapping[str, Callable[[Case, torch.device], None]] = {
     "filter_and_draw_nothing": check_filter_and_draw_nothing,
     "filter_and_draw_tokens": check_filter_and_draw_tokens,
     "decode_invariance": check_decode_invariance,
+    "decode_shares": check_decode_shares,
     "decode_wrong_plan": check_decode_wrong_plan,
     "benchmark": check_benchmark,
     "backend": check_backend,

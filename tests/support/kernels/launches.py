@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -214,11 +214,19 @@ def build_loose(case: Case) -> dict[str, Any]:
     return {name: asdict(usage) for name, usage in usages.items()}
 
 
+def decode_loop(case: Case) -> dict[str, Any]:
+    """Build decode's attention kernel, with another number of stages if the case has one, and check its loop."""
+    variant = builds.variants_of("paged_decode", case)["attend"]
+    variant = replace(variant, num_stages=case.get("num_stages", variant.num_stages))
+    return asdict(builds.check_decode_loop(variant, case))
+
+
 QUESTIONS: Mapping[str, Callable[[Case], Mapping[str, Any]]] = {
     "driver_calls": compare_driver_calls,
     "driver_calls_of_mixture": compare_mixed_driver_calls,
     "launch_keys": count_keys,
     "launch_key_of_stride": key_of,
     "loose_builds": build_loose,
+    "decode_loop": decode_loop,
 }
 """What a process that compiles answers, beside builds."""

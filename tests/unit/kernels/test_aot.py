@@ -13,6 +13,15 @@ from support.pairwise import pairwise
 
 pytestmark = pytest.mark.builds
 
+LLAMA = {
+    "head_dim": 128,
+    "group_size": 4,
+    "block_size": 64,
+    "dtype": "bfloat16",
+    "options": "none",
+    "schedule": "equal",
+    "max_query_len": 1,
+}
 COVER = [(kernel, case) for kernel, factors in kernel_builds.FACTORS.items() for case in pairwise(factors)]
 
 
@@ -29,6 +38,19 @@ def test_kernel_compiles_within_the_targets_limits(
     for usage in usages.values():
         assert not check_usage(Usage(**usage), target)
         assert usage["registers"] > 0
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_decode_copies_a_page_ahead_in_a_short_loop(compiler: KernelWorker, target: str) -> None:
+    loop = compiler.run("decode_loop", {**LLAMA, "target": target})  # whose ceiling is checked there
+    assert loop["buffers"] == 2
+    assert loop["copies_in_flight"] == 2  # keys and values of the next tile
+    assert loop["products"] == 32
+
+
+def test_decode_without_stages_fails_the_gate(compiler: KernelWorker) -> None:
+    with pytest.raises(AssertionError, match="buffers=0"):
+        compiler.run("decode_loop", {**LLAMA, "target": "sm_90", "num_stages": 1})
 
 
 def test_cover_has_every_value() -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
+from itertools import pairwise as pairwise_of
 
 import pytest
 import torch
@@ -27,9 +29,19 @@ def test_kernel_matches_reference(interpreter: KernelWorker, case: Case) -> None
     interpreter.run("paged_decode", case)
 
 
-@pytest.mark.parametrize("dtype", kernel_cases.DTYPES)
-def test_fixed_split_gives_the_same_bits_in_any_batch(interpreter: KernelWorker, dtype: str) -> None:
-    interpreter.run("decode_invariance", {"dtype": dtype})
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "window"), [("float32", 16, None), ("float16", 64, 70), ("bfloat16", 128, None)]
+)
+def test_fixed_splits_give_a_row_the_same_bits_in_any_batch(
+    interpreter: KernelWorker, dtype: str, block_size: int, window: int | None
+) -> None:
+    interpreter.run("decode_invariance", {"dtype": dtype, "block_size": block_size, "window": window})
+
+
+@pytest.mark.parametrize("split_tokens", [None, 128])
+@pytest.mark.parametrize("num_seqs", [1, 2, 7, 20])
+def test_every_tile_is_read_once(interpreter: KernelWorker, num_seqs: int, split_tokens: int | None) -> None:
+    interpreter.run("decode_shares", {"num_seqs": num_seqs, "split_tokens": split_tokens})
 
 
 def arguments(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -62,6 +74,21 @@ def test_reference_gives_zeros_for_an_empty_sequence() -> None:
     actual = paged_decode_attention_reference(**arguments(seq_lens=empty), scale=1.0)
     assert torch.equal(actual[0], torch.zeros(4, 64))
     assert actual[1].abs().sum() > 0
+
+
+def test_reference_of_several_rows_is_that_of_each() -> None:
+    tensors, starts = arguments(query=torch.randn(5, 4, 64)), torch.tensor([0, 2, 5], dtype=torch.int32)
+    lse = torch.empty(5, 4)
+    rows = paged_decode_attention_reference(**tensors, scale=0.125, cu_query_lens=starts, max_query_len=3, lse=lse)
+    for row, (seq, length) in enumerate([(0, 19), (0, 20), (1, 46), (1, 47), (1, 48)]):
+        alone = arguments(query=tensors["query"][row : row + 1], key_cache=tensors["key_cache"])
+        alone["value_cache"], alone["block_tables"] = tensors["value_cache"], tensors["block_tables"][seq : seq + 1]
+        alone["seq_lens"] = torch.tensor([length], dtype=torch.int32)
+        own_lse = torch.empty(1, 4)
+        torch.testing.assert_close(
+            paged_decode_attention_reference(**alone, scale=0.125, lse=own_lse)[0], rows[row], rtol=1e-5, atol=1e-5
+        )
+        torch.testing.assert_close(own_lse[0], lse[row])
 
 
 def test_reference_writes_to_out() -> None:
@@ -136,62 +163,69 @@ def test_compiled_kernel_refuses_host_tensors() -> None:
 # -- the plan -----------------------------------------------------------------------------------------------------
 
 
+def planned(lengths: list[int], **options: int | None) -> DecodePlan:
+    return plan_decode(torch.tensor(lengths, dtype=torch.int32), **{"num_kv_heads": 2, **options})
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 64])
+@pytest.mark.parametrize("split_tokens", [None, 512])
 @pytest.mark.parametrize(
     "lengths",
     [[1], [0], [0, 0, 5], [131072], [131072, *([1] * 255)], [257, 255, 256], [4096] * 64],
     ids=lambda lengths: f"{len(lengths)}x{max(lengths)}",
 )
-def test_plan_gives_every_token_one_slot(lengths: list[int], num_kv_heads: int) -> None:
-    plan = plan_decode(torch.tensor(lengths, dtype=torch.int32), num_kv_heads=num_kv_heads)
-    check_plan(plan, lengths)
+def test_programs_take_equal_shares_of_all_units(
+    lengths: list[int], split_tokens: int | None, num_kv_heads: int
+) -> None:
+    plan = planned(lengths, num_kv_heads=num_kv_heads, split_tokens=split_tokens, max_seq_len=131072)
+    starts = plan.unit_starts.tolist()
+    assert [b - a for a, b in pairwise_of(starts)] == [max(1, -(-length // plan.unit_tokens)) for length in lengths]
+    shares = min(plan.num_programs, -(-starts[-1] // plan.min_share))
+    begins = [program * starts[-1] // shares for program in range(shares)]
+    assert [bisect_right(starts, begin) - 1 for begin in begins] == plan.program_seqs[:shares].tolist()
+    sizes = {end - begin for begin, end in pairwise_of([*begins, starts[-1]])}
+    assert max(sizes) - min(sizes) <= 1
 
 
-def test_plan_cuts_a_long_sequence_among_short_ones() -> None:
-    lengths = [131072, *([16] * 7)]
-    plan = plan_decode(torch.tensor(lengths, dtype=torch.int32), num_kv_heads=2)
-    slots = plan.seq_slots.tolist()
-    assert slots[1] - slots[0] >= 8  # 4 interpreter processors x 4 programs / 2 KV heads
-    assert int(plan.split_tokens) <= 131072 // 7
+def test_grid_and_scratch_do_not_depend_on_the_batch() -> None:
+    sizes = {
+        (plan.num_programs, plan.num_slots)
+        for plan in (planned([length] * batch) for batch in (1, 32, 256) for length in (1024, 131072))
+    }
+    assert len(sizes) == 1
+    ((num_programs, num_slots),) = sizes
+    assert num_slots == 2 * num_programs
 
 
-@pytest.mark.parametrize("split_tokens", [None, 48])
-def test_tokens_before_a_window_are_no_work(split_tokens: int | None) -> None:
-    lengths = [5, 0, 123, 999]
+def test_a_long_sequence_among_short_ones_is_shared_by_all() -> None:
+    plan = planned([131072, *([16] * 7)])
+    assert plan.program_seqs.tolist() == [0] * plan.num_programs
+
+
+@pytest.mark.parametrize(("split_tokens", "units"), [(None, [1, 1, 2, 2]), (128, [1, 1, 2, 1])])
+def test_units_before_a_window_are_no_work(split_tokens: int | None, units: list[int]) -> None:
+    plan = planned([5, 0, 130, 999], split_tokens=split_tokens, max_seq_len=999, window=60)
+    assert plan.unit_starts.diff().tolist() == units
+
+
+def test_a_window_begins_with_the_first_row() -> None:
+    rows = torch.tensor([0, 1, 17], dtype=torch.int32)
     plan = plan_decode(
-        torch.tensor(lengths, dtype=torch.int32), num_kv_heads=2, split_tokens=split_tokens, max_seq_len=999, window=60
+        torch.tensor([192, 192], dtype=torch.int32), num_kv_heads=1, window=60, cu_query_lens=rows, max_query_len=16
     )
-    check_plan(plan, [5, 0, 60, 60])
-
-
-@pytest.mark.parametrize("split_tokens", [1, 48, 1000])
-def test_fixed_split_is_kept(split_tokens: int) -> None:
-    lengths = [5, 0, 123, 999]
-    plan = plan_decode(
-        torch.tensor(lengths, dtype=torch.int32), num_kv_heads=2, split_tokens=split_tokens, max_seq_len=999
-    )
-    assert int(plan.split_tokens) == split_tokens
-    check_plan(plan, lengths)
-
-
-def check_plan(plan: DecodePlan, lengths: list[int]) -> None:
-    split = int(plan.split_tokens)
-    starts = plan.seq_slots.tolist()
-    assert starts[-1] <= plan.num_slots
-    for seq, length in enumerate(lengths):
-        assert (starts[seq + 1] - starts[seq]) == -(-length // split)
-        assert plan.slot_seqs[starts[seq] : starts[seq + 1]].tolist() == [seq] * (starts[seq + 1] - starts[seq])
-    assert (plan.slot_seqs[starts[-1] :] == len(lengths)).all()
+    assert plan.unit_starts.diff().tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"num_kv_heads": 0}, "num_kv_heads"),
-        ({"num_kv_heads": 1, "split_tokens": 0, "max_seq_len": 5}, "split_tokens"),
-        ({"num_kv_heads": 1, "split_tokens": 8}, "max_seq_len"),
+        ({"split_tokens": 0, "max_seq_len": 5}, "split_tokens"),
+        ({"split_tokens": 100, "max_seq_len": 5}, "a multiple of 64"),
+        ({"split_tokens": 64}, "max_seq_len"),
+        ({"max_query_len": 17}, "max_query_len"),
     ],
 )
 def test_plan_arguments_are_checked(options: dict[str, int], text: str) -> None:
     with pytest.raises(KernelArgumentError, match=text):
-        plan_decode(torch.tensor([1], dtype=torch.int32), **options)
+        planned([1], **options)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import pagestream_kernels as kernels
 import torch
+from pagestream_kernels.decode_plan import MAX_QUERY_LEN
 from pagestream_kernels.paging import BLOCK_SIZES, MAX_HEAD_DIM
 from pagestream_kernels.runtime import INTERPRETED
 from torch import Tensor
@@ -34,10 +36,13 @@ class DecodeMetadata:
     """The tokens of decodes, behind the prefill chunks."""
 
     block_tables: Tensor
-    """(tokens, most blocks) int32: each token has its sequence's."""
+    """(decodes, most blocks) int32."""
     seq_lens: Tensor
-    """(tokens,) int32: tokens up to each, itself included."""
-    splits: dict[tuple[int, int | None], kernels.DecodePlan]
+    """(decodes,) int32: the new tokens included."""
+    cu_query_lens: Tensor | None
+    """(decodes + 1,) int32; None where each has one token."""
+    max_query_len: int
+    plans: dict[tuple[int, int | None], kernels.DecodePlan]
     """By number of KV heads and window, filled when a layer first asks."""
 
 
@@ -94,9 +99,13 @@ class TritonAttention(Attention[TritonMetadata]):
             )
         if metadata.decode is not None:
             key = (spec.num_kv_heads, spec.window)
-            if key not in metadata.decode.splits:
-                metadata.decode.splits[key] = kernels.plan_decode(
-                    metadata.decode.seq_lens, num_kv_heads=spec.num_kv_heads, window=spec.window
+            if key not in metadata.decode.plans:
+                metadata.decode.plans[key] = kernels.plan_decode(
+                    metadata.decode.seq_lens,
+                    num_kv_heads=spec.num_kv_heads,
+                    window=spec.window,
+                    cu_query_lens=metadata.decode.cu_query_lens,
+                    max_query_len=metadata.decode.max_query_len,
                 )
             kernels.paged_decode_attention(
                 query[first_decode:],
@@ -108,20 +117,26 @@ class TritonAttention(Attention[TritonMetadata]):
                 window=spec.window,
                 soft_cap=spec.soft_cap,
                 sinks=spec.sinks,
+                cu_query_lens=metadata.decode.cu_query_lens,
+                max_query_len=metadata.decode.max_query_len,
                 out=output[first_decode:],
-                plan=metadata.decode.splits[key],
+                plan=metadata.decode.plans[key],
             )
         return output.view(query.shape[0], -1)
 
 
 def _prepare_decode(batch: AttentionBatch, tables: Tensor, seq_lens: Tensor) -> DecodeMetadata:
-    """Prepare decodes of (decodes,) int32 lengths; each token of a decode attends as a sequence of its own."""
+    """Prepare decodes of (decodes,) int32 lengths; tokens beyond what the kernel takes are sequences of their own."""
     query_lens = batch.query_lens[batch.num_prefills :]
-    if max(query_lens) > 1:
-        counts = torch.tensor(query_lens, device=tables.device)
-        tables = tables.repeat_interleave(counts, dim=0, output_size=sum(query_lens))
-        seq_lens = batch.positions[batch.num_prefill_tokens :].int() + 1
-    return DecodeMetadata(tables, seq_lens, {})
+    longest = max(query_lens)
+    if longest == 1:
+        return DecodeMetadata(tables, seq_lens, None, 1, {})
+    if longest <= MAX_QUERY_LEN:
+        starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
+        return DecodeMetadata(tables, seq_lens, starts.to(tables.device, non_blocking=True), longest, {})
+    counts = torch.tensor(query_lens, device=tables.device)
+    tables = tables.repeat_interleave(counts, dim=0, output_size=sum(query_lens))
+    return DecodeMetadata(tables, batch.positions[batch.num_prefill_tokens :].int() + 1, None, 1, {})
 
 
 def check_supported(shapes: Sequence[CacheShape], device: torch.device) -> None:
