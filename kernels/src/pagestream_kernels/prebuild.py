@@ -43,7 +43,7 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    block_size: int = 16
+    block_size: int = 64
     dtype: torch.dtype = torch.bfloat16
 
 

@@ -9,7 +9,7 @@ import torch
 from measure import Workload
 from pagestream_kernels import paged_decode_attention, plan_decode
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16  # Llama 3 8B
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64  # Llama 3 8B
 BATCHES: Sequence[tuple[str, list[int]]] = (
     ("batch=1 context=1k", [1024]),
     ("batch=1 context=16k", [16384]),

@@ -9,7 +9,7 @@ import torch
 from measure import Workload
 from pagestream_kernels import paged_prefill_attention
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16  # Llama 3 8B
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64  # Llama 3 8B
 CHUNKS: Sequence[tuple[str, list[tuple[int, int]]]] = (  # (tokens already cached, new tokens)
     ("1 prompt of 2k", [(0, 2048)]),
     ("1 prompt of 16k", [(0, 16384)]),

@@ -9,7 +9,7 @@ import torch
 from measure import Workload
 from pagestream_kernels import rope_and_cache
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16  # Llama 3 8B
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64  # Llama 3 8B
 TOKENS = (1, 256, 8192)
 SMOKE_TOKENS = (2,)
 

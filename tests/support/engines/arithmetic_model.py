@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from pagestream_engine.cache.kv_groups import KVSpec, make_layout
-from pagestream_engine.config import EngineConfig
+from pagestream_engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan, StepResult
@@ -66,7 +66,9 @@ class ArithmeticRunner:
         self.num_steps = 0
         self.rows: dict[int, Row] = {}
         self._config = config
-        self.kv_layout = make_layout(facts.kv_specs, config.cache.block_size, facts.max_position_embeddings)
+        self.kv_layout = make_layout(
+            facts.kv_specs, config.cache.block_size or DEFAULT_BLOCK_SIZE, facts.max_position_embeddings
+        )
         self._pages: list[Page] = []
 
     @property

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pagestream_engine import Engine, EngineConfig
 from pagestream_engine.cache.kv_groups import full_attention
+from pagestream_engine.config import DEFAULT_BLOCK_SIZE
 from pagestream_engine.models.select import read_info
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan
@@ -33,7 +34,7 @@ class PacedRunner:
     def __init__(self, folder: Path, config: EngineConfig, step_s: float) -> None:
         self.model_info = read_info(folder)
         self.max_model_len = self.model_info.max_position_embeddings
-        self.kv_layout = full_attention(config.cache.block_size)
+        self.kv_layout = full_attention(config.cache.block_size or DEFAULT_BLOCK_SIZE)
         self.fingerprint = "0" * 16
         self._step_s = step_s
         self._lengths: dict[int, int] = {}

@@ -368,7 +368,7 @@ def sampling_rows(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
 
 def check_decode_invariance(case: Case, device: torch.device) -> None:
     """With fixed splits a row has the same bits in any batch, in any order, and beside any rows of its sequence."""
-    case = {"head_dim": 64, "group_size": 4, "layout": LAYOUTS[0], **case}
+    case = {"head_dim": 64, "group_size": 4, "block_size": 16, "layout": LAYOUTS[0], "window": None, **case}
     lengths, counts = [200, 17, 90, 129], [5, 1, 6, 2]
     cache = make_cache(case, lengths, device)
     query, _, _ = fused_rows(case, sum(counts), device)

@@ -8,7 +8,7 @@ from pagestream_engine.errors import ConfigError, UnsupportedOption
 def test_defaults() -> None:
     config = EngineConfig.from_options({})
     assert config == EngineConfig()
-    assert (config.cache.block_size, config.cache.enable_prefix_caching) == (16, True)
+    assert (config.cache.block_size, config.cache.enable_prefix_caching) == (None, True)
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (256, 2048)
 
 

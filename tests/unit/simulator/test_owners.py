@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import numpy as np
-from pagestream_engine.config import CacheConfig, SchedulerConfig
+from pagestream_engine.config import DEFAULT_BLOCK_SIZE, SchedulerConfig
 from pagestream_engine.scheduler.admission import RESERVE_SHARE
 from pagestream_operator.settings import OperatorVariables
 from pagestream_scaling import KvUtilizationPolicy, TtftPolicy
@@ -34,7 +34,7 @@ def test_defaults_are_those_of_their_owners() -> None:
     assert terms.signals.export_s == TelemetrySettings().export_interval_s
     assert terms.signals.decide_s == OperatorVariables().decide_s  # the operator can't be imported by the simulator
     assert HpaSettings().target == KvUtilizationPolicy().target
-    assert profile.block_size == CacheConfig().block_size
+    assert profile.block_size == DEFAULT_BLOCK_SIZE
     assert profile.max_num_seqs == scheduler.max_num_seqs
     assert profile.max_num_batched_tokens == scheduler.max_num_batched_tokens
 

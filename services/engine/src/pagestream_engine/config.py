@@ -13,6 +13,10 @@ DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
 EXECUTORS = ("inline", "process")
 
+DEFAULT_BLOCK_SIZE = 16
+TRITON_BLOCK_SIZE = 64
+"""Tokens a block where no option names them: a block is a tile of the Triton kernels."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -50,8 +54,9 @@ class ModelConfig:
 class CacheConfig:
     """The pool of KV blocks."""
 
-    block_size: int = 16
-    """Tokens a block: a sequence wastes less than one block, and a prefix is shared in whole blocks."""
+    block_size: int | None = None
+    """Tokens a block: a sequence wastes less than one block, and a prefix is shared in whole blocks. None: 64 with the
+    Triton kernels, whose tiles are pages of that size, and 16 elsewhere."""
     num_gpu_blocks_override: int | None = None
     """Blocks in the pool, on a CPU too; None measures what fits."""
     gpu_memory_utilization: float = 0.9
@@ -60,7 +65,8 @@ class CacheConfig:
     """Whether full blocks are found again by their content."""
 
     def __post_init__(self) -> None:
-        _choice("block_size", self.block_size, (1, 2, 4, 8, 16, 32, 64, 128))
+        if self.block_size is not None:
+            _choice("block_size", self.block_size, (1, 2, 4, 8, 16, 32, 64, 128))
         if self.num_gpu_blocks_override is not None:
             _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 1)
         share = self.gpu_memory_utilization
@@ -135,7 +141,7 @@ class EngineOptions(TypedDict, total=False):
     deterministic: bool | None
     seed: int
     max_logprobs: int
-    block_size: int
+    block_size: int | None
     num_gpu_blocks_override: int | None
     gpu_memory_utilization: float
     enable_prefix_caching: bool

@@ -4,7 +4,7 @@ from pagestream_engine.attention.backend import Backend
 from pagestream_engine.attention.base import AttentionBatch, AttentionSpec, StepContext
 from pagestream_engine.attention.kv_store import CacheShape
 from pagestream_engine.attention.operators import Angles, Operators, Rotation
-from pagestream_engine.attention.select import select_backend
+from pagestream_engine.attention.select import prefers_triton, select_backend
 
 __all__ = [
     "Angles",
@@ -15,5 +15,6 @@ __all__ = [
     "Operators",
     "Rotation",
     "StepContext",
+    "prefers_triton",
     "select_backend",
 ]

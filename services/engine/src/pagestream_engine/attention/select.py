@@ -27,6 +27,11 @@ _NOT_ON_A_GPU = (
 )
 
 
+def prefers_triton(name: str, device: torch.device) -> bool:
+    """Whether `select_backend` takes the Triton kernels by this name, or refuses."""
+    return name == "triton" or (name == "auto" and device.type != "cpu")
+
+
 def select_backend(
     name: str, shapes: Sequence[CacheShape], device: torch.device, *, deterministic: bool = False
 ) -> Backend:
@@ -45,7 +50,7 @@ def select_backend(
     on_cpu = device.type == "cpu"
     if deterministic and (name == "triton" or not on_cpu):
         raise ConfigError("deterministic", True, "False or None with Triton and on a GPU", _NOT_ON_A_GPU)
-    if name == "triton" or (name == "auto" and not on_cpu):
+    if prefers_triton(name, device):
         return _triton(shapes, device)
     native = _native(shapes, device) if name == "auto" else None
     return native or torch_backend(shapes, device, deterministic=deterministic)

@@ -6,9 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from pagestream_engine.attention import AttentionSpec, Backend, CacheShape, select_backend
+from pagestream_engine.attention import AttentionSpec, Backend, CacheShape, prefers_triton, select_backend
 from pagestream_engine.cache.kv_groups import KVLayout, KVSpec, make_layout
+from pagestream_engine.config import DEFAULT_BLOCK_SIZE, TRITON_BLOCK_SIZE, EngineConfig
 from pagestream_engine.errors import ConfigError
+
+
+def block_size_for(config: EngineConfig, device: torch.device) -> int:
+    """Tokens a block of the layers that keep most: what the options say, else what suits the backend."""
+    if config.cache.block_size is not None:
+        return config.cache.block_size
+    return TRITON_BLOCK_SIZE if prefers_triton(config.model.attention_backend, device) else DEFAULT_BLOCK_SIZE
 
 
 def kv_layout(specs: Sequence[AttentionSpec], block_size: int, max_model_len: int) -> KVLayout:

@@ -16,7 +16,7 @@ from pagestream_engine.models.config import DTYPES, ModelInfo
 from pagestream_engine.models.safetensors_file import read_folder
 from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target
-from pagestream_engine.runner.backends import backend_for, cache_shapes, kv_layout
+from pagestream_engine.runner.backends import backend_for, block_size_for, cache_shapes, kv_layout
 from pagestream_engine.runner.fingerprint import fingerprint
 from pagestream_engine.runner.memory import (
     available_bytes,
@@ -65,7 +65,7 @@ class ModelRunner:
         self._check_weights(model_dir)
         with torch.inference_mode():
             specs = source.attention_specs(target)
-            self.kv_layout = kv_layout(specs, config.cache.block_size, self.max_model_len)
+            self.kv_layout = kv_layout(specs, block_size_for(config, device), self.max_model_len)
             shapes = cache_shapes(self.kv_layout, self.dtype)
             self._backend = backend_for(
                 config.model.attention_backend, specs, shapes, device, deterministic=wanted is True

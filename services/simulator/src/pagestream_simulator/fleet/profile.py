@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from pagestream_engine.config import CacheConfig, SchedulerConfig
+from pagestream_engine.config import DEFAULT_BLOCK_SIZE, SchedulerConfig
 
 from pagestream_simulator.errors import InputFileInvalidError
 
@@ -36,7 +36,7 @@ class EngineProfile:
     cost: StepCost
     kv_blocks: int = 512
     """Blocks of its KV pool."""
-    block_size: int = CacheConfig().block_size
+    block_size: int = DEFAULT_BLOCK_SIZE
     """Tokens in a block."""
     max_num_seqs: int = SchedulerConfig().max_num_seqs
     """Sequences that run at once."""
