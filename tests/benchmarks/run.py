@@ -63,6 +63,7 @@ BENCHMARKS = (
     Benchmark("telemetry", "what do metrics, spans and scrapes cost?", has_short_form=True),
     Benchmark("deterministic", "what do bit-identical logits cost?", has_short_form=True),
     Benchmark("engine_throughput", "how fast is LLM.generate against transformers?", has_short_form=True),
+    Benchmark("itl_bound", "how long do streams wait while a long prompt arrives?", has_short_form=True),
     Benchmark("rate_sweep", "what rate is sustained at equal latency, against transformers?", has_short_form=True),
 )
 

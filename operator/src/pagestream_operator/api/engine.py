@@ -48,6 +48,9 @@ class EngineOptions(ApiModel):
     """Most sequences that run at once. Default 256."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
     """Most tokens of a step, which bounds its time and memory. Default 2048."""
+    itl_bound_ms: Annotated[float, Field(gt=0, le=3_600_000)] | None = None
+    """Milliseconds that a step with prompts may take while sequences decode: chunks of prompts get smaller so that it
+    does, by measured times. Default: no bound."""
     scheduling_policy: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """Order in which waiting requests are admitted. Default fcfs, first come first served; others are those that
     `plugins` register."""

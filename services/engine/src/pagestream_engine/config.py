@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Any, TypedDict
 
 from pagestream_engine.errors import ConfigError, UnsupportedOption
@@ -70,7 +71,7 @@ class CacheConfig:
         if self.num_gpu_blocks_override is not None:
             _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 1)
         share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
+        if not (_is_number(share) and 0.0 < share <= 1.0):
             raise ConfigError("gpu_memory_utilization", share, "a number above 0 and at most 1")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError("enable_prefix_caching", self.enable_prefix_caching, "True or False")
@@ -84,12 +85,18 @@ class SchedulerConfig:
     """Sequences that run at once; each takes one token of the budget while it decodes."""
     max_num_batched_tokens: int = 2048
     """Tokens of a step, decodes first, then prefill chunks: bounds the step's time and its activations."""
+    itl_bound_ms: float | None = None
+    """Milliseconds that a step may take while sequences decode, where it also has prompts: their chunks get smaller so
+    that it does, by the measured times of steps. None: no bound."""
     scheduling_policy: str = "fcfs"
     """Name of the policy that orders admission and preemption: fcfs, or one that a plugin registers."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        bound_ms = self.itl_bound_ms
+        if bound_ms is not None and not (_is_number(bound_ms) and 0.0 < bound_ms < inf):
+            raise ConfigError("itl_bound_ms", bound_ms, "milliseconds greater than 0, or None for no bound")
         if not isinstance(self.scheduling_policy, str):
             raise ConfigError("scheduling_policy", self.scheduling_policy, "the name of a policy")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -147,6 +154,7 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     max_num_seqs: int
     max_num_batched_tokens: int
+    itl_bound_ms: float | None
     scheduling_policy: str
     executor: str
     async_scheduling: bool | None
@@ -227,6 +235,10 @@ def _is_module_name(name: object) -> bool:
 def _choice(name: str, given: object, allowed: tuple[object, ...]) -> None:
     if isinstance(given, bool) or given not in allowed:
         raise ConfigError(name, given, f"one of {', '.join(map(str, allowed))}")
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool)
 
 
 def _at_least(name: str, given: object, low: int) -> None:

@@ -237,6 +237,7 @@ class Engine:
                 self._scheduler.update_from_output(step, tokens)
             taken = self._outputs.process(step, tokens, result)
             counts.end_step(step, sum(output.token_id is not None for output in taken))
+            self._scheduler.prefill_budget.note(step, counts.last_step_s)
             outputs = outputs + taken
         elif not launched and not outputs and self._generations:
             raise InvariantViolation(f"{len(self._generations)} requests wait and nothing can run")

@@ -82,6 +82,7 @@ _ENGINE_OPTIONS = (
     "enable_prefix_caching",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "itl_bound_ms",
     "scheduling_policy",
     "executor",
     "async_scheduling",
@@ -109,6 +110,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
     group.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS", help="in one step")
+    group.add_argument(
+        "--itl-bound-ms", type=float, metavar="MS", help="that a step with prompts and decodes may take (default: any)"
+    )
     group.add_argument("--scheduling-policy", metavar="NAME")
     group.add_argument("--executor", choices=EXECUTORS, help="where steps run: in the engine's process or in another")
     group.add_argument(

@@ -25,9 +25,10 @@ class Harness:
         budget: int = 16,
         caching: bool = False,
         policy: SchedulingPolicy | None = None,
+        itl_bound_ms: float | None = None,
     ) -> None:
         self.cache = CacheManager(BlockPool(num_blocks), full_attention(BLOCK_SIZE), enable_prefix_caching=caching)
-        config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+        config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, itl_bound_ms=itl_bound_ms)
         self.scheduler = Scheduler(config, self.cache, policy or make_policy("fcfs"))
         self.arrivals = 0
 
@@ -60,12 +61,13 @@ class Harness:
         self.scheduler.add(*siblings)
         return siblings
 
-    def step(self) -> list[tuple[str, int]]:
-        """Runs a step; returns which sequences got how many tokens."""
+    def step(self, seconds: float = 0.0) -> list[tuple[str, int]]:
+        """Runs a step that takes so long; returns which sequences got how many tokens."""
         step = self.scheduler.schedule()
         done = shape(step)
         self.scheduler.update_after_schedule(step)
         self.scheduler.update_from_output(step, [(7,)] * len(step.sampled()))
+        self.scheduler.prefill_budget.note(step, seconds)
         self.check()
         return done
 
@@ -488,3 +490,16 @@ def test_copies_are_due_until_a_step_has_run() -> None:
     assert list(harness.scheduler.schedule().copies) == first[:1], "although the sequence that held the source has left"
     harness.step()
     assert num_used(harness) == 2
+
+
+def test_chunks_shrink_to_a_bound_while_sequences_decode() -> None:
+    harness = Harness(budget=400, num_blocks=512, itl_bound_ms=20)
+    harness.add(300)
+    assert harness.step(0.100) == [("0", 300)], "no sequence decodes yet"
+    harness.step(0.010)
+    harness.add(700, first=1000)
+    first, second, third = (dict(harness.step(seconds))["1"] for seconds in (0.042, 0.026, 0.026))
+    assert first == 64
+    assert (second, third) == (32, 32), "64 tokens took more than three times what the bound leaves"
+    harness.scheduler.finish_requests(list(harness.scheduler.running())[-1:])
+    assert harness.step() == [("1", 400)]

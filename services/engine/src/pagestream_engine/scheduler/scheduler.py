@@ -11,6 +11,7 @@ from pagestream_engine.scheduler.admission import Admission
 from pagestream_engine.scheduler.decode import DecodeSet
 from pagestream_engine.scheduler.policy import SchedulingPolicy, WaitingQueue
 from pagestream_engine.scheduler.prefill import PrefillSet
+from pagestream_engine.scheduler.prefill_budget import PrefillBudget
 from pagestream_engine.scheduler.scheduled_step import ScheduledSequence, ScheduledStep
 from pagestream_engine.scheduler.steps_in_flight import StepsInFlight
 
@@ -45,6 +46,9 @@ class Scheduler:
         self._decode = DecodeSet(cache)
         self._admission = Admission(config, cache, self._waiting, self._prefill, self._decode)
         self._in_flight = StepsInFlight(cache, self._prefill, self._decode)
+        bound_ms = config.itl_bound_ms
+        self.prefill_budget = PrefillBudget(None if bound_ms is None else bound_ms / 1000)
+        """Wants to know what each collected step has taken."""
 
     @property
     def num_waiting(self) -> int:
@@ -112,6 +116,7 @@ class Scheduler:
             step.decodes = self._decode.with_drafts(step.decodes, self._num_speculative_tokens, budget)
             step.has_drafts = True
             budget = self._config.max_num_batched_tokens - step.num_tokens
+        budget = self.prefill_budget.limit(len(step.decodes), budget)
         if self._prefill.sequences:
             budget = self._continue_prefills(step.prefills, budget)
             while step.is_empty and self._prefill.sequences and not self._in_flight.num_steps:

@@ -21,6 +21,7 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--gpu-memory-utilization", "X", "fraction of the GPU's memory that an engine may use"),
     ("--max-num-seqs", "N", "most sequences in one step"),
     ("--max-num-batched-tokens", "N", "token budget of one step"),
+    ("--itl-bound-ms", "MS", "milliseconds that a step with prompts and decodes may take"),
     ("--seed", "N", "seed of the generator that draws seeds for requests without one"),
     ("--scheduling-policy", "NAME", "order in which waiting requests are taken"),
     ("--plugins", "MODULES", "modules with policies and model families of your own, such as a.policies,b.families"),

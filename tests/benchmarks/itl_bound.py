@@ -1,0 +1,142 @@
+"""Inter-token latency of running streams while a long prompt arrives, with and without `itl_bound_ms`.
+
+32 streams of the reference model (engine_throughput.py, its context raised) decode; then a prompt of 8,000 tokens
+comes. The bound is twice a step of decodes alone, measured in the same run. Times are taken at each step's outputs:
+what a client of a stream would wait for. Rounds with the bound and without alternate.
+
+    PYTHONPATH=tests python tests/benchmarks/itl_bound.py [--short] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from engine_throughput import DTYPES, SHAPE
+from goals import print_goal
+
+NUM_STREAMS = 32
+STREAM_PROMPT_TOKENS = 64
+NUM_WARM_UP_STEPS = 20
+BOUND_STEPS = 2.0
+"""The bound in steps of decodes alone."""
+GOAL = 1.5
+"""Most that the 99th percentile may be, in bounds."""
+LONG = "long"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One arrival of the long prompt."""
+
+    itl_p50_ms: float
+    itl_p99_ms: float
+    itl_max_ms: float
+    ttft_s: float
+
+
+def make_model(folder: Path, dtype: str, max_position_embeddings: int) -> Path:
+    """Write the reference model with a longer context."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SHAPE, "max_position_embeddings": max_position_embeddings})
+    LlamaForCausalLM._from_config(config, dtype=DTYPES[dtype]).save_pretrained(folder)
+    return folder
+
+
+def make_engine(folder: Path, bound_ms: float | None) -> Any:
+    """Load an engine with room for all."""
+    from pagestream_engine import Engine, EngineConfig
+
+    options = {"max_num_seqs": NUM_STREAMS + 1, "enable_prefix_caching": False, "itl_bound_ms": bound_ms}
+    return Engine(folder, EngineConfig.from_options(options))
+
+
+def start_streams(engine: Any) -> None:
+    """Bring all streams to where they decode."""
+    from pagestream_engine import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    for number in range(NUM_STREAMS):
+        engine.add_request(str(number), [3 + number] * STREAM_PROMPT_TOKENS, params)
+    num_begun = 0
+    while num_begun < NUM_STREAMS:
+        num_begun += sum(output.token_id is not None for output in engine.step())
+    for _ in range(NUM_WARM_UP_STEPS):
+        engine.step()
+
+
+def decode_step_ms(engine: Any, count: int = 30) -> float:
+    """Return the median of a step of decodes alone, in ms."""
+    seconds = []
+    for _ in range(count):
+        started = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - started)
+    return median(seconds) * 1e3
+
+
+def arrival(engine: Any, num_tokens: int) -> Round:
+    """Let a long prompt come, and take the times between the streams' tokens until its first token."""
+    from pagestream_engine import SamplingParams
+
+    prompt = [5 + number % 1000 for number in range(num_tokens)]
+    intervals = []
+    started = last = time.perf_counter()
+    engine.add_request(LONG, prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    is_done = False
+    while not is_done:
+        outputs = engine.step()
+        now = time.perf_counter()
+        is_done = any(output.seq_id == LONG for output in outputs)
+        if any(output.seq_id != LONG for output in outputs):
+            intervals.append(now - last)
+            last = now
+    cuts = quantiles(intervals, n=100, method="inclusive")
+    return Round(cuts[49] * 1e3, cuts[98] * 1e3, max(intervals) * 1e3, time.perf_counter() - started)
+
+
+def main() -> None:
+    """Print both, and the goal."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="a prompt of 1,000 tokens; its figures mean nothing")
+    parser.add_argument("--tokens", type=int, default=8000, help="of the long prompt")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    num_tokens, rounds = (1000, 1) if options.short else (options.tokens, options.rounds)
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_model(Path(name) / "model", options.dtype, 2 * num_tokens + 4096)
+        free = make_engine(folder, None)
+        start_streams(free)
+        decode_ms = decode_step_ms(free)
+        bound_ms = BOUND_STEPS * decode_ms
+        bounded = make_engine(folder, bound_ms)
+        start_streams(bounded)
+        print(f"{NUM_STREAMS} streams, a step of decodes alone {decode_ms:.1f} ms, the bound {bound_ms:.1f} ms")
+        shares = []
+        for _ in range(rounds):
+            for what, engine in (("without", free), ("with", bounded)):
+                found = arrival(engine, num_tokens)
+                decode_step_ms(engine)
+                print(
+                    f"{what:>7} the bound: ITL p50 {found.itl_p50_ms:.1f}, p99 {found.itl_p99_ms:.1f}, "
+                    f"max {found.itl_max_ms:.1f} ms; TTFT of {num_tokens} tokens {found.ttft_s:.2f} s",
+                    flush=True,
+                )
+            shares.append(found.itl_p99_ms / bound_ms)
+    print_goal(f"p99 of ITL while {num_tokens} tokens arrive", f"{GOAL} bounds", f"{median(shares):.2f} bounds")
+
+
+if __name__ == "__main__":
+    main()
