@@ -29,7 +29,8 @@ FROM ${BASE_IMAGE} AS kernels
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++
 COPY services/engine/src/pagestream_engine/attention/native /src/pagestream_engine/attention/native
 COPY services/engine/src/pagestream_engine/cpu.py services/engine/src/pagestream_engine/errors.py \
-     services/engine/src/pagestream_engine/native_build.py /src/pagestream_engine/
+     services/engine/src/pagestream_engine/native_build.py services/engine/src/pagestream_engine/native_levels.py \
+     /src/pagestream_engine/
 RUN PYTHONPATH=/src python3 -m pagestream_engine.attention.native.prebuild --out /prebuilt
 
 # -- our packages --
