@@ -24,14 +24,16 @@ RUN if [ -n "${TORCH_INDEX}" ]; then /opt/builder/bin/python -m pip --python /op
     && find "$packages"/torch -name '*.a' -delete \
     && echo /opt/pagestream > "$packages/pagestream.pth"
 
-# -- the C++ kernels for every instruction set: this layer changes with their folder alone --
+# -- the C++ kernels for every instruction set: this layer changes with their folders alone --
 FROM ${BASE_IMAGE} AS kernels
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++
 COPY services/engine/src/pagestream_engine/attention/native /src/pagestream_engine/attention/native
+COPY services/engine/src/pagestream_engine/layers/native /src/pagestream_engine/layers/native
 COPY services/engine/src/pagestream_engine/cpu.py services/engine/src/pagestream_engine/errors.py \
      services/engine/src/pagestream_engine/native_build.py services/engine/src/pagestream_engine/native_levels.py \
      /src/pagestream_engine/
-RUN PYTHONPATH=/src python3 -m pagestream_engine.attention.native.prebuild --out /prebuilt
+RUN PYTHONPATH=/src python3 -m pagestream_engine.attention.native.prebuild --out /prebuilt/attention \
+    && PYTHONPATH=/src python3 -m pagestream_engine.layers.native.prebuild --out /prebuilt/layers
 
 # -- our packages --
 FROM thirdparty AS ours
@@ -45,7 +47,8 @@ RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation 
       ./proto ./kernels ./services/streams ./services/telemetry ./services/engine ./services/worker \
     && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-deps --no-index \
       --target /opt/pagestream /wheels/*.whl
-COPY --from=kernels /prebuilt /opt/pagestream/pagestream_engine/attention/native/prebuilt
+COPY --from=kernels /prebuilt/attention /opt/pagestream/pagestream_engine/attention/native/prebuilt
+COPY --from=kernels /prebuilt/layers /opt/pagestream/pagestream_engine/layers/native/prebuilt
 
 FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title="pagestream-engine" \

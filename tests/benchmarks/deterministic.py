@@ -3,9 +3,8 @@
 Four workloads, greedy, end-of-sequence ignored: the reference workload (see `engine_throughput`) and one of its streams
 alone; 32 streams of the demo model's questions, and one alone. Each round runs every side once, in the same steps. A
 side's time is the sum over the steps of the shortest time of each, since other load on the machine only slows a step
-down. Both sides use one engine and switch its linears' row counts, which is the only difference between the modes: two
-engines differ by up to a quarter, depending on where their weights are in memory. The cost is how much longer the
-deterministic side takes.
+down; with one thread it is of the processor. Both sides use one engine and switch its linears' methods, which is the
+only difference between the modes. The cost is how much longer the deterministic side takes.
 
     python tests/benchmarks/deterministic.py [--short] [--json FILE] [--repeats 5] [--dtype bfloat16]
 """
@@ -29,7 +28,6 @@ from engine_throughput import DTYPES, make_model, make_prompts
 from goals import print_goal
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.config import EngineOptions
-from pagestream_engine.cpu import bfloat16_varies_with_rows, read_cpuinfo
 from pagestream_engine.runner import ModelRunner
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo-model" / "model"
@@ -86,34 +84,40 @@ def workloads(reference: Path, *, short: bool) -> list[Workload]:
 
 def make_runs(workload: Workload) -> dict[str, Run]:
     """Return a function for each side that runs all requests uncached and returns the seconds of each step."""
-    options = EngineOptions(device="cpu", max_num_seqs=64, enable_prefix_caching=False, deterministic=True)
     runners: list[ModelRunner] = []
 
     def make_runner(folder: Path, config: EngineConfig) -> ModelRunner:
         runners.append(ModelRunner(folder, config, torch.device("cpu")))
-        return runners[0]
+        return runners[-1]
 
-    engine = Engine(workload.folder, EngineConfig.from_options(options), make_runner=make_runner)
+    def config(deterministic: bool) -> EngineConfig:
+        options = EngineOptions(device="cpu", max_num_seqs=64, enable_prefix_caching=False, deterministic=deterministic)
+        return EngineConfig.from_options(options)
+
+    engine = Engine(workload.folder, config(True), make_runner=make_runner)
+    make_runner(workload.folder, config(False))
     params = SamplingParams(temperature=0.0, max_tokens=workload.output_tokens, ignore_eos=True)
-    linears = [(linear, linear.row_counts) for linear in runners[0]._model.linears()]
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    linears = runners[0]._model.linears()
+    exact, default = ([linear.method for linear in runner._model.linears()] for runner in runners)
 
     def run(deterministic: bool) -> list[float]:
-        for linear, row_counts in linears:
-            linear.row_counts = row_counts if deterministic else None
+        for linear, method in zip(linears, exact if deterministic else default, strict=True):
+            linear.method = method
         for index, prompt in enumerate(workload.prompts):
             engine.add_request(str(index), prompt, params)
         seconds = []
         while engine.has_unfinished_requests():
-            start = time.perf_counter()
+            start = clock()
             engine.step()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(clock() - start)
         return seconds
 
     return {side: partial(run, deterministic) for side, deterministic in SIDES.items()}
 
 
 def measure(workload: Workload, repeats: int) -> Result:
-    """Run both sides in turn, after an uncounted run of each, which probes the row counts that occur."""
+    """Run both sides in turn, after an uncounted run of each."""
     runs = make_runs(workload)
     for run in runs.values():
         run()
@@ -135,17 +139,12 @@ def measure(workload: Workload, repeats: int) -> Result:
     )
 
 
-def default_dtype() -> str:
-    """Return bfloat16, except where the deterministic mode refuses it."""
-    return "float32" if bfloat16_varies_with_rows(read_cpuinfo(), os.environ) else "bfloat16"
-
-
 def main() -> None:
     """Print each result as it comes, and all as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--short", action="store_true", help="a quarter of the requests and tokens")
     parser.add_argument("--repeats", type=int, default=5, help="rounds over both sides")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default=default_dtype(), help="of the reference workload")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the reference workload")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch")
     parser.add_argument("--json", type=Path, help="file that the results are written to")
     options = parser.parse_args()

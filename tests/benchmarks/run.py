@@ -62,6 +62,7 @@ BENCHMARKS = (
     Benchmark("vllm_bench", "does vLLM's load generator run without an error?", has_short_form=False),
     Benchmark("telemetry", "what do metrics, spans and scrapes cost?", has_short_form=True),
     Benchmark("deterministic", "what do bit-identical logits cost?", has_short_form=True),
+    Benchmark("exact_linears", "what do linears with one order of additions cost?", has_short_form=True),
     Benchmark("engine_throughput", "how fast is LLM.generate against transformers?", has_short_form=True),
     Benchmark("itl_bound", "how long do streams wait while a long prompt arrives?", has_short_form=True),
     Benchmark("rate_sweep", "what rate is sustained at equal latency, against transformers?", has_short_form=True),

@@ -42,10 +42,6 @@ class TimedMethod(LinearMethod):
         result: Tensor = self._note(self._name, num_bytes, 2.0 * rows * inputs * outputs, self._method.product, x, bias)
         return result
 
-    @property
-    def kernel(self) -> tuple[object, ...]:
-        return self._method.kernel
-
 
 class TimedOperations:
     """Replaces the operations of a runner by themselves with a clock: of a decoder with gated MLPs and one KV group."""

@@ -1,9 +1,9 @@
 import pytest
 from pagestream_engine.cpu import (
     computes_bfloat16_on_amx,
-    emulates_bfloat16_in_avx512,
     instruction_sets,
     processor_identity,
+    usable_instruction_sets,
 )
 
 SAPPHIRE_RAPIDS = """\
@@ -12,12 +12,6 @@ vendor_id\t: GenuineIntel
 model name\t: Intel(R) Xeon(R) Platinum 8488C
 flags\t\t: fpu sse4_2 avx avx2 fma avx512f avx512_bf16 avx512_fp16 amx_bf16 amx_tile amx_int8
 bugs\t\t: spectre_v1
-"""
-CASCADE_LAKE = """\
-processor\t: 0
-vendor_id\t: GenuineIntel
-model name\t: Intel(R) Xeon(R) Platinum 8275CL
-flags\t\t: fpu sse4_2 avx avx2 fma avx512f avx512_vnni
 """
 EPYC = """\
 processor\t: 0
@@ -54,20 +48,21 @@ def test_whether_bfloat16_runs_on_amx(cpuinfo: str, environ: dict[str, str], exp
 
 
 @pytest.mark.parametrize(
-    ("cpuinfo", "environ", "expected"),
+    ("limit", "ruled_out"),
     [
-        (CASCADE_LAKE, {}, True),
-        (CASCADE_LAKE, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, False),
-        (EPYC, {}, False),
-        (EPYC, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, True),
-        (SAPPHIRE_RAPIDS, {"ONEDNN_MAX_CPU_ISA": "avx512_core_vnni"}, True),
-        (SAPPHIRE_RAPIDS, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, False),
-        (GRAVITON, {}, False),
-        ("", {}, False),
+        ("AVX512_CORE_AMX", ()),
+        ("avx512_core_fp16", ("amx",)),
+        ("AVX512_CORE_BF16", ("amx",)),
+        ("avx512_core_vnni", ("amx", "avx512_bf16")),
+        ("AVX2_VNNI", ("amx", "avx512")),
+        ("SSE41", ("amx", "avx512", "avx2")),
     ],
 )
-def test_whether_bfloat16_is_emulated_in_avx512(cpuinfo: str, environ: dict[str, str], expected: bool) -> None:
-    assert emulates_bfloat16_in_avx512(cpuinfo, environ) is expected
+def test_what_a_limit_rules_out(limit: str, ruled_out: tuple[str, ...]) -> None:
+    has = instruction_sets(SAPPHIRE_RAPIDS)
+    usable = usable_instruction_sets(SAPPHIRE_RAPIDS, {"ONEDNN_MAX_CPU_ISA": limit})
+    assert has - usable == {name for name in has if name.startswith(ruled_out)}
+    assert usable_instruction_sets(GRAVITON, {"ONEDNN_MAX_CPU_ISA": limit}) == instruction_sets(GRAVITON)
 
 
 def test_only_what_every_processor_has_counts() -> None:

@@ -9,15 +9,16 @@ from pathlib import Path
 _CPUINFO = Path("/proc/cpuinfo")
 _ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """Environment variables that oneDNN reads once, at its first use; the first that is set counts."""
-_LEVELS_WITHOUT_AMX = frozenset(
-    {
-        *("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2"),
-        *("avx512_core", "avx512_core_vnni", "avx512_core_bf16", "avx512_core_fp16"),
-        *("avx10_1", "avx10_1_512", "avx10_2", "avx10_2_512"),
-    }
+_BELOW_AVX2 = ("sse41", "avx")
+_BELOW_AVX512 = (*_BELOW_AVX2, "avx2", "avx2_vnni", "avx2_vnni_2")
+_BELOW_AVX512_BF16 = (*_BELOW_AVX512, "avx512_core", "avx512_core_vnni")
+_BELOW_AMX = (
+    *(*_BELOW_AVX512_BF16, "avx512_core_bf16", "avx512_core_fp16"),
+    *("avx10_1", "avx10_1_512", "avx10_2", "avx10_2_512"),
 )
-"""Their values that leave AMX out, in lower case: oneDNN ignores case, and ignores other values."""
-_LEVELS_BELOW_AVX512 = frozenset(("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2"))
+_RULED_OUT = {"amx": _BELOW_AMX, "avx512_bf16": _BELOW_AVX512_BF16, "avx512": _BELOW_AVX512, "avx2": _BELOW_AVX2}
+"""Beginnings of the names of instruction sets, and the values of the variables, in lower case, that leave them out.
+oneDNN ignores case, and ignores other values."""
 
 
 def read_cpuinfo() -> str:
@@ -45,35 +46,23 @@ def processor_identity(cpuinfo: str) -> bytes:
     return "\n".join(lines).encode() or platform.processor().encode()
 
 
+def usable_instruction_sets(cpuinfo: str, environ: Mapping[str, str]) -> frozenset[str]:
+    """Return `instruction_sets` without those that the environment keeps oneDNN from using.
+
+    Args:
+        cpuinfo: text of /proc/cpuinfo.
+        environ: environment of the process at its start.
+    """
+    limit = next((environ[name] for name in _ONEDNN_LIMITS if environ.get(name)), "").lower()
+    ruled_out = tuple(name for name, limits in _RULED_OUT.items() if limit in limits)
+    return frozenset(name for name in instruction_sets(cpuinfo) if not name.startswith(ruled_out))
+
+
 def computes_bfloat16_on_amx(cpuinfo: str, environ: Mapping[str, str]) -> bool:
-    """Return whether oneDNN multiplies bfloat16 matrices with AMX: the processor has it and no variable rules it out.
+    """Return whether oneDNN multiplies bfloat16 matrices with AMX.
 
     Args:
-        cpuinfo: text of /proc/cpuinfo.
-        environ: environment of the process at its start.
+        cpuinfo: see `usable_instruction_sets`.
+        environ: see `usable_instruction_sets`.
     """
-    limit = _onednn_limit(environ)
-    return "amx_bf16" in instruction_sets(cpuinfo) and limit not in _LEVELS_WITHOUT_AMX
-
-
-def emulates_bfloat16_in_avx512(cpuinfo: str, environ: Mapping[str, str]) -> bool:
-    """Return whether oneDNN multiplies bfloat16 matrices by AVX-512 without instructions for it: the processor lacks
-    them, or a variable rules them out.
-
-    Args:
-        cpuinfo: text of /proc/cpuinfo.
-        environ: environment of the process at its start.
-    """
-    sets, limit = instruction_sets(cpuinfo), _onednn_limit(environ)
-    if "avx512f" not in sets or limit in _LEVELS_BELOW_AVX512:
-        return False
-    return "avx512_bf16" not in sets or limit in ("avx512_core", "avx512_core_vnni")
-
-
-def bfloat16_varies_with_rows(cpuinfo: str, environ: Mapping[str, str]) -> bool:
-    """Return whether a row of a bfloat16 product by oneDNN may have other bits beside other rows, on this processor."""
-    return computes_bfloat16_on_amx(cpuinfo, environ) or emulates_bfloat16_in_avx512(cpuinfo, environ)
-
-
-def _onednn_limit(environ: Mapping[str, str]) -> str:
-    return next((environ[name] for name in _ONEDNN_LIMITS if environ.get(name)), "").lower()
+    return "amx_bf16" in usable_instruction_sets(cpuinfo, environ)

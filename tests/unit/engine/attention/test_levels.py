@@ -81,8 +81,9 @@ def test_what_is_compiled_beforehand_is_found_and_loaded_without_a_compiler(
     assert loaded._name == str(found)
 
 
-def test_an_image_copies_all_that_the_command_imports(tmp_path: Path) -> None:
-    """The image's build runs it without the packages around it, so that a layer is built anew for its files alone."""
+@pytest.mark.parametrize("package", ["attention", "layers"])
+def test_an_image_copies_all_that_the_commands_import(tmp_path: Path, package: str) -> None:
+    """The image's build runs them without the packages around it, so that a layer is built anew for its files alone."""
     root = Path(__file__).parents[4]
     text = (root / "deploy" / "images" / "engine.Dockerfile").read_text().replace("\\\n", " ")
     copied = re.findall(r"^COPY (.+) /src/(\S+)$", text, re.MULTILINE)
@@ -95,5 +96,5 @@ def test_an_image_copies_all_that_the_command_imports(tmp_path: Path) -> None:
                 (tmp_path / target).mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, tmp_path / target)
     # -S: without this environment's packages.
-    command = [sys.executable, "-S", "-m", "pagestream_engine.attention.native.prebuild", "--help"]
+    command = [sys.executable, "-S", "-m", f"pagestream_engine.{package}.native.prebuild", "--help"]
     subprocess.run(command, check=True, capture_output=True, env={"PYTHONPATH": str(tmp_path)}, timeout=60)

@@ -15,6 +15,7 @@ from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.families.qwen2 import Qwen2
 from pagestream_engine.models.loader import load_parameters
 from pagestream_engine.models.safetensors_file import open_files, read_folder
+from pagestream_engine.models.source import Target
 from pagestream_engine.models.weights import Parameters
 from safetensors.torch import load_file, save_file
 from support.engines.tiny_models import make_model
@@ -42,7 +43,8 @@ def rewritten(folder: Path, tmp_path: Path) -> Callable[[dict[str, torch.Tensor 
 
 def _load(folder: Path, dtype: torch.dtype = torch.float32) -> Parameters:
     family = Qwen2()
-    return load_parameters(folder, family.weights(family.read(ConfigFile.read(folder))), dtype=dtype, device=_CPU)
+    target = Target(dtype, _CPU, max_model_len=128)
+    return load_parameters(folder, family.weights(family.read(ConfigFile.read(folder))), target)
 
 
 def _dense(weight: torch.Tensor) -> torch.Tensor:
@@ -136,31 +138,33 @@ def test_damaged_files_are_errors_of_the_folder(folder: Path, tmp_path: Path, da
 _MEASURE = """
 import re, sys, torch
 from pathlib import Path
-from pagestream_engine.layers.linear_methods import runs_onednn
+from pagestream_engine.layers.select import lays_out_anew
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.families.llama import Llama
 from pagestream_engine.models.loader import load_parameters
-folder, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
-runs_onednn("cpu", dtype)
+from pagestream_engine.models.source import Target
+folder, dtype, exact = Path(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "exact"
+lays_out_anew("cpu", dtype, exact=exact)
 def status(field):
     return int(re.search(rf"{field}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 family = Llama()
 weights = family.weights(family.read(ConfigFile.read(folder)))
 before = status("VmRSS")
-parameters = load_parameters(folder, weights, dtype=dtype, device=torch.device("cpu"))
+parameters = load_parameters(folder, weights, Target(dtype, torch.device("cpu"), 128, exact))
 print(status("VmHWM") - before)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+@pytest.mark.parametrize("linears", ["exact", "fastest"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_loading_needs_no_second_copy_in_memory(tmp_path: Path, dtype: str) -> None:
+def test_loading_needs_no_second_copy_in_memory(tmp_path: Path, dtype: str, linears: str) -> None:
     """The process' peak, files that it maps included, grows by the model, its largest matrix, and a buffer of 8 MiB."""
     changes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "vocab_size": 4096}
     folder = make_model(tmp_path / "model", "llama", dtype=torch.bfloat16, num_attention_heads=16, **changes)
     stored = (folder / "model.safetensors").stat().st_size
     size = stored * (2 if dtype == "float32" else 1)
-    command = [sys.executable, "-c", _MEASURE, str(folder), dtype]
+    command = [sys.executable, "-c", _MEASURE, str(folder), dtype, linears]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout
     largest = 2 * 2816 * 1024 * (4 if dtype == "float32" else 2)
     limit = size + largest + (32 << 20)

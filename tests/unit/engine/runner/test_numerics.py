@@ -1,4 +1,4 @@
-"""When a model computes deterministically: asked for, or for next to nothing."""
+"""When a model computes deterministically: asked for, or where it is free."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import ConfigError
-from pagestream_engine.layers.row_counts import RowCounts
+from pagestream_engine.layers.exact_methods import NativeMethod, RowByRowMethod
+from pagestream_engine.layers.native.levels import LEVELS
+from pagestream_engine.layers.native.library import NativeLinears, load_level
 from pagestream_engine.native_build import find_compiler
-from pagestream_engine.runner import ModelRunner, numerics
+from pagestream_engine.runner import ModelRunner, fingerprint, numerics
 from support.engines.tiny_models import make_model
+
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
@@ -21,61 +25,53 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _runner(folder: Path, **options: Any) -> ModelRunner:
-    return ModelRunner(folder, EngineConfig.from_options(options), torch.device("cpu"))
+    return ModelRunner(folder, EngineConfig.from_options(options), CPU)
 
 
-@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("is_free", [True, False])
-def test_unasked_only_where_it_is_free(monkeypatch: pytest.MonkeyPatch, folder: Path, is_free: bool) -> None:
-    monkeypatch.setattr(RowCounts, "is_free", is_free)
-    assert _runner(folder).numerics.deterministic is is_free
-    assert _runner(folder, deterministic=True).numerics.deterministic
-    off = _runner(folder, deterministic=False).numerics
-    assert not off.deterministic
-    assert not off.linears
+def _set_kernels(monkeypatch: pytest.MonkeyPatch, *, fast: bool | None) -> None:
+    """Let there be kernels of a level that is fast, of one that is not, or none."""
+
+    def found(dtype: torch.dtype) -> NativeLinears | None:
+        levels = LEVELS["x86_64"]
+        level = levels[0] if fast else levels[-1]
+        library = load_level(levels[-1])
+        return None if fast is None or library is None else NativeLinears(library, level, dtype)
+
+    monkeypatch.setattr(numerics, "native_linears", found)
 
 
-@pytest.fixture(params=[True, False], ids=["amx", "no-amx"])
-def has_amx(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(numerics, "computes_bfloat16_on_amx", lambda *_: request.param)
-    monkeypatch.setattr(numerics, "emulates_bfloat16_in_avx512", lambda *_: False)
-    return bool(request.param)
+@needs_compiler
+@pytest.mark.parametrize("amx", [True, False])
+@pytest.mark.parametrize("fast", [True, False, None])
+def test_unasked_where_it_is_free(monkeypatch: pytest.MonkeyPatch, fast: bool | None, amx: bool) -> None:
+    _set_kernels(monkeypatch, fast=fast)
+    monkeypatch.setattr(numerics, "computes_bfloat16_on_amx", lambda *_: amx)
+    for dtype, is_free in ((torch.float32, fast is True), (torch.bfloat16, fast is True and not amx)):
+        assert numerics.wants_exact_linears(None, dtype, CPU) is is_free
+        assert numerics.wants_exact_linears(True, dtype, CPU)
+        assert not numerics.wants_exact_linears(False, dtype, CPU)
+        assert not numerics.wants_exact_linears(None, dtype, torch.device("cuda"))
 
 
-@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-def test_bfloat16_on_amx_refuses_it_and_is_off_by_default(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, has_amx: bool
-) -> None:
-    monkeypatch.setattr(RowCounts, "is_free", True)
-    assert _runner(folder, dtype="bfloat16").numerics.deterministic is not has_amx
-    assert not _runner(folder, dtype="bfloat16", deterministic=False).numerics.deterministic
-    if not has_amx:
-        assert _runner(folder, dtype="bfloat16", deterministic=True).numerics.deterministic
-        return
-    with pytest.raises(ConfigError, match=r"^deterministic: given True, expected False or None") as caught:
-        _runner(folder, dtype="bfloat16", deterministic=True)
-    assert caught.value.field == "deterministic"
-    for remedy in ("float32", "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"):
-        assert remedy in str(caught.value)
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_asked_for_it_is_on_in_every_dtype(monkeypatch: pytest.MonkeyPatch, folder: Path, dtype: str) -> None:
+    monkeypatch.setattr(numerics, "computes_bfloat16_on_amx", lambda *_: True)
+    runner = _runner(folder, dtype=dtype, deterministic=True)
+    assert runner.numerics.deterministic
+    assert all(isinstance(linear.method, NativeMethod) for linear in runner._model.linears())
 
 
-def test_avx512_without_bfloat16_refuses_it_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics, "computes_bfloat16_on_amx", lambda *_: False)
-    monkeypatch.setattr(numerics, "emulates_bfloat16_in_avx512", lambda *_: True)
-    cpu = torch.device("cpu")
-    assert numerics.possible_mode(None, torch.bfloat16, cpu) is False
-    with pytest.raises(ConfigError, match=r"AVX-512 and no instructions for it.*float32"):
-        numerics.possible_mode(True, torch.bfloat16, cpu)
+def test_asked_for_without_kernels_each_row_is_computed_alone(folder: Path) -> None:
+    runner = _runner(folder, dtype="float16", deterministic=True)
+    assert runner.numerics == numerics.Numerics(deterministic=True, linears="row by row")
+    assert all(isinstance(linear.method, RowByRowMethod) for linear in runner._model.linears())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "device"), [(torch.float32, "cpu"), (torch.float16, "cpu"), (torch.bfloat16, "cuda")]
-)
-@pytest.mark.parametrize("wanted", [True, False, None])
-def test_amx_concerns_bfloat16_on_the_cpu_alone(
-    has_amx: bool, dtype: torch.dtype, device: str, wanted: bool | None
-) -> None:
-    assert numerics.possible_mode(wanted, dtype, torch.device(device)) is wanted
+def test_switched_off_nothing_is_promised(folder: Path) -> None:
+    off = _runner(folder, deterministic=False)
+    assert off.numerics == numerics.Numerics(deterministic=False, linears="")
+    assert not any(isinstance(linear.method, NativeMethod | RowByRowMethod) for linear in off._model.linears())
 
 
 def test_unasked_never_by_torchs_own_attention(folder: Path) -> None:
@@ -83,9 +79,32 @@ def test_unasked_never_by_torchs_own_attention(folder: Path) -> None:
     assert _runner(folder, attention_backend="torch", deterministic=True).numerics.deterministic
 
 
-def test_the_fingerprint_tells_other_bits_of_the_linears(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    first = _runner(folder, deterministic=True).fingerprint
+def test_the_fingerprint_names_the_level_of_the_linears(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    runner = _runner(folder, deterministic=True)
+    first = runner.fingerprint
     assert _runner(folder, deterministic=True).fingerprint == first
-    monkeypatch.setattr(RowCounts, "digest", b"other")
-    assert _runner(folder, deterministic=True).fingerprint != first
+    runner.numerics = numerics.Numerics(deterministic=True, linears="another")
+    assert runner.fingerprint != first
     assert len(first) == 16
+
+
+def test_the_fingerprint_names_the_device_that_computes_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+
+    def names() -> tuple[str, str]:
+        return fingerprint._device(cpu), fingerprint._device(gpu)
+
+    first = names()
+    changes = {
+        "processor": lambda: monkeypatch.setattr(fingerprint, "processor_identity", lambda _: b"another"),
+        "capability": lambda: monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another"),
+        "threads": lambda: monkeypatch.setattr(torch, "get_num_threads", lambda: 77),
+    }
+    seen = {first[0]}
+    for change in changes.values():
+        change()
+        on_cpu, on_gpu = names()
+        assert on_cpu not in seen
+        assert on_gpu == first[1]
+        seen.add(on_cpu)

@@ -22,8 +22,8 @@ from pagestream_engine.errors import ConfigError
 from pagestream_engine.native_build import toolchain_of
 
 _NOT_ON_A_GPU = (
-    "there the decode kernel is split by what else is in the batch, prefill adds in another order than decode, and no "
-    "row counts of the linears have been compared; set device to cpu and attention_backend to auto"
+    "there the decode kernel is split by what else is in the batch, prefill adds in another order than decode, and "
+    "a linear's order of additions hangs on its number of rows; set device to cpu and attention_backend to auto"
 )
 
 

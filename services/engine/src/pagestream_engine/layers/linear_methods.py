@@ -15,8 +15,11 @@ _PACK_ROWS = 64  # the row count that the packed layout is chosen for; a typical
 class LinearMethod(ABC):
     """A weight of (out features, in features) in some layout, and the product with it.
 
-    A method owns its tensors; a `Linear` adds the bias and, in deterministic mode, the row counts.
+    A method owns its tensors; a `Linear` adds the bias.
     """
+
+    is_copy: bool = False
+    """Whether it holds the weight in a layout of its own, after which the plain one can go."""
 
     def __init__(self, weight: Tensor) -> None:
         self.shape: tuple[int, int] = (weight.shape[0], weight.shape[1])
@@ -27,11 +30,6 @@ class LinearMethod(ABC):
     @abstractmethod
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b: (rows, in features) -> (rows, out features)."""
-
-    @property
-    def kernel(self) -> tuple[object, ...]:
-        """What a library chooses its kernel by, apart from the number of rows and the bias."""
-        return type(self).__name__, self.shape, self.dtype
 
 
 class PlainMethod(LinearMethod):
@@ -63,24 +61,13 @@ class OnednnMethod(LinearMethod):
 
 
 class PackedMethod(OnednnMethod):
-    """The weight in oneDNN's own layout: a copy, after which the plain weight can go."""
+    """The weight in oneDNN's own layout."""
+
+    is_copy = True
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
-
-
-def fastest_method(weight: Tensor, *, may_copy: bool = True) -> LinearMethod:
-    """Choose the method that computes fastest with a weight where it lies.
-
-    Args:
-        weight: (out features, in features).
-        may_copy: whether another layout may be made of it. A weight that something else uses too would then be in
-            memory twice.
-    """
-    if not runs_onednn(weight.device.type, weight.dtype):
-        return PlainMethod(weight)
-    return PackedMethod(weight) if may_copy else OnednnMethod(weight)
 
 
 @cache

@@ -29,6 +29,6 @@ class FamilySource(ModelSource):
 
     def load(self, target: Target, backend: Backend) -> Model:
         weights = self._family.weights(self._config)
-        parameters = load_parameters(self.folder, weights, dtype=target.dtype, device=target.device)
+        parameters = load_parameters(self.folder, weights, target)
         specs = self.attention_specs(target)
         return self._family.build(self._config, parameters, specs, BuildContext(backend, target.max_model_len))

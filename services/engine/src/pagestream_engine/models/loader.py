@@ -10,19 +10,20 @@ from torch import Tensor
 
 from pagestream_engine.errors import DOWNLOAD_AGAIN, WeightsError
 from pagestream_engine.layers.linear import Linear
-from pagestream_engine.layers.linear_methods import LinearMethod, PackedMethod, PlainMethod, fastest_method, runs_onednn
+from pagestream_engine.layers.select import choose_method, lays_out_anew
 from pagestream_engine.models.safetensors_file import Entry, FileCache, open_files, read_folder
+from pagestream_engine.models.source import Target
 from pagestream_engine.models.weights import LinearWeight, Parameters, Part, TensorWeight, TiedWeight, Weight, WeightMap
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # old checkpoints hold what is computed
 _COPIED_HEAD_BYTES = 16 << 20
-"""Largest tied head that is packed: a stream alone then needs no padding to be deterministic."""
+"""Largest tied head of which a copy is packed: memory for speed."""
 
 
-def load_parameters(folder: Path, weights: WeightMap, *, dtype: torch.dtype, device: torch.device) -> Parameters:
-    """Read the weights of `folder`, in `dtype`, onto `device`.
+def load_parameters(folder: Path, weights: WeightMap, target: Target) -> Parameters:
+    """Read the weights of `folder` in the dtype and onto the device of `target`.
 
-    At its peak it needs the model's size, and the largest matrix once more where oneDNN lays matrices out anew.
+    At its peak it needs the model's size, and the largest matrix once more where matrices are laid out anew.
 
     Raises:
         ModelFileError: a file is missing or malformed.
@@ -31,8 +32,8 @@ def load_parameters(folder: Path, weights: WeightMap, *, dtype: torch.dtype, dev
     entries = read_folder(folder)
     parameters = Parameters()
     with open_files() as files:
-        reader = WeightReader(entries, files, dtype, device)
-        if runs_onednn(device.type, dtype):
+        reader = WeightReader(entries, files, target)
+        if lays_out_anew(target.device.type, target.dtype, exact=target.exact_linears):
             reader.reserve(weights.values())
         for name, weight in weights.items():
             _load_one(parameters, name, weight, reader)
@@ -44,18 +45,12 @@ def load_parameters(folder: Path, weights: WeightMap, *, dtype: torch.dtype, dev
 class WeightReader:
     """Hands out tensors by name, and remembers which were asked for."""
 
-    def __init__(self, entries: dict[str, Entry], files: FileCache, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, entries: dict[str, Entry], files: FileCache, target: Target) -> None:
         self._entries = entries
         self._files = files
-        self._dtype = dtype
-        self._device = device
+        self.target = target
         self._used: set[str] = set()
         self._scratch: Tensor | None = None
-
-    @property
-    def packs(self) -> bool:
-        """Whether matrices are read to be laid out anew."""
-        return self._scratch is not None
 
     def reserve(self, weights: Iterable[Weight]) -> None:
         """Let all matrices be read into the same memory, of the largest one's size: each is copied before the next.
@@ -63,7 +58,7 @@ class WeightReader:
         Freed one by one they would leave holes among the copies, 60 MiB in a model of 536 MiB (glibc).
         """
         sizes = [weight.num_rows * weight.in_features for weight in weights if isinstance(weight, LinearWeight)]
-        self._scratch = torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
+        self._scratch = torch.empty(max(sizes, default=0), dtype=self.target.dtype, device=self.target.device)
 
     def matrix(self, weight: LinearWeight) -> Tensor:
         """Read the (rows, in features) of a linear; after `reserve` they stay until the next call only."""
@@ -84,7 +79,9 @@ class WeightReader:
         Returns:
             (sum of the rows, *trailing).
         """
-        target = torch.empty(sum(part.rows for part in parts), *trailing, dtype=self._dtype, device=self._device)
+        target = torch.empty(
+            sum(part.rows for part in parts), *trailing, dtype=self.target.dtype, device=self.target.device
+        )
         self._fill(target, parts, suffix)
         return target
 
@@ -118,16 +115,17 @@ class WeightReader:
 
 
 def _load_one(parameters: Parameters, name: str, weight: Weight, reader: WeightReader) -> None:
+    exact = reader.target.exact_linears
     match weight:
         case TensorWeight():
             parameters.add_tensor(name, reader.read(weight.parts, *weight.trailing))
         case LinearWeight():
             matrix = reader.matrix(weight)
-            method: LinearMethod = PackedMethod(matrix) if reader.packs else PlainMethod(matrix)
+            method = choose_method(matrix, exact=exact)
             bias = reader.read(weight.parts, suffix=".bias") if weight.bias else None
             parameters.add_linear(name, Linear(method, bias))
         case TiedWeight():
             matrix = parameters.tensor(weight.to)
             # The plain layout is needed too, and another one is a second copy: made only of a small matrix.
-            method = fastest_method(matrix, may_copy=matrix.nbytes <= _COPIED_HEAD_BYTES)
-            parameters.add_linear(name, Linear(method), is_shared=not isinstance(method, PackedMethod))
+            method = choose_method(matrix, exact=exact, may_copy=matrix.nbytes <= _COPIED_HEAD_BYTES)
+            parameters.add_linear(name, Linear(method), is_shared=not method.is_copy)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pagestream_engine.attention import StepContext
 from pagestream_engine.layers.linear import Linear
-from pagestream_engine.layers.row_counts import RowCounts
 from pagestream_engine.models.config import ModelInfo
 
 
@@ -24,7 +23,6 @@ class Model(ABC):
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
-        self._row_counts: dict[tuple[object, ...], RowCounts] = {}
 
     @abstractmethod
     def forward(self, token_ids: Tensor, wanted: Tensor, context: StepContext) -> Tensor:
@@ -50,17 +48,3 @@ class Model(ABC):
     @abstractmethod
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-
-    def probe_row_counts(self) -> list[RowCounts]:
-        """Try, for each shape of linear, which row counts agree bit for bit; see `use_row_counts`."""
-        found: dict[tuple[object, ...], RowCounts] = {}
-        for linear in self.linears():
-            if linear.kernel not in found:
-                found[linear.kernel] = RowCounts(linear.product, linear.method.shape[1], linear.method.dtype)
-        self._row_counts = found
-        return list(found.values())
-
-    def use_row_counts(self) -> None:
-        """Make every linear give a row the same bits in any batch, after `probe_row_counts`."""
-        for linear in self.linears():
-            linear.row_counts = self._row_counts[linear.kernel]

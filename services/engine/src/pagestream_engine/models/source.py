@@ -22,6 +22,8 @@ class Target:
     device: torch.device
     max_model_len: int
     """Longest sequence, in tokens."""
+    exact_linears: bool = False
+    """Whether a row of a linear has to have the same bits in any batch."""
 
 
 class ModelSource(ABC):

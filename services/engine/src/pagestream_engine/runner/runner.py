@@ -25,7 +25,7 @@ from pagestream_engine.runner.memory import (
     gpu_pool_bytes,
     step_memory,
 )
-from pagestream_engine.runner.numerics import check_model_allows, possible_mode, settle_numerics
+from pagestream_engine.runner.numerics import check_model_allows, settle_numerics, wants_exact_linears
 from pagestream_engine.runner.persistent_batch import PersistentBatch
 from pagestream_engine.runner.profile import estimated_cpu_step_bytes, largest_gpu_use
 from pagestream_engine.runner.prompt_rows import PromptRows
@@ -59,9 +59,10 @@ class ModelRunner:
         self._config = config
         self.max_model_len = _max_model_len(config.model.max_model_len, info)
         self.model_info = replace(info, max_position_embeddings=max(info.max_position_embeddings, self.max_model_len))
-        target = Target(self.dtype, device, self.max_model_len)
-        check_model_allows(config.model.deterministic, source)
-        wanted = possible_mode(config.model.deterministic, self.dtype, device)
+        wanted = config.model.deterministic
+        check_model_allows(wanted, source)
+        exact_linears = wants_exact_linears(wanted, self.dtype, device)
+        target = Target(self.dtype, device, self.max_model_len, exact_linears)
         self._check_weights(model_dir)
         with torch.inference_mode():
             specs = source.attention_specs(target)
@@ -71,7 +72,8 @@ class ModelRunner:
                 config.model.attention_backend, specs, shapes, device, deterministic=wanted is True
             )
             self._model = source.load(target, self._backend)
-            self.numerics = settle_numerics(self._model, self._backend, wanted)
+            check_model_allows(wanted, self._model)
+            self.numerics = settle_numerics(self._model, self._backend, self.dtype, exact_linears=exact_linears)
         self._model_dir = model_dir
         self._plugin_digest = source.plugin_digest
         self._num_blocks = 0

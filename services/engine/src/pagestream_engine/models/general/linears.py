@@ -5,31 +5,35 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from pagestream_engine.layers.linear import Linear
-from pagestream_engine.layers.linear_methods import fastest_method, runs_onednn
+from pagestream_engine.layers.select import choose_method, lays_out_anew
 
 
 class EngineLinear(nn.Module):
     """A `torch.nn.Linear` that the engine computes."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, *, exact: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         bias = None if linear.bias is None else linear.bias.detach()
-        self.linear = Linear(fastest_method(linear.weight.detach()), bias)
+        self.linear = Linear(choose_method(linear.weight.detach(), exact=exact), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in features) -> (..., out features)."""
         return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
-def replace_linears(model: nn.Module) -> dict[str, nn.Linear]:
+def replace_linears(model: nn.Module, *, exact: bool = False) -> dict[str, nn.Linear]:
     """Replace every linear whose weight nothing else has, where that is faster.
+
+    Args:
+        model: modelling code with its weights.
+        exact: as `choose_method` has it.
 
     Returns:
         The replaced modules by name, for `restore_linears`.
     """
     weight = next(model.parameters())
-    if not runs_onednn(weight.device.type, weight.dtype):
+    if not lays_out_anew(weight.device.type, weight.dtype, exact=exact):
         return {}
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -42,7 +46,7 @@ def replace_linears(model: nn.Module) -> dict[str, nn.Linear]:
         if type(module) is nn.Linear and owners[id(module.weight)] == 1 and not _has_hooks(module)
     }
     for name, module in found.items():
-        _set(model, name, EngineLinear(module))
+        _set(model, name, EngineLinear(module, exact=exact))
     return found
 
 

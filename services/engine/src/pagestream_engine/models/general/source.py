@@ -54,7 +54,7 @@ class GeneralSource(ModelSource):
 
     def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:
         self._module = self._read_weights(target)
-        replaced = replace_linears(self._module)
+        replaced = replace_linears(self._module, exact=target.exact_linears)
         try:
             found = self._probe(self._module, target)
         except UnsupportedModel:

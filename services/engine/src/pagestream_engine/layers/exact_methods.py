@@ -1,0 +1,44 @@
+"""Linear methods by which a row's bits depend on the row, the weight and the bias alone, not on other rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own habit
+from torch import Tensor
+
+from pagestream_engine.layers.linear_methods import LinearMethod
+from pagestream_engine.layers.native.library import NativeLinears
+
+
+class NativeMethod(LinearMethod):
+    """By the C++ kernels, which add over the inputs in their order: in packed panels, or by a plain weight."""
+
+    def __init__(self, weight: Tensor, kernels: NativeLinears, *, copies: bool = True) -> None:
+        """Args:
+        weight: (out features, in features).
+        kernels: for its dtype.
+        copies: whether to hold the weight in panels; otherwise each product packs it anew, panel by panel.
+        """
+        super().__init__(weight)
+        self.is_copy = copies
+        self._kernels = kernels
+        self._weight = None if copies else weight.contiguous()
+        self._packed = kernels.pack(weight.contiguous()) if copies else None
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._kernels.multiply(x.contiguous(), self._weight, self._packed, bias, self.shape[0])
+
+
+class RowByRowMethod(LinearMethod):
+    """By torch, each row alone: one and the same call for every row. Slow, for machines without the C++ kernels."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight)
+        self._weight = weight
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        out = torch.empty(x.shape[0], self.shape[0], dtype=x.dtype)
+        for index, row in enumerate(x):
+            # A row of its own memory: libraries may choose by alignment.
+            out[index] = F.linear(row.clone(), self._weight, bias)
+        return out

@@ -1,0 +1,59 @@
+"""The levels of instructions that the kernels of linears are compiled for; at most levels the sums have other bits.
+
+This module imports no torch: an image's build compiles the libraries without it.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagestream_engine.cpu import usable_instruction_sets
+from pagestream_engine.native_build import NativeLibrary
+from pagestream_engine.native_levels import ARMV8_A, X86_64_V3, X86_64_V4, Level
+
+SOURCE = Path(__file__).parent / "linear.cpp"
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""Where an image's build puts the libraries (`python -m pagestream_engine.layers.native.prebuild`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLevel(Level):
+    """A level, and how the kernels are compiled for it."""
+
+    options: tuple[str, ...]
+    """Of the compiler: what the kernels use of the level, in words that old compilers know too."""
+    is_fast: bool = True
+    """Whether the kernels keep up with the libraries below torch."""
+
+
+_FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi", "-ffp-contract=off")
+_AVX512 = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+LEVELS = {
+    "x86_64": (
+        LinearLevel("avx512-bf16", X86_64_V4.flags | {"avx512_bf16"}, (*_AVX512, "-mavx512bf16")),
+        LinearLevel("avx512", X86_64_V4.flags, _AVX512),
+        LinearLevel("avx2", X86_64_V3.flags, ("-mavx2", "-mfma")),
+        LinearLevel("x86-64", frozenset({"sse2"}), (), is_fast=False),
+    ),
+    "aarch64": (LinearLevel("armv8-a", ARMV8_A.flags, (), is_fast=False),),
+}
+"""By `platform.machine()`, the best first. The last ones have no fused multiply-add, and serve only who asks."""
+
+
+def best_level(cpuinfo: str, environ: Mapping[str, str]) -> LinearLevel | None:
+    """Return the best level of this processor that the environment allows; None where there is none.
+
+    Args:
+        cpuinfo: text of /proc/cpuinfo.
+        environ: environment of the process: `ONEDNN_MAX_CPU_ISA` limits these kernels as it limits oneDNN's.
+    """
+    has = usable_instruction_sets(cpuinfo, environ)
+    return next((level for level in LEVELS.get(platform.machine(), ()) if level.flags <= has), None)
+
+
+def library_for(level: LinearLevel) -> NativeLibrary:
+    """Return what to compile for a level."""
+    return NativeLibrary(f"linear-{level.name}", SOURCE, (*_FLAGS, *level.options))
