@@ -205,3 +205,20 @@ def test_the_command_ends_with_1_when_there_is_a_problem(tmp_path: Path, capsys:
     assert {"triton", "redis", "model", "context", "disk", "data folder", "c++ compiler"} <= set(subjects)
     assert main(["doctor", str(tmp_path / "none"), "--data-dir", str(tmp_path / "data"), *ports]) == 1
     assert "problem  model" in capsys.readouterr().out
+
+
+def test_cards_that_are_not_here_get_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", str(find_demo_model()), "--gpu", "L4", "--gpu", "H100", "--json"]) == 0
+    cards = json.loads(capsys.readouterr().out)["gpus"]
+    (small,), (large,) = (cards[name]["sequences"].values() for name in ("L4", "H100"))
+    assert 0 < small < large
+    assert main(["doctor", "--gpu", "L4"]) == 0
+    assert str(small) in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("model", "gpu", "said"), [("/nonexistent", "L4", "/nonexistent"), (None, "ZX81", "H100")])
+def test_what_cannot_be_sized_is_said(
+    capsys: pytest.CaptureFixture[str], model: str | None, gpu: str, said: str
+) -> None:
+    assert main(["doctor", *([] if model is None else [model]), "--gpu", gpu]) != 0
+    assert said in capsys.readouterr().err

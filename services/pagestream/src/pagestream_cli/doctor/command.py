@@ -17,6 +17,13 @@ COLOURS = {Verdict.OK: "32", Verdict.WARNING: "33", Verdict.PROBLEM: "31"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of doctor."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="model folder to check (default: the demo model)")
+    parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same; with --gpu also a repository")
+    parser.add_argument(
+        "--gpu",
+        action="append",
+        metavar="NAME",
+        help="say what fits on such a card, such as H100, from the model's configuration alone; may be repeated",
+    )
     parser.add_argument("--data-dir", metavar="DIR", help="the data folder that serve would use")
     parser.add_argument("--host", default="127.0.0.1", help="where gateways would listen (default: %(default)s)")
     parser.add_argument("--http-port", type=int, default=8000, metavar="PORT", help="default: %(default)s")
@@ -26,7 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Report on this machine. Returns 1 when there is a problem."""
+    """Report on this machine, or on cards that are not here. Returns 1 when there is a problem."""
+    arguments.model = arguments.model or arguments.named_model
+    if arguments.gpu:
+        from pagestream_cli.doctor import sizing
+
+        found = sizing.size(arguments.model, arguments.gpu)
+        print(json.dumps(found, indent=2) if arguments.json else sizing.as_text(found))
+        return 0
     findings = list(examine(arguments))
     print(as_json(findings) if arguments.json else as_text(findings, coloured=sys.stdout.isatty()))
     return 1 if any(finding.verdict is Verdict.PROBLEM for finding in findings) else 0

@@ -1,0 +1,162 @@
+"""What a model needs of a device's memory, by its configuration alone: weights, KV cache, and what then fits.
+
+Nothing is loaded. Weights and cache are counted from the same declarations by which the engine loads and allocates
+them; activations are estimated, where an engine measures them at its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from pagestream_engine.cache.kv_groups import KVLayout
+from pagestream_engine.config import TRITON_BLOCK_SIZE, EngineConfig
+from pagestream_engine.errors import UnsupportedModel
+from pagestream_engine.models.config import DTYPES, ConfigFile
+from pagestream_engine.models.decoder_config import DecoderConfig
+from pagestream_engine.models.folder import resolve_model
+from pagestream_engine.models.registry import find_family, fused_architectures
+from pagestream_engine.models.weights import LinearWeight, TensorWeight, Weight, WeightMap
+from pagestream_engine.runner.backends import kv_layout
+
+GB = 10**9
+CARDS: Mapping[str, int] = {
+    "L4": 24 * GB,
+    "A10G": 24 * GB,
+    "L40S": 48 * GB,
+    "A100-40": 40 * GB,
+    "A100-80": 80 * GB,
+    "H100": 80 * GB,
+    "H200": 141 * GB,
+    "B200": 180 * GB,
+    "MI300X": 192 * GB,
+}
+"""Bytes of memory by the vendors' data sheets, with a gigabyte as 10^9 bytes: a driver reports a little more."""
+CONTEXTS = (1024, 4096, 32_768, 131_072)
+"""Tokens of a sequence for which the largest batch is given, as far as the model has them."""
+_BYTES_PER_LOGIT = 12
+"""A sampler's float32 logits, and two temporaries of their size."""
+_LIVE_HIDDEN = 4
+"""Tensors of a token's hidden size that a layer holds beside its MLP: residual, norm, query and output."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What a model takes."""
+
+    architecture: str
+    dtype: str
+    num_parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: float
+    """Of one more token in a long sequence: layers with a window take none."""
+    block_bytes: int
+    """Of one KV block over all layers of a group."""
+    activation_bytes: int
+    """An estimate of the largest step's."""
+    max_model_len: int
+    """Tokens, as its configuration or the settings have it."""
+    layout: KVLayout
+    max_chunk: int
+    """Most tokens of a sequence that a step computes."""
+
+    def num_blocks(self, memory_bytes: int, utilization: float) -> int:
+        """Return the KV blocks that fit beside weights and activations; 0 where these do not fit themselves."""
+        left = int(memory_bytes * utilization) - self.weight_bytes - self.activation_bytes
+        return max(0, left // self.block_bytes)
+
+    def num_sequences(self, num_blocks: int, context: int) -> int:
+        """Return how many sequences of `context` tokens so many blocks hold at once."""
+        return num_blocks // self.layout.num_blocks_for(context, self.max_chunk)
+
+
+def size_model(model: str | Path, config: EngineConfig) -> ModelSize:
+    """Size a model from its `config.json`.
+
+    Args:
+        model: a model folder, or the name of a Hugging Face repository.
+        config: settings; without a `block_size`, blocks are those of a GPU.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        ModelFileError: its configuration is malformed.
+        UnsupportedModel: it is of no fused family: others show their layers only once they are loaded.
+    """
+    return size_config(ConfigFile.read(resolve_model(model)), config)
+
+
+def size_config(file: ConfigFile, config: EngineConfig) -> ModelSize:
+    """Do `size_model` with a configuration that is read."""
+    family = next(filter(None, map(find_family, file.architectures)), None)
+    if family is None:
+        given, expected = ", ".join(file.architectures) or "none", ", ".join(fused_architectures())
+        raise UnsupportedModel(f"config.json: architectures: given {given}, expected one that can be sized: {expected}")
+    decoder = family.read(file)
+    if not isinstance(decoder, DecoderConfig):
+        raise UnsupportedModel(f"{decoder.info.architecture}: given a family without a DecoderConfig, which has sizes")
+    dtype = decoder.info.dtype if config.model.dtype == "auto" else DTYPES[config.model.dtype]
+    longest = config.model.max_model_len or decoder.info.max_position_embeddings
+    block_size = config.cache.block_size or TRITON_BLOCK_SIZE
+    layout = kv_layout(family.attention_specs(decoder, longest), block_size, longest)
+    spec = layout.groups[0].spec
+    block_bytes = 2 * layout.num_slots * layout.groups[0].block_size * spec.elements_per_token * dtype.itemsize
+    num_parameters = count_parameters(family.weights(decoder))
+    return ModelSize(
+        architecture=decoder.info.architecture,
+        dtype=str(dtype).removeprefix("torch."),
+        num_parameters=num_parameters,
+        weight_bytes=num_parameters * dtype.itemsize,
+        kv_bytes_per_token=_kv_bytes_per_token(layout, block_bytes),
+        block_bytes=block_bytes,
+        activation_bytes=_activation_bytes(decoder, config, dtype),
+        max_model_len=longest,
+        layout=layout,
+        max_chunk=config.scheduler.max_num_batched_tokens,
+    )
+
+
+def count_parameters(weights: WeightMap) -> int:
+    """Return the elements of all parameters; a tied one counts once."""
+    return sum(map(_num_elements, weights.values()))
+
+
+def largest_batches(size: ModelSize, memory_bytes: int, utilization: float) -> dict[int, int]:
+    """Return, of each of CONTEXTS that the model has, how many sequences fit at once."""
+    num_blocks = size.num_blocks(memory_bytes, utilization)
+    return {context: size.num_sequences(num_blocks, context) for context in contexts_of(size)}
+
+
+def contexts_of(size: ModelSize) -> Sequence[int]:
+    """Return those of CONTEXTS that a model has; its own longest where it has none of them."""
+    return [context for context in CONTEXTS if context <= size.max_model_len] or [size.max_model_len]
+
+
+def _num_elements(weight: Weight) -> int:
+    if isinstance(weight, LinearWeight):
+        return weight.num_rows * (weight.in_features + weight.bias)
+    if isinstance(weight, TensorWeight):
+        return sum(part.rows for part in weight.parts) * prod(weight.trailing)
+    return 0  # tied: counted where it belongs
+
+
+def _kv_bytes_per_token(layout: KVLayout, block_bytes: int) -> float:
+    return sum(block_bytes / group.block_size for group in layout.groups if group.spec.window is None)
+
+
+def _activation_bytes(decoder: DecoderConfig, config: EngineConfig, dtype: torch.dtype) -> int:
+    """The largest layer of the largest prefill, and the sampler of the largest batch, which come one after the other.
+
+    A mixture's experts compute the tokens that chose them, of which there are `experts_per_token` for each.
+    """
+    experts = decoder.experts
+    intermediate = decoder.intermediate_size
+    if experts is not None:
+        intermediate = experts.intermediate_size * experts.experts_per_token
+    widest = max(3 * intermediate, decoder.query_size + 2 * decoder.kv_size)
+    of_layer = config.scheduler.max_num_batched_tokens * (_LIVE_HIDDEN * decoder.hidden_size + widest) * dtype.itemsize
+    of_sampler = config.scheduler.max_num_seqs * decoder.info.vocab_size * _BYTES_PER_LOGIT
+    return max(of_layer, of_sampler)
