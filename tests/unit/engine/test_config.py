@@ -31,6 +31,7 @@ def test_every_option_is_a_field_or_refused() -> None:
         ("dtype", "int8"),
         ("device", "tpu"),
         ("attention_backend", "flash"),
+        ("enforce_eager", 1),
         ("deterministic", 1),
         ("deterministic", "yes"),
         ("max_model_len", 1),

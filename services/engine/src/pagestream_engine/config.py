@@ -29,6 +29,10 @@ class ModelConfig:
     """Tokens of prompt and output together; None is what the model and the block pool allow."""
     device: str = "auto"
     """auto is the GPU where there is one."""
+    enforce_eager: bool = False
+    """Whether a GPU gets each kernel of a decode by a launch of its own. Otherwise decodes are recorded as CUDA graphs
+    at the start, for all numbers of sequences up to `max_num_seqs` in steps: seconds and memory at the start, for less
+    time on the host in each step. A CPU has none."""
     attention_backend: str = "auto"
     """auto is Triton on a GPU; on a CPU compiled C++, or torch where that is impossible."""
     deterministic: bool | None = None
@@ -43,6 +47,8 @@ class ModelConfig:
         _choice("dtype", self.dtype, DTYPES)
         _choice("device", self.device, DEVICES)
         _choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        if not isinstance(self.enforce_eager, bool):
+            raise ConfigError("enforce_eager", self.enforce_eager, "True or False")
         if self.deterministic is not None and not isinstance(self.deterministic, bool):
             raise ConfigError("deterministic", self.deterministic, "True, False or None")
         if self.max_model_len is not None:
@@ -144,6 +150,7 @@ class EngineOptions(TypedDict, total=False):
     dtype: str
     max_model_len: int | None
     device: str
+    enforce_eager: bool
     attention_backend: str
     deterministic: bool | None
     seed: int

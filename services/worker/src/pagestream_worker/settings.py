@@ -71,6 +71,7 @@ class WorkerSettings:
 _ENGINE_OPTIONS = (
     "dtype",
     "device",
+    "enforce_eager",
     "attention_backend",
     "deterministic",
     "max_model_len",
@@ -95,6 +96,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine", "defaults are the engine's own", argument_default=argparse.SUPPRESS)
     group.add_argument("--dtype", choices=DTYPES, help="of weights, activations and KV cache")
     group.add_argument("--device", choices=DEVICES)
+    group.add_argument(
+        "--enforce-eager", action=argparse.BooleanOptionalAction, help="launch each kernel of a GPU's decodes anew"
+    )
     group.add_argument("--attention-backend", choices=ATTENTION_BACKENDS)
     group.add_argument(
         "--deterministic",

@@ -18,6 +18,7 @@ from pagestream_engine.runner.persistent_batch import PersistentBatch, StepInput
 from pagestream_engine.scheduler.scheduled_step import ScheduledSequence, ScheduledStep
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan
+from pagestream_engine.transfers import PackedUpload
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder
 from support.engines.given_plans import given_plan
 from support.engines.kv_layouts import LAYERS
@@ -29,13 +30,21 @@ FACTS = ArithmeticFacts(vocab_size=23)
 class ComparingRunner(ArithmeticRunner):
     """Compares a persistent batch with its own rows in each step."""
 
-    def __init__(self, config: EngineConfig, facts: ArithmeticFacts) -> None:
+    def __init__(self, config: EngineConfig, facts: ArithmeticFacts, *, is_packed: bool) -> None:
         super().__init__(config, facts)
+        self._is_packed = is_packed
         self._batch = self._empty_batch()
 
     def _empty_batch(self) -> PersistentBatch:
         block_sizes = [group.block_size for group in self.kv_layout.groups]
-        return PersistentBatch(self._config.scheduler.max_num_seqs, FACTS.max_position_embeddings, block_sizes, CPU)
+        return PersistentBatch(
+            self._config.scheduler.max_num_seqs,
+            FACTS.max_position_embeddings,
+            block_sizes,
+            CPU,
+            sends_lengths=self._is_packed,
+            upload=PackedUpload(CPU) if self._is_packed else None,
+        )
 
     def execute(self, plan: StepPlan) -> PendingResult:
         if plan.reset:
@@ -69,6 +78,9 @@ class ComparingRunner(ArithmeticRunner):
             ]
             assert attention.query_lens == counts
             assert attention.seq_lens == [starts[row] + count for row, count in zip(rows, counts, strict=True)]
+            lengths = attention.lengths_on_device()
+            assert lengths.seq_lens.tolist() == attention.seq_lens
+            assert lengths.cu_query_lens.tolist() == [0, *np.cumsum(counts).tolist()]
             assert attention.block_tables is self._batch.block_tables[index]
             gathered = attention.gathered_tables(size).tolist()
             for row, seq_len, table in zip(rows, attention.seq_lens, gathered, strict=True):
@@ -86,6 +98,7 @@ class ComparingRunner(ArithmeticRunner):
     num_tokens=st.integers(24, 96),
     max_num_seqs=st.integers(1, 6),
     spare_budget=st.integers(0, 12),
+    is_packed=st.booleans(),
     groups=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4), st.integers(1, 12)), min_size=1, max_size=6),
 )
 def test_edits_leave_what_a_new_batch_would_hold(
@@ -96,6 +109,7 @@ def test_edits_leave_what_a_new_batch_would_hold(
     num_tokens: int,
     max_num_seqs: int,
     spare_budget: int,
+    is_packed: bool,
     groups: list[tuple[int, int, int]],
 ) -> None:
     config = EngineConfig.from_options(
@@ -108,7 +122,7 @@ def test_edits_leave_what_a_new_batch_would_hold(
     )
     folder = make_folder(tmp_path_factory.getbasetemp() / "arithmetic")
     facts = replace(FACTS, kv_specs=LAYERS[layers])
-    engine = Engine(folder, config, make_runner=lambda _, config: ComparingRunner(config, facts))
+    engine = Engine(folder, config, make_runner=lambda _, config: ComparingRunner(config, facts, is_packed=is_packed))
     for number, (length, n, max_tokens) in enumerate(groups):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         prompt = [(number + place) % 23 for place in range(length)]

@@ -1,7 +1,7 @@
 """What a model computes between its matrix products: KV store, attention and operators, for each kind of device."""
 
 from pagestream_engine.attention.backend import Backend
-from pagestream_engine.attention.base import AttentionBatch, AttentionSpec, StepContext
+from pagestream_engine.attention.base import AttentionBatch, AttentionSpec, DecodeBatch, DeviceLengths, StepContext
 from pagestream_engine.attention.kv_store import CacheShape
 from pagestream_engine.attention.operators import Angles, Operators, Rotation
 from pagestream_engine.attention.select import prefers_triton, select_backend
@@ -12,6 +12,8 @@ __all__ = [
     "AttentionSpec",
     "Backend",
     "CacheShape",
+    "DecodeBatch",
+    "DeviceLengths",
     "Operators",
     "Rotation",
     "StepContext",

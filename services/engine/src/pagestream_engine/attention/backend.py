@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagestream_engine.attention.base import Attention, AttentionBatch, StepContext
+from pagestream_engine.attention.base import Attention, AttentionBatch, DecodeBatch, StepContext
 from pagestream_engine.attention.kv_store import KVStore
 from pagestream_engine.attention.operators import Operators
 
@@ -34,4 +34,13 @@ class Backend:
             positions=batches[0].positions,
             slots=tuple(batch.slots for batch in batches),
             metadata=tuple(self.attention.prepare(batch, shape.block_size) for batch, shape in pairs),
+        )
+
+    def prepare_decodes(self, batches: Sequence[DecodeBatch]) -> StepContext:
+        """Prepare a step of decodes from what is on the device; see `DecodeBatch`."""
+        pairs = zip(batches, self.store.shapes, strict=True)
+        return StepContext(
+            positions=batches[0].positions,
+            slots=tuple(batch.slots for batch in batches),
+            metadata=tuple(self.attention.prepare_decodes(batch, shape.block_size) for batch, shape in pairs),
         )

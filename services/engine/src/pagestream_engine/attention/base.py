@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from pagestream_engine.attention.kv_store import KVStore
+from pagestream_engine.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +31,15 @@ class AttentionSpec:
     """Bound c of the scores, which become c * tanh(score / c) (Gemma 2)."""
     sinks: Tensor | None = None
     """(num_heads,) float32: a score of each head that takes part in the softmax and has no value (GPT-OSS)."""
+
+
+class DeviceLengths(NamedTuple):
+    """Lengths of a step's sequences, on the device."""
+
+    seq_lens: Tensor
+    """(sequences,) int32: as `AttentionBatch.seq_lens`."""
+    cu_query_lens: Tensor
+    """(sequences + 1,) int32: 0, then the running sum of `AttentionBatch.query_lens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +64,41 @@ class AttentionBatch:
     """Tokens of each sequence, the new ones included."""
     num_prefills: int
     """Leading sequences that are prefills."""
+    device_lengths: DeviceLengths | None = None
+    """Where they have been sent with the step's other numbers: see `Attention.reads_device_lengths`."""
 
     @property
     def num_prefill_tokens(self) -> int:
         """Leading tokens that belong to prefills."""
         return sum(self.query_lens[: self.num_prefills])
 
+    def lengths_on_device(self) -> DeviceLengths:
+        """Return `device_lengths`; send them where they were not."""
+        if self.device_lengths is not None:
+            return self.device_lengths
+        lengths = torch.tensor([*self.seq_lens, 0, *self.query_lens], dtype=torch.int32)
+        lengths = to_device(lengths, self.positions.device)
+        seq_lens, query_lens = torch.split(lengths, [len(self.seq_lens), 1 + len(self.query_lens)])
+        return DeviceLengths(seq_lens, query_lens.cumsum(0, dtype=torch.int32))
+
     def gathered_tables(self, block_size: int) -> Tensor:
         """(sequences, most blocks) int32: a copy of the tables of the step's sequences, as wide as the longest."""
         return self.block_tables[:, : -(-max(self.seq_lens) // block_size)].index_select(0, self.table_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """One token of each of some sequences in one KV group, known on the device alone: for a step that is recorded once
+    and run again with other numbers in the same tensors."""
+
+    positions: Tensor
+    """(tokens,) int64: place of each token in its sequence, which it is the last of."""
+    slots: Tensor
+    """(tokens,) int64: as `AttentionBatch.slots`."""
+    block_tables: Tensor
+    """(rows, most blocks) int32: as `AttentionBatch.block_tables`."""
+    table_rows: Tensor
+    """(tokens,) int64: of each token its sequence's row of `block_tables`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +126,13 @@ class Attention(ABC, Generic[MetadataT]):
     is_deterministic: ClassVar[bool] = False
     """Whether a token's results have the same bits in any batch, in any chunk of its prompt, and as a decode."""
 
+    can_be_recorded: ClassVar[bool] = False
+    """Whether `prepare_decodes` and `attend` launch the same kernels whatever a `DecodeBatch` holds, and read none of
+    it on the host: what recording a CUDA graph takes."""
+
+    reads_device_lengths: ClassVar[bool] = False
+    """Whether `prepare` wants `AttentionBatch.device_lengths`."""
+
     def __init__(self, store: KVStore) -> None:
         self.store = store
 
@@ -112,6 +155,20 @@ class Attention(ABC, Generic[MetadataT]):
     @abstractmethod
     def prepare(self, batch: AttentionBatch, block_size: int) -> MetadataT:
         """Prepare, once a step, what every layer of a KV group with blocks of `block_size` tokens needs."""
+
+    def prepare_decodes(self, batch: DecodeBatch, block_size: int) -> MetadataT:
+        """Do `prepare` for decodes of one token. Here by reading their positions, which are to be on a CPU."""
+        seq_lens = (batch.positions + 1).tolist()
+        whole = AttentionBatch(
+            positions=batch.positions,
+            slots=batch.slots,
+            block_tables=batch.block_tables,
+            table_rows=batch.table_rows,
+            query_lens=[1] * len(seq_lens),
+            seq_lens=seq_lens,
+            num_prefills=0,
+        )
+        return self.prepare(whole, block_size)
 
     @abstractmethod
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec, metadata: MetadataT) -> Tensor:

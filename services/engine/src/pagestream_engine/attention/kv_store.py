@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.attention.operators import Angles, Rotation
+from pagestream_engine.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class KVStore:
 
         All sources are read before a target is written.
         """
-        sources, targets = torch.tensor(copies, device=self.device).unbind(1)
+        sources, targets = to_device(torch.tensor(copies), self.device).unbind(1)
         self.cache.index_copy_(2, targets, self.cache.index_select(2, sources))
 
     def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:

@@ -57,6 +57,15 @@ class MeasuredRunner(Protocol):
 
 
 @runtime_checkable
+class WarmingRunner(Protocol):
+    """A runner whose first steps would take longer than the others."""
+
+    def warm_up(self) -> None:
+        """Do once, with the cache in place, what steps would otherwise wait for."""
+        ...
+
+
+@runtime_checkable
 class LaunchingRunner(Protocol):
     """A runner that may return from `execute` before the step is done."""
 
@@ -148,6 +157,8 @@ def load_runner(make_runner: RunnerFactory, folder: Path, config: EngineConfig) 
     runner = make_runner(folder, config)
     num_blocks = config.cache.num_gpu_blocks_override or runner.profile_num_blocks()
     runner.allocate_kv_cache(num_blocks)
+    if isinstance(runner, WarmingRunner):
+        runner.warm_up()
     return runner, facts_of(runner, num_blocks)
 
 

@@ -145,6 +145,7 @@ class DecoderModel(Model):
         super().__init__(config.info)
         self.config = config
         self.can_be_deterministic = config.logit_soft_cap is None  # torch's tanh depends on an element's place
+        self.can_be_recorded = config.experts is None  # which experts run depends on the tokens
         self.layers = layers
         self.norm = norm
         self.embedding = parameters.tensor("embedding")

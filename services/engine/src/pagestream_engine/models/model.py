@@ -18,6 +18,10 @@ class Model(ABC):
     can_be_deterministic: bool = True
     """Whether all it computes beside linears, operators and attention gives a token the same bits in any batch."""
 
+    can_be_recorded: bool = False
+    """Whether `forward` launches the same operations for any tokens and waits for none of them: what recording a CUDA
+    graph takes. Modelling code that is not ours may do otherwise."""
+
     forward_gives_logits: bool = False
     """Whether what `forward` returns for a token is as wide as the vocabulary."""
 

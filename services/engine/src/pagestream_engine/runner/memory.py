@@ -19,6 +19,9 @@ CPU_SHARE = 0.25
 CPU_LIMIT_BYTES = 4 << 30
 """Most that the pool takes on a CPU unless `num_gpu_blocks_override` asks for more: 4 GiB hold 174,000 tokens of a
 model with 12 layers and 4 KV heads of 64 in bfloat16."""
+GRAPH_BYTES = 8 << 20
+"""Set aside for each CUDA graph, beside the memory that all of them share, which is that of the largest; not measured
+on a GPU yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class MemoryUse:
     total: int
     step: int
     """Most that a step takes beside what is allocated between steps."""
+    decode: int = 0
+    """What the largest step of decodes takes."""
 
 
 class DeviceMemory(Protocol):
@@ -82,7 +87,7 @@ class PeakMeter:
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
-        self._step = 0
+        self._steps: list[int] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -90,19 +95,20 @@ class PeakMeter:
         self._memory.reset_peak()
         before = self._memory.allocated()
         yield
-        self._step = max(self._step, self._memory.peak_reserved() - before)
+        self._steps.append(self._memory.peak_reserved() - before)
 
     def use(self) -> MemoryUse:
-        """Return what was measured; nothing but the weights may be allocated."""
+        """Return what was measured, the last step being the decodes; nothing but the weights may be allocated."""
         self._memory.reset_peak()
         free, total = self._memory.free_and_total()
-        return MemoryUse(free, total, self._step)
+        return MemoryUse(free, total, max(self._steps), self._steps[-1])
 
 
-def gpu_pool_bytes(use: MemoryUse, gpu_memory_utilization: float) -> int:
-    """Bytes for the KV cache of a GPU: weights, the largest step and the cache, with what other processes have taken,
-    stay within the share `gpu_memory_utilization` of all its memory."""
-    return max(0, use.free - use.step - (use.total - int(use.total * gpu_memory_utilization)))
+def gpu_pool_bytes(use: MemoryUse, gpu_memory_utilization: float, num_graphs: int = 0) -> int:
+    """Bytes for the KV cache of a GPU: weights, the largest step, recorded steps and the cache, with what other
+    processes have taken, stay within the share `gpu_memory_utilization` of all its memory."""
+    kept = use.step + (use.decode + num_graphs * GRAPH_BYTES if num_graphs else 0)
+    return max(0, use.free - kept - (use.total - int(use.total * gpu_memory_utilization)))
 
 
 def cpu_pool_bytes(step_bytes: int, available: int | None = None) -> int:

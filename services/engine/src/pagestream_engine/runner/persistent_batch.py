@@ -7,19 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pagestream_engine.attention import AttentionBatch
+from pagestream_engine.attention import AttentionBatch, DecodeBatch, DeviceLengths
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.step.records import BlockEdits, Int32Array, Int64Array, NewSequence, StepPlan
+from pagestream_engine.step.records import Int32Array, Int64Array, NewSequence, StepPlan
+from pagestream_engine.transfers import Integers, Upload, upload_to
 
 _NO_TOKENS = np.empty(0, np.int32)
 NumbersT = TypeVar("NumbersT", Tensor, npt.NDArray[Any])
+
+
+class Edit(NamedTuple):
+    """Numbers to be written to an array."""
+
+    places: Int64Array
+    """(numbers,): in the flattened array."""
+    values: Int32Array
+    """(numbers,)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,97 +56,154 @@ class PersistentBatch:
         max_model_len: tokens of the longest sequence.
         block_sizes: of each KV group, in tokens.
         device: where the arrays are.
+        sends_lengths: whether the inputs have `AttentionBatch.device_lengths`.
+        upload: sends numbers to the device; None: as suits it.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_sizes: Sequence[int],
+        device: torch.device,
+        *,
+        sends_lengths: bool = False,
+        upload: Upload | None = None,
+    ) -> None:
         self.device = device
+        self._sends_lengths = sends_lengths
+        self._upload = upload or upload_to(device)
         self.block_tables = [
-            torch.zeros(max_num_seqs, -(-max_model_len // size), dtype=torch.int32, device=device)
+            torch.zeros(max_num_seqs + 1, -(-max_model_len // size), dtype=torch.int32, device=device)
             for size in block_sizes
         ]
-        """Of each KV group, (max_num_seqs, most blocks) int32. What lies past a row's blocks means nothing."""
-        self.next_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        """(max_num_seqs,): the last token of each row, which its next decode computes."""
+        """Of each KV group, (max_num_seqs + 1, most blocks) int32. What lies past a row's blocks means nothing."""
+        self.next_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        """(max_num_seqs + 1,): the last token of each row, which its next decode computes."""
+        self.padding_row = max_num_seqs
+        """A row that no plan names: a recorded step computes it in the places of sequences that it lacks."""
         self._block_sizes = tuple(block_sizes)
         self._num_computed: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._given = [_NO_TOKENS] * max_num_seqs
         """Of each row, the tokens that it came with."""
+        self._edits: list[list[Edit]] = [[] for _ in (*block_sizes, self.next_tokens)]
+        """What is to be written to each table, and to `next_tokens`, before the next step."""
+
+    def forget_rows(self) -> None:
+        """Free all rows. The arrays stay where they are: recorded steps read them."""
+        self._given = [_NO_TOKENS] * len(self._given)
+        for edits in self._edits:
+            edits.clear()
+
+    def set_padding_block(self, block: int) -> None:
+        """Let the padding row write to a block that no sequence has."""
+        for table in self.block_tables:
+            table[self.padding_row, 0] = block
 
     def apply(self, plan: StepPlan) -> None:
-        """Edit the rows that a plan removes, adds and changes."""
+        """Take the rows that a plan removes, adds and changes; the arrays are edited with the next numbers sent."""
         for row in plan.removed.tolist():
             self._given[row] = _NO_TOKENS
         for new in plan.added:
             self._add(new)
-        for table, edits in zip(self.block_tables, plan.appended, strict=True):
-            self._append(table, edits)
+        for group, edits in enumerate(plan.appended):
+            if len(edits):
+                places = edits.rows.astype(np.int64) * self.block_tables[group].shape[1] + edits.places
+                self._edits[group].append(Edit(places, edits.blocks))
+
+    def send(self, numbers: Sequence[Integers]) -> list[Tensor]:
+        """Send a step's numbers to the device, as int64, and the edits that are due with them, in one copy."""
+        targets = [*self.block_tables, self.next_tokens]
+        due = [(target, edits) for target, edits in zip(targets, self._edits, strict=True) if edits]
+        arrays: list[Integers] = []
+        for _, edits in due:
+            arrays += [np.concatenate([edit.places for edit in edits]), np.concatenate([edit.values for edit in edits])]
+        sent = self._upload.send([*arrays, *numbers])
+        for index, (target, edits) in enumerate(due):
+            places, values = sent[2 * index : 2 * index + 2]
+            target.view(-1).index_copy_(0, places, values.to(target.dtype))
+            edits.clear()
+        return sent[len(arrays) :]
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """Return the inputs of a plan that was applied, and count its tokens as computed."""
-        starts, new = self._num_computed[plan.rows], plan.num_new_tokens
+        starts, new = self.count_computed(plan), plan.num_new_tokens
         ends = starts + new
-        self._num_computed[plan.rows] = ends
         cumulated = new.cumsum()
-        rows = self._to_device(plan.rows)
+        places, shared = sample_places(plan, cumulated)
+        numbers: list[Integers] = [plan.rows, starts, places]
         if plan.num_prefills:
             owners = np.repeat(np.arange(len(new)), new)
-            positions = np.arange(len(owners)) + (ends - cumulated)[owners]
-            token_rows = rows[self._to_device(owners)]
-        else:
-            positions, token_rows = starts, rows
-        packed_positions = self._to_device(positions)
+            numbers[1] = np.arange(len(owners)) + (ends - cumulated)[owners]
+            numbers += [plan.rows[owners], self._chunks(plan, starts, ends), plan.sampled_rows]
+        if shared is not None:
+            numbers.append(shared)
+        if self._sends_lengths:
+            numbers += [ends, np.concatenate(((0,), cumulated))]
+        sent = iter(self.send(numbers))
+        rows, positions, sample_at = next(sent), next(sent), next(sent)
+        token_rows, sampled_rows = rows, rows
+        token_ids = self.next_tokens.index_select(0, rows[plan.num_prefills :] if plan.num_prefills else rows)
+        if plan.num_prefills:
+            token_rows, chunks, sampled_rows = next(sent), next(sent), next(sent)
+            token_ids = torch.cat((chunks, token_ids))
+        sample_logits = None if shared is None else next(sent)
+        lengths = DeviceLengths(next(sent).int(), next(sent).int()) if self._sends_lengths else None
         query_lens, seq_lens = new.tolist(), ends.tolist()
         attention = [
             AttentionBatch(
-                positions=packed_positions,
-                slots=_slots(table, token_rows, packed_positions, size),
+                positions=positions,
+                slots=_slots(table, token_rows, positions, size),
                 block_tables=table,
                 table_rows=rows,
                 query_lens=query_lens,
                 seq_lens=seq_lens,
                 num_prefills=plan.num_prefills,
+                device_lengths=lengths,
             )
             for table, size in zip(self.block_tables, self._block_sizes, strict=True)
         ]
-        places, shared = sample_places(plan, cumulated)
-        return StepInputs(
-            token_ids=self._token_ids(plan, starts, ends, rows),
-            attention=attention,
-            sample_places=self._to_device(places),
-            sample_logits=None if shared is None else self._to_device(shared),
-            sampled_rows=self._to_device(plan.sampled_rows) if plan.num_prefills else rows,
-        )
+        return StepInputs(token_ids, attention, sample_at, sample_logits, sampled_rows)
+
+    def count_computed(self, plan: StepPlan) -> Int64Array:
+        """Count a plan's tokens as computed. Return (scheduled,) the position of the first new one of each row."""
+        starts = self._num_computed[plan.rows]
+        self._num_computed[plan.rows] = starts + plan.num_new_tokens
+        return starts
+
+    def decodes(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, list[DecodeBatch]]:
+        """Return token ids of rows that decode one token each, and their batch in each KV group, made on the device.
+
+        Args:
+            rows: (tokens,) int64.
+            positions: (tokens,) int64 of these tokens.
+        """
+        batches = [
+            DecodeBatch(positions, _slots(table, rows, positions, size), table, rows)
+            for table, size in zip(self.block_tables, self._block_sizes, strict=True)
+        ]
+        return self.next_tokens.index_select(0, rows), batches
 
     def _add(self, new: NewSequence) -> None:
         row = new.row
         self._given[row] = new.token_ids
         self._num_computed[row] = new.num_computed_tokens
-        self.next_tokens[row] = int(new.token_ids[-1])
-        for table, blocks in zip(self.block_tables, new.block_tables, strict=True):
-            table[row, : len(blocks)] = self._to_device(blocks, torch.int32)
+        for group, blocks in enumerate(new.block_tables):
+            first = row * self.block_tables[group].shape[1]
+            self._edits[group].append(Edit(np.arange(first, first + len(blocks)), blocks))
+        self._edits[-1].append(Edit(np.array([row]), new.token_ids[-1:]))
 
-    def _append(self, table: Tensor, edits: BlockEdits) -> None:
-        if len(edits):
-            where = (self._to_device(edits.rows), self._to_device(edits.places))
-            table[where] = self._to_device(edits.blocks, torch.int32)
-
-    def _token_ids(self, plan: StepPlan, starts: Int64Array, ends: Int64Array, rows: Tensor) -> Tensor:
-        """Tokens of the chunks as they came, then the last token of each decode."""
-        count = plan.num_prefills
-        decodes = self.next_tokens.index_select(0, rows[count:] if count else rows)
-        if not count:
-            return decodes
+    def _chunks(self, plan: StepPlan, starts: Int64Array, ends: Int64Array) -> Int32Array:
+        """Tokens of the prefill chunks, as they came."""
         chunks = []
+        count = plan.num_prefills
         for row, start, end in zip(plan.rows[:count].tolist(), starts.tolist(), ends.tolist(), strict=False):
             if end > len(self._given[row]):
                 raise InvariantViolation(
                     f"row {row}: a chunk ends at {end}, the row has {len(self._given[row])} tokens"
                 )
             chunks.append(self._given[row][start:end])
-        return torch.cat((self._to_device(np.concatenate(chunks)), decodes))
-
-    def _to_device(self, numbers: Int32Array | Int64Array, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.from_numpy(numbers).to(self.device, dtype, non_blocking=True)
+        return np.concatenate(chunks)
 
 
 def _slots(table: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:

@@ -13,6 +13,7 @@ from pagestream_engine.runner.persistent_batch import sample_places
 from pagestream_engine.sampler.logprobs import RankedTokens
 from pagestream_engine.sampler.prompt_logprobs import prompt_logprobs
 from pagestream_engine.step.records import Int32Array, Int64Array, NewSequence, StepPlan
+from pagestream_engine.transfers import to_device
 
 MAX_PIECE_BYTES = 128 << 20
 """Bound of the temporaries of one piece: 16 rows of a vocabulary of 131,072."""
@@ -101,4 +102,4 @@ class PromptRows:
         return self._vocab_size if given < 0 else min(given, self._vocab_size)
 
     def _to_device(self, numbers: Int32Array | Int64Array) -> Tensor:
-        return torch.from_numpy(numbers).to(self._device, torch.int64, non_blocking=True)
+        return to_device(torch.from_numpy(numbers).to(torch.int64), self._device)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pagestream_engine.sampler import LogprobTensors, Sampled
 from pagestream_engine.sampler.logprobs import RankedTokens
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import Int32Array, StepLogprobs, StepPromptLogprobs, StepResult
+from pagestream_engine.transfers import download
 
 
 class ReportedPrompts(NamedTuple):
@@ -32,24 +33,30 @@ def pending_result(step_id: int, sampled: Sampled | None, prompts: ReportedPromp
         sampled: None where the step samples nothing.
         prompts: None where the step reports nothing of a prompt.
     """
-    is_cuda = (sampled is not None and sampled.token_ids.is_cuda) or (prompts is not None and prompts.ranked[0].is_cuda)
-    if sampled is not None:
-        tensors = _to_host(sampled.token_ids), _to_host(sampled.values)
-        sampled = Sampled(*tensors, _logprobs_to_host(sampled), sampled.errors)
-    if prompts is not None:
-        prompts = ReportedPrompts(prompts.chunks, RankedTokens(*map(_to_host, prompts.ranked)))
-    copied = None
-    if is_cuda:
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-    return partial(_result, step_id, sampled, prompts, copied)
+    reported: list[Tensor] = [] if prompts is None else [*prompts.ranked]
+    given = None if sampled is None else sampled.logprobs
+    logprobs = [] if given is None else [given.token_ids, given.logprobs, given.ranks]
+    chosen = [] if sampled is None else [sampled.token_ids, sampled.values]
+    return partial(_result, step_id, sampled, prompts, download([*chosen, *logprobs, *reported]))
 
 
 def _result(
-    step_id: int, sampled: Sampled | None, prompts: ReportedPrompts | None, copied: torch.cuda.Event | None
+    step_id: int, sampled: Sampled | None, prompts: ReportedPrompts | None, wait: Callable[[], list[Tensor]]
 ) -> StepResult:
-    if copied is not None:
-        copied.synchronize()
+    tensors = iter(wait())
+    if sampled is not None:
+        token_ids, values = next(tensors), next(tensors)
+        logprobs = sampled.logprobs
+        if logprobs is not None:
+            host = (next(tensors), next(tensors), next(tensors))
+            logprobs = LogprobTensors(logprobs.places, logprobs.counts, *host)
+        sampled = Sampled(token_ids, values, logprobs, sampled.errors)
+    if prompts is not None:
+        prompts = ReportedPrompts(prompts.chunks, RankedTokens(next(tensors), next(tensors), next(tensors)))
+    return _host_result(step_id, sampled, prompts)
+
+
+def _host_result(step_id: int, sampled: Sampled | None, prompts: ReportedPrompts | None) -> StepResult:
     reported = _step_prompt_logprobs(prompts)
     if sampled is None:
         none = np.empty(0, np.int32)
@@ -62,20 +69,6 @@ def _result(
     if errors:
         counts[list(errors)] = 0
     return StepResult(step_id, token_ids, counts, _step_logprobs(sampled.logprobs), errors, reported)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def _logprobs_to_host(sampled: Sampled) -> LogprobTensors | None:
-    given = sampled.logprobs
-    if given is None:
-        return None
-    tensors = map(_to_host, (given.token_ids, given.logprobs, given.ranks))
-    return LogprobTensors(given.places, given.counts, *tensors)
 
 
 def _step_logprobs(given: LogprobTensors | None) -> StepLogprobs | None:

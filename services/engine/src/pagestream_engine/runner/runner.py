@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError
@@ -17,6 +18,7 @@ from pagestream_engine.models.safetensors_file import read_folder
 from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target
 from pagestream_engine.runner.backends import backend_for, block_size_for, cache_shapes, kv_layout
+from pagestream_engine.runner.decode_graphs import DecodeGraphs, can_record, graph_sizes
 from pagestream_engine.runner.fingerprint import fingerprint
 from pagestream_engine.runner.memory import (
     available_bytes,
@@ -29,6 +31,7 @@ from pagestream_engine.runner.numerics import check_model_allows, settle_numeric
 from pagestream_engine.runner.persistent_batch import PersistentBatch
 from pagestream_engine.runner.profile import estimated_cpu_step_bytes, largest_gpu_use
 from pagestream_engine.runner.prompt_rows import PromptRows
+from pagestream_engine.runner.recorder import CudaGraphRecorder, Recorder
 from pagestream_engine.runner.results import ReportedPrompts, pending_result
 from pagestream_engine.sampler import SamplingBatch
 from pagestream_engine.step.pending import PendingResult
@@ -40,11 +43,20 @@ _log = logging.getLogger(__name__)
 class ModelRunner:
     """One model on one device.
 
-    Construct, `allocate_kv_cache`, then `execute` any number of steps. Not thread-safe: the engine's step loop owns it.
+    Construct, `allocate_kv_cache`, `warm_up`, then `execute` any number of steps. Not thread-safe: the engine's step
+    loop owns it.
     """
 
-    def __init__(self, model_dir: Path, config: EngineConfig, device: torch.device) -> None:
+    def __init__(
+        self, model_dir: Path, config: EngineConfig, device: torch.device, recorder: Recorder | None = None
+    ) -> None:
         """Load the weights.
+
+        Args:
+            model_dir: the model's folder.
+            config: settings.
+            device: that computes.
+            recorder: of steps of decodes; None: CUDA graphs on a GPU, unless `enforce_eager`.
 
         Raises:
             ModelError: the folder is incomplete, or holds a model that is not supported, or does not fit into memory.
@@ -77,6 +89,19 @@ class ModelRunner:
         self._model_dir = model_dir
         self._plugin_digest = source.plugin_digest
         self._num_blocks = 0
+        if recorder is None and device.type == "cuda" and not config.model.enforce_eager:
+            recorder = CudaGraphRecorder(device)
+        can_be_used = recorder is not None and can_record(self._model, self._backend, recorder)
+        self._recorder = recorder if can_be_used else None
+        self._graphs: DecodeGraphs | None = None
+        block_sizes = [group.block_size for group in self.kv_layout.groups]
+        self._batch = PersistentBatch(
+            config.scheduler.max_num_seqs,
+            self.max_model_len,
+            block_sizes,
+            device,
+            sends_lengths=self._backend.attention.reads_device_lengths,
+        )
         self.forget_rows()
 
     @property
@@ -104,7 +129,7 @@ class ModelRunner:
         cache, scheduler = self._config.cache, self._config.scheduler
         pool_bytes, step_bytes = self._profile()
         block_bytes = self._backend.store.block_bytes
-        if pool_bytes < block_bytes:
+        if pool_bytes < block_bytes * (1 + self._num_padding_blocks):
             raise ConfigError(
                 "gpu_memory_utilization",
                 cache.gpu_memory_utilization,
@@ -113,7 +138,7 @@ class ModelRunner:
                 "num_gpu_blocks_override",
             )
         longest = self.kv_layout.num_blocks_for(self.max_model_len, scheduler.max_num_batched_tokens)
-        return min(pool_bytes // block_bytes, scheduler.max_num_seqs * longest)
+        return min(pool_bytes // block_bytes - self._num_padding_blocks, scheduler.max_num_seqs * longest)
 
     def _profile(self) -> tuple[int, int]:
         """Run what `profile` says on a cache of one block. Return the bytes for the pool, and of the largest step."""
@@ -122,7 +147,9 @@ class ModelRunner:
         try:
             if self.device.type == "cuda":
                 use = largest_gpu_use(self, self._config, self.device, vocab_size)
-                step_bytes, pool_bytes = use.step, gpu_pool_bytes(use, self._config.cache.gpu_memory_utilization)
+                sizes = self._graph_sizes if self._recorder is not None else ()
+                share = self._config.cache.gpu_memory_utilization
+                step_bytes, pool_bytes = use.step, gpu_pool_bytes(use, share, len(sizes))
             else:
                 step_bytes = estimated_cpu_step_bytes(self, self._config, vocab_size)
                 pool_bytes = cpu_pool_bytes(step_bytes)
@@ -139,17 +166,37 @@ class ModelRunner:
         """
         if num_blocks < 1:
             raise ConfigError("num_gpu_blocks_override", num_blocks, "at least 1")
-        most = self._free_bytes() // self._backend.store.block_bytes
+        most = self._free_bytes() // self._backend.store.block_bytes - self._num_padding_blocks
         if num_blocks > most:
             hint = "lower it, or leave it out to take what fits"
             expected = f"at most {most}, blocks of {self._backend.store.block_bytes} bytes in the memory that is free"
             raise ConfigError("num_gpu_blocks_override", num_blocks, expected, hint)
-        self._backend.store.allocate(num_blocks)
+        self._backend.store.allocate(num_blocks + self._num_padding_blocks)
         self._num_blocks = num_blocks
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Record the steps of decodes, where there is a recorder for them."""
+        if self._recorder is None:
+            return
+        self._batch.set_padding_block(self._num_blocks)
+        graphs = DecodeGraphs(self._model, self._backend, self._batch, self._graph_sizes)
+        graphs.record(self._recorder)
+        self._graphs = graphs
+
+    @property
+    def _graph_sizes(self) -> list[int]:
+        return graph_sizes(self._config.scheduler.max_num_seqs)
+
+    @property
+    def _num_padding_blocks(self) -> int:
+        """Blocks of the cache that no sequence gets: recorded steps write there in the places that they don't need."""
+        return 0 if self._recorder is None else 1
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of weights ("model") and of the KV cache ("kv_pool"), without what a step needs for itself."""
-        return {"model": self._model.weight_bytes(), "kv_pool": self._num_blocks * self._backend.store.block_bytes}
+        num_blocks = self._num_blocks + self._num_padding_blocks
+        return {"model": self._model.weight_bytes(), "kv_pool": num_blocks * self._backend.store.block_bytes}
 
     def _free_bytes(self) -> int:
         if self.device.type == "cuda":
@@ -181,6 +228,9 @@ class ModelRunner:
         self._edit_sampling(plan)
         if len(plan.copies):
             self._backend.store.copy_blocks(plan.copies.tolist())
+        if self._graphs is not None and self._graphs.takes(plan):
+            rows, hidden = self._graphs.run(plan.rows, self._batch.count_computed(plan))
+            return self._sample(plan, self._model.logits(hidden), rows, None)
         inputs = self._batch.inputs(plan)
         context = self._backend.prepare_step(inputs.attention)
         prompts = self._prompt_rows.take(plan)
@@ -196,8 +246,12 @@ class ModelRunner:
         logits = self._model.logits(hidden)
         if inputs.sample_logits is not None:
             logits = logits[inputs.sample_logits]
+        return self._sample(plan, logits, inputs.sampled_rows, reported)
+
+    def _sample(self, plan: StepPlan, logits: Tensor, rows: Tensor, reported: ReportedPrompts | None) -> PendingResult:
+        """Sample for `rows` (samples,) int64 of the batch from (samples, vocab_size) logits."""
         sampled = self._sampling.sample(logits, plan.sampled_rows)
-        self._batch.next_tokens.index_copy_(0, inputs.sampled_rows, sampled.token_ids)
+        self._batch.next_tokens.index_copy_(0, rows, sampled.token_ids)
         return pending_result(plan.step_id, sampled, reported)
 
     def _edit_sampling(self, plan: StepPlan) -> None:
@@ -216,8 +270,7 @@ class ModelRunner:
 
     def forget_rows(self) -> None:
         max_num_seqs, info = self._config.scheduler.max_num_seqs, self.model_info
-        block_sizes = [group.block_size for group in self.kv_layout.groups]
-        self._batch = PersistentBatch(max_num_seqs, self.max_model_len, block_sizes, self.device)
+        self._batch.forget_rows()
         self._prompt_rows = PromptRows(info.vocab_size, self.device)
         self._sampling = SamplingBatch(max_num_seqs, info.vocab_size, self.device)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.transfers import to_device
 
 
 class RowColumns:
@@ -26,8 +27,8 @@ class RowColumns:
         floats = torch.tensor((params.temperature, params.top_p, params.min_p))
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         integers = torch.tensor((top_k, seed, position))
-        self._floats[row] = floats.to(device, non_blocking=True)
-        self._integers[row] = integers.to(device, non_blocking=True)
+        self._floats[row] = to_device(floats, device)
+        self._integers[row] = to_device(integers, device)
 
     def advance(self, rows: Tensor) -> None:
         """Count one token for each of `rows` (rows,) int64."""

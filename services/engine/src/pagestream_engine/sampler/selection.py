@@ -18,6 +18,7 @@ from pagestream_engine.request.sampling_params import ALL_LOGPROBS, SamplingPara
 from pagestream_engine.sampler.columns import RowColumns
 from pagestream_engine.sampler.draw import DrawParams
 from pagestream_engine.sampler.stages.stage import LogitsStage, StageRows
+from pagestream_engine.transfers import to_device
 
 Places = NDArray[np.int64]
 _UNREPORTED = -1
@@ -181,4 +182,4 @@ def _reported(num_logprobs: Places, vocab_size: int, device: torch.device) -> Re
 
 
 def _put(places: Places, device: torch.device) -> Tensor:
-    return torch.from_numpy(places).to(device, non_blocking=True)
+    return to_device(torch.from_numpy(places), device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import ClassVar
 
 import pagestream_kernels as kernels
 import torch
@@ -13,9 +13,10 @@ from pagestream_kernels.paging import BLOCK_SIZES, MAX_HEAD_DIM
 from pagestream_kernels.runtime import INTERPRETED
 from torch import Tensor
 
-from pagestream_engine.attention.base import Attention, AttentionBatch, AttentionSpec
+from pagestream_engine.attention.base import Attention, AttentionBatch, AttentionSpec, DecodeBatch
 from pagestream_engine.attention.kv_store import CacheShape
 from pagestream_engine.errors import ConfigError
+from pagestream_engine.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +58,30 @@ class TritonMetadata:
 class TritonAttention(Attention[TritonMetadata]):
     """One kernel for decodes, one for prefill chunks."""
 
+    can_be_recorded: ClassVar[bool] = True
+    reads_device_lengths: ClassVar[bool] = True
+
     def prepare(self, batch: AttentionBatch, block_size: int) -> TritonMetadata:
-        count, device = batch.num_prefills, batch.positions.device
-        seq_lens = torch.tensor(batch.seq_lens, dtype=torch.int32, device=device)
+        count = batch.num_prefills
+        seq_lens, cu_query_lens = batch.lengths_on_device()
         tables = batch.gathered_tables(block_size)
         prefill = decode = None
         if count:
-            query_lens = torch.tensor([0, *batch.query_lens[:count]], dtype=torch.int32)
             prefill = PrefillMetadata(
                 block_tables=tables[:count],
-                cu_query_lens=query_lens.cumsum(0, dtype=torch.int32).to(device, non_blocking=True),
+                cu_query_lens=cu_query_lens[: count + 1],
                 seq_lens=seq_lens[:count],
                 max_query_len=max(batch.query_lens[:count]),
                 num_tokens=batch.num_prefill_tokens,
             )
         if count < len(batch.seq_lens):
-            decode = _prepare_decode(batch, tables[count:], seq_lens[count:])
+            decode = _prepare_decode(batch, tables[count:], seq_lens[count:], cu_query_lens)
         return TritonMetadata(prefill, decode)
+
+    def prepare_decodes(self, batch: DecodeBatch, block_size: int) -> TritonMetadata:
+        """As `prepare`, with tables for the longest sequences that there may be: their width is part of a recording."""
+        tables = batch.block_tables.index_select(0, batch.table_rows)
+        return TritonMetadata(None, DecodeMetadata(tables, batch.positions.int() + 1, None, 1, {}))
 
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec, metadata: TritonMetadata) -> Tensor:
         # The kernels take any strides; they name the token's dimension before the head's.
@@ -125,16 +133,19 @@ class TritonAttention(Attention[TritonMetadata]):
         return output.view(query.shape[0], -1)
 
 
-def _prepare_decode(batch: AttentionBatch, tables: Tensor, seq_lens: Tensor) -> DecodeMetadata:
-    """Prepare decodes of (decodes,) int32 lengths; tokens beyond what the kernel takes are sequences of their own."""
+def _prepare_decode(batch: AttentionBatch, tables: Tensor, seq_lens: Tensor, cu_query_lens: Tensor) -> DecodeMetadata:
+    """Prepare decodes of (decodes,) int32 lengths; tokens beyond what the kernel takes are sequences of their own.
+
+    `cu_query_lens` are those of the whole step.
+    """
     query_lens = batch.query_lens[batch.num_prefills :]
     longest = max(query_lens)
     if longest == 1:
         return DecodeMetadata(tables, seq_lens, None, 1, {})
     if longest <= MAX_QUERY_LEN:
-        starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
-        return DecodeMetadata(tables, seq_lens, starts.to(tables.device, non_blocking=True), longest, {})
-    counts = torch.tensor(query_lens, device=tables.device)
+        starts = cu_query_lens[batch.num_prefills :]
+        return DecodeMetadata(tables, seq_lens, starts - starts[0], longest, {})
+    counts = to_device(torch.tensor(query_lens), tables.device)
     tables = tables.repeat_interleave(counts, dim=0, output_size=sum(query_lens))
     return DecodeMetadata(tables, batch.positions[batch.num_prefill_tokens :].int() + 1, None, 1, {})
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pagestream_engine.sampler.stages.slots import grown
 from pagestream_engine.sampler.stages.stage import LogitsStage, NewRow, StageRows
+from pagestream_engine.transfers import to_device
 
 _ANY = -1
 """In a word's prefix: no token is asked for at this place."""
@@ -46,7 +47,7 @@ class BadWords(LogitsStage):
         is_word = np.arange(len(last)) < len(words)
         tables = (self._prefixes, self._last, self._tails, self._is_word)
         for table, entries in zip(tables, (prefixes, last, tail, is_word), strict=True):
-            table[slot] = torch.from_numpy(entries).to(self._device, non_blocking=True)
+            table[slot] = to_device(torch.from_numpy(entries), self._device)
 
     def apply(self, logits: Tensor, rows: StageRows) -> None:
         """Set the last token of each word whose others stand at the output's end to -inf."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pagestream_engine.sampler.stages.slots import grown
 from pagestream_engine.sampler.stages.stage import LogitsStage, NewRow, StageRows
+from pagestream_engine.transfers import to_device
 
 
 class Penalties(LogitsStage):
@@ -41,9 +42,9 @@ class Penalties(LogitsStage):
         self._reserve(slot + 1, length + 1)
         params = new.params
         factors = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        self._token_ids[slot, :length] = torch.from_numpy(token_ids).to(self._device, non_blocking=True)
-        self._counts[slot, :length] = torch.from_numpy(counts).to(self._device, non_blocking=True)
-        self._factors[slot] = torch.tensor(factors).to(self._device, non_blocking=True)
+        self._token_ids[slot, :length] = to_device(torch.from_numpy(token_ids), self._device)
+        self._counts[slot, :length] = to_device(torch.from_numpy(counts), self._device)
+        self._factors[slot] = to_device(torch.tensor(factors), self._device)
         self._lengths[slot].fill_(length)
         self._most[slot] = length
 

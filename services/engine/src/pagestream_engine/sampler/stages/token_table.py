@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagestream_engine.sampler.stages.slots import grown
 from pagestream_engine.sampler.stages.stage import StageRows
+from pagestream_engine.transfers import to_device
 
 
 class TokenTable:
@@ -61,6 +62,5 @@ def _widened(table: Tensor, num_slots: int, width: int) -> Tensor:
 
 def _padded(entries: NDArray[np.int64] | NDArray[np.float32], table: Tensor) -> Tensor:
     width = table.shape[1]
-    return torch.from_numpy(np.concatenate((entries, np.full(width - len(entries), entries[0])))).to(
-        device=table.device, dtype=table.dtype, non_blocking=True
-    )
+    padded = np.concatenate((entries, np.full(width - len(entries), entries[0], entries.dtype)))
+    return to_device(torch.from_numpy(padded), table.device)
