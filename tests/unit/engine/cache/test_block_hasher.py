@@ -10,7 +10,7 @@ def make_seq(num_tokens: int, salt: bytes = b"") -> TokenSequence:
     return TokenSequence("a", tokens, SamplingParams(), seed=0, arrival=0, max_total_tokens=99, cache_salt=salt)
 
 
-def test_a_hash_names_the_whole_prefix() -> None:
+def test_a_hash_covers_the_whole_prefix() -> None:
     hasher = BlockHasher(2)
     first = hasher.hash_block_tokens(hasher.root(), [1, 2])
     assert hasher.hash_block_tokens(first, [3, 4]) != hasher.hash_block_tokens(
@@ -31,7 +31,7 @@ def test_an_extra_key_shares_nothing() -> None:
     assert len({hasher.root(), hasher.root(b"tenant-a"), hasher.root(b"tenant-b")}) == 3
 
 
-def test_a_sequences_prefix_has_one_name_whatever_the_size_of_the_block_that_ends_it() -> None:
+def test_a_sequences_prefix_has_one_hash_whatever_the_size_of_the_block_that_ends_it() -> None:
     hasher, seq = BlockHasher(2), make_seq(9)
     first = hasher.hash_block_tokens(hasher.root(b"tenant"), [0, 1])
     assert hasher.block_hash(make_seq(9, b"tenant"), 2) == first

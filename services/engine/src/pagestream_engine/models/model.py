@@ -23,7 +23,7 @@ class Model(ABC):
     graph takes. Modelling code that is not ours may do otherwise."""
 
     forward_gives_logits: bool = False
-    """Whether what `forward` returns for a token is as wide as the vocabulary."""
+    """Whether `forward` returns logits already, which `logits` takes and returns: as wide as the vocabulary."""
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
@@ -38,12 +38,12 @@ class Model(ABC):
             context: `Backend.prepare_step` of this step.
 
         Returns:
-            (wanted, hidden_size), what `logits` takes.
+            (wanted, hidden_size), what `logits` takes; (wanted, vocab_size) where `forward_gives_logits`.
         """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """(wanted, hidden_size) -> (wanted, vocab_size)."""
+        """What `forward` returned -> (wanted, vocab_size)."""
 
     @abstractmethod
     def linears(self) -> Sequence[Linear]:

@@ -1,6 +1,8 @@
-"""The running sequences as arrays on the runner's device, which each plan edits.
+"""The running sequences by row, which each plan edits: block tables and next tokens on the runner's device, counts of
+computed tokens and the tokens that sequences came with in the host's memory.
 
-A step of decodes reads them by row: nothing is rebuilt, and the token that a row was given last stays on the device.
+Each step makes its positions, slots and lengths anew. Block tables are read where they are, and so is the token that a
+row was given last: the host need not know it.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class PersistentBatch:
         max_num_seqs: rows.
         max_model_len: tokens of the longest sequence.
         block_sizes: of each KV group, in tokens.
-        device: where the arrays are.
+        device: where block tables and next tokens are.
         sends_lengths: whether the inputs have `AttentionBatch.device_lengths`.
         upload: sends numbers to the device; None: as suits it.
     """
