@@ -236,7 +236,7 @@ class Engine:
                 tokens = result.tokens()
                 self._scheduler.update_from_output(step, tokens)
             taken = self._outputs.process(step, tokens, result)
-            counts.end_step(step, sum(output.token_id is not None for output in taken))
+            counts.end_step(step, len([output for output in taken if output.token_id is not None]))
             self._scheduler.prefill_budget.note(step, counts.last_step_s)
             outputs = outputs + taken
         elif not launched and not outputs and self._generations:

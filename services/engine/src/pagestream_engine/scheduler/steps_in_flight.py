@@ -38,9 +38,9 @@ class StepsInFlight:
                 for seq in (chunk.seq, *chunk.siblings):
                     seq.num_output_placeholders += 1
         for entry in step.decodes:
-            seq = entry.seq
-            seq.num_in_flight_tokens += entry.num_scheduled_tokens
-            seq.num_output_placeholders += entry.num_scheduled_tokens
+            seq, num_sent = entry.seq, entry.num_scheduled_tokens
+            seq.num_in_flight_tokens += num_sent
+            seq.num_output_placeholders += num_sent
         if step.copies:
             # Whoever gets a source next writes it in a later step, which runs after the copies.
             self._cache.copy_on_write.note_copied()
@@ -62,14 +62,12 @@ class StepsInFlight:
             seq = entry.seq
             if seq.state is not running:
                 continue
-            num_sent = entry.num_scheduled_tokens
-            before = seq.num_computed_tokens
-            computed = before + len(token_ids)
+            num_sent, num_computed = entry.num_scheduled_tokens, len(token_ids)
             seq.token_ids += token_ids
             seq.num_output_placeholders -= num_sent
             seq.num_in_flight_tokens -= num_sent
-            seq.num_computed_tokens = computed
-            if computed // block_size > before // block_size:
+            end = seq.num_computed_tokens = seq.num_computed_tokens + num_computed
+            if end % block_size < num_computed:  # A block has become full.
                 note_full_block(seq)
 
     def _update_chunk(self, chunk: ScheduledSequence, samples: Iterator[Sequence[int]]) -> None:
