@@ -1,18 +1,24 @@
 import json
 import os
+import re
 import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from pagestream_cli.__main__ import main
 from pagestream_cli.datadir import DataDir
-from pagestream_cli.doctor import context, place, software
+from pagestream_cli.doctor import context, determinism, place, software
 from pagestream_cli.doctor.command import as_json, as_text
 from pagestream_cli.doctor.finding import Finding, Verdict, ok, problem, warning
 from pagestream_cli.ports import free_port
 from pagestream_cli.serve.model import find_demo_model
 from pagestream_cli.servefile import ProcessRecord, ServeRecord, write_record
+from pagestream_engine.layers import linear_times
+from pagestream_engine.layers.native.library import native_linears
+from pagestream_engine.native_build import find_compiler
+from pagestream_engine.runner import numerics
 from safetensors.numpy import save_file
 
 
@@ -54,6 +60,23 @@ def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> Non
     (finding,) = software.check_compiler()
     assert finding.verdict is Verdict.WARNING
     assert "g++" in finding.advice
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("amx", [True, False])
+def test_whether_the_deterministic_mode_is_on_and_what_it_costs(monkeypatch: pytest.MonkeyPatch, amx: bool) -> None:
+    monkeypatch.setattr(determinism, "_SHAPE", (64, 64))
+    monkeypatch.setattr(determinism, "_SECONDS", 0.0)
+    monkeypatch.setattr(linear_times, "_COLD_BYTES", 0)
+    monkeypatch.setattr(numerics, "computes_bfloat16_on_amx", lambda *_: amx)
+    kernels = native_linears(torch.float32)
+    is_fast = kernels is not None and kernels.level.is_fast
+    found = {finding.subject: finding.found for finding in determinism.check_determinism()}
+    for name, is_on in (("float32", is_fast), ("bfloat16", is_fast and not amx)):
+        text = found[f"deterministic {name}"]
+        assert ("on by default" in text) is is_on
+        assert ("--deterministic turns it on" in text) is not is_on
+        assert re.search(r"cost [+-]\d+% for one sequence and [+-]\d+% for 64 sequences", text)
 
 
 def test_a_machine_without_redis_hears_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

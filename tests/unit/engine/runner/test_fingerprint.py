@@ -24,6 +24,7 @@ NOT_DECIDING = {
     "pagestream_engine.attention.native.library": "builds a library; compiler and flags are part of the fingerprint",
     "pagestream_engine.attention.native.prebuild": "runs when an image is built",
     "pagestream_engine.attention.select": "chooses a backend; its name is part of the fingerprint",
+    "pagestream_engine.layers.linear_times": "measures time",
     "pagestream_engine.layers.native.levels": "names how kernels are compiled; the level is part of the fingerprint",
     "pagestream_engine.layers.native.prebuild": "runs when an image is built",
     "pagestream_engine.layers.select": "chooses linear methods; the mode and their level are part of the fingerprint",

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
     """Run all checks, in the order of the report."""
-    from pagestream_cli.doctor import context, place, redis_check, software
+    from pagestream_cli.doctor import context, determinism, place, redis_check, software
 
     data_dir = DataDir.at(arguments.data_dir)
     ports = {"http": arguments.http_port, "grpc": arguments.grpc_port}
@@ -57,6 +57,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
         software.check_torch(),
         software.check_triton(),
         software.check_compiler(),
+        determinism.check_determinism(),
         software.check_redis(),
         redis_check.check_running_redis(arguments.redis, data_dir),
         place.check_model(arguments.model),

@@ -1,0 +1,38 @@
+"""Whether the deterministic mode is on by default on this machine, and what its linears cost here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pagestream_cli.doctor.finding import Finding, ok
+
+_SHAPE = (2048, 1024)
+"""(out features, in features) of the linear that is timed: of a small model."""
+_ROWS = {"one sequence": 1, "64 sequences": 64}
+_SECONDS = 0.2
+
+
+def check_determinism() -> Iterator[Finding]:
+    """Report the default mode of each dtype, and time its linears beside the fastest ones; nothing without torch."""
+    try:
+        import torch
+        from pagestream_engine.layers.linear_times import time_linears
+        from pagestream_engine.layers.native.library import native_linears
+        from pagestream_engine.runner.numerics import wants_exact_linears
+    except (ImportError, OSError):
+        return
+    with torch.random.fork_rng():
+        for dtype in (torch.float32, torch.bfloat16):
+            name = str(dtype).removeprefix("torch.")
+            is_on = wants_exact_linears(None, dtype, torch.device("cpu"))
+            state = "on by default on a CPU" if is_on else "off by default on a CPU (--deterministic turns it on)"
+            kernels = native_linears(dtype)
+            if kernels is None:
+                yield ok(f"deterministic {name}", f"{state}; without kernels its linears compute row by row: slow")
+                continue
+            times = {what: time_linears(_SHAPE, rows, dtype, seconds=_SECONDS) for what, rows in _ROWS.items()}
+            costs = " and ".join(f"{exact / fastest - 1:+.0%} for {what}" for what, (fastest, exact) in times.items())
+            yield ok(
+                f"deterministic {name}",
+                f"{state}; its linears ({kernels.level.name}) cost {costs} against the fastest others",
+            )
