@@ -1,16 +1,19 @@
-"""An engine whose KV pool holds less than the model's context serves, and publishes, what fits."""
+"""An engine whose KV pool holds less than the model's context serves, and publishes, what fits; and its mode."""
 
 import subprocess
 import sys
 
+import pytest
 from pagestream.v1.records_pb2 import ModelCard
 from redis import Redis
 from support.processes.stack import DEMO_MODEL
 from support.processes.waiting import wait_until
 
 
-def test_the_card_says_the_context_that_fits(redis_url: str) -> None:
-    options = ["--dtype", "float32", "--num-gpu-blocks-override", "20", "--served-model-name", "little"]
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_card_says_the_context_that_fits_and_the_mode(redis_url: str, deterministic: bool) -> None:
+    mode = "--deterministic" if deterministic else "--no-deterministic"
+    options = [mode, "--dtype", "float32", "--num-gpu-blocks-override", "20", "--served-model-name", "little"]
     command = [sys.executable, "-m", "pagestream_worker", str(DEMO_MODEL), "--redis", redis_url, *options]
     with subprocess.Popen(command) as worker, Redis.from_url(redis_url) as redis:
         try:
@@ -23,7 +26,8 @@ def test_the_card_says_the_context_that_fits(redis_url: str) -> None:
                 return bool(cards)
 
             wait_until(is_published, "the card is published", 90)
-            assert ModelCard.FromString(cards[0]).max_model_len == 320
+            card = ModelCard.FromString(cards[0])
+            assert (card.max_model_len, card.deterministic) == (320, deterministic)
         finally:
             worker.terminate()
             worker.wait(30)

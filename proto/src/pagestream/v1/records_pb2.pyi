@@ -72,7 +72,7 @@ class RequestSpec(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., on_disconnect: _Optional[_Union[_inference_pb2.OnDisconnect, str]] = ..., disconnect_grace_ms: _Optional[int] = ..., answer: _Optional[_Union[AnswerForm, _Mapping]] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., seed_for_each_prompt: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., ends_when_accepted: _Optional[bool] = ...) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "tokenizer_json_zlib", "chat_template", "special_tokens", "max_model_len", "vocab_size", "eos_token_ids", "architecture", "revision", "default_sampling", "default_model_len")
+    __slots__ = ("name", "tokenizer_json_zlib", "chat_template", "special_tokens", "max_model_len", "vocab_size", "eos_token_ids", "architecture", "revision", "default_sampling", "default_model_len", "deterministic")
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class ModelCard(_message.Message):
     REVISION_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     name: str
     tokenizer_json_zlib: bytes
     chat_template: str
@@ -102,7 +103,8 @@ class ModelCard(_message.Message):
     revision: str
     default_sampling: _inference_pb2.SamplingParams
     default_model_len: int
-    def __init__(self, name: _Optional[str] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., default_model_len: _Optional[int] = ...) -> None: ...
+    deterministic: bool
+    def __init__(self, name: _Optional[str] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., architecture: _Optional[str] = ..., revision: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., default_model_len: _Optional[int] = ..., deterministic: _Optional[bool] = ...) -> None: ...
 
 class LogSlice(_message.Message):
     __slots__ = ("request_id", "first_index", "entries", "previous_digest")

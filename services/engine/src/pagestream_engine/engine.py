@@ -71,6 +71,8 @@ class Engine:
         self.fingerprint = facts.fingerprint
         """16 hexadecimal digits of a digest over weights, dtype, mode, kernels, instruction set and torch's version:
         deterministic engines that have it in common give the same tokens the same logits, bit for bit."""
+        self.is_deterministic = facts.is_deterministic
+        """Whether a token's logits depend on its sequence alone, bit for bit."""
         self._pool = BlockPool(facts.num_blocks)
         caching = config.cache.enable_prefix_caching
         self._cache = CacheManager(self._pool, facts.kv_layout, enable_prefix_caching=caching)

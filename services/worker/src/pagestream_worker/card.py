@@ -84,5 +84,6 @@ def build_card(folder: Path, name: str, engine: EngineFacts) -> ModelCard:
         eos_token_ids=sorted(engine.eos_token_ids),
         architecture=str(architectures[0]),
         revision=engine.revision,
+        deterministic=engine.is_deterministic,
         default_sampling=_default_sampling(_read_json(folder / "generation_config.json")),
     )

@@ -54,6 +54,9 @@ async def test_a_model_is_loaded_once_for_each_card() -> None:
     assert await cache.load(synthetic_card(), run) is first
     shorter = await cache.load(synthetic_card(max_model_len=64), run)
     assert (shorter.max_model_len, shorter.tokenizer) == (64, first.tokenizer)
+    exact = synthetic_card()
+    exact.deterministic = True
+    assert (await cache.load(exact, run)).card.deterministic
     assert len(loads) == 1
     card = synthetic_card()
     card.chat_template = "{{ messages }}"

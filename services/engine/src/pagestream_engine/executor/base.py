@@ -85,6 +85,16 @@ class SpeculatingRunner(Protocol):
         ...
 
 
+@runtime_checkable
+class DeterministicRunner(Protocol):
+    """A runner that may compute the same bits in any batch."""
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether a token's logits depend on its sequence alone, bit for bit."""
+        ...
+
+
 RunnerFactory = Callable[[Path, EngineConfig], Runner]
 
 
@@ -104,6 +114,8 @@ class ExecutorFacts:
     """Bytes of the device's memory by use; empty for a runner without any."""
     num_speculative_tokens: int = 0
     """Most drafts that a sequence has in a step; 0 for a runner without any."""
+    is_deterministic: bool = False
+    """Whether a token's logits depend on its sequence alone, bit for bit."""
 
 
 class Executor(Protocol):
@@ -174,6 +186,7 @@ def facts_of(runner: Runner, num_blocks: int) -> ExecutorFacts:
         num_blocks=num_blocks,
         memory_bytes=runner.memory_bytes() if isinstance(runner, MeasuredRunner) else {},
         num_speculative_tokens=runner.num_speculative_tokens if isinstance(runner, SpeculatingRunner) else 0,
+        is_deterministic=runner.is_deterministic if isinstance(runner, DeterministicRunner) else False,
     )
 
 

@@ -79,7 +79,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.runner.persistent_batch": 7,
     "pagestream_engine.runner.prompt_rows": 2,
     "pagestream_engine.runner.recorder": 1,
-    "pagestream_engine.runner.runner": 19,
+    "pagestream_engine.runner.runner": 20,
     "pagestream_engine.sampler.batch": 5,
     "pagestream_engine.sampler.columns": 2,
     "pagestream_engine.sampler.draw": 2,

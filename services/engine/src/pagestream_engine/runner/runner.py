@@ -110,6 +110,11 @@ class ModelRunner:
         return fingerprint(self._model_dir, self._backend, self.max_model_len, self.numerics, self._plugin_digest)
 
     @property
+    def is_deterministic(self) -> bool:
+        """Whether a token's logits depend on its sequence alone, bit for bit."""
+        return self.numerics.deterministic
+
+    @property
     def forward_gives_logits(self) -> bool:
         """Whether the model's results are logits before pieces of them are made."""
         return self._model.forward_gives_logits

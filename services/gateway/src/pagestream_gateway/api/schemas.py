@@ -130,6 +130,9 @@ class ModelAnswer(BaseModel):
     root: str
     max_model_len: int
     engines: int = Field(description="Engines that live now.")
+    deterministic: bool = Field(
+        description="Whether the last engine to publish it computes each sequence alike in any batch, bit for bit."
+    )
 
 
 class ModelList(BaseModel):

@@ -103,6 +103,7 @@ def _without_contexts(card: ModelCard) -> ModelCard:
     copy.CopyFrom(card)
     copy.ClearField("max_model_len")
     copy.ClearField("default_model_len")
+    copy.ClearField("deterministic")
     return copy
 
 

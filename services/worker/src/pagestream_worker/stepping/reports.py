@@ -22,6 +22,7 @@ class EngineFacts:
     vocab_size: int
     eos_token_ids: frozenset[int]
     fingerprint: str
+    is_deterministic: bool
     revision: str
     """See model_revision, which needs torch."""
     memory_bytes: Mapping[str, int]
@@ -41,6 +42,7 @@ class EngineFacts:
             vocab_size=engine.vocab_size,
             eos_token_ids=engine.eos_token_ids,
             fingerprint=engine.fingerprint,
+            is_deterministic=engine.is_deterministic,
             revision=model_revision(engine.folder),
             memory_bytes=dict(engine.memory_bytes()),
             stats=engine.stats(),

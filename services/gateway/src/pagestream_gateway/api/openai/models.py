@@ -40,6 +40,7 @@ async def _models(gateway: Gateway) -> list[dict[str, Any]]:
             "root": info.name,
             "max_model_len": card.max_model_len,
             "engines": info.engines,
+            "deterministic": card.deterministic,
         }
         for info, card in await gateway.models.list_models()
     ]
