@@ -11,7 +11,6 @@ import torch
 from pagestream_engine.cache.kv_groups import KVLayout, full_attention
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.layers.linear_methods import PackedMethod
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import TokenSequence
 from pagestream_engine.runner import ModelRunner
@@ -152,7 +151,7 @@ def test_tells_how_many_bytes_weights_and_cache_take(folder_of: Callable[[str], 
         memory = runner.memory_bytes()
         weights = sum(tensor.numel() for tensor in reference_model(folder).parameters())
         head = runner._model.head
-        if isinstance(head.method, PackedMethod) and runner._model.config.tie_word_embeddings:
+        if head.method.is_copy and runner._model.config.tie_word_embeddings:
             weights += head.method.shape[0] * head.method.shape[1]  # a copy of the embedding, in another layout
         assert memory["model"] == 4 * weights, name
         assert memory["kv_pool"] == runner._backend.store.cache.numel() * 4
