@@ -11,6 +11,7 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.layers.exact_methods import NativeMethod, RowByRowMethod
 from pagestream_engine.layers.native.levels import LEVELS
 from pagestream_engine.layers.native.library import NativeLinears, load_level
+from pagestream_engine.models import loader
 from pagestream_engine.native_build import find_compiler
 from pagestream_engine.runner import ModelRunner, fingerprint, numerics
 from support.engines.tiny_models import make_model
@@ -54,12 +55,19 @@ def test_unasked_where_it_is_free(monkeypatch: pytest.MonkeyPatch, fast: bool | 
 
 
 @needs_compiler
+@pytest.mark.parametrize("copied", [True, False], ids=["head-copied", "head-plain"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_asked_for_it_is_on_in_every_dtype(monkeypatch: pytest.MonkeyPatch, folder: Path, dtype: str) -> None:
+def test_asked_for_all_linears_are_exact(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str, copied: bool
+) -> None:
+    """A tied head among them, whether it is copied into panels or stays the embedding."""
     monkeypatch.setattr(numerics, "computes_bfloat16_on_amx", lambda *_: True)
-    runner = _runner(folder, dtype=dtype, deterministic=True)
+    monkeypatch.setattr(loader, "_COPIED_HEAD_BYTES", 1 << 30 if copied else 0)
+    runner = _runner(make_model(tmp_path / "model", "llama-tied"), dtype=dtype, deterministic=True)
     assert runner.numerics.deterministic
-    assert all(isinstance(linear.method, NativeMethod) for linear in runner._model.linears())
+    methods = [linear.method for linear in runner._model.linears()]
+    assert all(isinstance(method, NativeMethod) for method in methods)
+    assert [method.is_copy for method in methods] == [True] * (len(methods) - 1) + [copied]
 
 
 def test_asked_for_without_kernels_each_row_is_computed_alone(folder: Path) -> None:

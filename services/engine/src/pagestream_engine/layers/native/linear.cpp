@@ -4,9 +4,12 @@
 // rows, the row's place among them and the number of threads: these only choose which accumulators share a register
 // tile. One library has one set of instructions, the compiler's target, since they add differently:
 //
-//   AVX512_BF16         bfloat16 pairs by vdpbf16ps, float32 by fused multiply-add
-//   AVX-512, AVX2       both by fused multiply-add, bfloat16 widened, so that the two give the same bits
-//   any other           both by a multiplication and an addition
+//   AVX512_BF16      bfloat16 in pairs by vdpbf16ps, float32 by fused multiply-add
+//   AVX-512, AVX2    bfloat16 widened, both by fused multiply-add
+//   any other        bfloat16 widened, both by a multiplication and an addition
+//
+// A product of two bfloat16 is exact in float32, so that all levels but the first give the same bits in bfloat16, and
+// all but the last in float32.
 //
 // A step of a sum takes one input in float32 and two in bfloat16, so that what it takes of a row has 32 bits, a word.
 // Weights are packed in panels of PANEL outputs, (steps, PANEL) words each. A weight that has to stay as it is (a tied
