@@ -30,8 +30,8 @@ class EngineOptions(ApiModel):
     start, or torch where they can't be used (no compiler, float16, or a head size that is no multiple of 16). triton
     needs a GPU; torch runs on both."""
     deterministic: bool | None = None
-    """Whether logits are the same bit for bit whatever else is in the batch. Default: on a CPU where a trial at start
-    finds that nearly free, else false. Engines on a GPU, or in bfloat16 on some CPUs, refuse true."""
+    """Whether logits are the same bit for bit whatever else is in the batch. Default: on a CPU where that is
+    free, which it is not in bfloat16 on a CPU with AMX, else false. Engines on a GPU refuse true."""
     seed: Annotated[int, Field(ge=0, le=2**53)] | None = None
     """Seed of the generator that draws seeds for requests without one. Default 0."""
     max_logprobs: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
