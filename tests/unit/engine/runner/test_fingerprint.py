@@ -33,6 +33,7 @@ NOT_DECIDING = {
     "pagestream_engine.runner.fingerprint": "names the bits",
     "pagestream_engine.runner.allocations": "measures memory",
     "pagestream_engine.runner.memory": "sizes the cache, which changes no token",
+    "pagestream_engine.runner.warm_up": "runs before any request, and leaves nothing that a request reads",
     "pagestream_engine.runner.profile": "sizes the cache, which changes no token",
     "pagestream_engine.runner.numerics": "chooses the mode, which is part of the fingerprint",
     "pagestream_engine.sampler.sampled": "holds what was sampled",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pagestream_engine.attention.base import Attention, AttentionBatch, DecodeBatch, StepContext
 from pagestream_engine.attention.kv_store import KVStore
 from pagestream_engine.attention.operators import Operators
+
+
+def _none() -> int:
+    return 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +25,14 @@ class Backend:
     operators: Operators
     kernel_version: str = ""
     """Name of the build that computes beside torch; another one may give other bits. Empty without such a build."""
+
+    num_compilations: Callable[[], int] = _none
+    """Kernels that were compiled in this process so far."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a kernel is compiled when it is first launched."""
+        return self.num_compilations is not _none
 
     @property
     def is_deterministic(self) -> bool:

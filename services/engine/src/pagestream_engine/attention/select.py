@@ -86,6 +86,7 @@ def _native(shapes: Sequence[CacheShape], device: torch.device) -> Backend | Non
 
 def _triton(shapes: Sequence[CacheShape], device: torch.device) -> Backend:
     # Importing the kernels imports Triton: half a second that a CPU's start is spared.
+    from pagestream_kernels.launcher import compilations
     from pagestream_kernels.prebuild import take_prebuilt
 
     from pagestream_engine.attention.triton.attention import TritonAttention, check_supported
@@ -96,4 +97,10 @@ def _triton(shapes: Sequence[CacheShape], device: torch.device) -> Backend:
     if device.type != "cpu":
         take_prebuilt()
     store = TritonKVStore(shapes, device)
-    return Backend("triton", store, TritonAttention(store), TritonOperators(shapes[0].dtype))
+    return Backend(
+        "triton",
+        store,
+        TritonAttention(store),
+        TritonOperators(shapes[0].dtype),
+        num_compilations=lambda: compilations.count,
+    )

@@ -14,7 +14,7 @@ from pagestream_engine.models.folder import model_revision
 from pagestream_engine.runner.numerics import Numerics
 
 FINGERPRINTED_SOURCES: Mapping[str, int] = {
-    "pagestream_engine.attention.backend": 4,
+    "pagestream_engine.attention.backend": 5,
     "pagestream_engine.attention.base": 7,
     "pagestream_engine.attention.kv_store": 4,
     "pagestream_engine.attention.native.attention": 5,
@@ -79,7 +79,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.runner.persistent_batch": 7,
     "pagestream_engine.runner.prompt_rows": 2,
     "pagestream_engine.runner.recorder": 1,
-    "pagestream_engine.runner.runner": 20,
+    "pagestream_engine.runner.runner": 22,
     "pagestream_engine.sampler.batch": 5,
     "pagestream_engine.sampler.columns": 2,
     "pagestream_engine.sampler.draw": 2,

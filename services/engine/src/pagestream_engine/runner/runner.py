@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import ConfigError
+from pagestream_engine.errors import ConfigError, OutOfMemory
 from pagestream_engine.models.config import DTYPES, ModelInfo
 from pagestream_engine.models.safetensors_file import read_folder
 from pagestream_engine.models.select import open_model
@@ -33,6 +33,7 @@ from pagestream_engine.runner.profile import estimated_cpu_step_bytes, largest_g
 from pagestream_engine.runner.prompt_rows import PromptRows
 from pagestream_engine.runner.recorder import CudaGraphRecorder, Recorder
 from pagestream_engine.runner.results import ReportedPrompts, pending_result
+from pagestream_engine.runner.warm_up import warm_up_plans
 from pagestream_engine.sampler import SamplingBatch
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan
@@ -94,6 +95,8 @@ class ModelRunner:
         can_be_used = recorder is not None and can_record(self._model, self._backend, recorder)
         self._recorder = recorder if can_be_used else None
         self._graphs: DecodeGraphs | None = None
+        self._graph_sizes = graph_sizes(config.scheduler.max_num_seqs)
+        self._num_compilations = 0
         block_sizes = [group.block_size for group in self.kv_layout.groups]
         self._batch = PersistentBatch(
             config.scheduler.max_num_seqs,
@@ -181,17 +184,28 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Record the steps of decodes, where there is a recorder for them."""
-        if self._recorder is None:
-            return
-        self._batch.set_padding_block(self._num_blocks)
-        graphs = DecodeGraphs(self._model, self._backend, self._batch, self._graph_sizes)
-        graphs.record(self._recorder)
-        self._graphs = graphs
+        """Compile the kernels that steps launch, and record the steps of decodes, where there are such things."""
+        if self._backend.compiles:
+            for plan in warm_up_plans(self._config, self.kv_layout, self.max_model_len, self.model_info.vocab_size):
+                try:
+                    self.execute(plan)()
+                except OutOfMemory as error:  # the pool was set by hand: steps will be halved
+                    _log.warning("warm-up: %s", error)
+            self.forget_rows()
+        if self._recorder is not None:
+            self._record(self._recorder)
+        self._num_compilations = self._backend.num_compilations()
 
     @property
-    def _graph_sizes(self) -> list[int]:
-        return graph_sizes(self._config.scheduler.max_num_seqs)
+    def num_late_compilations(self) -> int:
+        """Kernels that were compiled, or fetched from Triton's cache folder, since `warm_up`: each held up a step."""
+        return self._backend.num_compilations() - self._num_compilations
+
+    def _record(self, recorder: Recorder) -> None:
+        self._batch.set_padding_block(self._num_blocks)
+        graphs = DecodeGraphs(self._model, self._backend, self._batch, self._graph_sizes)
+        graphs.record(recorder)
+        self._graphs = graphs
 
     @property
     def _num_padding_blocks(self) -> int:
