@@ -16,6 +16,10 @@ _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsav
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 
 
+_DIGEST = "[0-9a-f]" * 16
+"""A pattern of the two digests at the end of a library's name; see `NativeLibrary.file_name`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Level:
     """A set of instructions that many processors share."""
@@ -32,7 +36,7 @@ ARMV8_A = Level("armv8-a", frozenset({"asimd"}))
 
 
 def find_library(folder: Path, name: str, levels: Sequence[Level], flags: frozenset[str] | None = None) -> Path | None:
-    """Return the library `<name>-<level>-*.so` of the best level that this processor can run; None without one.
+    """Return the library `<name>-<level>-<digests>.so` of the best level that this processor can run; None without one.
 
     Args:
         folder: of libraries compiled beforehand; need not exist.
@@ -44,7 +48,7 @@ def find_library(folder: Path, name: str, levels: Sequence[Level], flags: frozen
         return None
     has = instruction_sets(read_cpuinfo()) if flags is None else flags
     for level in levels:
-        found = sorted(folder.glob(f"{name}-{level.name}-*.so"))
+        found = sorted(folder.glob(f"{name}-{level.name}-{_DIGEST}-{_DIGEST}.so"))
         if level.flags <= has and found:
             return found[0]
     return None

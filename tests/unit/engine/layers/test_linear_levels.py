@@ -12,6 +12,7 @@ from pagestream_engine.layers.native import library
 from pagestream_engine.layers.native.levels import LEVELS, LinearLevel, best_level
 from pagestream_engine.layers.native.prebuild import prebuild
 from pagestream_engine.native_build import find_compiler
+from pagestream_engine.native_levels import find_library
 
 HERE = LEVELS.get(platform.machine(), ())
 needs_level = pytest.mark.skipif(not HERE, reason="no levels are known for this architecture")
@@ -60,6 +61,9 @@ def test_what_is_compiled_beforehand_is_loaded_without_a_compiler(
     assert level is not None
     made = list(prebuild(compiler, tmp_path))
     assert len(made) == len(HERE)
+    # No level's name may find the library of another one, whose instructions the processor may lack.
+    found = [find_library(tmp_path, "linear", (each,), each.flags) for each in HERE]
+    assert sorted(map(str, found)) == sorted(map(str, made))
     monkeypatch.setattr(library, "PREBUILT", tmp_path)
     monkeypatch.setattr(native_build, "find_compiler", lambda: None)
     library.load_level.cache_clear()
