@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
+from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.layers.exact_methods import NativeMethod, RowByRowMethod
 from pagestream_engine.layers.linear_methods import LinearMethod
 from pagestream_engine.layers.native.levels import LEVELS, LinearLevel
@@ -133,6 +134,14 @@ def test_which_levels_give_the_same_bits(dtype: torch.dtype, alike: set[str]) ->
     for result in same:
         assert torch.equal(result, same[0])
         assert not any(torch.equal(result, other) for other in others)
+
+
+@each_level
+def test_inputs_that_do_not_fit_are_refused(level: LinearLevel) -> None:
+    method = NativeMethod(torch.zeros(40, 96), _kernels(level, torch.float32))
+    for x in (torch.zeros(3, 95), torch.zeros(3, 96, dtype=torch.bfloat16)):
+        with pytest.raises(InvariantViolation, match=r"expected \(rows, 96\) in torch\.float32"):
+            method.product(x, None)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=["bfloat16", "float32", "float16"])

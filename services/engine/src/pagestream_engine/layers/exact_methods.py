@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
+from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.layers.linear_methods import LinearMethod
 from pagestream_engine.layers.native.library import NativeLinears
 
@@ -26,6 +27,11 @@ class NativeMethod(LinearMethod):
         self._packed = kernels.pack(weight.contiguous()) if copies else None
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dtype != self.dtype or x.shape[1] != self.shape[1]:  # the kernels read memory by these
+            raise InvariantViolation(
+                f"linear: given inputs of {tuple(x.shape)} in {x.dtype}, "
+                f"expected (rows, {self.shape[1]}) in {self.dtype}"
+            )
         return self._kernels.multiply(x.contiguous(), self._weight, self._packed, bias, self.shape[0])
 
 

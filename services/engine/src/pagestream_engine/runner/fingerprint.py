@@ -33,7 +33,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.attention.triton.kv_store": 2,
     "pagestream_engine.attention.triton.operators": 1,
     "pagestream_engine.layers.attention": 4,
-    "pagestream_engine.layers.exact_methods": 1,
+    "pagestream_engine.layers.exact_methods": 2,
     "pagestream_engine.layers.linear": 3,
     "pagestream_engine.layers.linear_methods": 3,
     "pagestream_engine.layers.mlp": 1,
