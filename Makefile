@@ -25,7 +25,7 @@ ROUNDS ?= 10
 # docker, buildah, or a command: see deploy/images/build.sh.
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
-.PHONY: help setup run test test-fast check bench faults faults-campaign families topologies properties model-check images cluster-test operator-scale proto demo-model kernels constraints clean
+.PHONY: help setup run test test-fast check bench faults faults-campaign families topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -86,6 +86,9 @@ cluster-test: $(STAMP) ## Install the chart on a real cluster and disturb it (KU
 
 kernels: $(STAMP) ## Every kernel in every shape, interpreted and compiled ahead of time (long; cached by source)
 	$(BIN)/python tests/campaigns/kernels.py $(ARGS)
+
+gpu: $(STAMP) ## On one GPU: tests/gpu, then all figures, to docs/benchmarks/gpu.md (10 minutes; ARGS=--dry-run without)
+	$(BIN)/python tests/benchmarks/gpu/run.py $(ARGS)
 
 operator-scale: $(STAMP) ## One operator, 50 pools, 1,000 pods that kwok pretends to run: times, calls, memory (minutes)
 	$(BIN)/python tests/benchmarks/operator_scale.py $(ARGS)

@@ -1,0 +1,116 @@
+"""The engine end to end on a real GPU: its tokens, recorded decodes, resumed requests, and what it compiles late."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pagestream_engine.config import EngineConfig
+from pagestream_engine.engine import Engine
+from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.runner import ModelRunner
+from support.engines.tiny_models import make_model, random_prompts
+
+pytestmark = pytest.mark.gpu
+
+_LENGTHS = [40, 3, 17, 90, 9, 64, 1, 33, 5, 21]
+_MAX_TOKENS = 24
+Tokens = dict[str, list[int]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        if "gpu" in os.environ.get("PAGESTREAM_REQUIRE", "").split(","):
+            pytest.fail("torch finds no GPU, and PAGESTREAM_REQUIRE asks for one")
+        pytest.skip("torch finds no GPU")
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    base = tmp_path_factory.mktemp("models")
+    return lambda name: make_model(base / name, name)
+
+
+def _engine(folder: Path, device: str, **options: Any) -> tuple[Engine, ModelRunner]:
+    settings = {"dtype": "float32", "num_gpu_blocks_override": 120, "max_num_seqs": 12, "max_model_len": 256}
+    backend = "torch" if device == "cpu" else "triton"
+    config = EngineConfig.from_options({**settings, "attention_backend": backend, "block_size": 16, **options})
+    runners: list[ModelRunner] = []
+
+    def make_runner(folder: Path, config: EngineConfig) -> ModelRunner:
+        runners.append(ModelRunner(folder, config, torch.device(device)))
+        return runners[-1]
+
+    return Engine(folder, config, make_runner=make_runner), runners[0]
+
+
+def _params(number: int) -> SamplingParams:
+    """Greedy requests, and drawn ones with all that the sampler has."""
+    if number % 3:
+        return SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS, ignore_eos=True)
+    return SamplingParams(
+        temperature=0.8,
+        top_p=0.9,
+        top_k=50,
+        seed=number,
+        repetition_penalty=1.2,
+        logprobs=2,
+        max_tokens=_MAX_TOKENS,
+        ignore_eos=True,
+    )
+
+
+def _serve(engine: Engine, *, given: Tokens | None = None, most: int = _MAX_TOKENS) -> Tokens:
+    """Serve the requests, from tokens that they were given before, until each has `most` or has ended."""
+    tokens: Tokens = {name: list(found) for name, found in (given or {}).items()}
+    for number, prompt in enumerate(random_prompts(_LENGTHS, seed=2)):
+        own = tokens.setdefault(str(number), [])
+        engine.add_request(str(number), prompt, _params(number), output_token_ids=own)
+    while engine.has_unfinished_requests() and min(map(len, tokens.values())) < most:
+        for output in engine.step():
+            assert output.error is None, output.error
+            if output.token_id is not None:
+                tokens[output.seq_id].append(output.token_id)
+    return tokens
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3-window", "gemma2", "mixtral"])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_greedy_tokens_are_those_of_torch_on_a_cpu(
+    folder_of: Callable[[str], Path], model: str, *, enforce_eager: bool
+) -> None:
+    engine, runner = _engine(folder_of(model), "cuda", enforce_eager=enforce_eager)
+    assert (runner._graphs is None) == (enforce_eager or model == "mixtral")
+    tokens = _serve(engine)
+    expected = _serve(_engine(folder_of(model), "cpu")[0])
+    greedy = [str(number) for number in range(len(_LENGTHS)) if number % 3]
+    assert {name: tokens[name] for name in greedy} == {name: expected[name] for name in greedy}
+    assert {len(found) for found in tokens.values()} == {_MAX_TOKENS}
+    assert runner.num_late_compilations == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_recorded_decodes_give_the_tokens_of_launched_ones(folder_of: Callable[[str], Path], *, ahead: bool) -> None:
+    options = {"num_gpu_blocks_override": 24, "async_scheduling": ahead}
+    recorded, runner = _engine(folder_of("llama"), "cuda", **options)
+    launched, _ = _engine(folder_of("llama"), "cuda", enforce_eager=True, **options)
+    assert runner._graphs is not None
+    assert _serve(recorded) == _serve(launched)
+    assert recorded.stats().num_preemptions > 0
+    assert runner.num_late_compilations == 0
+
+
+def test_requests_go_on_in_another_engine_as_they_would_have(folder_of: Callable[[str], Path]) -> None:
+    undisturbed = _serve(_engine(folder_of("llama"), "cuda")[0])
+    first, _ = _engine(folder_of("llama"), "cuda")
+    before = _serve(first, most=9)
+    first.close()
+    resumed, _ = _engine(folder_of("llama"), "cuda")
+    assert any(len(found) < _MAX_TOKENS for found in before.values())
+    assert _serve(resumed, given=before) == undisturbed
