@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -188,6 +189,24 @@ def make_backend(name: str, shapes: Sequence[CacheShape], device: torch.device) 
     backend = select_backend(option, shapes, device, deterministic=name == "deterministic torch")
     assert backend.name == name, f"{name} is not available, got {backend.name}"
     return backend
+
+
+def outputs_in_chunks(seqs: Sequences, backend: Backend, borders: list[int]) -> list[Tensor]:
+    """Outputs of all tokens of the sequences, computed in chunks between borders, single tokens as decodes. What they
+    must not read is NaN.
+    """
+    backend.store.allocate(seqs.num_blocks)
+    backend.store.cache.fill_(math.nan)
+    outputs: list[list[Tensor]] = [[] for _ in seqs.lengths]
+    for begin, end in pairwise(borders):
+        spans: list[Span] = [
+            (seq, begin, min(end, length)) for seq, length in enumerate(seqs.lengths) if begin < length
+        ]
+        spans.sort(key=lambda span: span[2] - span[1] == 1)
+        context = backend.prepare_step([seqs.batch(spans, sum(last - first > 1 for _, first, last in spans))])
+        for (seq, _, _), output in zip(spans, seqs.attend(backend, context, spans), strict=True):
+            outputs[seq].append(output)
+    return [torch.cat(parts) for parts in outputs]
 
 
 def check_case(case: Case, device: torch.device) -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import pairwise as neighbours
 
 import pytest
 import torch
-from pagestream_engine.attention import Backend
 from pagestream_engine.native_build import find_compiler
-from support.engines.attention_cases import FACTORS, LENGTHS, Sequences, Span, check_case, make_backend
+from support.engines.attention_cases import (
+    FACTORS,
+    LENGTHS,
+    Sequences,
+    Span,
+    check_case,
+    make_backend,
+    outputs_in_chunks,
+)
 from support.kernels.cases import case_id
 from support.kernels.worker import KernelWorker
 from support.pairwise import Case, pairwise, product
-from torch import Tensor
 
 CPU = torch.device("cpu")
 ON_CPU = ("torch", "deterministic torch", "native") if find_compiler() else ("torch", "deterministic torch")
@@ -46,22 +51,6 @@ def test_triton_attends_as_plain_attention_does(interpreter: KernelWorker, case:
     interpreter.run("backend", case)
 
 
-def _bits(seqs: Sequences, backend: Backend, borders: list[int]) -> list[Tensor]:
-    """Outputs of all sequences' tokens, computed in chunks between borders; single tokens as decodes."""
-    backend.store.allocate(seqs.num_blocks)
-    backend.store.cache.fill_(math.nan)
-    outputs: list[list[Tensor]] = [[] for _ in seqs.lengths]
-    for begin, end in neighbours(borders):
-        spans: list[Span] = [
-            (seq, begin, min(end, length)) for seq, length in enumerate(seqs.lengths) if begin < length
-        ]
-        spans.sort(key=lambda span: span[2] - span[1] == 1)
-        context = backend.prepare_step([seqs.batch(spans, sum(last - first > 1 for _, first, last in spans))])
-        for (seq, _, _), output in zip(spans, seqs.attend(backend, context, spans), strict=True):
-            outputs[seq].append(output)
-    return [torch.cat(parts) for parts in outputs]
-
-
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("options", product(OPTIONS), ids=case_id)
 def test_bits_of_a_deterministic_backend_depend_on_the_sequence_alone(name: str, options: Case) -> None:
@@ -70,8 +59,8 @@ def test_bits_of_a_deterministic_backend_depend_on_the_sequence_alone(name: str,
     seqs = Sequences({**case, "rotation": "neox"}, LENGTHS)
     backend = make_backend(name, [seqs.shape], CPU)
     assert backend.is_deterministic
-    expected = _bits(seqs, backend, [0, 90])
-    cut = _bits(seqs, backend, [0, 7, 8, 25, 41, 42, 43, 80, 90])
+    expected = outputs_in_chunks(seqs, backend, [0, 90])
+    cut = outputs_in_chunks(seqs, backend, [0, 7, 8, 25, 41, 42, 43, 80, 90])
     for whole, parts in zip(expected, cut, strict=True):
         assert torch.equal(whole, parts)
 

@@ -12,14 +12,14 @@ import torch
 from pagestream_engine.attention import Rotation
 from pagestream_engine.attention.kv_store import LayerCache
 from pagestream_engine.attention.native.calls import NativeKernels, Write
-from pagestream_engine.attention.native.levels import LEVELS, Level
+from pagestream_engine.attention.native.levels import LEVELS, AttentionLevel
 from pagestream_engine.attention.native.library import library_for
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 from pagestream_engine.native_build import compile_into, find_compiler
 
 DIM = 32
 HERE = LEVELS.get(platform.machine(), ())
-VARIANTS: list[tuple[Level, tuple[str, ...]]] = [(level, ()) for level in HERE]
+VARIANTS: list[tuple[AttentionLevel, tuple[str, ...]]] = [(level, ()) for level in HERE]
 if platform.machine() == "x86_64":
     VARIANTS.append((HERE[-1], ("-mno-f16c",)))
 
@@ -31,13 +31,15 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("level", "flags"), VARIANTS, ids=["".join((each.name, *flags)) for each, flags in VARIANTS])
-def test_every_value_is_widened_and_every_product_rounded(tmp_path: Path, level: Level, flags: tuple[str, ...]) -> None:
+def test_every_value_is_widened_and_every_product_rounded(
+    tmp_path: Path, level: AttentionLevel, flags: tuple[str, ...]
+) -> None:
     """A rotation with sine 0 multiplies each element by its cosine: one product, exact in float64, and one rounding."""
     if not level.flags <= instruction_sets(read_cpuinfo()):
         pytest.skip(f"this processor lacks {level.name}")
     compiler = find_compiler()
     assert compiler is not None
-    library = library_for(DIM, level.name)
+    library = library_for(DIM, level)
     made = compile_into(tmp_path, replace(library, flags=(*library.flags, *flags)), compiler)
     kernels = NativeKernels(ctypes.CDLL(str(made)), torch.float16)
     values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.float16)

@@ -18,7 +18,6 @@ Int64Array = npt.NDArray[np.int64]
 
 _TILE_TOKENS = 16
 """Query tokens that share each key and value that was widened: with a group of 3, 48 rows to one transposition."""
-_NONE = torch.empty(0, 4, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +26,12 @@ class NativeMetadata:
 
     tables: Tensor
     """(rows, most blocks) int32."""
-    num_tiled: int
-    """Leading sequences that are cut into tiles."""
-    num_tiled_tokens: int
     tiles: Tensor
-    """(tiles, 4) int64: see `NativeKernels.prefill`."""
-    decodes: Tensor
-    """(decodes, 2) int64: see `NativeKernels.decode`."""
+    """(tiles, 4) int64: see `NativeKernels.attend`."""
 
 
 class NativeAttention(Attention[NativeMetadata]):
-    """One call for a layer's decodes, one for its prefill tiles."""
+    """One call for a layer: chunks of prompts, and decodes, whose tiles have one token."""
 
     is_deterministic = True
 
@@ -47,42 +41,17 @@ class NativeAttention(Attention[NativeMetadata]):
         self._kernels = kernels
 
     def prepare(self, batch: AttentionBatch, block_size: int) -> NativeMetadata:
-        table_rows: Int64Array = batch.table_rows.numpy()
-        seq_lens = np.array(batch.seq_lens, np.int64)
-        count = batch.num_prefills
-        # Decodes of several tokens share each key and value that was widened as chunks do; the bits are the same.
-        if max(batch.query_lens[count:], default=1) > 1:
-            count = len(batch.query_lens)
-        tiled = batch.query_lens[:count]
-        return NativeMetadata(
-            tables=batch.block_tables,
-            num_tiled=count,
-            num_tiled_tokens=sum(tiled),
-            tiles=torch.from_numpy(_tiles(table_rows[:count], np.array(tiled, np.int64), seq_lens[:count]))
-            if tiled
-            else _NONE,
-            decodes=torch.from_numpy(_decodes(table_rows[count:], seq_lens[count:])),
+        tiles = _tiles(
+            batch.table_rows.numpy(), np.array(batch.query_lens, np.int64), np.array(batch.seq_lens, np.int64)
         )
+        return NativeMetadata(batch.block_tables, torch.from_numpy(tiles))
 
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec, metadata: NativeMetadata) -> Tensor:
-        cache, kernels = self.store.layers[layer], self._kernels[spec.head_dim]
         query = with_contiguous_heads(query)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        paged = PagedLayer(cache, metadata.tables, spec)
-        if not metadata.num_tiled:
-            kernels.decode(output, query, paged, metadata.decodes)
-        else:
-            kernels.prefill(output, query, paged, metadata.tiles)
-            if len(metadata.decodes):
-                first = metadata.num_tiled_tokens
-                kernels.decode(output[first:], query[first:], paged, metadata.decodes)
+        paged = PagedLayer(self.store.layers[layer], metadata.tables, spec)
+        self._kernels[spec.head_dim].attend(output, query, paged, metadata.tiles)
         return output.view(query.shape[0], -1)
-
-
-def _decodes(table_rows: Int64Array, seq_lens: Int64Array) -> Int64Array:
-    pairs = np.empty((len(seq_lens), 2), np.int64)
-    pairs[:, 0], pairs[:, 1] = table_rows, seq_lens
-    return pairs
 
 
 def _tiles(table_rows: Int64Array, query_lens: Int64Array, seq_lens: Int64Array) -> Int64Array:

@@ -68,9 +68,7 @@ class NativeKernels:
         gated = ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")
         self._gated = {name: bind(name, *[_P] * 2, *[_N] * 2) for name in gated}
         self._rope_and_cache = bind("rope_and_cache", *[_P] * 6, _N, _B, *[_P] * 2, *[_N] * 8)
-        attention = (*[_P] * 5, *[_N] * 6, _F, _F, _N, _P, _P, _N)
-        self._decode = bind("decode", *attention)
-        self._prefill = bind("prefill", *attention)
+        self._attention = bind("attention", *[_P] * 5, *[_N] * 6, _F, _F, _N, _P, _P, _N)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """(..., dim) of at most three dimensions -> the same shape, contiguous."""
@@ -150,21 +148,12 @@ class NativeKernels:
             torch.get_num_threads(),
         )
 
-    def decode(self, out: Tensor, query: Tensor, layer: PagedLayer, decodes: Tensor) -> None:
-        """One query token for each of some sequences, (decodes, 2) int64: row of the tables, number of tokens. `out` is
-        contiguous.
-        """
-        self._attend(self._decode, out, query, layer, decodes)
-
-    def prefill(self, out: Tensor, query: Tensor, layer: PagedLayer, tiles: Tensor) -> None:
+    def attend(self, out: Tensor, query: Tensor, layer: PagedLayer, tiles: Tensor) -> None:
         """Causal attention of query tiles, (tiles, 4) int64: row of the tables, packed row and position of the first
-        token, number of tokens.
+        token, number of tokens. `out` is contiguous.
         """
-        self._attend(self._prefill, out, query, layer, tiles)
-
-    def _attend(self, kernel: Kernel, out: Tensor, query: Tensor, layer: PagedLayer, work: Tensor) -> None:
         keys, spec = layer.cache.keys, layer.spec
-        kernel(
+        self._attention(
             out.data_ptr(),
             query.data_ptr(),
             keys.data_ptr(),
@@ -180,7 +169,7 @@ class NativeKernels:
             spec.soft_cap or 0.0,
             spec.window or _NO_WINDOW,
             None if spec.sinks is None else spec.sinks.data_ptr(),
-            work.data_ptr(),
-            work.shape[0],
+            tiles.data_ptr(),
+            tiles.shape[0],
             torch.get_num_threads(),
         )

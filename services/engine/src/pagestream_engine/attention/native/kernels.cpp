@@ -13,7 +13,7 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
@@ -354,17 +354,31 @@ void rope_and_cache(T* query, const T* key, const T* value, const int64_t* posit
 }
 
 // -- attention --
+//
+// A tile is some consecutive query tokens of a sequence: one for a decode, up to 16 of a prompt. Its rows are those of
+// the query heads that share a KV head. Keys are taken in segments of 256 tokens that begin at multiples of 256: each
+// gives a row a maximum, a sum of weights and a weighted sum of values, and these are folded in the order of the
+// segments. What a row's bits depend on is thus its position alone: a tile's rows, the threads, and which of them
+// computes a segment change nothing, and the memory that a tile needs does not grow with the context.
 
-// What decode and prefill share. `tables` is (rows, table_stride); blocks are `block_stride` elements apart.
+constexpr int64_t SEGMENT = 256;
+
+// Consecutive query tokens of a sequence: its row of the tables, packed row and position of the first, their number.
+struct Tile {
+  int64_t table_row, row, position, count;
+};
+
+// `tables` is (rows, table_stride); blocks are `block_stride` elements apart.
 struct Cache {
   const void* keys;
   const void* values;
   const int32_t* tables;
   int64_t table_stride, heads, kv_heads, dim, block_size, block_stride;
 
+  int64_t group() const { return heads / kv_heads; }
   int64_t place(int64_t table_row, int64_t token, int64_t kv_head) const {
     const int64_t block = tables[table_row * table_stride + token / block_size];
-    return block * block_stride + kv_head * block_size * dim;
+    return block * block_stride + (kv_head * block_size + token % block_size) * dim;
   }
 };
 
@@ -376,271 +390,501 @@ struct Options {
 
   // The first token that the query token before `end` sees.
   int64_t begin(int64_t end) const { return end > window ? end - window : 0; }
-  float sink(int64_t head) const { return sinks ? sinks[head] : -INFINITY; }
 };
 
-// `count` rows of V vectors as floats, times `scale`.
+// 16 keys or values of a KV head from token `first` on, as rows: a pointer into the cache, or to `scratch`. Before
+// `begin` and from `end` on the scratch repeats the nearest token between them, whose weight there is zero: other
+// places of a block are not read.
 template <int64_t V, typename T>
-void widen_rows(float* to, const T* from, int64_t count, float scale) {
-  for (int64_t i = 0; i < count * V; ++i) store(to + i * W, load(from + i * W) * scale);
-}
-
-// 16 keys or values from token `first` on, as floats: a pointer into the cache, or to `scratch`. Before `begin` and
-// from `end` on the scratch repeats the nearest token between them, whose weight there is zero: other places of a block
-// are not read.
-template <int64_t V, typename T>
-inline const float* sixteen(const T* base, const Cache& cache, int64_t table_row, int64_t kv_head, int64_t first,
-                            int64_t begin, int64_t end, float* scratch) {
+inline const T* sixteen(const void* base, const Cache& cache, int64_t table_row, int64_t kv_head, int64_t first,
+                        int64_t begin, int64_t end, T* scratch) {
   constexpr int64_t dim = V * W;
-  const int64_t offset = first % cache.block_size;
-  const bool inside = offset + W <= cache.block_size && first >= begin && first + W <= end;
-  if (inside) {
-    const T* rows = base + cache.place(table_row, first, kv_head) + offset * dim;
-    if constexpr (std::is_same_v<T, float>) return rows;
-    widen_rows<V>(scratch, rows, W, 1.0f);
-    return scratch;
-  }
+  const T* elements = (const T*)base;
+  if (first % cache.block_size + W <= cache.block_size && first >= begin && first + W <= end)
+    return elements + cache.place(table_row, first, kv_head);
   for (int64_t t = 0; t < W; ++t) {
     const int64_t token = std::max(begin, std::min(first + t, end - 1));
-    const T* row = base + cache.place(table_row, token, kv_head) + token % cache.block_size * dim;
-    widen_rows<V>(scratch + t * dim, row, 1, 1.0f);
+    std::memcpy(scratch + t * dim, elements + cache.place(table_row, token, kv_head), dim * sizeof(T));
   }
   return scratch;
 }
 
-// Softmax of one row of `count` scores in place, of which the first `hidden` get no weight; returns 1 / sum. The
-// weights are left unnormalised; up to a whole vector, what lies behind them is overwritten. Never inlined: decode and
-// prefill must run the same instructions.
-__attribute__((noinline)) float softmax(float* scores, int64_t hidden, int64_t count, float soft_cap, float sink) {
-  const int64_t whole = count / W * W;
-  if (soft_cap != 0.0f)
-    for (int64_t i = 0; i < count; i += W)
-      store(scores + i, hyperbolic_tangent(load(scores + i) / soft_cap) * soft_cap);
-  std::fill(scores, scores + hidden, -INFINITY);
-  float largest = sink;
-  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, scores[i]);
-  Vec total = splat(0.0f);
-  for (int64_t i = 0; i < whole; i += W) {
-    const Vec weight = exponential(load(scores + i) - largest);
-    store(scores + i, weight);
-    total += weight;
-  }
-  float rest = 0.0f;
-  for (int64_t i = whole; i < count; ++i) rest += scores[i] = std::exp(scores[i] - largest);
-  return 1.0f / (sum(total) + rest + std::exp(sink - largest));
+// Calls part(R, r) for blocks of R rows from row r on.
+template <typename Part>
+inline void in_blocks(int64_t rows, Part part) {
+  int64_t r = 0;
+  for (; r + 6 <= rows; r += 6) part(std::integral_constant<int64_t, 6>{}, r);
+  if (r + 4 <= rows) part(std::integral_constant<int64_t, 4>{}, r), r += 4;
+  if (r + 3 <= rows) part(std::integral_constant<int64_t, 3>{}, r), r += 3;
+  for (; r < rows; ++r) part(std::integral_constant<int64_t, 1>{}, r);
 }
 
-// P vectors of totals[r] += sum over t of weights[r][t] * values[t]: R rows, `count` tokens, all totals in registers.
-template <int64_t R, int64_t P>
-inline void mix_part(float* totals, const float* weights, int64_t stride, const float* values, int64_t count,
-                     int64_t dim) {
-  Vec total[R][P];
-  for (int64_t r = 0; r < R; ++r)
-    for (int64_t i = 0; i < P; ++i) total[r][i] = load(totals + r * dim + i * W);
-  for (int64_t t = 0; t < count; ++t) {
-    Vec value[P];
-    for (int64_t i = 0; i < P; ++i) value[i] = load(values + t * dim + i * W);
-    for (int64_t r = 0; r < R; ++r)
-      for (int64_t i = 0; i < P; ++i) total[r][i] += value[i] * weights[r * stride + t];
-  }
-  for (int64_t r = 0; r < R; ++r)
-    for (int64_t i = 0; i < P; ++i) store(totals + r * dim + i * W, total[r][i]);
-}
-
-template <int64_t R, int64_t V>
-inline void mix_rows(float* totals, const float* weights, int64_t stride, const float* values, int64_t count) {
-  constexpr int64_t P = 4, rest = V % P;
-  for (int64_t part = 0; part + P <= V; part += P)
-    mix_part<R, P>(totals + part * W, weights, stride, values + part * W, count, V * W);
-  if constexpr (rest != 0) {
-    constexpr int64_t done = (V - rest) * W;
-    mix_part<R, rest>(totals + done, weights, stride, values + done, count, V * W);
-  }
-}
-
-struct Scratch {
-  std::vector<float> query, rows, transposed, scores, totals, factors;
-};
-
-// Scores of one query row against 16 keys. The order of its additions is that of `lane_sums`, bit for bit.
-template <int64_t V>
-inline Vec score_sixteen(const float* query, const float* keys) {
-  Vec held[V], total[W];
-  for (int64_t i = 0; i < V; ++i) held[i] = load(query + i * W);
-  for (int64_t t = 0; t < W; ++t) {
-    total[t] = splat(0.0f);
-    for (int64_t i = 0; i < V; ++i) total[t] += held[i] * load(keys + (t * V + i) * W);
-  }
-  return sums(total);
-}
-
-// One query token of a sequence: its row of the tables, and the tokens that it sees.
-struct Decode {
-  int64_t table_row, seq_len;
-};
-
-// One sequence and some neighbouring KV heads, which lie side by side in a block: the processor prefetches long
-// contiguous reads better. A group's queries share each key and value that was widened. Vectors of scores begin at
-// multiples of 16 tokens, wherever the window begins.
-template <int64_t V, typename T>
-void decode_task(T* out, const Cache& cache, const Options& options, const Decode& decode, int64_t first_head,
-                 int64_t num_heads, Scratch& scratch) {
-  constexpr int64_t dim = V * W;
-  const auto [table_row, seq_len] = decode;
-  const int64_t group = cache.heads / cache.kv_heads, rows = num_heads * group;
-  const int64_t begin = options.begin(seq_len), origin = begin / W * W;
-  const int64_t stride = (seq_len - origin + W - 1) / W * W;
-  scratch.scores.resize(rows * stride);
-  scratch.totals.assign(rows * dim, 0.0f);
-  scratch.factors.resize(rows);
-  float* scores = scratch.scores.data();
-  float* totals = scratch.totals.data();
-  for (int64_t first = origin; first < seq_len; first += W)
-    for (int64_t head = 0; head < num_heads; ++head) {
-      const float* keys =
-          sixteen<V>((const T*)cache.keys, cache, table_row, first_head + head, first, begin, seq_len,
-                     scratch.rows.data());
-      for (int64_t row = head * group; row < (head + 1) * group; ++row)
-        store(scores + row * stride + first - origin, score_sixteen<V>(scratch.query.data() + row * dim, keys));
-    }
-  for (int64_t row = 0; row < rows; ++row)
-    scratch.factors[row] = softmax(scores + row * stride, begin - origin, seq_len - origin, options.soft_cap,
-                                   options.sink(first_head * group + row));
-  for (int64_t first = origin; first < seq_len; first += W)
-    for (int64_t head = 0; head < num_heads; ++head) {
-      const float* values =
-          sixteen<V>((const T*)cache.values, cache, table_row, first_head + head, first, begin, seq_len,
-                     scratch.rows.data());
-      const float* weights = scores + first - origin;
-      const int64_t count = std::min(W, seq_len - first), end = (head + 1) * group;
-      int64_t row = head * group;
-      for (; row + 3 <= end; row += 3)
-        mix_rows<3, V>(totals + row * dim, weights + row * stride, stride, values, count);
-      for (; row < end; ++row) mix_rows<1, V>(totals + row * dim, weights + row * stride, stride, values, count);
-    }
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t i = 0; i < dim; i += W)
-      store(out + row * dim + i, load(totals + row * dim + i) * scratch.factors[row]);
-}
-
-template <int64_t V, typename T>
-void decode(T* out, const T* query, const Cache& cache, const Options& options, const Decode* decodes, int64_t seqs,
-            int64_t query_stride, int threads) {
-  constexpr int64_t dim = V * W;
-  const int64_t group = cache.heads / cache.kv_heads;
-  // All heads of a sequence are one task, unless there are too few sequences to keep the threads busy.
-  const int64_t together = seqs >= 4 * threads ? cache.kv_heads : 1, parts = cache.kv_heads / together;
-#pragma omp parallel num_threads(threads)
-  {
-    Scratch scratch;
-    scratch.query.resize(together * group * dim);
-    scratch.rows.resize(W * dim);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < seqs * parts; ++task) {
-      const int64_t seq = task / parts, first_head = task % parts * together, row = first_head * group;
-      widen_rows<V>(scratch.query.data(), query + seq * query_stride + row * dim, together * group, options.scale);
-      decode_task<V, T>(out + (seq * cache.heads + row) * dim, cache, options, decodes[seq], first_head, together,
-                        scratch);
-    }
-  }
-}
-
-// A tile of a prefill chunk: consecutive query tokens of one sequence.
-struct Tile {
-  int64_t table_row, row, position, count;  // packed row and position of the first token
-};
-
-// total[r] = scores of R query rows against W keys, which lie transposed (dim, W). The products of elements l, l + 16,
-// ... are added up for each lane l, then lane l and lane l + Width, as `sums` does: a decode's scores have the same bits
-// as those of a prefill, so that a token may be computed by either.
-template <int64_t R, int64_t V, int64_t Width>
-inline void lane_sums(Vec* total, const float* query, const float* keys, int64_t lane) {
+// total[r] = scores of R query rows against W keys. `product(total, r, lane)` adds to row r what elements of one lane
+// give; then lane l and lane l + Width are added, as `sums` does: scores from keys that lie transposed have the same
+// bits as those from keys in rows.
+template <int64_t R, int64_t Width, typename Product>
+inline void lane_sums(Vec* total, int64_t lane, Product product) {
   if constexpr (Width == W) {
     for (int64_t r = 0; r < R; ++r) total[r] = splat(0.0f);
-    for (int64_t i = 0; i < V; ++i) {
-      const Vec key = load(keys + (i * W + lane) * W);
-      for (int64_t r = 0; r < R; ++r) total[r] += key * query[(r * V + i) * W + lane];
-    }
+    product(total, lane);
   } else {
     Vec other[R];
-    lane_sums<R, V, 2 * Width>(total, query, keys, lane);
-    lane_sums<R, V, 2 * Width>(other, query, keys, lane + Width);
+    lane_sums<R, 2 * Width>(total, lane, product);
+    lane_sums<R, 2 * Width>(other, lane + Width, product);
     for (int64_t r = 0; r < R; ++r) total[r] += other[r];
   }
 }
 
-template <int64_t R, int64_t V>
-inline void score_rows(float* scores, int64_t stride, const float* query, const float* keys) {
-  Vec total[R];
-  lane_sums<R, V, 1>(total, query, keys, 0);
-  for (int64_t r = 0; r < R; ++r) store(scores + r * stride, total[r]);
-}
-
+// Arithmetic in float32 on what is widened: of every dtype, on every processor.
 template <int64_t V, typename T>
-void prefill_task(T* out, const T* query, const Cache& cache, const Options& options, const Tile& tile, int64_t kv_head,
-                  int64_t query_stride, Scratch& scratch) {
-  constexpr int64_t dim = V * W, R = 6;
-  const int64_t group = cache.heads / cache.kv_heads, rows = tile.count * group;
-  const int64_t padded = (rows + R - 1) / R * R, end = tile.position + tile.count;
-  const int64_t begin = options.begin(tile.position + 1), origin = begin / W * W;
-  const int64_t stride = (end - origin + W - 1) / W * W;
-  scratch.query.assign(padded * dim, 0.0f);
-  scratch.totals.assign(padded * dim, 0.0f);
-  scratch.scores.assign(padded * stride, 0.0f);
-  scratch.transposed.resize(W * dim);
-  scratch.rows.resize(W * dim);
-  scratch.factors.resize(rows);
-  float* scores = scratch.scores.data();
-  for (int64_t t = 0; t < tile.count; ++t)
-    widen_rows<V>(scratch.query.data() + t * group * dim,
-                  query + (tile.row + t) * query_stride + kv_head * group * dim, group, options.scale);
-  for (int64_t first = origin; first < end; first += W) {
-    const float* keys =
-        sixteen<V>((const T*)cache.keys, cache, tile.table_row, kv_head, first, begin, end, scratch.rows.data());
+struct WideMath {
+  using Element = float;  // of queries, keys and values as they are multiplied
+  using Weight = float;
+  static constexpr int64_t LENGTH = V * W;  // elements of a query row, and of a row of sums
+  static constexpr int64_t TOKENS = W;      // values that `mix` takes at once
+
+  static void widen_rows(float* to, const T* from, int64_t count) {
+    for (int64_t i = 0; i < count * V; ++i) store(to + i * W, load(from + i * W));
+  }
+  static void take_query(float* to, const T* from) { widen_rows(to, from, 1); }
+
+  // Lane sums of R query rows and each of 16 keys.
+  template <int64_t R>
+  static void score_keys(Vec (*total)[W], const float* query, const float* keys) {
+    for (int64_t r = 0; r < R; ++r) {
+      Vec held[V];
+      for (int64_t i = 0; i < V; ++i) held[i] = load(query + (r * V + i) * W);
+      for (int64_t t = 0; t < W; ++t) {
+        total[r][t] = splat(0.0f);
+        for (int64_t i = 0; i < V; ++i) total[r][t] += held[i] * load(keys + (t * V + i) * W);
+      }
+    }
+  }
+  // (16, LENGTH) as (LENGTH, 16).
+  static void take_lanes(float* to, const float* keys) {
     for (int64_t i = 0; i < V; ++i) {
       Vec part[W];
-      for (int64_t t = 0; t < W; ++t) part[t] = load(keys + t * dim + i * W);
+      for (int64_t t = 0; t < W; ++t) part[t] = load(keys + (t * V + i) * W);
       transpose(part);
-      std::memcpy(scratch.transposed.data() + i * W * W, part, sizeof part);
+      std::memcpy(to + i * W * W, part, sizeof part);
     }
-    for (int64_t r = 0; r < padded; r += R)
-      score_rows<R, V>(scores + r * stride + first - origin, stride, scratch.query.data() + r * dim,
-                       scratch.transposed.data());
   }
-  for (int64_t r = 0; r < rows; ++r) {
-    // A row's own vectors begin where those of a decode would.
-    const int64_t visible = tile.position + r / group + 1, hidden = options.begin(visible), own = hidden / W * W;
-    float* row = scores + r * stride;
-    scratch.factors[r] = softmax(row + own - origin, hidden - own, visible - own, options.soft_cap,
-                                 options.sink(kv_head * group + r % group));
-    std::fill(row, row + own - origin, 0.0f);
-    std::fill(row + visible - origin, row + stride, 0.0f);
+  template <int64_t R>
+  static void score_rows(Vec* scores, const float* query, const float* lanes) {
+    lane_sums<R, 1>(scores, 0, [=](Vec* total, int64_t lane) {
+      for (int64_t i = 0; i < V; ++i) {
+        const Vec key = load(lanes + (i * W + lane) * W);
+        for (int64_t r = 0; r < R; ++r) total[r] += key * query[(r * V + i) * W + lane];
+      }
+    });
   }
-  for (int64_t first = origin; first < end; first += W) {
-    const float* values =
-        sixteen<V>((const T*)cache.values, cache, tile.table_row, kv_head, first, begin, end, scratch.rows.data());
-    for (int64_t r = 0; r < padded; r += R)
-      mix_rows<R, V>(scratch.totals.data() + r * dim, scores + r * stride + first - origin, stride, values,
-                     std::min(W, end - first));
+
+  static const float* take_keys(float* to, const T* from) { return take_values(to, from); }
+  static const float* take_values(float* to, const T* from) {
+    if constexpr (std::is_same_v<T, float>) return from;
+    widen_rows(to, from, W);
+    return to;
   }
-  for (int64_t r = 0; r < rows; ++r) {
-    T* to = out + ((tile.row + r / group) * cache.heads + kv_head * group + r % group) * dim;
-    for (int64_t i = 0; i < dim; i += W) store(to + i, load(scratch.totals.data() + r * dim + i) * scratch.factors[r]);
+  static Vec take_weights(float* to, Vec weights) {
+    store(to, weights);
+    return weights;
   }
-}
+
+  // P vectors of totals[r] += sum over t of weights[r][t] * values[t]: R rows, all their totals in registers.
+  template <int64_t R, int64_t P>
+  static void mix_part(float* totals, const float* weights, int64_t stride, const float* values, int64_t count) {
+    Vec total[R][P];
+    for (int64_t r = 0; r < R; ++r)
+      for (int64_t i = 0; i < P; ++i) total[r][i] = load(totals + r * LENGTH + i * W);
+    for (int64_t t = 0; t < count; ++t) {
+      Vec value[P];
+      for (int64_t i = 0; i < P; ++i) value[i] = load(values + t * LENGTH + i * W);
+      for (int64_t r = 0; r < R; ++r)
+        for (int64_t i = 0; i < P; ++i) total[r][i] += value[i] * weights[r * stride + t];
+    }
+    for (int64_t r = 0; r < R; ++r)
+      for (int64_t i = 0; i < P; ++i) store(totals + r * LENGTH + i * W, total[r][i]);
+  }
+  template <int64_t R>
+  static void mix(float* totals, const float* weights, int64_t stride, const float* values, int64_t count) {
+    constexpr int64_t P = 4, rest = V % P;
+    for (int64_t i = 0; i + P <= V; i += P) mix_part<R, P>(totals + i * W, weights, stride, values + i * W, count);
+    if constexpr (rest != 0)
+      mix_part<R, rest>(totals + (V - rest) * W, weights, stride, values + (V - rest) * W, count);
+  }
+
+  static void put(T* out, const float* totals, float factor) {
+    for (int64_t i = 0; i < V; ++i) store(out + i * W, load(totals + i * W) * factor);
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Products of bfloat16 pairs, added in float32 by one instruction. Weights are rounded to bfloat16, too, and their sum
+// is that of the rounded ones. Rows are filled up with zeros to whole vectors of 32.
+template <int64_t V>
+struct PairMath {
+  using Element = bf16;
+  using Weight = bf16;
+  static constexpr int64_t C = (V + 1) / 2;  // vectors of pairs a row
+  static constexpr int64_t LENGTH = C * 2 * W;
+  static constexpr int64_t TOKENS = SEGMENT;
+
+  static __m512bh pairs(const bf16* row, int64_t c) {
+    if (V % 2 && c == C - 1) return (__m512bh)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i*)(row + c * 32)));
+    return (__m512bh)_mm512_loadu_si512(row + c * 32);
+  }
+  static __m512bh same_pair(const bf16* pair) {
+    int32_t both;
+    std::memcpy(&both, pair, sizeof both);
+    return (__m512bh)_mm512_set1_epi32(both);
+  }
+  static Vec add_products(Vec total, __m512bh a, __m512bh b) { return (Vec)_mm512_dpbf16_ps((__m512)total, a, b); }
+
+  static void take_query(bf16* to, const bf16* from) {
+    for (int64_t c = 0; c < C; ++c) _mm512_storeu_si512(to + c * 32, (__m512i)pairs(from, c));
+  }
+  static const bf16* take_keys(bf16*, const bf16* from) { return from; }
+
+  // Lane sums of R query rows and each of 16 keys.
+  template <int64_t R>
+  static void score_keys(Vec (*total)[W], const bf16* query, const bf16* keys) {
+    for (int64_t t = 0; t < W; ++t)
+      for (int64_t r = 0; r < R; ++r) {
+        total[r][t] = splat(0.0f);
+        for (int64_t c = 0; c < C; ++c)
+          total[r][t] = add_products(total[r][t], pairs(query + r * LENGTH, c), pairs(keys + t * V * W, c));
+      }
+  }
+  // (16, LENGTH) as (LENGTH / 2, 16, 2).
+  static void take_lanes(bf16* to, const bf16* keys) {
+    for (int64_t c = 0; c < C; ++c) {
+      Vec part[W];
+      for (int64_t t = 0; t < W; ++t) part[t] = (Vec)pairs(keys + t * V * W, c);
+      transpose(part);
+      std::memcpy(to + c * W * 2 * W, part, sizeof part);
+    }
+  }
+  template <int64_t R>
+  static void score_rows(Vec* scores, const bf16* query, const bf16* lanes) {
+    lane_sums<R, 1>(scores, 0, [=](Vec* total, int64_t lane) {
+      for (int64_t c = 0; c < C; ++c) {
+        const __m512bh key = (__m512bh)_mm512_loadu_si512(lanes + (c * W + lane) * 2 * W);
+        for (int64_t r = 0; r < R; ++r)
+          total[r] = add_products(total[r], key, same_pair(query + r * LENGTH + (c * W + lane) * 2));
+      }
+    });
+  }
+
+  // (16, V * 16) as (8, C, 2, 16, 2): pairs of tokens, whose elements `put` brings into their order.
+  static const bf16* take_values(bf16* to, const bf16* from) {
+    for (int64_t t = 0; t < W; t += 2)
+      for (int64_t c = 0; c < C; ++c) {
+        const __m512i a = (__m512i)pairs(from + t * V * W, c), b = (__m512i)pairs(from + (t + 1) * V * W, c);
+        bf16* pair = to + (t / 2 * C + c) * 4 * W;
+        _mm512_storeu_si512(pair, _mm512_unpacklo_epi16(a, b));
+        _mm512_storeu_si512(pair + 2 * W, _mm512_unpackhi_epi16(a, b));
+      }
+    return to;
+  }
+  static Vec take_weights(bf16* to, Vec weights) {
+    const __m256i narrow = (__m256i)_mm512_cvtneps_pbh((__m512)weights);
+    _mm256_storeu_si256((__m256i*)to, narrow);
+    return load(to);
+  }
+
+  template <int64_t R, int64_t P>
+  static void mix_part(float* totals, const bf16* weights, int64_t stride, const bf16* values, int64_t count) {
+    Vec total[R][2 * P];
+    for (int64_t r = 0; r < R; ++r)
+      for (int64_t i = 0; i < 2 * P; ++i) total[r][i] = load(totals + r * LENGTH + i * W);
+    for (int64_t t = 0; t < count; t += 2) {
+      __m512bh value[2 * P];
+      for (int64_t i = 0; i < 2 * P; ++i) value[i] = (__m512bh)_mm512_loadu_si512(values + t * LENGTH + i * 2 * W);
+      for (int64_t r = 0; r < R; ++r) {
+        const __m512bh weight = same_pair(weights + r * stride + t);
+        for (int64_t i = 0; i < 2 * P; ++i) total[r][i] = add_products(total[r][i], value[i], weight);
+      }
+    }
+    for (int64_t r = 0; r < R; ++r)
+      for (int64_t i = 0; i < 2 * P; ++i) store(totals + r * LENGTH + i * W, total[r][i]);
+  }
+  template <int64_t R>
+  static void mix(float* totals, const bf16* weights, int64_t stride, const bf16* values, int64_t count) {
+    int64_t c = 0;
+    for (; c + 2 <= C; c += 2) mix_part<R, 2>(totals + c * 2 * W, weights, stride, values + c * 4 * W, count);
+    if constexpr (C % 2) mix_part<R, 1>(totals + c * 2 * W, weights, stride, values + c * 4 * W, count);
+  }
+
+  static void put(bf16* out, const float* totals, float factor) {
+    for (int64_t c = 0; c < C; ++c) {
+      const Vec low = load(totals + c * 2 * W) * factor, high = load(totals + c * 2 * W + W) * factor;
+      store(out + c * 2 * W, SHUFFLE(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+      if (V % 2 && c == C - 1) break;
+      store(out + c * 2 * W + W, SHUFFLE(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+    }
+  }
+};
 
 template <int64_t V, typename T>
-void prefill(T* out, const T* query, const Cache& cache, const Options& options, const Tile* tiles, int64_t num_tiles,
-             int64_t query_stride, int threads) {
-#pragma omp parallel num_threads(threads)
-  {
-    Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < num_tiles * cache.kv_heads; ++task)
-      prefill_task<V, T>(out, query, cache, options, tiles[task / cache.kv_heads], task % cache.kv_heads, query_stride,
-                         scratch);
+using Math = std::conditional_t<std::is_same_v<T, bf16>, PairMath<V>, WideMath<V, T>>;
+#else
+template <int64_t V, typename T>
+using Math = WideMath<V, T>;
+#endif
+
+// What some keys give a row before its result is made of it: the largest score, and the sum of weights relative to it.
+struct Reduced {
+  float largest, sum;
+};
+
+// Weights of one row's scores, of which [lo, hi) of `width`, a multiple of 16, are visible; the others get none.
+// Never inlined, as `fold`: the same instructions must reduce each row.
+template <typename M>
+__attribute__((noinline)) Reduced soften(float* scores, typename M::Weight* weights, int64_t lo, int64_t hi,
+                                         int64_t width, float soft_cap) {
+  if (soft_cap != 0.0f)
+    for (int64_t i = 0; i < width; i += W)
+      store(scores + i, hyperbolic_tangent(load(scores + i) / soft_cap) * soft_cap);
+  std::fill(scores, scores + lo, -INFINITY);
+  std::fill(scores + hi, scores + width, -INFINITY);
+  Vec most = load(scores), total = splat(0.0f);
+  for (int64_t i = W; i < width; i += W) {
+    const Vec score = load(scores + i);
+    most = score > most ? score : most;
   }
+  float lane[W], largest = -INFINITY;
+  store(lane, most);
+  for (int64_t i = 0; i < W; ++i) largest = std::max(largest, lane[i]);
+  for (int64_t i = 0; i < width; i += W) total += M::take_weights(weights + i, exponential(load(scores + i) - largest));
+  return {largest, sum(total)};
 }
+
+// Adds a segment to what the segments before it gave.
+template <int64_t LENGTH>
+__attribute__((noinline)) void fold(Reduced& all, float* totals, const Reduced& part, const float* mixed) {
+  if (part.largest == -INFINITY) return;
+  const float largest = std::max(all.largest, part.largest);
+  const float before = std::exp(all.largest - largest), now = std::exp(part.largest - largest);
+  all = {largest, all.sum * before + part.sum * now};
+  for (int64_t i = 0; i < LENGTH; i += W) store(totals + i, load(totals + i) * before + load(mixed + i) * now);
+}
+
+// Some KV heads of a tile, over some segments.
+struct Task {
+  const Tile* tile;
+  int64_t first_head, num_heads, first_segment, end_segment;
+  int64_t partial;  // place of what the segment gives, or -1: the task has all segments, and makes the result
+};
+
+template <int64_t V, typename T>
+class Attention {
+  using M = Math<V, T>;
+  static constexpr int64_t dim = V * W, LENGTH = M::LENGTH;
+  static constexpr int64_t FEW_ROWS = 5;  // up to so many, transposing keys costs more than it saves
+
+ public:
+  T* out;
+  const T* query;
+  Cache cache;
+  Options options;
+  int64_t query_stride;
+
+  void run(const Tile* tiles, int64_t num_tiles, int threads) {
+    plan(tiles, num_tiles, threads);
+#pragma omp parallel num_threads(threads)
+    {
+      Scratch scratch;
+#pragma omp for schedule(dynamic, 1)
+      for (size_t i = 0; i < tasks.size(); ++i) attend(tasks[i], scratch);
+#pragma omp for schedule(dynamic, 1)
+      for (size_t i = 0; i < merges.size(); ++i) merge(merges[i], scratch);
+    }
+  }
+
+ private:
+  struct Scratch {
+    std::vector<typename M::Element> query, rows, lanes, values;
+    std::vector<T> sixteen;
+    std::vector<float> scores, mixed, totals;
+    std::vector<typename M::Weight> weights;
+    std::vector<Reduced> parts, all;
+  };
+
+  std::vector<Task> tasks, merges;
+  std::vector<Reduced> partial_parts;  // of each partial and row
+  std::vector<float> partial_sums;     // likewise, LENGTH each
+
+  int64_t first_segment(const Tile& tile) const { return options.begin(tile.position + 1) / SEGMENT; }
+  static int64_t end_segment(const Tile& tile) { return (tile.position + tile.count - 1) / SEGMENT + 1; }
+
+  // Tasks of about equal work, enough of them for all threads. One of all heads reads whole blocks, which the processor
+  // prefetches better; where there are few tiles, segments are tasks of their own, and heads, too, if that's not enough.
+  void plan(const Tile* tiles, int64_t num_tiles, int threads) {
+    const auto work = [&](const Tile& tile) {
+      const int64_t end = tile.position + tile.count;
+      return (end - options.begin(tile.position + 1)) * tile.count;
+    };
+    int64_t total = 0, partials = 0;
+    for (int64_t i = 0; i < num_tiles; ++i) total += work(tiles[i]);
+    const int64_t share = threads > 1 ? total / (4 * threads) : total;
+    for (int64_t i = 0; i < num_tiles; ++i) {
+      const Tile& tile = tiles[i];
+      const int64_t begin = first_segment(tile), end = end_segment(tile);
+      const bool by_segment = end - begin > 1 && work(tile) > share;
+      const bool by_head = tile.count > 1 || work(tile) / (by_segment ? end - begin : 1) > share;
+      const int64_t heads = by_head ? 1 : cache.kv_heads;
+      for (int64_t head = 0; head < cache.kv_heads; head += heads) {
+        Task task{&tile, head, heads, begin, end, -1};
+        if (!by_segment) {
+          tasks.push_back(task);
+          continue;
+        }
+        task.partial = partials;
+        merges.push_back(task);
+        for (int64_t segment = begin; segment < end; ++segment) {
+          tasks.push_back({&tile, head, heads, segment, segment + 1, partials});
+          partials += heads * tile.count * cache.group();
+        }
+      }
+    }
+    partial_parts.resize(partials);
+    partial_sums.resize(partials * LENGTH);
+  }
+
+  int64_t rows_of(const Task& task) const { return task.num_heads * task.tile->count * cache.group(); }
+
+  void attend(const Task& task, Scratch& scratch) {
+    const int64_t rows = rows_of(task), each = rows / task.num_heads;
+    scratch.query.resize(rows * LENGTH);
+    scratch.rows.resize(W * std::max(dim, LENGTH));
+    scratch.lanes.resize(W * LENGTH);
+    scratch.sixteen.resize(W * dim);
+    scratch.values.resize(M::TOKENS * LENGTH);
+    scratch.scores.resize(rows * SEGMENT);
+    scratch.weights.resize(rows * SEGMENT);
+    scratch.mixed.resize(rows * LENGTH);
+    scratch.parts.resize(rows);
+    for (int64_t row = 0; row < rows; ++row)
+      M::take_query(scratch.query.data() + row * LENGTH,
+                    query + token_of(task, row % each) * query_stride + head_of(task, row) * dim);
+    if (task.partial >= 0) {
+      reduce(task, task.first_segment, scratch);
+      std::copy_n(scratch.parts.data(), rows, partial_parts.data() + task.partial);
+      std::copy_n(scratch.mixed.data(), rows * LENGTH, partial_sums.data() + task.partial * LENGTH);
+      return;
+    }
+    start(task, scratch);
+    for (int64_t segment = task.first_segment; segment < task.end_segment; ++segment) {
+      reduce(task, segment, scratch);
+      add(rows, scratch.parts.data(), scratch.mixed.data(), scratch);
+    }
+    finish(task, scratch);
+  }
+
+  void merge(const Task& task, Scratch& scratch) {
+    const int64_t rows = rows_of(task);
+    start(task, scratch);
+    for (int64_t i = 0; i < task.end_segment - task.first_segment; ++i) {
+      const int64_t from = task.partial + i * rows;
+      add(rows, partial_parts.data() + from, partial_sums.data() + from * LENGTH, scratch);
+    }
+    finish(task, scratch);
+  }
+
+  // A row is one query head of one token; rows go by KV head, token, head in the group.
+  int64_t token_of(const Task& task, int64_t row) const { return task.tile->row + row / cache.group(); }
+  int64_t head_of(const Task& task, int64_t row) const {
+    const int64_t each = task.tile->count * cache.group();
+    return (task.first_head + row / each) * cache.group() + row % each % cache.group();
+  }
+
+  void start(const Task& task, Scratch& scratch) {
+    const int64_t rows = rows_of(task);
+    scratch.all.resize(rows);
+    scratch.totals.assign(rows * LENGTH, 0.0f);
+    for (int64_t row = 0; row < rows; ++row)
+      scratch.all[row] = options.sinks ? Reduced{options.sinks[head_of(task, row)], 1.0f} : Reduced{-INFINITY, 0.0f};
+  }
+
+  void add(int64_t rows, const Reduced* parts, const float* mixed, Scratch& scratch) {
+    for (int64_t row = 0; row < rows; ++row)
+      fold<LENGTH>(scratch.all[row], scratch.totals.data() + row * LENGTH, parts[row], mixed + row * LENGTH);
+  }
+
+  void finish(const Task& task, Scratch& scratch) {
+    const int64_t rows = rows_of(task), each = rows / task.num_heads;
+    for (int64_t row = 0; row < rows; ++row)
+      M::put(out + (token_of(task, row % each) * cache.heads + head_of(task, row)) * dim,
+             scratch.totals.data() + row * LENGTH, 1.0f / scratch.all[row].sum);
+  }
+
+  // One segment of a task's rows: scratch.parts and scratch.mixed.
+  void reduce(const Task& task, int64_t segment, Scratch& scratch) {
+    const Tile& tile = *task.tile;
+    const int64_t rows = rows_of(task), each = rows / task.num_heads;
+    const int64_t begin = options.begin(tile.position + 1), end = tile.position + tile.count;
+    const int64_t origin = std::max(segment * SEGMENT, begin / W * W);
+    const int64_t width = (std::min((segment + 1) * SEGMENT, end) - origin + W - 1) / W * W;
+    float* scores = scratch.scores.data();
+    typename M::Weight* weights = scratch.weights.data();
+    for (int64_t i = 0; i < width; i += W)
+      for (int64_t head = 0; head < task.num_heads; ++head) {
+        const T* found = sixteen<V, T>(cache.keys, cache, tile.table_row, task.first_head + head, origin + i, begin,
+                                       end, scratch.sixteen.data());
+        score(scores + head * each * width + i, width, scratch.query.data() + head * each * LENGTH,
+              M::take_keys(scratch.rows.data(), found), each, scratch);
+      }
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t visible = tile.position + row % each / cache.group() + 1, hidden = options.begin(visible);
+      const int64_t hi = std::min(visible - origin, width), lo = std::min(std::max<int64_t>(hidden - origin, 0), width);
+      scratch.parts[row] = Reduced{-INFINITY, 0.0f};
+      if (lo < hi)
+        scratch.parts[row] =
+            soften<M>(scores + row * width, weights + row * width, lo, hi, width, options.soft_cap);
+      else
+        std::memset((void*)(weights + row * width), 0, width * sizeof *weights);
+    }
+    std::fill_n(scratch.mixed.data(), rows * LENGTH, 0.0f);
+    // Several heads take turns at each block; one head's values are laid out for many rows at once.
+    const int64_t tokens = task.num_heads == 1 ? M::TOKENS : W;
+    for (int64_t i = 0; i < width; i += tokens)
+      for (int64_t head = 0; head < task.num_heads; ++head) {
+        const int64_t count = std::min(tokens, width - i);
+        const typename M::Element* values = nullptr;
+        for (int64_t t = 0; t < count; t += W) {
+            const T* found = sixteen<V, T>(cache.values, cache, tile.table_row, task.first_head + head, origin + i + t,
+                                         begin, end, scratch.sixteen.data());
+          const typename M::Element* taken = M::take_values(scratch.values.data() + t * LENGTH, found);
+          if (t == 0) values = taken;
+        }
+        in_blocks(each, [&](auto R, int64_t r) {
+          const int64_t row = head * each + r;
+          M::template mix<R>(scratch.mixed.data() + row * LENGTH, weights + row * width + i, width,
+                             values, count);
+        });
+      }
+  }
+
+  // Scores of a KV head's rows against 16 keys.
+  void score(float* scores, int64_t stride, const typename M::Element* queries, const typename M::Element* keys, int64_t rows,
+             Scratch& scratch) {
+    const float scale = options.scale;
+    if (rows <= FEW_ROWS) {
+      in_blocks(rows, [&](auto R, int64_t r) {
+        Vec total[R][W];
+        M::template score_keys<R>(total, queries + r * LENGTH, keys);
+        for (int64_t i = 0; i < R; ++i) store(scores + (r + i) * stride, sums(total[i]) * scale);
+      });
+      return;
+    }
+    M::take_lanes(scratch.lanes.data(), keys);
+    in_blocks(rows, [&](auto R, int64_t r) {
+      Vec total[R];
+      M::template score_rows<R>(total, queries + r * LENGTH, scratch.lanes.data());
+      for (int64_t i = 0; i < R; ++i) store(scores + (r + i) * stride, total[i] * scale);
+    });
+  }
+};
 
 }  // namespace
 
@@ -672,21 +916,15 @@ static_assert(PAGESTREAM_HEAD_DIM % W == 0, "head_dim must be a multiple of 16")
     rope_and_cache(query, key, value, positions, rotation, target, tokens, heads, query_stride, key_stride,            \
                    value_stride, threads);                                                                             \
   }                                                                                                                    \
-  void decode_##NAME(T* out, const T* query, const T* keys, const T* values, const int32_t* tables,                    \
-                     int64_t table_stride, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t block_stride,  \
-                     int64_t query_stride, float scale, float soft_cap, int64_t window, const float* sinks,            \
-                     const int64_t* decodes, int64_t seqs, int threads) {                                              \
+  void attention_##NAME(T* out, const T* query, const T* keys, const T* values, const int32_t* tables,                 \
+                        int64_t table_stride, int64_t heads, int64_t kv_heads, int64_t block_size,                     \
+                        int64_t block_stride, int64_t query_stride, float scale, float soft_cap, int64_t window,       \
+                        const float* sinks, const int64_t* tiles, int64_t num_tiles, int threads) {                    \
     const Cache cache{keys, values, tables, table_stride, heads, kv_heads, VECTORS * W, block_size, block_stride};     \
-    decode<VECTORS, T>(out, query, cache, {scale, soft_cap, window, sinks}, (const Decode*)decodes, seqs,              \
-                       query_stride, threads);                                                                         \
-  }                                                                                                                    \
-  void prefill_##NAME(T* out, const T* query, const T* keys, const T* values, const int32_t* tables,                   \
-                      int64_t table_stride, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t block_stride, \
-                      int64_t query_stride, float scale, float soft_cap, int64_t window, const float* sinks,           \
-                      const int64_t* tiles, int64_t num_tiles, int threads) {                                          \
-    const Cache cache{keys, values, tables, table_stride, heads, kv_heads, VECTORS * W, block_size, block_stride};     \
-    prefill<VECTORS, T>(out, query, cache, {scale, soft_cap, window, sinks}, (const Tile*)tiles, num_tiles,            \
-                        query_stride, threads);                                                                        \
+    Attention<VECTORS, T> attention;                                                                                   \
+    attention.out = out, attention.query = query, attention.query_stride = query_stride;                               \
+    attention.cache = cache, attention.options = {scale, soft_cap, window, sinks};                                     \
+    attention.run((const Tile*)tiles, num_tiles, threads);                                                             \
   }
 
 extern "C" {

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
-from pagestream_engine.native_levels import ARMV8_A, X86_64_V3, X86_64_V4, find_library
+from pagestream_engine.native_levels import ARMV8_A, X86_64_V3, X86_64_V4, Level, find_library
 
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Where an image's build puts them (`python -m pagestream_engine.attention.native.prebuild`). A checkout has none."""
 
-LEVELS = {"x86_64": (X86_64_V4, X86_64_V3), "aarch64": (ARMV8_A,)}
+
+@dataclass(frozen=True, slots=True)
+class AttentionLevel(Level):
+    """A level, and how the kernels are compiled for it."""
+
+    options: tuple[str, ...]
+    """Of the compiler."""
+
+
+NATIVE = AttentionLevel("native", frozenset(), ("-march=native",))
+"""All instructions of the machine that compiles."""
+LEVELS = {
+    "x86_64": (
+        AttentionLevel("avx512-bf16", X86_64_V4.flags | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
+        AttentionLevel(X86_64_V4.name, X86_64_V4.flags, ("-march=x86-64-v4",)),
+        AttentionLevel(X86_64_V3.name, X86_64_V3.flags, ("-march=x86-64-v3",)),
+    ),
+    "aarch64": (AttentionLevel(ARMV8_A.name, ARMV8_A.flags, ("-march=armv8-a",)),),
+}
 """By `platform.machine()`, the best first. Below them the engine runs on torch's operations."""
 
 

@@ -1,7 +1,7 @@
 """The compiled C++ kernels for a head size: a library that an image brings, or one compiled for this machine.
 
 Compiled at first use, the code may use every instruction of the CPU it runs on, for the head size of the model; that
-takes about a second, once. An image without a compiler brings libraries that were compiled beforehand (`levels.py`).
+takes a few seconds, once. An image without a compiler brings libraries that were compiled beforehand (`levels.py`).
 Without either the engine runs on torch's operations, which is several times slower.
 """
 
@@ -12,7 +12,7 @@ import logging
 from functools import cache
 from pathlib import Path
 
-from pagestream_engine.attention.native.levels import find_prebuilt
+from pagestream_engine.attention.native.levels import NATIVE, AttentionLevel, find_prebuilt
 from pagestream_engine.errors import NativeBuildError
 from pagestream_engine.native_build import NativeLibrary, cached
 
@@ -29,7 +29,7 @@ def load_library(head_dim: int) -> ctypes.CDLL | None:
     if head_dim % HEAD_DIM_MULTIPLE:
         return None
     try:
-        path = find_prebuilt(head_dim) or cached(library_for(head_dim, "native"))
+        path = find_prebuilt(head_dim) or cached(library_for(head_dim, NATIVE))
         # Torch is loaded by now, so that the OpenMP runtime that this resolves to is torch's own: one pool of threads.
         return ctypes.CDLL(str(path))
     except (OSError, NativeBuildError) as error:
@@ -37,7 +37,7 @@ def load_library(head_dim: int) -> ctypes.CDLL | None:
         return None
 
 
-def library_for(head_dim: int, level: str) -> NativeLibrary:
-    """Return what to compile for a head size and a level of instructions, a value of the compilers' `-march`."""
-    flags = (*_FLAGS, f"-march={level}", f"-DPAGESTREAM_HEAD_DIM={head_dim}")
-    return NativeLibrary(f"kernels-{head_dim}-{level}", SOURCE, flags)
+def library_for(head_dim: int, level: AttentionLevel) -> NativeLibrary:
+    """Return what to compile for a head size and a level of instructions."""
+    flags = (*_FLAGS, *level.options, f"-DPAGESTREAM_HEAD_DIM={head_dim}")
+    return NativeLibrary(f"kernels-{head_dim}-{level.name}", SOURCE, flags)

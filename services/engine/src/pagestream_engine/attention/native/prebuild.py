@@ -29,7 +29,7 @@ def prebuild(compiler: str, head_dims: Sequence[int], folder: Path) -> Iterator[
     folder.mkdir(parents=True, exist_ok=True)
     for level in LEVELS.get(platform.machine(), ()):
         for head_dim in head_dims:
-            made = compile_into(folder, library_for(head_dim, level.name), compiler)
+            made = compile_into(folder, library_for(head_dim, level), compiler)
             made.chmod(0o755)
             yield made
 

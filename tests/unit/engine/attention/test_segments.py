@@ -1,0 +1,91 @@
+"""The C++ kernels take long contexts in segments; no way of computing a token changes its bits, at any level."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from pagestream_engine.attention import select
+from pagestream_engine.attention.native.levels import LEVELS, AttentionLevel
+from pagestream_engine.attention.native.library import library_for
+from pagestream_engine.cpu import instruction_sets, read_cpuinfo
+from pagestream_engine.native_build import compile_into, find_compiler
+from support.engines.attention_cases import TOLERANCES, Sequences, make_backend, outputs_in_chunks
+from support.kernels.cases import case_id
+from support.pairwise import Case, pairwise
+
+DIM = 48  # three vectors: the last pair of them is half empty
+LENGTHS = (700, 530, 40)
+BORDERS = [0, 7, 250, 255, 256, 257, 258, 300, 511, 512, 513, 515, 697, 698, 699, 700]
+"""Chunks, decodes (one token), and both around the segments' borders at 256 and 512."""
+OPTIONS = {
+    "dtype": ("float32", "bfloat16", "float16"),
+    "heads": ((6, 2), (8, 1), (3, 3)),
+    "window": (None, 20, 300),
+    "soft_cap": (None, 3.0),
+    "sinks": (False, True),
+}
+LEVELS_HERE = [level for level in LEVELS.get(platform.machine(), ()) if level.flags <= instruction_sets(read_cpuinfo())]
+
+pytestmark = [
+    pytest.mark.builds,
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler"),
+]
+
+
+@pytest.fixture(scope="module", params=LEVELS_HERE, ids=lambda level: level.name)
+def level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttentionLevel]:
+    """Each level of this processor, in whose library the backend's kernels are."""
+    given: AttentionLevel = request.param
+    folder: Path = tmp_path_factory.mktemp("kernels")
+    compiler = find_compiler()
+    assert compiler is not None
+
+    @cache
+    def load(head_dim: int) -> ctypes.CDLL:
+        return ctypes.CDLL(str(compile_into(folder, library_for(head_dim, given), compiler)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select, "load_library", load)
+        yield given
+
+
+@pytest.fixture(autouse=True)
+def keep_threads() -> Iterator[None]:
+    """Restore the number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("case", pairwise(OPTIONS), ids=case_id)
+def test_chunks_decodes_threads_and_neighbours_change_no_bit(level: AttentionLevel, case: Case) -> None:
+    seqs = Sequences({**case, "head_dim": DIM, "block_size": 16, "rotation": None, "scale": None}, LENGTHS)
+    backend = make_backend("native", [seqs.shape], torch.device("cpu"))
+    torch.set_num_threads(1)
+    together = outputs_in_chunks(seqs, backend, [0, 700])
+    tolerance = TOLERANCES[case["dtype"]]
+    for seq, output in enumerate(together):
+        expected = seqs.expected((seq, 0, LENGTHS[seq]))
+        torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+    torch.set_num_threads(3)
+    for whole, parts in zip(together, outputs_in_chunks(seqs, backend, BORDERS), strict=True):
+        assert torch.equal(whole, parts)
+
+
+def test_a_context_is_divided_among_more_threads_than_kv_heads(level: AttentionLevel) -> None:
+    """A single sequence with one KV head: its segments are tasks of their own where there are several threads."""
+    case = {"dtype": "bfloat16", "heads": (4, 1), "window": None, "soft_cap": None, "sinks": True}
+    seqs = Sequences({**case, "head_dim": DIM, "block_size": 16, "rotation": None, "scale": None}, (1500,))
+    backend = make_backend("native", [seqs.shape], torch.device("cpu"))
+    outputs = []
+    for threads in (1, 2, 7):
+        torch.set_num_threads(threads)
+        outputs.append(outputs_in_chunks(seqs, backend, [0, 1499, 1500])[0])
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
