@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,14 @@ def main(folder: Path) -> dict[str, Any]:
 
     def engine(backend: str, recorder: CheckingRecorder | None) -> Engine:
         config = EngineConfig.from_options({**options, "attention_backend": backend, "max_model_len": 64})
-        return Engine(folder, config, make_runner=lambda *given: ModelRunner(*given, torch.device("cpu"), recorder))
+
+        def make_runner(folder: Path, config: EngineConfig) -> ModelRunner:
+            runner = ModelRunner(folder, config, torch.device("cpu"), recorder)
+            if backend == "triton":  # warm up, as where kernels are compiled
+                runner._backend = replace(runner._backend, num_compilations=lambda: 0)
+            return runner
+
+        return Engine(folder, config, make_runner=make_runner)
 
     with recorded_launches() as warmed:
         recorded = engine("triton", recorder)

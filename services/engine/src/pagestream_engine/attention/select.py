@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -94,13 +95,9 @@ def _triton(shapes: Sequence[CacheShape], device: torch.device) -> Backend:
     from pagestream_engine.attention.triton.operators import TritonOperators
 
     check_supported(shapes, device)
-    if device.type != "cpu":
-        take_prebuilt()
     store = TritonKVStore(shapes, device)
-    return Backend(
-        "triton",
-        store,
-        TritonAttention(store),
-        TritonOperators(shapes[0].dtype),
-        num_compilations=lambda: compilations.count,
-    )
+    backend = Backend("triton", store, TritonAttention(store), TritonOperators(shapes[0].dtype))
+    if device.type == "cpu":  # interpreted
+        return backend
+    take_prebuilt()
+    return replace(backend, num_compilations=lambda: compilations.count)
