@@ -153,6 +153,9 @@ def _specialise(variant: Variant, function: Any) -> dict[str, Any]:
         if name not in variant.signature:
             raise CompileError(f"{function.__name__}: the variant says nothing about argument {name}")
         signature[name] = variant.signature[name]
+        is_loose = variant.constants.get("ALIGNMENT", ALIGNMENT) < ALIGNMENT and name.startswith(("key_", "value_"))
+        if is_loose and "_stride" in name:
+            continue
         if not parameter.do_not_specialize and (signature[name].startswith("*") or "_stride" in name):
             attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
     return {"signature": signature, "constexprs": constants, "attrs": attributes}

@@ -21,8 +21,8 @@ FIXED_SPLIT_TOKENS = 512
 """Unit of batch-invariant decode: merging its results adds 1.6 % to the traffic of a 16-bit cache."""
 MAX_QUERY_LEN = 16
 PROGRAMS_PER_PROCESSOR = 2
-"""Each has the copies of a tile in flight. Registers and shared memory allow as many at once on every target, so that
-the equal shares of a grid end together."""
+"""Each has the copies of a tile in flight. A 16-bit cache leaves registers and shared memory for as many at once on
+every target, so that the equal shares of a grid end together."""
 
 
 @dataclass(frozen=True, slots=True)

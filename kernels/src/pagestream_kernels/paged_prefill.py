@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from pagestream_kernels.checks import check_dtype, check_last_stride, check_output, check_same_device, check_shape
 from pagestream_kernels.errors import KernelArgumentError
 from pagestream_kernels.paging import (
+    MAX_ALIGNMENT,
+    WIDE_ALIGNMENT,
     Geometry,
     Options,
     capped_reference,
@@ -35,8 +38,10 @@ from pagestream_kernels.runtime import (
     soft_capped,
     tl,
 )
+from pagestream_kernels.tiles import aligned, blocks_of, tile_offsets
 
 MIN_DOT = 16  # tl.dot's smallest side
+MAX_ROWS = 128  # of a tile
 LOWEST = tl.constexpr(-1e30) if tl is not None else -1e30  # below every score
 
 
@@ -50,7 +55,7 @@ LOWEST = tl.constexpr(-1e30) if tl is not None else -1e30  # below every score
     pointers=("out_ptr", "query_ptr"),
     strides=("out_stride_n", "out_stride_h", "query_stride_n", "query_stride_h"),
 )
-def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
+def _prefill_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
     out_ptr: tl.tensor,
     query_ptr: tl.tensor,
     key_cache_ptr: tl.tensor,
@@ -81,7 +86,8 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
     BLOCK_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    WIDE_BLOCKS: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     UPCAST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
@@ -98,17 +104,29 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
         seq_len = tl.load(seq_lens_ptr + seq)
         context_len = seq_len - query_len
 
-        tokens = rows // GROUP
-        heads = kv_head * GROUP + rows % GROUP
-        row_mask = tokens < query_len
-        row_positions = context_len + tokens
+        first_token = tile_start // GROUP
+        first_head = kv_head * GROUP
+        tokens = rows // GROUP - first_token
+        heads = rows % GROUP
+        row_mask = first_token + tokens < query_len
+        first_position = context_len + first_token
+        row_positions = first_position + tokens
         columns = tl.arange(0, BLOCK_DIM)
         column_mask = columns < HEAD_DIM
-        query_rows = (query_start + tokens).to(tl.int64)
-        query_offsets = query_rows * query_stride_n + heads * query_stride_h
+        if WIDE:
+            tokens = tokens.to(tl.int64)
+            heads = heads.to(tl.int64)
+            columns = columns.to(tl.int64)
+        first_row = (query_start + first_token).to(tl.int64)
         query_mask = row_mask[:, None] & column_mask[None, :]
-        query = tl.load(query_ptr + query_offsets[:, None] + columns[None, :], mask=query_mask, other=0.0)
+        query_ptrs = query_ptr + (first_row * query_stride_n + first_head * query_stride_h)
+        query_ptrs += (tokens * query_stride_n + heads * query_stride_h)[:, None] + columns[None, :]
+        query = tl.load(query_ptrs, mask=query_mask, other=0.0)
 
+        if ALIGNMENT < 16:  # Triton's own specialisation knows of 16 only
+            key_stride_b, value_stride_b = aligned(key_stride_b, ALIGNMENT), aligned(value_stride_b, ALIGNMENT)
+            key_stride_t, value_stride_t = aligned(key_stride_t, ALIGNMENT), aligned(value_stride_t, ALIGNMENT)
+            key_stride_h, value_stride_h = aligned(key_stride_h, ALIGNMENT), aligned(value_stride_h, ALIGNMENT)
         key_head_ptr = key_cache_ptr + kv_head * key_stride_h
         value_head_ptr = value_cache_ptr + kv_head * value_stride_h
         table_ptr = block_tables_ptr + seq * table_stride
@@ -118,36 +136,36 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
         maximum = tl.full((BLOCK_ROWS,), LOWEST if HAS_WINDOW else float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_ROWS,), tl.float32)
         if HAS_SINKS:
-            maximum = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0) * 1.4426950408889634
+            maximum = tl.load(sinks_ptr + first_head + heads, mask=row_mask, other=0.0) * 1.4426950408889634
             total += 1.0
-        begin = 0
-        if HAS_WINDOW:
-            begin = tl.maximum(context_len + tile_start // GROUP + 1 - window, 0)
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
-        last_token = (tile_start + BLOCK_ROWS - 1) // GROUP
-        end = tl.minimum(seq_len, context_len + last_token + 1)
+        # Tiles begin at multiples of their size, so that a row's sums do not depend on where its chunk begins.
+        seen = 0
+        if HAS_WINDOW:
+            seen = tl.maximum(first_position + 1 - window, 0)
+        begin = seen // BLOCK_KV * BLOCK_KV
+        end = tl.minimum(seq_len, context_len + (tile_start + BLOCK_ROWS - 1) // GROUP + 1)
+        # A tile's block is read one tile ahead: keys and values are then one load away, and their copies overlap.
+        blocks = blocks_of(table_ptr, begin, seen, end, CACHE_BLOCK, BLOCK_KV)
         for tile in range(begin, end, BLOCK_KV):
+            next_blocks = blocks_of(table_ptr, tile + BLOCK_KV, seen, end, CACHE_BLOCK, BLOCK_KV)
             positions = tile + tl.arange(0, BLOCK_KV)
-            token_mask = positions < end
-            blocks = tl.load(table_ptr + positions // CACHE_BLOCK, mask=token_mask, other=0).to(tl.int64)
-            offsets = positions % CACHE_BLOCK
-            if WIDE_BLOCKS:
-                offsets = offsets.to(tl.int64)
 
-            # -- scores --
-            key_ptrs = (
-                key_head_ptr
-                + (blocks * key_stride_b + offsets * key_stride_t)[None, :]
-                + columns[:, None].to(tl.int64) * key_stride_d
-            )
-            keys = tl.load(key_ptrs, mask=column_mask[:, None] & token_mask[None, :], other=0.0)
+            # -- scores; what a page holds behind the end is read and dropped --
+            first, places = tile_offsets(blocks, tile, key_stride_b, key_stride_t, CACHE_BLOCK, BLOCK_KV, WIDE)
+            key_ptrs = (key_head_ptr + first) + (places[None, :] + columns[:, None] * key_stride_d)
+            if HEAD_DIM == BLOCK_DIM:
+                keys = tl.load(key_ptrs)
+            else:
+                keys = tl.load(key_ptrs, mask=column_mask[:, None], other=0.0)
             scores = ieee_dot(query, keys, UPCAST) * score_factor
             if HAS_SOFT_CAP:
                 scores = soft_capped(scores, cap_factor)
-            visible = token_mask[None, :] & (positions[None, :] <= row_positions[:, None])
             if HAS_WINDOW:
-                visible = visible & (positions[None, :] > row_positions[:, None] - window)
-            scores = tl.where(visible, scores, float("-inf"))
+                distances = row_positions[:, None] - positions[None, :]
+                scores = tl.where((distances >= 0) & (distances < window), scores, float("-inf"))
+            elif tile + BLOCK_KV - 1 > first_position:  # tiles before the diagonal are seen by every row
+                scores = tl.where(positions[None, :] <= row_positions[:, None], scores, float("-inf"))
 
             # -- online softmax; without a window position 0 is visible to every row: the maximum is finite --
             new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
@@ -156,40 +174,50 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
             total = total * rescale + tl.sum(weights, axis=1)
 
             # -- weighted values --
-            value_ptrs = (
-                value_head_ptr
-                + (blocks * value_stride_b + offsets * value_stride_t)[:, None]
-                + columns[None, :].to(tl.int64) * value_stride_d
-            )
-            values = tl.load(value_ptrs, mask=token_mask[:, None] & column_mask[None, :], other=0.0)
+            first, places = tile_offsets(blocks, tile, value_stride_b, value_stride_t, CACHE_BLOCK, BLOCK_KV, WIDE)
+            value_ptrs = (value_head_ptr + first) + (places[:, None] + columns[None, :] * value_stride_d)
+            value_mask = (positions < end)[:, None]
+            if HAS_WINDOW:
+                value_mask = value_mask & (positions >= seen)[:, None]
+            if HEAD_DIM != BLOCK_DIM:
+                value_mask = value_mask & column_mask[None, :]
+            values = tl.load(value_ptrs, mask=value_mask, other=0.0)
             accumulator = accumulator * rescale[:, None]
             accumulator += ieee_dot(weights.to(values.dtype), values, UPCAST)
             maximum = new_maximum
+            blocks = next_blocks
 
         result = (accumulator / total[:, None]).to(out_ptr.dtype.element_ty)
-        out_offsets = query_rows * out_stride_n + heads * out_stride_h
-        tl.store(out_ptr + out_offsets[:, None] + columns[None, :], result, mask=query_mask)
+        out_ptrs = out_ptr + (first_row * out_stride_n + first_head * out_stride_h)
+        out_ptrs += (tokens * out_stride_n + heads * out_stride_h)[:, None] + columns[None, :]
+        tl.store(out_ptrs, result, mask=query_mask)
 
 
-def _tile(block_dim: int, dtype: torch.dtype, options: Options) -> tuple[int, int, int]:
+def _tile(geometry: Geometry, block_dim: int, options: Options) -> tuple[int, int, int]:
     """(rows, KV tokens, warps) of a program: the largest that compiles without spills for every target.
 
     Found by compiling rows 16 to 128, tokens 16 to 64 and 4 or 8 warps; speed on a GPU has not decided it yet. In
     float32 the products run on the plain multipliers, whose operands fill the registers early.
     """
-    if dtype == torch.float32:
+    if geometry.alignment < WIDE_ALIGNMENT:
+        return 16, 16, 8
+    if geometry.dtype == torch.float32:
         if block_dim == 128 and any(options):
             return 32, 16, 8
         return (32, 32, 4) if block_dim <= 64 else (32, 32, 8) if block_dim == 128 else (16, 16, 8)
-    return (64, 64, 4) if block_dim <= 64 else (128, 32, 8) if block_dim == 128 else (64, 32, 8)
+    if block_dim <= 64:
+        return 64, 64, 4
+    rows = 128 if block_dim == 128 else 64
+    return (rows if geometry.alignment == MAX_ALIGNMENT else rows // 2), 32, 8  # whose rows are in narrower pieces
 
 
 @lru_cache(maxsize=256)
 def prefill_variant(geometry: Geometry, backend: Backend, options: Options) -> Variant:
     """How the kernel is built for a cache, a GPU family and the options of a layer."""
     block_dim = max(MIN_DOT, next_power_of_two(geometry.head_dim))
-    block_rows, block_kv, num_warps = _tile(block_dim, geometry.dtype, options)
-    pipelined = backend == "cuda" and geometry.dtype != torch.float32
+    block_rows, block_kv, num_warps = _tile(geometry, block_dim, options)
+    has_wide_loads = geometry.alignment >= WIDE_ALIGNMENT
+    pipelined = backend == "cuda" and geometry.dtype != torch.float32 and has_wide_loads
     pointer = pointer_to(geometry.dtype)
     strides = [f"{name}_stride_{axis}" for name in ("out", "query") for axis in "nh"]
     cache_strides = [f"{name}_stride_{axis}" for name in ("key", "value") for axis in "bthd"]
@@ -209,14 +237,15 @@ def prefill_variant(geometry: Geometry, backend: Backend, options: Options) -> V
             "BLOCK_DIM": block_dim,
             "BLOCK_ROWS": block_rows,
             "BLOCK_KV": block_kv,
-            "WIDE_BLOCKS": geometry.is_wide,
+            "WIDE": geometry.is_wide,
+            "ALIGNMENT": geometry.alignment,
             "UPCAST": needs_upcast(geometry.dtype),
             "HAS_WINDOW": options.window,
             "HAS_SOFT_CAP": options.soft_cap,
             "HAS_SINKS": options.sinks,
         },
         num_warps=num_warps,
-        num_stages=2 if pipelined else 1,
+        num_stages=3 if pipelined else 1,  # 3: the copies of two tiles
         unit_strides=("key_stride_d", "value_stride_d"),
     )
 
@@ -270,6 +299,8 @@ def paged_prefill_attention(
     options = check_options(window, soft_cap, sinks, query.shape[1])
     check_same_device(("query", query), ("sinks", sinks))
     require_launchable(query.device, reference="paged_prefill_attention_reference")
+    farthest = max(MAX_ROWS * rows.stride(0) + geometry.group_size * rows.stride(1) for rows in (query, out))
+    geometry = replace(geometry, is_wide=geometry.is_wide or farthest >= 2**31)
     variant = prefill_variant(geometry, current_backend(), options)
     score_factor, cap_factor = score_factors(scale, soft_cap)
     num_rows = max_query_len * geometry.group_size

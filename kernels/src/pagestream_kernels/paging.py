@@ -14,6 +14,8 @@ from pagestream_kernels.errors import KernelArgumentError
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_HEAD_DIM = 256
+MAX_ALIGNMENT = 16  # elements: a stride that is a multiple of it allows the widest loads
+WIDE_ALIGNMENT = 8  # elements: below it rows are loaded in pieces, whose addresses fill the registers of a large tile
 
 LOG2_E = math.log2(math.e)
 
@@ -28,6 +30,7 @@ class Geometry:
     group_size: int  # query heads per KV head
     block_size: int  # tokens per cache block
     dtype: torch.dtype
+    alignment: int = MAX_ALIGNMENT  # elements: the largest power of two that divides the cache's strides
     is_wide: bool = False  # offsets within a block, or within a tile of rows, pass 31 bits
 
 
@@ -51,7 +54,9 @@ def check_cache(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Geomet
     farthest = max(
         (block_size - 1) * cache.stride(1) + (head_dim - 1) * cache.stride(3) for cache in (key_cache, value_cache)
     )
-    return Geometry(head_dim, num_heads // num_kv_heads, block_size, query.dtype, farthest >= 2**31)
+    strides = [stride for cache in (key_cache, value_cache) for stride in cache.stride()[:3]]
+    alignment = math.gcd(MAX_ALIGNMENT, *strides)
+    return Geometry(head_dim, num_heads // num_kv_heads, block_size, query.dtype, alignment, farthest >= 2**31)
 
 
 class Options(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from pagestream_kernels.decode.merge import merge_variant
 from pagestream_kernels.decode_plan import FIXED_SPLIT_TOKENS, MAX_QUERY_LEN, MIN_SHARE, TILE_TOKENS
 from pagestream_kernels.filter_and_draw import filter_and_draw_variant
 from pagestream_kernels.paged_prefill import prefill_variant
-from pagestream_kernels.paging import Geometry, Options
+from pagestream_kernels.paging import MAX_ALIGNMENT, Geometry, Options
 from pagestream_kernels.rms_norm import rms_norm_variant
 from pagestream_kernels.rope_and_cache import rope_and_cache_variant
 from pagestream_kernels.runtime import Variant
@@ -23,8 +24,10 @@ from support.pairwise import Case
 OPTIONS = {"none": Options(), "window": Options(window=True), "all": Options(True, True, True)}
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "equal": {"unit_tokens": TILE_TOKENS, "min_share": MIN_SHARE, "is_fixed": False},
-    "fixed": {"unit_tokens": FIXED_SPLIT_TOKENS, "min_share": 1, "is_fixed": True},
+    "rows": {"unit_tokens": TILE_TOKENS, "min_share": MIN_SHARE, "is_fixed": False, "has_lse": True},
+    "fixed": {"unit_tokens": FIXED_SPLIT_TOKENS, "min_share": 1, "is_fixed": True, "has_lse": True},
 }
+"""How decode's work is divided; "rows": 16 query rows a sequence. With fixed splits a build serves any number."""
 TARGET_NAMES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 ATTENTION_FACTORS: Mapping[str, Sequence[Any]] = {
@@ -36,7 +39,7 @@ ATTENTION_FACTORS: Mapping[str, Sequence[Any]] = {
     "options": tuple(OPTIONS),
 }
 FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    "paged_decode": {**ATTENTION_FACTORS, "schedule": tuple(SCHEDULES), "max_query_len": (1, MAX_QUERY_LEN)},
+    "paged_decode": {**ATTENTION_FACTORS, "schedule": tuple(SCHEDULES)},
     "paged_prefill": ATTENTION_FACTORS,
     "rope_and_cache": {
         "target": TARGET_NAMES,
@@ -71,17 +74,26 @@ LOOP_CEILINGS: Mapping[tuple[str, int], int] = {
 """Instructions for a tile of one page without options, by target and head size: what builds gave, and 2 %."""
 
 
-def check_decode_loop(variant: Variant, case: Case) -> MainLoop:
-    """AssertionError unless decode's loop copies ahead, multiplies on tensor cores and is as short as it was."""
+def check_loop(variant: Variant, case: Case) -> MainLoop:
+    """AssertionError unless a loop over tiles copies ahead and multiplies on tensor cores."""
     loop = inspect_loop(variant, TARGETS[case["target"]])
     assert loop.buffers >= 2, loop
     assert loop.copies_in_flight > 0, loop
     assert loop.products > 0, loop
-    is_plain = case["options"] == "none" and case["max_query_len"] == 1 and case["group_size"] <= 16
+    return loop
+
+
+def check_decode_loop(variant: Variant, case: Case) -> MainLoop:
+    """AssertionError also where decode's loop is longer than it was."""
+    loop = check_loop(variant, case)
+    is_plain = case["options"] == "none" and case["schedule"] != "rows" and case["group_size"] <= 16
     if is_plain and case["block_size"] == TILE_TOKENS:
         ceiling = LOOP_CEILINGS.get((case["target"], case["head_dim"]), loop.instructions)
         assert loop.instructions <= ceiling, loop
     return loop
+
+
+LOOP_CHECKS: Mapping[str, Callable[[Variant, Case], MainLoop]] = {"attend": check_decode_loop, "prefill": check_loop}
 
 
 def build(kernel: str, case: Case, *, is_packed: bool = True) -> dict[str, Usage]:
@@ -92,8 +104,8 @@ def build(kernel: str, case: Case, *, is_packed: bool = True) -> dict[str, Usage
         usages[name] = compile_variant(variant, target, is_packed=is_packed)
         problems = check_usage(usages[name], target)
         assert not problems, f"{name} for {target.name}: {'; '.join(problems)}; {usages[name]}"
-        if name == "attend" and is_packed and target.backend == "cuda" and case["dtype"] != "float32":
-            check_decode_loop(variant, case)
+        if is_packed and target.backend == "cuda" and case.get("dtype") != "float32" and name in LOOP_CHECKS:
+            LOOP_CHECKS[name](variant, case)
     return usages
 
 
@@ -105,11 +117,10 @@ def variants_of(kernel: str, case: Case) -> dict[str, Variant]:
     backend = TARGETS[case["target"]].backend
     if kernel == "paged_decode":
         options = OPTIONS[case["options"]]
-        schedule = {**SCHEDULES[case["schedule"]], "has_lse": case["max_query_len"] > 1}
+        schedule = SCHEDULES[case["schedule"]]
+        max_query_len = MAX_QUERY_LEN if case["schedule"] == "rows" else 1
         return {
-            "attend": attend_variant(
-                _geometry(case), backend, options, max_query_len=case["max_query_len"], **schedule
-            ),
+            "attend": attend_variant(_geometry(case), backend, options, max_query_len=max_query_len, **schedule),
             "merge": merge_variant(head_dim=case["head_dim"], dtype=dtype, options=options, **schedule),
         }
     if kernel == "paged_prefill":
@@ -126,4 +137,5 @@ def variants_of(kernel: str, case: Case) -> dict[str, Variant]:
 
 
 def _geometry(case: Case) -> Geometry:
-    return Geometry(case["head_dim"], case["group_size"], case["block_size"], DTYPES[case["dtype"]])
+    alignment = math.gcd(MAX_ALIGNMENT, case["head_dim"])  # of a cache that holds nothing between its heads
+    return Geometry(case["head_dim"], case["group_size"], case["block_size"], DTYPES[case["dtype"]], alignment)

@@ -405,6 +405,34 @@ def check_decode_invariance(case: Case, device: torch.device) -> None:
             assert torch.equal(ours[0], expected[index]), f"row {row} of sequence {seq}"
 
 
+def check_prefill_invariance(case: Case, device: torch.device) -> None:
+    """A token's bits do not depend on where its prompt is cut into chunks, nor on the chunks beside it."""
+    case = {"head_dim": 64, "group_size": 4, "layout": LAYOUTS[0], **case}
+    cache = make_cache(case, [150, 70], device)
+    query, _, _ = fused_rows(case, 220, device)
+    sinks = torch.randn(query.shape[1], device=device)
+
+    def attend(chunks: list[tuple[int, int, int]]) -> Tensor:
+        """Attend with chunks (sequence, first token, end)."""
+        counts = [end - begin for _, begin, end in chunks]
+        return kernels.paged_prefill_attention(
+            torch.cat([query[150 * seq + begin : 150 * seq + end] for seq, begin, end in chunks]),
+            cache.key,
+            cache.value,
+            cache.tables[[seq for seq, _, _ in chunks]],
+            torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
+            torch.tensor([end for _, _, end in chunks], dtype=torch.int32, device=device),
+            max_query_len=max(counts),
+            scale=0.125,
+            window=case["window"],
+            sinks=sinks,
+        )
+
+    whole = attend([(0, 0, 150)])
+    parts = attend([(0, 0, 37)]), attend([(1, 3, 70), (0, 37, 101)])[67:], attend([(0, 101, 150)])
+    assert torch.equal(torch.cat(parts), whole)
+
+
 def check_decode_shares(case: Case, device: torch.device) -> None:
     """Every sequence, KV head and tile is read exactly once: with equal scores a result counts its tokens by tile."""
     tile, most = 64, 16
@@ -504,6 +532,7 @@ CHECKS: Mapping[str, Callable[[Case, torch.device], None]] = {
     "filter_and_draw_tokens": check_filter_and_draw_tokens,
     "decode_invariance": check_decode_invariance,
     "decode_shares": check_decode_shares,
+    "prefill_invariance": check_prefill_invariance,
     "decode_wrong_plan": check_decode_wrong_plan,
     "benchmark": check_benchmark,
     "backend": check_backend,

@@ -20,7 +20,6 @@ LLAMA = {
     "dtype": "bfloat16",
     "options": "none",
     "schedule": "equal",
-    "max_query_len": 1,
 }
 COVER = [(kernel, case) for kernel, factors in kernel_builds.FACTORS.items() for case in pairwise(factors)]
 

@@ -26,10 +26,20 @@ def test_parts_and_shapes_have_one_key(compiler: KernelWorker, operator: str, si
     assert set(counts.values()) == {1}, counts
 
 
-@pytest.mark.parametrize("operator", ["paged_decode", "rope_and_cache", "rms_norm", "silu_and_mul"])
-def test_kernel_for_odd_strides_compiles_within_the_targets_limits(compiler: KernelWorker, operator: str) -> None:
+@pytest.mark.parametrize(
+    ("operator", "changes"),
+    [
+        *((name, {}) for name in ("paged_decode", "paged_prefill", "rope_and_cache", "rms_norm", "silu_and_mul")),
+        *(("paged_decode", {"head_dim": size, "block_size": 64}) for size in (40, 100, 125, 250)),
+        *(("paged_prefill", {"head_dim": size, "dtype": "float32"}) for size in (40, 100, 125)),
+        *(("paged_prefill", {"head_dim": size}) for size in (200, 250)),
+    ],
+)
+def test_kernel_for_odd_strides_compiles_within_the_targets_limits(
+    compiler: KernelWorker, operator: str, changes: dict[str, int | str]
+) -> None:
     case = {name: values[1 % len(values)] for name, values in kernel_builds.FACTORS[operator].items()}
-    usages = compiler.run("loose_builds", {**case, "operator": operator, "target": "sm_90"})
+    usages = compiler.run("loose_builds", {**case, **changes, "operator": operator, "target": "sm_90"})
     assert all(usage["registers"] > 0 for usage in usages.values())
 
 

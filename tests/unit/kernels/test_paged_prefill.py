@@ -25,6 +25,13 @@ def test_kernel_matches_reference(interpreter: KernelWorker, case: Case) -> None
     interpreter.run("paged_prefill", case)
 
 
+@pytest.mark.parametrize(("dtype", "block_size", "window"), [("float16", 64, None), ("bfloat16", 16, 45)])
+def test_chunks_give_a_token_the_same_bits(
+    interpreter: KernelWorker, dtype: str, block_size: int, window: int | None
+) -> None:
+    interpreter.run("prefill_invariance", {"dtype": dtype, "block_size": block_size, "window": window})
+
+
 def arguments(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
     tensors = {
         "query": torch.randn(25, 4, 64),

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from pagestream_kernels.decode.shares import LOWEST, first_seen, share_begin, shares_of
 from pagestream_kernels.decode_plan import TILE_TOKENS
-from pagestream_kernels.paging import Geometry, Options
+from pagestream_kernels.paging import WIDE_ALIGNMENT, Geometry, Options
 from pagestream_kernels.runtime import (
     Backend,
     Variant,
     ieee_dot,
-    jit,
     kernel,
     needs_upcast,
     next_power_of_two,
@@ -21,52 +21,9 @@ from pagestream_kernels.runtime import (
     soft_capped,
     tl,
 )
+from pagestream_kernels.tiles import aligned, blocks_of, tile_offsets
 
 MIN_DOT = 16  # tl.dot's smallest side
-
-
-@jit
-def _blocks_of(
-    table_ptr: tl.tensor,
-    tile: tl.tensor,
-    seen: tl.tensor,
-    end: tl.tensor,
-    CACHE_BLOCK: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-) -> tl.tensor:
-    """The cache block of a tile, or of each of its tokens where it has several; 0 outside of [seen, end)."""
-    if CACHE_BLOCK % BLOCK_KV == 0:
-        blocks = tl.load(table_ptr + tile // CACHE_BLOCK, mask=tile < end, other=0)
-    else:
-        positions = tile + tl.arange(0, BLOCK_KV)
-        blocks = tl.load(table_ptr + positions // CACHE_BLOCK, mask=(positions >= seen) & (positions < end), other=0)
-    return blocks.to(tl.int64)
-
-
-@jit
-def _tile_offsets(
-    blocks: tl.tensor,
-    tile: tl.tensor,
-    block_stride: tl.tensor,
-    token_stride: tl.tensor,
-    CACHE_BLOCK: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    WIDE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Where a tile begins, and where its tokens (BLOCK_KV,) lie from there: within one page at constant places."""
-    tokens = tl.arange(0, BLOCK_KV)
-    if WIDE:
-        tokens = tokens.to(tl.int64)
-    if CACHE_BLOCK == BLOCK_KV:
-        begin = blocks * block_stride
-        places = tokens * token_stride
-    elif CACHE_BLOCK % BLOCK_KV == 0:
-        begin = blocks * block_stride + (tile % CACHE_BLOCK + tl.zeros((), tl.int64)) * token_stride
-        places = tokens * token_stride
-    else:
-        begin = 0
-        places = blocks * block_stride + (tokens + tile % CACHE_BLOCK) % CACHE_BLOCK * token_stride
-    return begin, places
 
 
 @kernel(
@@ -126,6 +83,7 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
     MIN_SHARE: tl.constexpr,
     IS_FIXED: tl.constexpr,
     WIDE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     UPCAST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
@@ -151,6 +109,10 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
         tokens = tokens.to(tl.int64)
         heads = heads.to(tl.int64)
         columns = columns.to(tl.int64)
+    if ALIGNMENT < 16:  # Triton's own specialisation knows of 16 only
+        key_stride_b, value_stride_b = aligned(key_stride_b, ALIGNMENT), aligned(value_stride_b, ALIGNMENT)
+        key_stride_t, value_stride_t = aligned(key_stride_t, ALIGNMENT), aligned(value_stride_t, ALIGNMENT)
+        key_stride_h, value_stride_h = aligned(key_stride_h, ALIGNMENT), aligned(value_stride_h, ALIGNMENT)
     key_head_ptr = key_cache_ptr + kv_head.to(tl.int64) * key_stride_h
     value_head_ptr = value_cache_ptr + kv_head.to(tl.int64) * value_stride_h
     sinks = tl.full((BLOCK_ROWS,), LOWEST, tl.float32)
@@ -186,13 +148,13 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
         total = tl.zeros((BLOCK_ROWS,), tl.float32)
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
         # A tile's block is read one tile ahead: keys and values are then one load away, and their copies overlap.
-        blocks = _blocks_of(table_ptr, begin, seen, end, CACHE_BLOCK, BLOCK_KV)
+        blocks = blocks_of(table_ptr, begin, seen, end, CACHE_BLOCK, BLOCK_KV)
         for tile in range(begin, end, BLOCK_KV):
-            next_blocks = _blocks_of(table_ptr, tile + BLOCK_KV, seen, end, CACHE_BLOCK, BLOCK_KV)
+            next_blocks = blocks_of(table_ptr, tile + BLOCK_KV, seen, end, CACHE_BLOCK, BLOCK_KV)
             positions = tile + tl.arange(0, BLOCK_KV)
 
             # -- scores; what a page holds behind the end is read and dropped --
-            first, places = _tile_offsets(blocks, tile, key_stride_b, key_stride_t, CACHE_BLOCK, BLOCK_KV, WIDE)
+            first, places = tile_offsets(blocks, tile, key_stride_b, key_stride_t, CACHE_BLOCK, BLOCK_KV, WIDE)
             key_ptrs = (key_head_ptr + first) + (places[None, :] + columns[:, None] * key_stride_d)
             if HEAD_DIM == BLOCK_DIM:
                 keys = tl.load(key_ptrs)
@@ -213,7 +175,7 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
             total = total * rescale + tl.sum(weights, axis=1)
 
             # -- weighted values --
-            first, places = _tile_offsets(blocks, tile, value_stride_b, value_stride_t, CACHE_BLOCK, BLOCK_KV, WIDE)
+            first, places = tile_offsets(blocks, tile, value_stride_b, value_stride_t, CACHE_BLOCK, BLOCK_KV, WIDE)
             value_ptrs = (value_head_ptr + first) + (places[:, None] + columns[None, :] * value_stride_d)
             value_mask = (positions < end)[:, None]
             if HAS_WINDOW:
@@ -253,17 +215,28 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
         seq += (unit == seq_end).to(tl.int32)
 
 
-def _tile(block_dim: int, num_rows: int, block_size: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(rows, KV tokens) of a tile at 4 warps: the largest that compiles without spills for every target.
+class _Tile(NamedTuple):
+    rows: int
+    tokens: int
+    num_warps: int = 4
 
-    Speed on a GPU has not decided it yet. In float32 the products run on the plain multipliers, whose operands fill
-    the registers early.
+
+def _tile(geometry: Geometry, block_dim: int, num_rows: int) -> _Tile:
+    """The largest tile that compiles without spills for every target; speed on a GPU has not decided it yet.
+
+    In float32 the products run on the plain multipliers, whose operands fill the registers early.
     """
-    if dtype == torch.float32:
-        return MIN_DOT, 64 if block_dim <= 64 else 16
-    most_rows = 64 if block_dim <= 64 else 32 if block_dim <= 128 else MIN_DOT
-    block_kv = 64 if block_dim <= 128 else 32 if block_size >= 32 else 16
-    return min(max(MIN_DOT, next_power_of_two(num_rows)), most_rows), block_kv
+    if geometry.alignment < WIDE_ALIGNMENT:
+        return _Tile(MIN_DOT, 16, num_warps=8)
+    if geometry.dtype == torch.float32:
+        return _Tile(MIN_DOT, 64) if block_dim <= 64 else _Tile(MIN_DOT, 16, num_warps=4 if block_dim <= 128 else 8)
+    rows = max(MIN_DOT, next_power_of_two(num_rows))
+    if block_dim <= 64:
+        return _Tile(min(rows, 64), 64)
+    if block_dim <= 128:
+        rows = min(rows, 32)
+        return _Tile(rows, 64 if rows == MIN_DOT or geometry.block_size >= 64 else 32)
+    return _Tile(MIN_DOT, 32 if geometry.block_size >= 32 else 16)
 
 
 @lru_cache(maxsize=256)
@@ -284,7 +257,8 @@ def attend_variant(
     """
     block_dim = max(MIN_DOT, next_power_of_two(geometry.head_dim))
     num_rows = geometry.group_size * (1 if is_fixed else max_query_len)
-    block_rows, block_kv = _tile(block_dim, num_rows, geometry.block_size, geometry.dtype)
+    tile = _tile(geometry, block_dim, num_rows)
+    pipelined = backend == "cuda" and geometry.alignment >= WIDE_ALIGNMENT
     pointer = pointer_to(geometry.dtype)
     strides = [f"{name}_stride_{axis}" for name in ("out", "query") for axis in "nh"]
     cache_strides = [f"{name}_stride_{axis}" for name in ("key", "value") for axis in "bthd"]
@@ -307,19 +281,20 @@ def attend_variant(
             "GROUP": geometry.group_size,
             "CACHE_BLOCK": geometry.block_size,
             "BLOCK_DIM": block_dim,
-            "BLOCK_ROWS": block_rows,
-            "BLOCK_KV": block_kv,
+            "BLOCK_ROWS": tile.rows,
+            "BLOCK_KV": tile.tokens,
             "UNIT_TOKENS": unit_tokens,
             "MIN_SHARE": min_share,
             "IS_FIXED": is_fixed,
             "WIDE": geometry.is_wide,
+            "ALIGNMENT": geometry.alignment,
             "UPCAST": needs_upcast(geometry.dtype),
             "HAS_WINDOW": options.window,
             "HAS_SOFT_CAP": options.soft_cap,
             "HAS_SINKS": options.sinks,
             "HAS_LSE": has_lse,
         },
-        num_warps=4,
-        num_stages=1 if backend == "hip" else 2 if geometry.dtype == torch.float32 else 3,  # 3: copies of two tiles
+        num_warps=tile.num_warps,
+        num_stages=1 if not pipelined else 2 if geometry.dtype == torch.float32 else 3,  # 3: the copies of two tiles
         unit_strides=("key_stride_d", "value_stride_d"),
     )
