@@ -231,6 +231,10 @@ def test_the_comparison_sees_what_the_default_mode_may_change(
     if backend == "torch":
         # Which of them differ in bfloat16 depends on the machine's instructions: rounding hides some.
         assert any(counts[what] for what in ("chunks", "preemption", "cached prefixes"))
+    usable = usable_instruction_sets(read_cpuinfo(), os.environ)
+    if dtype == "bfloat16" and "avx512f" in usable and "avx512_bf16" not in usable:
+        # oneDNN emulates bfloat16 there, in an order of additions that the number of rows decides.
+        assert any(counts.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -263,15 +267,15 @@ def test_libraries_whose_bits_depend_on_the_number_of_rows(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("limit", LIMITS)
 def test_with_instruction_sets_switched_off(limit: str) -> None:
-    """The same logits test in a process that may not use all instruction sets of this processor."""
+    """The logits test, and its inverse, in a process that may not use all instruction sets of this processor."""
     environ = {**os.environ, "ONEDNN_MAX_CPU_ISA": limit}
     if usable_instruction_sets(read_cpuinfo(), environ) == instruction_sets(read_cpuinfo()):
         pytest.skip("this processor has none of those")
-    chosen = "test_logits_have_the_same_bits and native and llama"
+    chosen = "native and (test_the_comparison or (test_logits_have_the_same_bits and llama))"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, __file__]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout
-    assert f"{len(DTYPES)} passed" in done.stdout
+    assert f"{2 * len(DTYPES)} passed" in done.stdout
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
