@@ -30,7 +30,7 @@ class DirectUpload:
     """To the host itself: an array of int64 and its tensor share their memory."""
 
     def send(self, arrays: Sequence[Integers]) -> list[Tensor]:
-        return [torch.from_numpy(array).to(torch.int64) for array in arrays]
+        return [torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays]
 
 
 class PackedUpload:

@@ -76,7 +76,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.request.sequence": 11,
     "pagestream_engine.runner.backends": 4,
     "pagestream_engine.runner.decode_graphs": 1,
-    "pagestream_engine.runner.persistent_batch": 7,
+    "pagestream_engine.runner.persistent_batch": 8,
     "pagestream_engine.runner.prompt_rows": 2,
     "pagestream_engine.runner.recorder": 1,
     "pagestream_engine.runner.runner": 22,

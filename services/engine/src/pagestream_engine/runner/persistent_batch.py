@@ -19,7 +19,7 @@ from torch import Tensor
 from pagestream_engine.attention import AttentionBatch, DecodeBatch, DeviceLengths
 from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.step.records import Int32Array, Int64Array, NewSequence, StepPlan
-from pagestream_engine.transfers import Integers, Upload, upload_to
+from pagestream_engine.transfers import DirectUpload, Integers, Upload, upload_to
 
 _NO_TOKENS = np.empty(0, np.int32)
 NumbersT = TypeVar("NumbersT", Tensor, npt.NDArray[Any])
@@ -115,8 +115,17 @@ class PersistentBatch:
 
     def send(self, numbers: Sequence[Integers]) -> list[Tensor]:
         """Send a step's numbers to the device, as int64, and the edits that are due with them, in one copy."""
+        if not any(self._edits):
+            return self._upload.send(numbers)
         targets = [*self.block_tables, self.next_tokens]
         due = [(target, edits) for target, edits in zip(targets, self._edits, strict=True) if edits]
+        if isinstance(self._upload, DirectUpload):
+            for target, edits in due:
+                flat = target.numpy().reshape(-1)
+                for edit in edits:
+                    flat[edit.places] = edit.values
+                edits.clear()
+            return self._upload.send(numbers)
         arrays: list[Integers] = []
         for _, edits in due:
             arrays += [np.concatenate([edit.places for edit in edits]), np.concatenate([edit.values for edit in edits])]
