@@ -20,6 +20,7 @@ from pagestream_engine.request.sequence import Sibling
 from pagestream_engine.runner import ModelRunner
 from pagestream_engine.runner.decode_graphs import graph_sizes
 from pagestream_engine.runner.recorder import EagerRecorder, Step
+from pagestream_engine.transfers import PackedUpload
 from support.engines.tiny_models import make_model, random_prompts
 
 _CPU = torch.device("cpu")
@@ -122,6 +123,16 @@ def test_tokens_are_those_of_steps_launched_anew(
     stats = engine.stats()
     assert sum(recorder.counts.values()) > stats.num_steps // 3
     assert (stats.num_preemptions > 0) == (options["num_gpu_blocks_override"] < 100)
+
+
+def test_packed_uploads_serve_recorded_steps_two_in_flight(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"num_gpu_blocks_override": 16, "async_scheduling": True}
+    expected, _ = _generate(folder_of("gemma3"), None, **options)
+    monkeypatch.setattr("pagestream_engine.runner.persistent_batch.upload_to", PackedUpload)
+    tokens, _ = _generate(folder_of("gemma3"), CountingRecorder(), **options)
+    assert tokens == expected
 
 
 def test_a_failed_step_leaves_the_recorded_ones_usable(folder_of: Callable[[str], Path]) -> None:
