@@ -152,7 +152,8 @@ def _host_tensor(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     of the reference workload, one core of an EPYC with AVX-512), the difference being address translation.
     """
     num_bytes = math.prod(size) * dtype.itemsize
-    pages = mmap.mmap(-1, num_bytes)
+    # Private: a shared mapping, which is Python's default, gets large pages only where the system is told so.
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # A kernel built without them refuses: small pages do.
         with suppress(OSError):

@@ -16,7 +16,7 @@ from pagestream_engine.runner.numerics import Numerics
 FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.attention.backend": 5,
     "pagestream_engine.attention.base": 7,
-    "pagestream_engine.attention.kv_store": 4,
+    "pagestream_engine.attention.kv_store": 5,
     "pagestream_engine.attention.native.attention": 6,
     "pagestream_engine.attention.native.calls": 6,
     "pagestream_engine.attention.native.kernels": 4,
