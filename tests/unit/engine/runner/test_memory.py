@@ -97,6 +97,12 @@ def test_a_gpus_share_holds_for_weights_largest_step_and_pool(
     assert pool == 0 or 100 + 300 + 20 + max(steps) + pool <= 1000 * utilization
 
 
+def test_recorded_steps_keep_the_memory_of_the_largest_decode_and_some_each() -> None:
+    use = memory.MemoryUse(free=10 << 30, total=12 << 30, step=2 << 30, decode=1 << 30)
+    assert memory.gpu_pool_bytes(use, 1.0) == 8 << 30
+    assert memory.gpu_pool_bytes(use, 1.0, num_graphs=35) == (7 << 30) - 35 * memory.GRAPH_BYTES
+
+
 def test_weights_that_do_not_fit_are_refused_with_both_sizes() -> None:
     with pytest.raises(
         ModelTooLarge, match=r"given 1048576\.0 GiB of weights, expected at most \d+\.\d GiB.* on cpu; "
