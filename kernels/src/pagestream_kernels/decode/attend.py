@@ -9,7 +9,7 @@ import torch
 
 from pagestream_kernels.decode.shares import LOWEST, first_seen, share_begin, shares_of
 from pagestream_kernels.decode_plan import TILE_TOKENS
-from pagestream_kernels.paging import WIDE_ALIGNMENT, Geometry, Options
+from pagestream_kernels.paging import MAX_ALIGNMENT, WIDE_ALIGNMENT, Geometry, Options
 from pagestream_kernels.runtime import (
     Backend,
     Variant,
@@ -230,13 +230,13 @@ def _tile(geometry: Geometry, block_dim: int, num_rows: int) -> _Tile:
         return _Tile(MIN_DOT, 16, num_warps=8)
     if geometry.dtype == torch.float32:
         return _Tile(MIN_DOT, 64) if block_dim <= 64 else _Tile(MIN_DOT, 16, num_warps=4 if block_dim <= 128 else 8)
-    rows = max(MIN_DOT, next_power_of_two(num_rows))
+    rows, has_whole_rows = max(MIN_DOT, next_power_of_two(num_rows)), geometry.alignment == MAX_ALIGNMENT
     if block_dim <= 64:
-        return _Tile(min(rows, 64), 64)
+        return _Tile(min(rows, 64 if has_whole_rows else 32), 64)
     if block_dim <= 128:
-        rows = min(rows, 32)
+        rows = min(rows, 32 if has_whole_rows else MIN_DOT)
         return _Tile(rows, 64 if rows == MIN_DOT or geometry.block_size >= 64 else 32)
-    return _Tile(MIN_DOT, 32 if geometry.block_size >= 32 else 16)
+    return _Tile(MIN_DOT, 32 if geometry.block_size >= 32 and has_whole_rows else 16)
 
 
 @lru_cache(maxsize=256)

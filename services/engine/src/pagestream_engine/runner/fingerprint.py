@@ -101,7 +101,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.text.bad_words": 1,
     "pagestream_engine.text.detokenizer": 2,
     "pagestream_engine.text.stop_strings": 1,
-    "pagestream_kernels.decode.attend": 2,
+    "pagestream_kernels.decode.attend": 3,
     "pagestream_kernels.decode.merge": 1,
     "pagestream_kernels.decode.shares": 1,
     "pagestream_kernels.decode_plan": 4,
