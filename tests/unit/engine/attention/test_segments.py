@@ -90,3 +90,15 @@ def test_a_context_is_divided_among_more_threads_than_kv_heads(level: AttentionL
         outputs.append(outputs_in_chunks(seqs, backend, [0, *range(1490, 1501)])[0])
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+
+
+def test_decodes_in_bfloat16_have_the_bits_of_a_prompt(level: AttentionLevel) -> None:
+    """Large scores, whose errors are large: with usual ones, rounding to bfloat16 hides sums that differ."""
+    case = {"dtype": "bfloat16", "heads": (6, 2), "window": None, "soft_cap": None, "sinks": False, "scale": 3.0}
+    seqs = Sequences({**case, "head_dim": DIM, "block_size": 16, "rotation": None}, (560, 540))
+    backend = make_backend("native", [seqs.shape], torch.device("cpu"))
+    torch.set_num_threads(1)
+    whole = outputs_in_chunks(seqs, backend, [0, 560])
+    decoded = outputs_in_chunks(seqs, backend, [0, *range(300, 561)])
+    for expected, actual in zip(whole, decoded, strict=True):
+        assert torch.equal(expected, actual)
