@@ -208,7 +208,8 @@ def _tile(geometry: Geometry, block_dim: int, options: Options) -> tuple[int, in
     if block_dim <= 64:
         return 64, 64, 4
     rows = 128 if block_dim == 128 else 64
-    return (rows if geometry.alignment == MAX_ALIGNMENT else rows // 2), 32, 8  # whose rows are in narrower pieces
+    tokens = 16 if block_dim == 256 and geometry.block_size < 32 else 32
+    return (rows if geometry.alignment == MAX_ALIGNMENT else rows // 2), tokens, 8  # whose rows are in narrower pieces
 
 
 @lru_cache(maxsize=256)

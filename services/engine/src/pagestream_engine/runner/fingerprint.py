@@ -108,7 +108,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_kernels.filter_and_draw": 3,
     "pagestream_kernels.launcher": 1,
     "pagestream_kernels.paged_decode": 6,
-    "pagestream_kernels.paged_prefill": 7,
+    "pagestream_kernels.paged_prefill": 8,
     "pagestream_kernels.paging": 5,
     "pagestream_kernels.rms_norm": 3,
     "pagestream_kernels.rope_and_cache": 3,
