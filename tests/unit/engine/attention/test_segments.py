@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from pagestream_engine.attention import select
+from pagestream_engine.attention import AttentionSpec, select
+from pagestream_engine.attention.kv_store import LayerCache
+from pagestream_engine.attention.native.calls import NativeKernels, PagedLayer
 from pagestream_engine.attention.native.levels import LEVELS, AttentionLevel
 from pagestream_engine.attention.native.library import library_for
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
@@ -61,6 +63,30 @@ def keep_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_value_that_is_not_finite_reaches_only_who_sees_it(
+    level: AttentionLevel, dtype: torch.dtype, window: int | None, value: float
+) -> None:
+    """Blocks of a prompt that are computed before such a token are shared: another's failure must not be in them."""
+    num_tokens, at = 40, 23
+    keys, values = torch.randn(2, 1, 2, 64, DIM).to(dtype)
+    values[0, 1, at, 7] = value
+    query = torch.randn(num_tokens, 4, DIM).to(dtype)
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=DIM, scale=DIM**-0.5, window=window)
+    layer = PagedLayer(LayerCache(keys, values), torch.zeros(1, 1, dtype=torch.int32), spec)
+    kernels = NativeKernels(select.load_library(DIM), dtype)
+    together, alone = torch.empty_like(query), torch.empty_like(query)
+    kernels.attend(together, query, layer, torch.tensor([[0, 0, 0, num_tokens]]))
+    kernels.attend(alone, query, layer, torch.tensor([[0, token, token, 1] for token in range(num_tokens)]))
+    sees = [token for token in range(num_tokens) if at <= token and (window is None or token < at + window)]
+    expected = torch.zeros(num_tokens, 4, DIM, dtype=torch.bool)
+    expected[sees, 2:, 7] = True
+    assert torch.equal(together.isfinite(), ~expected)
+    assert torch.equal(together.nan_to_num(posinf=1.0), alone.nan_to_num(posinf=1.0))
 
 
 @pytest.mark.parametrize("case", pairwise(OPTIONS), ids=case_id)

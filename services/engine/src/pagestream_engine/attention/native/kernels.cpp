@@ -409,6 +409,14 @@ inline const T* sixteen(const void* base, const Cache& cache, int64_t table_row,
   return scratch;
 }
 
+// Whether none of `count` elements, a multiple of 16, is infinite or NaN.
+template <typename T>
+inline bool all_finite(const T* elements, int64_t count) {
+  Vec zeros = splat(0.0f);
+  for (int64_t i = 0; i < count; i += W) zeros += load(elements + i) * 0.0f;
+  return sum(zeros) == 0.0f;
+}
+
 // Calls part(R, r) for blocks of R rows from row r on.
 template <typename Part>
 inline void in_blocks(int64_t rows, Part part) {
@@ -849,20 +857,40 @@ class Attention {
     const int64_t tokens = task.num_heads == 1 ? M::TOKENS : W;
     for (int64_t i = 0; i < width; i += tokens)
       for (int64_t head = 0; head < task.num_heads; ++head) {
-        const int64_t count = std::min(tokens, width - i);
-        const typename M::Element* values = nullptr;
-        for (int64_t t = 0; t < count; t += W) {
-            const T* found = sixteen<V, T>(cache.values, cache, tile.table_row, task.first_head + head, origin + i + t,
-                                         begin, end, scratch.sixteen.data());
-          const typename M::Element* taken = M::take_values(scratch.values.data() + t * LENGTH, found);
-          if (t == 0) values = taken;
-        }
-        in_blocks(each, [&](auto R, int64_t r) {
+        const int64_t first = origin + i, count = std::min(tokens, width - i), kv_head = task.first_head + head;
+        bool is_safe = true;
+        const auto take = [&](int64_t from, int64_t to) {
+          const typename M::Element* values = nullptr;
+          for (int64_t t = 0; t < count; t += W) {
+            const T* found = sixteen<V, T>(cache.values, cache, tile.table_row, kv_head, first + t, from, to,
+                                           scratch.sixteen.data());
+            if (hides(tile, first + t) && !all_finite(found, W * dim)) is_safe = false;
+            const typename M::Element* taken = M::take_values(scratch.values.data() + t * LENGTH, found);
+            if (t == 0) values = taken;
+          }
+          return values;
+        };
+        const typename M::Element* values = take(begin, end);
+        const auto mix = [&](auto R, int64_t r) {
           const int64_t row = head * each + r;
-          M::template mix<R>(scratch.mixed.data() + row * LENGTH, weights + row * width + i, width,
-                             values, count);
-        });
+          M::template mix<R>(scratch.mixed.data() + row * LENGTH, weights + row * width + i, width, values, count);
+        };
+        if (is_safe) {
+          in_blocks(each, mix);
+          continue;
+        }
+        // A weight of 0 times an infinite value is no 0: no row may meet a value that it does not see.
+        for (int64_t r = 0; r < each; ++r) {
+          const int64_t visible = tile.position + r / cache.group() + 1;
+          values = take(options.begin(visible), visible);
+          mix(std::integral_constant<int64_t, 1>{}, r);
+        }
       }
+  }
+
+  // Whether some of 16 tokens are hidden from some row of a tile, and visible to another.
+  bool hides(const Tile& tile, int64_t first) const {
+    return tile.count > 1 && (first + W > tile.position + 1 || first < options.begin(tile.position + tile.count));
   }
 
   // Scores of a KV head's rows against 16 keys.

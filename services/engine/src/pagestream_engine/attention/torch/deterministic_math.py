@@ -1,8 +1,9 @@
 """Functions whose result for an element does not depend on the tensor around it.
 
 Torch's own exponential takes one algorithm for whole vectors and another for what is left at the end of a thread's
-part, and its sums are cut among threads by shape. Here everything is made of additions, multiplications, divisions and
-square roots, which IEEE 754 rounds exactly, in an order that is written down.
+part, and its sums are cut among threads by shape. Here everything is made of additions, multiplications and divisions,
+which IEEE 754 rounds exactly, in an order that is written down; and of torch's square roots, which need not be the
+nearest ones, but have not been seen to depend on anything but the number.
 """
 
 from __future__ import annotations
