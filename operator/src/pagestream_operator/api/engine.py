@@ -25,6 +25,9 @@ class EngineOptions(ApiModel):
     less. Given, all engines take the same requests; one whose KV pool holds fewer tokens does not start."""
     device: Literal["auto", "cpu", "cuda"] | None = None
     """Where the model runs. auto, the default, is the GPU where there is one."""
+    enforce_eager: bool | None = None
+    """Whether a GPU gets each kernel of a decode by a launch of its own. Default false: decodes are recorded as CUDA
+    graphs at the start, which takes seconds and memory there, and saves time in each step. A CPU has none."""
     attention_backend: Literal["auto", "torch", "triton"] | None = None
     """What computes attention. auto, the default, is Triton on a GPU; on a CPU it is C++ kernels that are compiled at
     start, or torch where they can't be used (no compiler, float16, or a head size that is no multiple of 16). triton
@@ -37,7 +40,7 @@ class EngineOptions(ApiModel):
     max_logprobs: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
     """Most log probabilities that a request may ask for at each token; -1 is no limit. Default 20."""
     block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128] | None = None
-    """Tokens in a KV block. Default 16. A GPU needs 8, 16, 32 or 64."""
+    """Tokens in a KV block. Default 64 with the Triton kernels, else 16. A GPU needs 8 or more."""
     num_gpu_blocks_override: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     """KV blocks in the pool, on a GPU or a CPU. Default: as many as fit, by measurement."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -82,11 +82,12 @@ def upload_to(device: torch.device) -> Upload:
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host, from pinned memory, so that the call does not wait; on a CPU it is the tensor itself.
+    """Copy a tensor of the host, to a GPU from pinned memory, so that the call does not wait; on a CPU it is the tensor
+    itself.
 
     For what is sent when a sequence comes or goes. What each step sends goes through an `Upload`.
     """
-    return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 def download(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
