@@ -245,3 +245,8 @@ def test_what_cannot_be_sized_is_said(
 ) -> None:
     assert main(["doctor", *([] if model is None else [model]), "--gpu", gpu]) != 0
     assert said in capsys.readouterr().err
+
+
+def test_two_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "one", "--model", "other"]) != 0
+    assert "MODEL or --model" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from itertools import chain
 
 from pagestream_cli.datadir import DataDir
 from pagestream_cli.doctor.finding import Finding, Verdict
+from pagestream_cli.errors import UsageError
 
 COLOURS = {Verdict.OK: "32", Verdict.WARNING: "33", Verdict.PROBLEM: "31"}
 
@@ -34,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Report on this machine, or on cards that are not here. Returns 1 when there is a problem."""
+    if arguments.model and arguments.named_model:
+        raise UsageError("two models are named", hint="give MODEL or --model, not both")
     arguments.model = arguments.model or arguments.named_model
     if arguments.gpu:
         from pagestream_cli.doctor import sizing
