@@ -18,7 +18,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,22 @@ def pagestream_run(folder: Path, prompts: list[list[int]], output_tokens: int) -
     return run
 
 
+def generate_static(model: Any, prompts: Sequence[list[int]], num_tokens: int) -> torch.Tensor:
+    """Run `generate` of `transformers` over one left-padded batch. Return its (prompts, num_tokens) new tokens."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    output: torch.Tensor = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return output[:, width:]
+
+
 def transformers_runs(
     folder: Path, prompts: list[list[int]], output_tokens: int, dtype: str, batch_sizes: list[int]
 ) -> dict[int, Callable[[], int]]:
@@ -107,22 +123,8 @@ def transformers_runs(
     model.generation_config.eos_token_id = None
 
     def run(batch_size: int) -> int:
-        count = 0
-        for first in range(0, len(prompts), batch_size):
-            batch = prompts[first : first + batch_size]
-            width = max(map(len, batch))
-            ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in batch])
-            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
-            output = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                max_new_tokens=output_tokens,
-                min_new_tokens=output_tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            count += output[:, width:].numel()
-        return count
+        batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
+        return sum(generate_static(model, batch, output_tokens).numel() for batch in batches)
 
     return {size: (lambda size=size: run(size)) for size in batch_sizes}
 

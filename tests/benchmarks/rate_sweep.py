@@ -30,7 +30,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from engine_throughput import DTYPES, SHAPE, make_model
+from engine_throughput import DTYPES, SHAPE, generate_static, make_model
 from goals import print_goal
 from pagestream_simulator.traces.files import SAMPLE, read_trace
 
@@ -188,19 +188,10 @@ class Static(System):
         return ends
 
     def _generate(self, batch: Sequence[Request]) -> None:
-        width, count = max(len(each.prompt) for each in batch), max(each.num_output_tokens for each in batch)
-        ids = torch.tensor([[0] * (width - len(each.prompt)) + each.prompt for each in batch])
-        mask = torch.tensor([[0] * (width - len(each.prompt)) + [1] * len(each.prompt) for each in batch])
-        output = self._model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        if output.shape[1] != width + count:
-            raise RuntimeError(f"expected {count} new tokens, got {output.shape[1] - width}")
+        count = max(each.num_output_tokens for each in batch)
+        found = generate_static(self._model, [each.prompt for each in batch], count).shape[1]
+        if found != count:
+            raise RuntimeError(f"expected {count} new tokens, got {found}")
 
 
 class Continuous(System):

@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,8 @@ WORKLOADS = {"64 requests": (64, 1.3), "one request": (1, 1.2)}
 REPEATS_ALONE = 4
 """Runs of one request that count as one: it is short."""
 READY = "ready"
+LIMIT_S = 1800.0
+"""Of a side, from its start to its end."""
 MAX_MODEL_LEN = 2048
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 VLLM_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -113,9 +116,12 @@ def side(name: str, python: str, folder: Path, prompts_file: Path) -> Iterator[C
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         said, told = process.stdout, process.stdin
+        if said is None or told is None:
+            raise RuntimeError(f"{name}: expected a process with pipes")
+        limit = threading.Timer(LIMIT_S, process.kill)
+        limit.daemon = True
+        limit.start()
         started = time.perf_counter()
         if said.readline().strip() != READY:
             raise RuntimeError(f"{name} did not load: see above")
@@ -123,10 +129,17 @@ def side(name: str, python: str, folder: Path, prompts_file: Path) -> Iterator[C
 
         def run(count: int) -> float:
             print(count, file=told, flush=True)
-            return float(said.readline())
+            answer = said.readline()
+            if not answer:
+                raise RuntimeError(f"{name} ended, or took more than {LIMIT_S:.0f} s in all")
+            return float(answer)
 
-        yield run
-        told.close()
+        try:
+            yield run
+        finally:
+            told.close()
+            process.wait(LIMIT_S)
+            limit.cancel()
 
 
 def instruction_sets() -> str:
