@@ -30,7 +30,7 @@ class EngineOptions(ApiModel):
     graphs at the start, which takes seconds and memory there, and saves time in each step. A CPU has none."""
     attention_backend: Literal["auto", "torch", "triton"] | None = None
     """What computes attention. auto, the default, is Triton on a GPU; on a CPU it is C++ kernels that are compiled at
-    start, or torch where they can't be used (no compiler, float16, or a head size that is no multiple of 16). triton
+    start, or torch where they can't be used (no compiler, or a head size that is no multiple of 16). triton
     needs a GPU; torch runs on both."""
     deterministic: bool | None = None
     """Whether logits are the same bit for bit whatever else is in the batch. Default: on a CPU where that is
