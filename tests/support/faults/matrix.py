@@ -158,13 +158,14 @@ async def _run_once(cluster: FaultCluster, cell: Cell, passage: tuple[FaultPoint
     paused: list[Pause] = []
     try:
         if cell.moment is Moment.QUEUED:
-            paused = await _pause_all(cluster, passage)
+            paused = await _pause_before_claiming(cluster, cluster.engines)
             running = _start(clients)
             await _wait_accepted(clients, running)
         else:
+            paused = await _pause_before_claiming(cluster, _others(cluster, cell))
             cluster.fault_points.arm(dict([passage]), _armed(cluster, cell))
             running = _start(clients)
-            paused = [await _first_pause(cluster, running)]
+            paused.insert(0, await _first_pause(cluster, running))
         cluster.fault_points.disarm()
         victims = _victims(cluster, cell, paused[0])
         result.victims = [victim.name for victim in victims]
@@ -201,10 +202,10 @@ def _start(clients: Sequence[FeatureClient]) -> list[asyncio.Task[object]]:
     return [asyncio.create_task(client.run(), name=client.name) for client in clients]
 
 
-async def _pause_all(cluster: FaultCluster, passage: tuple[FaultPoint, int]) -> list[Pause]:
-    """Pause every engine before it claims requests."""
-    cluster.fault_points.arm(dict([passage]), [engine.pid for engine in cluster.engines])
-    return [await cluster.fault_points.next_pause(PAUSE_LIMIT_S) for _ in cluster.engines]
+async def _pause_before_claiming(cluster: FaultCluster, engines: Collection[Member]) -> list[Pause]:
+    """Pause engines before they claim requests."""
+    cluster.fault_points.arm({FaultPoint.QUEUED: 1}, [engine.pid for engine in engines])
+    return [await cluster.fault_points.next_pause(PAUSE_LIMIT_S) for _ in engines]
 
 
 async def _first_pause(cluster: FaultCluster, running: Sequence[asyncio.Task[object]]) -> Pause:
@@ -228,6 +229,13 @@ async def _wait_accepted(clients: Sequence[FeatureClient], running: Sequence[asy
                 if task.done():
                     task.result()
             await asyncio.sleep(POLL_S)
+
+
+def _others(cluster: FaultCluster, cell: Cell) -> list[Member]:
+    """Return the engines that claim nothing before the fault, so that the one that it hits has enough to do."""
+    if cell.target is not Target.EXECUTOR:
+        return []
+    return [engine for engine in cluster.engines if engine not in cluster.engines_with_executor()]
 
 
 def _armed(cluster: FaultCluster, cell: Cell) -> list[int] | None:
