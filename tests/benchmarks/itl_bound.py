@@ -2,9 +2,11 @@
 
 32 streams of the reference model (engine_throughput.py, its context raised) decode; then a prompt of 8,000 tokens
 comes. The bound is twice a step of decodes alone, measured in the same run. Times are taken at each step's outputs:
-what a client of a stream would wait for. Rounds with the bound and without alternate.
+what a client of a stream would wait for. Rounds with the bound and without alternate. With `--processor-time` one
+thread computes, and its processor time stands for time everywhere, in the engine, too: for a machine with other load.
 
-    PYTHONPATH=tests python tests/benchmarks/itl_bound.py [--short] [--rounds 3]
+    PYTHONPATH=tests python tests/benchmarks/itl_bound.py [--short] [--rounds 3] [--processor-time]
+    PYTHONPATH=tests python tests/benchmarks/itl_bound.py --by-chunk --processor-time: a step by chunk and context
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -30,6 +33,16 @@ BOUND_STEPS = 2.0
 GOAL = 1.5
 """Most that the 99th percentile may be, in bounds."""
 LONG = "long"
+
+
+@dataclass
+class Clock:
+    """What seconds are taken from."""
+
+    now: Callable[[], float] = time.perf_counter
+
+
+CLOCK = Clock()
 
 
 @dataclass(frozen=True)
@@ -78,9 +91,9 @@ def decode_step_ms(engine: Any, count: int = 30) -> float:
     """Return the median of a step of decodes alone, in ms."""
     seconds = []
     for _ in range(count):
-        started = time.perf_counter()
+        started = CLOCK.now()
         engine.step()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(CLOCK.now() - started)
     return median(seconds) * 1e3
 
 
@@ -90,18 +103,68 @@ def arrival(engine: Any, num_tokens: int) -> Round:
 
     prompt = [5 + number % 1000 for number in range(num_tokens)]
     intervals = []
-    started = last = time.perf_counter()
+    started = last = CLOCK.now()
     engine.add_request(LONG, prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
     is_done = False
     while not is_done:
         outputs = engine.step()
-        now = time.perf_counter()
+        now = CLOCK.now()
         is_done = any(output.seq_id == LONG for output in outputs)
         if any(output.seq_id != LONG for output in outputs):
             intervals.append(now - last)
             last = now
     cuts = quantiles(intervals, n=100, method="inclusive")
-    return Round(cuts[49] * 1e3, cuts[98] * 1e3, max(intervals) * 1e3, time.perf_counter() - started)
+    return Round(cuts[49] * 1e3, cuts[98] * 1e3, max(intervals) * 1e3, CLOCK.now() - started)
+
+
+class FixedChunks:
+    """Takes the place of the engine's PrefillBudget."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 512
+
+    def begin(self, _num_decodes: int, num_tokens: int) -> Any:
+        """Return a budget of `num_tokens` tokens."""
+        from pagestream_engine.scheduler.prefill_budget import ChunkBudget
+
+        return ChunkBudget(min(num_tokens, self.num_tokens))
+
+    def note(self, _step: Any, _seconds: float) -> None:
+        """Learn nothing."""
+
+
+def print_by_chunk(engine: Any, num_tokens: int) -> None:
+    """Print the least of five steps beside the streams, in ms, by a chunk's size and the tokens before it."""
+    from pagestream_engine import SamplingParams
+
+    chunks = engine._scheduler.prefill_budget = FixedChunks()
+    prompt = [5 + number % 1000 for number in range(num_tokens + 1024)]
+    engine.add_request(LONG, prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    sizes = (0, 1, 8, 16, 32, 64)
+    print("context |", " | ".join(f"{size:>5}" for size in sizes))
+    num_computed = 0
+    for context in range(0, num_tokens + 1, num_tokens // 4):
+        while num_computed < context:
+            chunks.num_tokens = min(512, context - num_computed)
+            engine.step()
+            num_computed += chunks.num_tokens
+        row = []
+        for chunks.num_tokens in sizes:
+            times = []
+            for _ in range(5 if chunks.num_tokens < 64 else 2):
+                started = CLOCK.now()
+                engine.step()
+                times.append((CLOCK.now() - started) * 1e3)
+                num_computed += chunks.num_tokens
+            row.append(f"{min(times):5.1f}")
+        print(f"{context:>7} |", " | ".join(row), flush=True)
+
+
+def use_processor_time() -> None:
+    """Let this benchmark and the engine measure the processor time of the thread that steps."""
+    from pagestream_engine.step import step_counts
+
+    CLOCK.now = step_counts.perf_counter = time.thread_time
 
 
 def main() -> None:
@@ -112,13 +175,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch")
+    parser.add_argument("--processor-time", action="store_true", help="of one thread, in place of time")
+    parser.add_argument("--by-chunk", action="store_true", help="print what steps take, in place of the bound")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    if options.processor_time:
+        use_processor_time()
+    torch.set_num_threads(1 if options.processor_time else options.threads)
     num_tokens, rounds = (1000, 1) if options.short else (options.tokens, options.rounds)
     with tempfile.TemporaryDirectory() as name:
         folder = make_model(Path(name) / "model", options.dtype, 2 * num_tokens + 4096)
         free = make_engine(folder, None)
         start_streams(free)
+        if options.by_chunk:
+            print_by_chunk(free, num_tokens)
+            return
         decode_ms = decode_step_ms(free)
         bound_ms = BOUND_STEPS * decode_ms
         bounded = make_engine(folder, bound_ms)

@@ -498,8 +498,8 @@ def test_chunks_shrink_to_a_bound_while_sequences_decode() -> None:
     assert harness.step(0.100) == [("0", 300)], "no sequence decodes yet"
     harness.step(0.010)
     harness.add(700, first=1000)
-    first, second, third = (dict(harness.step(seconds))["1"] for seconds in (0.042, 0.026, 0.026))
-    assert first == 64
-    assert (second, third) == (32, 32), "64 tokens took more than three times what the bound leaves"
+    first, second = (dict(harness.step(seconds))["1"] for seconds in (0.042, 0.020))
+    assert first == 32
+    assert 7 <= second <= 10, "32 tokens took more than three times what the bound leaves"
     harness.scheduler.finish_requests(list(harness.scheduler.running())[-1:])
     assert harness.step() == [("1", 400)]

@@ -22,6 +22,7 @@ from pagestream_engine.request.sequence import SequenceGroup, TokenSequence
 from pagestream_engine.scheduler.decode import DecodeSet
 from pagestream_engine.scheduler.policy import WaitingQueue
 from pagestream_engine.scheduler.prefill import PrefillSet
+from pagestream_engine.scheduler.prefill_budget import ChunkBudget
 from pagestream_engine.scheduler.scheduled_step import ScheduledSequence
 
 RESERVE_SHARE = 4
@@ -67,18 +68,18 @@ class Admission:
         self._decode = decode
         self._shortage: Shortage | None = None
 
-    def admit(self, chunks: list[ScheduledSequence], budget: int) -> None:
-        """Admit groups, and append their first chunks to `chunks`, of at most `budget` tokens in all."""
+    def admit(self, chunks: list[ScheduledSequence], budget: ChunkBudget) -> None:
+        """Admit groups, and append their first chunks to `chunks`, within a budget for all of them."""
         cache = self._cache
         promised = self._num_promised_blocks()
         coming = self._coming_hashes()
-        while budget > 0 and self._num_running < self._max_num_seqs:
+        while budget.limit(0) > 0 and self._num_running < self._max_num_seqs:
             group = self._waiting.peek()
             if group is None or self._surely_lacks_room(group, promised):
                 return
             leader = group.choose_leader()
             prefix = self._prefill.get_computed_blocks(group, leader)
-            if self._waits_for_shared_block(leader, prefix, coming):
+            if self._waits_for_shared_block(leader, prefix, coming) or not budget.limit(prefix.num_tokens):
                 return
             wanted = promised + self.num_wanted_blocks(group, leader, prefix)
             if not self._has_room(group, wanted):
@@ -93,7 +94,6 @@ class Admission:
             chunk = self._start(group, leader, prefix, budget)
             chunks.append(chunk)
             coming.add(cache.next_block_hash(leader, prefix.num_tokens))
-            budget -= chunk.num_scheduled_tokens
             promised = wanted - (num_free - cache.pool.num_free)
 
     def num_reserved_blocks(self, num_running: int) -> int:
@@ -126,7 +126,7 @@ class Admission:
         return next_hash is not None and next_hash in coming
 
     def _start(
-        self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix, budget: int
+        self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix, budget: ChunkBudget
     ) -> ScheduledSequence:
         """Take the next waiting group, and start it. Return its first chunk."""
         self._waiting.pop()

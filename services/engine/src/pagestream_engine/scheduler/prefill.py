@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pagestream_engine.cache.manager import CachedPrefix, CacheManager
 from pagestream_engine.request.sequence import NO_ROW, SequenceGroup, SequenceState, TokenSequence
+from pagestream_engine.scheduler.prefill_budget import ChunkBudget
 from pagestream_engine.scheduler.scheduled_step import ScheduledSequence
 
 
@@ -81,12 +82,14 @@ class PrefillSet:
         self._cache.touch_prefix(seq, prefix)
         self.sequences.append(seq)
 
-    def next_chunk(self, seq: TokenSequence, budget: int) -> ScheduledSequence | None:
-        """Take blocks for as many of its next tokens as budget and pool allow; None if that is not one."""
-        num_tokens = self._cache.num_fitting_tokens(seq, min(seq.num_unsent_tokens, budget))
+    def next_chunk(self, seq: TokenSequence, budget: ChunkBudget) -> ScheduledSequence | None:
+        """Take blocks and budget for as many of its next tokens as both allow; None if that is not one."""
+        num_sent = seq.num_sent_tokens
+        num_tokens = self._cache.num_fitting_tokens(seq, min(seq.num_unsent_tokens, budget.limit(num_sent)))
         if num_tokens == 0:
             return None
-        end = seq.num_sent_tokens + num_tokens
+        budget.take(num_sent, num_tokens)
+        end = num_sent + num_tokens
         self._cache.allocate_slots(seq, end)
         needs_sample = end == len(seq.token_ids)
         siblings = [other for other in seq.group.followers if not other.num_output_tokens] if needs_sample else ()

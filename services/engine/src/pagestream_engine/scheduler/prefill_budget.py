@@ -2,30 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
+from pagestream_engine.scheduler.step_times import StepTimes, StepWork
 
-LEAST_TOKENS = 32
-"""Prompts get so many tokens of a step whatever it costs: they must not starve behind decodes that take longer than the
-bound by themselves."""
-FIRST_TOKENS = 64
+LEAST_SHARE = 0.25
+"""A step's prompts get tokens worth so much of what it takes without them (decodes, and the context of the first
+chunk), even over the bound. So prompts do not starve where the bound can't be kept, a fifth of the time is theirs, and
+the bound is exceeded by no more than it has to be and a quarter."""
+FIRST_TOKENS = 32
 """Of the first step with prompts and decodes, whose cost nobody knows."""
 GROWTH = 2
-"""A step has at most so many times the prompt tokens of the largest one that has kept the bound."""
+"""A step has at most so many times the prompt tokens of the largest one before it: costs are not known far beyond."""
 LOOK_EVERY = 32
 """After so many steps in a row with prompts, one has none: it shows what the decodes take by now."""
-RISE, FALL = 0.5, 0.125
-"""Weights of a new measurement that is above or below what is expected: costs that rise, as those of attention do while
-a long prompt is computed, are believed sooner."""
+PROBE_EVERY = 8
+"""Of so many such steps one has half the prompt tokens that it might have: it tells what tokens cost from what a chunk
+and its context cost by themselves."""
+
+
+class ChunkBudget:
+    """Prompt tokens that one step may still have, by their number, and by their time where decodes are bounded.
+
+    Args:
+        num_tokens: most of all chunks.
+        times: what tokens take; None: time does not matter.
+        decodes: the step without prompts.
+        bound_s: what it may take.
+        is_probe: whether its first chunk has half of what fits.
+    """
+
+    __slots__ = ("_bound_s", "_is_probe", "_taken", "_times", "num_tokens")
+
+    def __init__(
+        self,
+        num_tokens: int,
+        times: StepTimes | None = None,
+        decodes: StepWork | None = None,
+        bound_s: float = 0.0,
+        *,
+        is_probe: bool = False,
+    ) -> None:
+        self.num_tokens = num_tokens
+        """What is left of them, whatever they take."""
+        self._times = times
+        self._taken = decodes
+        self._bound_s = bound_s
+        self._is_probe = is_probe
+
+    def limit(self, context: int) -> int:
+        """Return the most tokens of a chunk with so many tokens before it; 0: none fits any more."""
+        if self._times is None or self._taken is None or not self.num_tokens:
+            return self.num_tokens
+        work = self._with_chunk(self._taken, context, 0)
+        fixed_s = self._times.expected_s(work)
+        spare_s = self._bound_s - fixed_s
+        if self._taken.num_chunks:
+            return min(self.num_tokens, int(self._times.num_tokens_in(spare_s, context)))
+        most = self._times.num_tokens_in(max(spare_s, LEAST_SHARE * fixed_s), context) / (1 + self._is_probe)
+        return min(self.num_tokens, max(1, int(min(most, self.num_tokens))))
+
+    def take(self, context: int, num_tokens: int) -> None:
+        """Note a chunk of the step."""
+        self.num_tokens -= num_tokens
+        if self._taken is not None:
+            self._taken = self._with_chunk(self._taken, context, num_tokens)
+
+    @staticmethod
+    def _with_chunk(work: StepWork, context: int, num_tokens: int) -> StepWork:
+        return work._replace(
+            num_tokens=work.num_tokens + num_tokens,
+            num_pairs=work.num_pairs + num_tokens * (context + num_tokens / 2),
+            context=work.context + context,
+            num_chunks=work.num_chunks + 1,
+        )
 
 
 class PrefillBudget:
     """Sizes the chunks of prompts so that a step takes no longer than a bound, by the times of the steps before.
 
-    A step with decodes is expected to take what steps with about as many decodes and no prompt have taken, and so much
-    more for each prompt token as the last steps with both have. Nothing is assumed of the model or the machine, and a
-    single late step changes little.
+    Nothing is assumed of the model or the machine but that a step's time is linear in `StepWork`.
 
     Args:
         bound_s: of a step in which sequences decode, in seconds; None: no bound.
@@ -33,53 +88,31 @@ class PrefillBudget:
 
     def __init__(self, bound_s: float | None) -> None:
         self._bound_s = bound_s
-        self._decode_s: dict[int, float] = {}
-        """Of steps with decodes alone, by the bits of their number: 1, 2 or 3, 4 to 7, ..."""
-        self._token_s: float | None = None
-        """Of a prompt token in a step with decodes."""
+        self._times = StepTimes()
         self._num_mixed = 0
         """Steps with prompts and decodes since the last one with decodes alone."""
-        self._kept = 0
-        """Prompt tokens of the largest step that has kept the bound; less after one that has not."""
+        self._most_tokens = 0
+        """Of chunks in a step that was noted."""
 
-    def limit(self, num_decodes: int, budget: int) -> int:
-        """Return how many prompt tokens a step with so many decodes may have, of `budget` at most."""
+    def begin(self, num_decodes: int, num_tokens: int) -> ChunkBudget:
+        """Return the budget of a step with so many decodes, of `num_tokens` at most."""
         if self._bound_s is None or not num_decodes:
-            return budget
+            return ChunkBudget(num_tokens)
         if self._num_mixed >= LOOK_EVERY:
-            return 0
-        tokens = max(FIRST_TOKENS, GROWTH * self._kept)
-        if self._token_s is not None:
-            spare_s = self._bound_s - self._expected_decode_s(num_decodes)
-            tokens = min(tokens, int(spare_s / self._token_s))
-        return min(budget, max(LEAST_TOKENS, tokens))
+            return ChunkBudget(0)
+        num_tokens = min(num_tokens, max(FIRST_TOKENS, GROWTH * self._most_tokens))
+        if not self._times.knows_prompts:
+            return ChunkBudget(num_tokens)
+        is_probe = self._num_mixed % PROBE_EVERY == PROBE_EVERY - 1
+        work = StepWork(1, num_decodes, 0, 0.0, 0, 0)
+        return ChunkBudget(num_tokens, self._times, work, self._bound_s, is_probe=is_probe)
 
     def note(self, step: ScheduledStep, seconds: float) -> None:
-        """Learn from a step that has run."""
+        """Learn from a step that was just collected."""
         if self._bound_s is None or not step.decodes:
             return
-        num_decodes, num_tokens = len(step.decodes), sum(chunk.num_scheduled_tokens for chunk in step.prefills)
-        if not num_tokens:
-            bits = num_decodes.bit_length()
-            self._decode_s[bits] = _moved(self._decode_s.get(bits, seconds), seconds)
-            self._num_mixed = 0
-            return
-        self._num_mixed += 1
-        token_s = max(0.0, seconds - self._expected_decode_s(num_decodes)) / num_tokens
-        self._token_s = max(_moved(token_s if self._token_s is None else self._token_s, token_s), 1e-9)
-        if seconds <= self._bound_s:
-            self._kept = max(self._kept, num_tokens)
-        elif num_tokens <= self._kept:
-            self._kept = num_tokens // GROWTH
-
-    def _expected_decode_s(self, num_decodes: int) -> float:
-        return _nearest(self._decode_s, num_decodes.bit_length())
-
-
-def _moved(expected: float, measured: float) -> float:
-    return expected + (RISE if measured > expected else FALL) * (measured - expected)
-
-
-def _nearest(values: Mapping[int, float], key: int) -> float:
-    """The value of the nearest key, the greater of two that are equally near; 0 where there is none."""
-    return values[min(values, key=lambda other: (abs(other - key), -other))] if values else 0.0
+        self._num_mixed = self._num_mixed + 1 if step.prefills else 0
+        work = StepWork.of(step)
+        if work is not None:
+            self._times.note(work, seconds)
+            self._most_tokens = max(self._most_tokens, work.num_tokens)

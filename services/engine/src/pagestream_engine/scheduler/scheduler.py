@@ -11,7 +11,7 @@ from pagestream_engine.scheduler.admission import Admission
 from pagestream_engine.scheduler.decode import DecodeSet
 from pagestream_engine.scheduler.policy import SchedulingPolicy, WaitingQueue
 from pagestream_engine.scheduler.prefill import PrefillSet
-from pagestream_engine.scheduler.prefill_budget import PrefillBudget
+from pagestream_engine.scheduler.prefill_budget import ChunkBudget, PrefillBudget
 from pagestream_engine.scheduler.scheduled_step import ScheduledSequence, ScheduledStep
 from pagestream_engine.scheduler.steps_in_flight import StepsInFlight
 
@@ -111,20 +111,20 @@ class Scheduler:
             decodes = self._decode.with_next_token()
         self._allocate_next_slots(needing_block)
         step.decodes = decodes
-        budget = self._config.max_num_batched_tokens - len(step.decodes)
+        num_tokens = self._config.max_num_batched_tokens - len(step.decodes)
         if self._num_speculative_tokens:
-            step.decodes = self._decode.with_drafts(step.decodes, self._num_speculative_tokens, budget)
+            step.decodes = self._decode.with_drafts(step.decodes, self._num_speculative_tokens, num_tokens)
             step.has_drafts = True
-            budget = self._config.max_num_batched_tokens - step.num_tokens
-        budget = self.prefill_budget.limit(len(step.decodes), budget)
+            num_tokens = self._config.max_num_batched_tokens - step.num_tokens
+        budget = self.prefill_budget.begin(len(step.decodes), num_tokens)
         if self._prefill.sequences:
-            budget = self._continue_prefills(step.prefills, budget)
+            self._continue_prefills(step.prefills, budget)
             while step.is_empty and self._prefill.sequences and not self._in_flight.num_steps:
                 # Nothing that runs frees a block for these prompts. Admission has counted a block that siblings share
                 # as held by each; when one of them leaves it to another, it needs one more than was reckoned with.
                 self._preempt_last(self._groups_by_victim_rank())
                 preempts = True
-                budget = self._continue_prefills(step.prefills, budget)
+                self._continue_prefills(step.prefills, budget)
         if len(self._waiting) and not preempts:
             self._admission.admit(step.prefills, budget)
         step.copies = self._cache.copy_on_write.copies
@@ -187,18 +187,16 @@ class Scheduler:
         if self._cache.copy_on_write:
             self._cache.copy_on_write.assign_own_blocks()
 
-    def _continue_prefills(self, chunks: list[ScheduledSequence], budget: int) -> int:
-        """Schedule the next chunks of admitted sequences, by rank. Return the budget that is left."""
+    def _continue_prefills(self, chunks: list[ScheduledSequence], budget: ChunkBudget) -> None:
+        """Schedule the next chunks of admitted sequences, by rank."""
         for seq in sorted(self._prefill.sequences, key=lambda seq: (self._policy.rank(seq), seq.arrival)):
-            if budget == 0:
+            if budget.num_tokens == 0:
                 break
             if seq.num_output_placeholders:
                 continue  # Its leader was aborted before its first token has come.
             chunk = self._prefill.next_chunk(seq, budget)
             if chunk is not None:
                 chunks.append(chunk)
-                budget -= chunk.num_scheduled_tokens
-        return budget
 
     def _groups_by_victim_rank(self) -> list[SequenceGroup]:
         """The groups that run; the last is preempted first."""
