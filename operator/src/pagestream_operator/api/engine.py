@@ -47,6 +47,9 @@ class EngineOptions(ApiModel):
     """Share of the GPU's memory for weights, activations and the KV pool. Default 0.9."""
     enable_prefix_caching: bool | None = None
     """Whether blocks of prompts that begin alike are shared. Default true."""
+    eviction_policy: Literal["lru", "slru", "lfu", "cost"] | None = None
+    """Which cached block is used anew first: the least recently used one, of those never found again first (slru, the
+    default) or of all (lru), the least often used one (lfu), or the one that is cheapest to compute again (cost)."""
     max_num_seqs: Annotated[int, Field(ge=1, le=65_536)] | None = None
     """Most sequences that run at once. Default 256."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=16_777_216)] | None = None

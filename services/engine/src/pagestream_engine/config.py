@@ -13,6 +13,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
 EXECUTORS = ("inline", "process")
+EVICTION_POLICIES = ("lru", "slru", "lfu", "cost")
 
 DEFAULT_BLOCK_SIZE = 16
 TRITON_BLOCK_SIZE = 64
@@ -70,6 +71,10 @@ class CacheConfig:
     """Share of the GPU's memory for weights, activations and the pool."""
     enable_prefix_caching: bool = True
     """Whether full blocks are found again by their content."""
+    eviction_policy: str = "slru"
+    """Which cached block is used anew first: lru the least recently used one, slru the same, but those that were never
+    found again before the others, lfu the least often used one, with ageing, cost the same, weighed by what attention
+    takes to compute it again. slru finds most on a real trace: docs/benchmarks/prefix-cache.md."""
 
     def __post_init__(self) -> None:
         if self.block_size is not None:
@@ -81,6 +86,7 @@ class CacheConfig:
             raise ConfigError("gpu_memory_utilization", share, "a number above 0 and at most 1")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError("enable_prefix_caching", self.enable_prefix_caching, "True or False")
+        _choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
 
 
 @dataclass(frozen=True)
@@ -159,6 +165,7 @@ class EngineOptions(TypedDict, total=False):
     num_gpu_blocks_override: int | None
     gpu_memory_utilization: float
     enable_prefix_caching: bool
+    eviction_policy: str
     max_num_seqs: int
     max_num_batched_tokens: int
     itl_bound_ms: float | None

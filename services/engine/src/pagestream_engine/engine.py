@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.eviction.select import make_eviction_order
 from pagestream_engine.cache.fragmentation import fragmentation
 from pagestream_engine.cache.invariants import check_cache
 from pagestream_engine.cache.manager import CacheManager
@@ -73,7 +74,8 @@ class Engine:
         deterministic engines that have it in common give the same tokens the same logits, bit for bit."""
         self.is_deterministic = facts.is_deterministic
         """Whether a token's logits depend on its sequence alone, bit for bit."""
-        self._pool = BlockPool(facts.num_blocks)
+        order = make_eviction_order(config.cache.eviction_policy, facts.num_blocks)
+        self._pool = BlockPool(facts.num_blocks, order)
         caching = config.cache.enable_prefix_caching
         self._cache = CacheManager(self._pool, facts.kv_layout, enable_prefix_caching=caching)
         self._scheduler = Scheduler(config.scheduler, self._cache, policy, facts.num_speculative_tokens)

@@ -10,7 +10,15 @@ from os import getpid
 from pathlib import Path
 from typing import Any
 
-from pagestream_engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, EXECUTORS, EngineConfig, EngineOptions
+from pagestream_engine.config import (
+    ATTENTION_BACKENDS,
+    DEVICES,
+    DTYPES,
+    EVICTION_POLICIES,
+    EXECUTORS,
+    EngineConfig,
+    EngineOptions,
+)
 from pagestream_engine.errors import ConfigError
 from pagestream_streams import StreamsSettings, settings_from_environment
 from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS, MAX_PARTITIONS
@@ -81,6 +89,7 @@ _ENGINE_OPTIONS = (
     "num_gpu_blocks_override",
     "gpu_memory_utilization",
     "enable_prefix_caching",
+    "eviction_policy",
     "max_num_seqs",
     "max_num_batched_tokens",
     "itl_bound_ms",
@@ -112,6 +121,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks, instead of what fits")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
     group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    group.add_argument("--eviction-policy", choices=EVICTION_POLICIES, help="which cached block is used anew first")
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
     group.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS", help="in one step")
     group.add_argument(

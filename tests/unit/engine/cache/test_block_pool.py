@@ -3,10 +3,12 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.eviction.select import make_eviction_order
 from pagestream_engine.cache.invariants import check_cache
 from pagestream_engine.cache.kv_groups import full_attention
+from pagestream_engine.config import EVICTION_POLICIES
 from pagestream_engine.errors import InvariantViolation
 
 
@@ -67,17 +69,26 @@ def test_an_exhausted_pool_says_so() -> None:
 class PoolMachine(RuleBasedStateMachine):
     """Random use against a model: a bag of references, and a map from block hash to block."""
 
+    pool: BlockPool
+
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(5)
         self.held: list[int] = []
         self.known: dict[bytes, int] = {}
+
+    @initialize(policy=st.sampled_from(EVICTION_POLICIES))
+    def start(self, policy: str) -> None:
+        self.pool = BlockPool(5, make_eviction_order(policy, 5))
 
     @precondition(lambda self: self.pool.num_free > 0)
     @rule()
     def allocate(self) -> None:
+        is_empty_free = any(block not in self.known.values() for block in self.pool.free_blocks)
+        first = next(iter(self.pool.free_blocks))
         block = self.pool.allocate()
+        assert block == first
         assert block not in self.held
+        assert not (is_empty_free and block in self.known.values()), "an empty block goes before a cached one"
         self.held.append(block)
         self.known = {known: other for known, other in self.known.items() if other != block}
 
@@ -87,7 +98,7 @@ class PoolMachine(RuleBasedStateMachine):
         block_hash = data.draw(st.sampled_from(sorted(self.known)))
         block = self.pool.by_hash.get(block_hash)
         assert block == self.known[block_hash]
-        self.pool.touch(block)
+        self.pool.reuse(block)
         self.held.append(block)
 
     @precondition(lambda self: self.held)
@@ -101,15 +112,18 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), block_hash=st.sampled_from([b"a", b"b", b"c", b"d"]))
     def cache(self, data: st.DataObject, block_hash: bytes) -> None:
         block = data.draw(st.sampled_from(sorted(set(self.held) - set(self.known.values()))))
-        self.pool.cache_full_block(block, block_hash)
+        parent_hash = data.draw(st.sampled_from([None, *sorted(self.known)]))
+        self.pool.cache_full_block(block, block_hash, data.draw(st.integers(1, 99_999)), parent_hash)
         self.known.setdefault(block_hash, block)
 
     @invariant()
     def agrees_with_the_model(self) -> None:
+        if not hasattr(self, "pool"):
+            return
         check_counts = Counter(self.held)
         assert [check_counts[block] for block in range(5)] == self.pool.ref_counts
         assert self.pool.by_hash == self.known
-        assert set(self.pool.free_list) == set(range(5)) - set(self.held)
+        assert set(self.pool.free_blocks) == set(range(5)) - set(self.held)
         assert self.pool.num_free == 5 - len(set(self.held))
         if not self.held:
             check_cache(self.pool, full_attention(4), [])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pagestream_engine.cache.free_list import FreeList
+from pagestream_engine.cache.eviction.base import NO_PARENT, EvictionOrder
+from pagestream_engine.cache.eviction.recency import LeastRecentlyUsed
 from pagestream_engine.errors import InvariantViolation
 
 
@@ -12,18 +13,24 @@ class BlockPool:
     """Blocks `0 .. num_blocks - 1` with reference counts and a map from block hash to block.
 
     A block is free exactly when its count is 0. A free block keeps what it holds and its hash until it is allocated
-    anew, the least recently freed one first; blocks without a hash go before all others. `allocate`, `touch`, `release`
-    and `cache_full_block` are O(1), and make no objects but the map's entries.
+    anew, in the order of `free_blocks`; blocks without a hash go before all others. `allocate`, `touch`, `release` and
+    `cache_full_block` are O(1) where the order's operations are, and make no objects but the map's entries.
 
     A block hash here is `BlockHasher`'s with the KV group that the block belongs to (`GroupCache`).
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, order: EvictionOrder | None = None) -> None:
+        """Make a pool whose blocks are all free.
+
+        Args:
+            num_blocks: in it.
+            order: of all of them, for this pool alone; None: least recently used first.
+        """
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.by_hash: dict[bytes, int] = {}
-        self.free_list = FreeList(num_blocks)
+        self.free_blocks = LeastRecentlyUsed(num_blocks) if order is None else order
         self.num_cached = 0
         """Free blocks that can still be found by their hash."""
         self._watched: frozenset[bytes] = frozenset()
@@ -31,7 +38,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Unreferenced blocks, cached ones included."""
-        return len(self.free_list)
+        return len(self.free_blocks)
 
     def allocate(self) -> int:
         """Take the free block that is cheapest to lose, forget its hash, and reference it once.
@@ -39,7 +46,7 @@ class BlockPool:
         Raises:
             IndexError: no block is free.
         """
-        block = self.free_list.pop_front()
+        block = self.free_blocks.pop_front()
         known = self.hashes[block]
         if known is not None:
             del self.by_hash[known]
@@ -51,12 +58,17 @@ class BlockPool:
     def touch(self, block: int) -> None:
         """Reference a block for what it holds, free or not."""
         if self.ref_counts[block] == 0:
-            self.free_list.remove(block)
+            self.free_blocks.remove(block)
             block_hash = self.hashes[block]
             if block_hash is not None:
                 self.num_cached -= 1
                 self._note_watched(block_hash)
         self.ref_counts[block] += 1
+
+    def reuse(self, block: int) -> None:
+        """Reference a block that was found by its hash."""
+        self.touch(block)
+        self.free_blocks.note_hit(block)
 
     def release(self, block: int) -> None:
         """Drop one reference; the last one frees the block."""
@@ -66,9 +78,9 @@ class BlockPool:
         self.ref_counts[block] = count
         if count == 0:
             if self.hashes[block] is None:
-                self.free_list.push_front(block)
+                self.free_blocks.add_empty(block)
             else:
-                self.free_list.push_back(block)
+                self.free_blocks.add_cached(block)
                 self.num_cached += 1
 
     def reset_prefix_cache(self) -> None:
@@ -77,11 +89,22 @@ class BlockPool:
         self.hashes = [None] * self.num_blocks
         self.num_cached = 0
 
-    def cache_full_block(self, block: int, block_hash: bytes) -> None:
-        """Let a referenced full block be found by its hash, unless another block already is."""
+    def cache_full_block(
+        self, block: int, block_hash: bytes, num_tokens: int = 0, parent_hash: bytes | None = None
+    ) -> None:
+        """Let a referenced full block be found by its hash, unless another block already is.
+
+        Args:
+            block: not cached yet.
+            block_hash: by which it is found.
+            num_tokens: of its prefix, its own included.
+            parent_hash: of the block before it in its KV group; None: it is the first.
+        """
         if block_hash not in self.by_hash:
             self.by_hash[block_hash] = block
             self.hashes[block] = block_hash
+            parent = NO_PARENT if parent_hash is None else self.by_hash.get(parent_hash, NO_PARENT)
+            self.free_blocks.note_cached(block, num_tokens, parent)
             self._note_watched(block_hash)
 
     # -- the watch --

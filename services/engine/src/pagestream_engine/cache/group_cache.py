@@ -72,14 +72,17 @@ class GroupCache:
         Return whether the last of them is not full.
         """
         first, end = self.group.first_block(num_tokens), self.group.num_blocks_for(num_tokens)
-        self.touch(child, [NO_BLOCK] * first + self.table(parent)[first:end])
+        shared = self.table(parent)[first:end]
+        for block in shared:
+            self._pool.touch(block)
+        self.table(child).extend([NO_BLOCK] * first + shared)
         return num_tokens % self.group.block_size > 0
 
-    def touch(self, seq: TokenSequence, table: list[int]) -> None:
-        """Reference blocks for what they hold, as the beginning of an empty table."""
+    def reuse(self, seq: TokenSequence, table: list[int]) -> None:
+        """Reference blocks that were found by their hashes, as the beginning of an empty table."""
         for block in table:
             if block != NO_BLOCK:
-                self._pool.touch(block)
+                self._pool.reuse(block)
         self.table(seq).extend(table)
 
     def drop_behind_window(self, seq: TokenSequence) -> None:
@@ -100,9 +103,11 @@ class GroupCache:
             block_hash: the hasher's, of these tokens.
         """
         if num_tokens % self.group.block_size == 0:
-            block = seq.block_tables[self.index][num_tokens // self.group.block_size - 1]
+            place = num_tokens // self.group.block_size - 1
+            block = seq.block_tables[self.index][place]
             if block != NO_BLOCK:
-                self._pool.cache_full_block(block, self._with_group(block_hash))
+                parent_hash = self._hash_at(seq, place - 1) if place else None
+                self._pool.cache_full_block(block, self._with_group(block_hash), num_tokens, parent_hash)
 
     def longest_hit(self, seq: TokenSequence, num_tokens: int, alignment: int) -> int:
         """Tokens of the longest prefix that can go on: the pool has all of its blocks that attention still reads.

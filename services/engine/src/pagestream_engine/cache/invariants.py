@@ -40,7 +40,7 @@ def check_cache(
 
 
 def _check_references(pool: BlockPool, sequences: list[TokenSequence], sources: list[int]) -> None:
-    free = list(pool.free_list)
+    free = list(pool.free_blocks)
     _require(len(free) == len(set(free)) == pool.num_free, "the free list repeats a block, or its length is wrong")
     held = [[block for table in seq.block_tables for block in table if block != NO_BLOCK] for seq in sequences]
     for seq, blocks in zip(sequences, held, strict=True):
@@ -51,7 +51,7 @@ def _check_references(pool: BlockPool, sequences: list[TokenSequence], sources: 
     for block in range(pool.num_blocks):
         count = pool.ref_counts[block]
         _require((block in members) == (count == 0), f"block {block} is free and referenced, or neither")
-        _require((block in pool.free_list) == (block in members), f"block {block} has a stray link")
+        _require((block in pool.free_blocks) == (block in members), f"block {block} has a stray link")
         _require(
             count == referenced[block], f"block {block} has count {count}, tables hold it {referenced[block]} times"
         )
@@ -62,7 +62,7 @@ def _check_hash_map(pool: BlockPool) -> None:
         _require(pool.hashes[block] == block_hash, f"block {block} is found by a hash that it does not carry")
     known = sum(1 for block_hash in pool.hashes if block_hash is not None)
     _require(known == len(pool.by_hash), "a block carries a hash by which it is not found")
-    cached = sum(1 for block in pool.free_list if pool.hashes[block] is not None)
+    cached = sum(1 for block in pool.free_blocks if pool.hashes[block] is not None)
     _require(pool.num_cached == cached, f"{pool.num_cached} free blocks are said to be cached, {cached} are")
 
 

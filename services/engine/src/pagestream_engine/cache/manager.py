@@ -120,7 +120,7 @@ class CacheManager:
     def touch_prefix(self, seq: TokenSequence, prefix: CachedPrefix) -> None:
         """Reference what `get_computed_blocks` found as the beginning of empty tables."""
         for cache, table in zip(self.groups, prefix.tables, strict=True):
-            cache.touch(seq, table)
+            cache.reuse(seq, table)
         seq.num_cached_blocks = prefix.num_tokens // self.block_size
         seq.num_computed_tokens = prefix.num_tokens
         if self.enable_prefix_caching:

@@ -13,11 +13,12 @@ class FreeList:
     The front is used first: what was pushed back longest ago (least recently used), or pushed to the front.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self._end = num_blocks  # a sentinel: before the first, after the last
-        self._next: list[int] = [*range(1, num_blocks + 1), 0]
-        self._prev: list[int] = [num_blocks, *range(num_blocks)]
-        self._len = num_blocks
+    def __init__(self, num_blocks: int, *, is_full: bool = True) -> None:
+        """Make a list for blocks below `num_blocks`, of all of them or of none."""
+        self._end = end = num_blocks  # a sentinel: before the first, after the last
+        self._next: list[int] = [*range(1, num_blocks + 1), 0] if is_full else [*[_NOT_IN_LIST] * num_blocks, end]
+        self._prev: list[int] = [num_blocks, *range(num_blocks)] if is_full else [*[_NOT_IN_LIST] * num_blocks, end]
+        self._len = num_blocks if is_full else 0
 
     def __len__(self) -> int:
         return self._len

@@ -3,7 +3,7 @@ from collections import deque
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagestream_engine.cache.free_list import FreeList
+from pagestream_engine.cache.eviction.free_list import FreeList
 
 
 def test_starts_with_all_blocks_in_order() -> None:

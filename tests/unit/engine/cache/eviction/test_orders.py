@@ -1,0 +1,89 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.eviction.select import make_eviction_order
+from pagestream_engine.cache.kv_groups import NO_BLOCK, full_attention
+from pagestream_engine.cache.manager import CacheManager
+from pagestream_engine.config import EVICTION_POLICIES
+from support.engines.cached_sequences import make_seq, run
+
+NUM_BLOCKS = 12
+LONG = 20_000
+
+
+def make_cache(policy: str, num_blocks: int = NUM_BLOCKS, block_size: int = 1) -> CacheManager:
+    pool = BlockPool(num_blocks, make_eviction_order(policy, num_blocks))
+    return CacheManager(pool, full_attention(block_size), enable_prefix_caching=True)
+
+
+def serve(cache: CacheManager, token_ids: list[int]) -> int:
+    """Compute a sequence and end it; return how many of its tokens were cached."""
+    seq = make_seq(token_ids)
+    run(cache, seq)
+    cache.free(seq)
+    return cache.num_hit_tokens
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+@given(
+    prompts=st.lists(
+        st.lists(st.integers(0, 2), min_size=2, max_size=NUM_BLOCKS),
+        max_size=40,
+    )
+)
+def test_no_order_evicts_a_block_before_what_continues_it(policy: str, prompts: list[list[int]]) -> None:
+    cache = make_cache(policy)
+    for prompt in prompts:
+        serve(cache, prompt)
+        for other in prompts:
+            seq = make_seq(other)
+            hashes = [cache._hasher.block_hash(seq, end) for end in range(1, len(other) + 1)]
+            known = [block_hash in cache.pool.by_hash for block_hash in hashes]
+            assert known == sorted(known, reverse=True), "a block is cached whose beginning is not"
+
+
+def cached_tokens(cache: CacheManager, token_ids: list[int]) -> int:
+    prefix = cache.get_computed_blocks(make_seq(token_ids))
+    assert NO_BLOCK not in prefix.tables[0]
+    return prefix.num_tokens
+
+
+@pytest.mark.parametrize(("policy", "keeps"), [("lru", False), ("slru", True), ("lfu", True)])
+def test_what_was_found_again_outlives_a_flood_of_new_prompts(policy: str, keeps: bool) -> None:
+    cache = make_cache(policy)
+    for _ in range(3):
+        serve(cache, [1, 1, 1])
+    for index in range(3):
+        serve(cache, [10 + index] * 5)
+    assert (cached_tokens(cache, [1, 1, 1]) == 2) is keeps
+
+
+def test_protected_blocks_leave_room_for_new_ones() -> None:
+    cache = make_cache("slru")
+    for _ in range(2):
+        serve(cache, [1] * NUM_BLOCKS)
+    for _ in range(2):
+        serve(cache, [2] * 6)
+    assert cached_tokens(cache, [2] * 6) == 5, "a fifth of the pool is protected, not what was found first"
+
+
+@pytest.mark.parametrize("policy", ["lfu", "cost"])
+def test_what_is_no_longer_found_ages(policy: str) -> None:
+    cache = make_cache(policy)
+    for _ in range(4):
+        serve(cache, [1, 1, 1])
+    for index in range(40):
+        serve(cache, [10 + index] * 6)
+    assert cached_tokens(cache, [1, 1, 1]) == 0
+
+
+def test_cost_keeps_the_longer_prefix_where_recency_keeps_the_later_one() -> None:
+    kept = {}
+    for policy in ("lru", "cost"):
+        cache = make_cache(policy, num_blocks=5, block_size=LONG // 2)
+        serve(cache, [1] * (LONG + 1))
+        serve(cache, [2] * (LONG // 2 + 1))
+        serve(cache, [3] * (3 * LONG // 2 + 1))
+        kept[policy] = (cached_tokens(cache, [1] * (LONG + 1)), cached_tokens(cache, [2] * (LONG // 2 + 1)))
+    assert kept == {"lru": (LONG // 2, LONG // 2), "cost": (LONG, 0)}
