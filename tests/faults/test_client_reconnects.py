@@ -4,28 +4,24 @@ The tests neither reconnect nor retry: each stream is one loop over `AsyncClient
 """
 
 import asyncio
-import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import pytest
 from pagestream_client import AsyncClient, AsyncStream, Chunk, Client, FinishReason, Generation, Transport, put_together
 from support.engines.synthetic_engine import MODEL, running_engine
-from support.faults.served import Served, running_serve
 from support.faults.workloads import QUESTIONS
 from support.network.flaky_network import FlakyNetwork
-from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Stack, StackError, running_stack
+from support.processes.stack import DEMO_MODEL, START_LIMIT_S, Stack, running_stack
 from support.processes.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
 NUM_STREAMS = 24
-NUM_TOKENS = 240
-LONG = 480  # long enough for a gateway's restart
+NUM_TOKENS = 480  # long enough for a gateway's restart
 LIMIT_S = 120.0
 
 
@@ -34,7 +30,6 @@ class Reader:
     """One user's loop."""
 
     number: int
-    max_tokens: int
     chunks: list[Chunk] = field(default_factory=list)
 
     async def read(self, client: AsyncClient) -> None:
@@ -43,7 +38,7 @@ class Reader:
         async for chunk in client.generate(
             "demo",
             messages=[{"role": "user", "content": question}],
-            max_tokens=self.max_tokens,
+            max_tokens=NUM_TOKENS,
             ignore_eos=True,
             temperature=0.8 if self.number % 2 else 0.0,
             seed=self.number,
@@ -70,11 +65,9 @@ class Reader:
 Disturbance = Callable[[Sequence[Reader]], Awaitable[object]]
 
 
-async def run_all(
-    targets: Sequence[str], disturb: Disturbance | None = None, *, max_tokens: int = NUM_TOKENS
-) -> list[Reader]:
+async def run_all(targets: Sequence[str], disturb: Disturbance | None = None) -> list[Reader]:
     """Run all users at once, and `disturb` concurrently."""
-    readers = [Reader(number, max_tokens) for number in range(NUM_STREAMS)]
+    readers = [Reader(number) for number in range(NUM_STREAMS)]
     async with (
         asyncio.timeout(LIMIT_S),
         AsyncClient(targets) as client,
@@ -100,44 +93,32 @@ def check(undisturbed: Sequence[Reader], disturbed: Sequence[Reader]) -> None:
         indices = [chunk.next_index for chunk in after.chunks]
         assert indices == sorted(set(indices))
         assert len({chunk.request_id for chunk in after.chunks}) == 1
-        assert all(len(choice.token_ids) == after.max_tokens for choice in put_together(after.chunks).choices)
+        assert all(len(choice.token_ids) == NUM_TOKENS for choice in put_together(after.chunks).choices)
 
 
-def kill_gateway(served: Served, name: str) -> None:
-    """Kill a gateway with SIGKILL; return when another process serves in its place."""
-    before = served.process(name)
-    if before.pid is None:
-        raise StackError(f"{name} does not run")
-    os.kill(before.pid, signal.SIGKILL)
-
-    def is_back() -> bool:
-        now = served.process(name)
-        try:
-            answer = httpx.get(f"http://127.0.0.1:{now.ports['http']}/readyz", timeout=2.0)
-        except httpx.HTTPError:
-            return False
-        return now.pid not in (before.pid, None) and answer.status_code == httpx.codes.OK
-
-    wait_until(is_back, limit_s=START_LIMIT_S, what=f"{name} to be started again")
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running_stack(tmp_path_factory.mktemp("stack"), gateways=2) as stack:
+        yield stack
 
 
-def test_gateways_that_are_killed_one_after_the_other(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(stack: Stack) -> list[Reader]:
+    return asyncio.run(run_all([gateway.grpc_target for gateway in stack.gateways]))
+
+
+def test_gateways_that_are_killed_one_after_the_other(stack: Stack, undisturbed: list[Reader]) -> None:
     unfinished: list[int] = []
 
-    async def scenario(served: Served) -> tuple[list[Reader], list[Reader]]:
-        targets = served.record.grpc_targets()
-        assert len(targets) == 2
+    async def kill_both(readers: Sequence[Reader]) -> None:
+        await until_tokens(readers, NUM_TOKENS // 8)
+        for gateway in stack.gateways:
+            unfinished.append(sum(reader.chunks[-1].usage is None for reader in readers))
+            await asyncio.to_thread(gateway.kill)
+            gateway.start()
+            await asyncio.to_thread(wait_until, gateway.is_ready, limit_s=START_LIMIT_S, what=gateway.name)
 
-        async def kill_both(readers: Sequence[Reader]) -> None:
-            await until_tokens(readers, LONG // 8)
-            for number in range(2):
-                unfinished.append(sum(reader.chunks[-1].usage is None for reader in readers))
-                await asyncio.to_thread(kill_gateway, served, f"gateway-{number}")
-
-        return await run_all(targets, max_tokens=LONG), await run_all(targets, kill_both, max_tokens=LONG)
-
-    with running_serve(tmp_path, "--gateways", "2") as served:
-        undisturbed, disturbed = asyncio.run(scenario(served))
+    disturbed = asyncio.run(run_all([gateway.grpc_target for gateway in stack.gateways], kill_both))
     assert len(unfinished) == 2
     assert all(unfinished), "a gateway was killed after the streams had ended"
     check(undisturbed, disturbed)
@@ -147,15 +128,10 @@ def num_connections(networks: Sequence[FlakyNetwork]) -> int:
     return sum(network.num_connections for network in networks)
 
 
-def test_a_network_that_is_cut_again_and_again(tmp_path: Path) -> None:
-    @asynccontextmanager
-    async def networks_of(stack: Stack) -> AsyncIterator[list[FlakyNetwork]]:
+def test_a_network_that_is_cut_again_and_again(stack: Stack, undisturbed: list[Reader]) -> None:
+    async def scenario() -> tuple[list[Reader], int]:
         async with AsyncExitStack() as opened:
-            yield [await opened.enter_async_context(FlakyNetwork(gateway.grpc_port)) for gateway in stack.gateways]
-
-    async def scenario(stack: Stack) -> tuple[list[Reader], list[Reader], int]:
-        async with networks_of(stack) as networks:
-            targets = [network.target for network in networks]
+            networks = [await opened.enter_async_context(FlakyNetwork(gateway.grpc_port)) for gateway in stack.gateways]
 
             async def cut(readers: Sequence[Reader]) -> None:
                 for part in range(1, 6):
@@ -168,37 +144,28 @@ def test_a_network_that_is_cut_again_and_again(tmp_path: Path) -> None:
                     for network in networks:
                         network.repair()
 
-            undisturbed = await run_all(targets)
-            before = num_connections(networks)
-            disturbed = await run_all(targets, cut)
-            return undisturbed, disturbed, num_connections(networks) - before
+            disturbed = await run_all([network.target for network in networks], cut)
+            return disturbed, num_connections(networks)
 
-    with running_stack(tmp_path, gateways=2) as stack:
-        undisturbed, disturbed, connections = asyncio.run(scenario(stack))
-    assert connections >= 5, "the connections outlived the cuts"
+    disturbed, connections = asyncio.run(scenario())
+    assert connections > 5, "the connections outlived the cuts"
     check(undisturbed, disturbed)
 
 
-def test_gateways_that_are_stopped_and_go_on(tmp_path: Path) -> None:
+def test_gateways_that_are_stopped_and_go_on(stack: Stack, undisturbed: list[Reader]) -> None:
     """They neither reset connections nor answer; a client can only notice their silence."""
     unfinished: list[int] = []
 
-    async def scenario(stack: Stack) -> tuple[list[Reader], list[Reader]]:
-        targets = [gateway.grpc_target for gateway in stack.gateways]
+    async def stop_both(readers: Sequence[Reader]) -> None:
+        await until_tokens(readers, NUM_TOKENS // 8)
+        for gateway, share in zip(stack.gateways, (2, 1), strict=True):
+            unfinished.append(sum(reader.chunks[-1].usage is None for reader in readers))
+            gateway.signal(signal.SIGSTOP)
+            await until_tokens(readers, NUM_TOKENS // share)
+            gateway.signal(signal.SIGCONT)
+            await asyncio.to_thread(wait_until, gateway.is_ready, limit_s=START_LIMIT_S, what=gateway.name)
 
-        async def stop_both(readers: Sequence[Reader]) -> None:
-            await until_tokens(readers, LONG // 8)
-            for gateway, share in zip(stack.gateways, (2, 1), strict=True):
-                unfinished.append(sum(reader.chunks[-1].usage is None for reader in readers))
-                gateway.signal(signal.SIGSTOP)
-                await until_tokens(readers, LONG // share)
-                gateway.signal(signal.SIGCONT)
-                await asyncio.to_thread(wait_until, gateway.is_ready, limit_s=START_LIMIT_S, what=gateway.name)
-
-        return await run_all(targets, max_tokens=LONG), await run_all(targets, stop_both, max_tokens=LONG)
-
-    with running_stack(tmp_path, gateways=2) as stack:
-        undisturbed, disturbed = asyncio.run(scenario(stack))
+    disturbed = asyncio.run(run_all([gateway.grpc_target for gateway in stack.gateways], stop_both))
     # All streams are on one gateway: where that is the second one stopped, they have half of their tokens by then.
     assert len(unfinished) == 2
     assert all(unfinished), "a gateway was stopped after the streams had ended"

@@ -45,6 +45,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
+@pytest.fixture(scope="module")
+def texts(served: Served) -> list[str]:
+    """What the undisturbed streams say."""
+    undisturbed, _, _ = asyncio.run(follow_all(served))
+    return [each.text for each in undisturbed]
+
+
 def running(served: Served) -> dict[str, int]:
     """Return the number of running sequences of each living engine, by its name in serve.json."""
     found: dict[str, int] = {}
@@ -118,7 +125,9 @@ def longest_gap_s(served: Served, number: signal.Signals, texts: list[str]) -> f
 @pytest.mark.parametrize(
     ("number", "limit_s", "tries"), [(signal.SIGTERM, GAP_LIMIT_S, 2), (signal.SIGKILL, LEASE_S, 1)]
 )
-def test_the_other_engine_continues_at_once(served: Served, number: signal.Signals, limit_s: float, tries: int) -> None:
+def test_the_other_engine_continues_at_once(
+    served: Served, texts: list[str], number: signal.Signals, limit_s: float, tries: int
+) -> None:
     """After SIGTERM within a second; after SIGKILL before the lease lapses, since serve expires it.
 
     The second may be missed once. The clients, the other engine and what serve restarts share two cores, and a stream
@@ -126,8 +135,6 @@ def test_the_other_engine_continues_at_once(served: Served, number: signal.Signa
     for an engine's start would occur every time.
     """
     wait_until(lambda: is_whole(served), "both engines serve", LIMIT_S)
-    undisturbed, _, _ = asyncio.run(follow_all(served))
-    texts = [each.text for each in undisturbed]
     gaps = [longest_gap_s(served, number, texts)]
     while gaps[-1] >= limit_s and len(gaps) < tries:
         gaps.append(longest_gap_s(served, number, texts))

@@ -1,0 +1,153 @@
+"""Engines under 32 streams: Redis is away for ten seconds, an engine is drained, paused past its lease, killed.
+
+One stack serves all tests, and each test's streams are compared with those of one undisturbed run.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator, Sequence
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+from pagestream.v1 import inference_pb2 as pb
+from pagestream.v1.inference_pb2_grpc import InferenceStub
+from support.clients.stream_clients import GrpcReader, Outcome
+from support.faults.disturbed_runs import run_all, unfinished
+from support.faults.workloads import NUM_TOKENS, chat_request
+from support.processes.stack import START_LIMIT_S, Part, Stack, running_stack
+from support.processes.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(180)
+
+OUTAGE_S = 10.0
+DRAIN_LIMIT_S = 10.0
+Contents = list[tuple[object, ...]]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running_stack(tmp_path_factory.mktemp("stack"), engines=2) as stack:
+        yield stack
+
+
+@pytest.fixture
+def stack(running: Stack) -> Stack:
+    """Two engines: one that the test before has ended is started again."""
+    for engine in running.engines:
+        if not engine.is_alive():
+            start_again(engine)
+    return running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(running: Stack) -> Contents:
+    return contents(asyncio.run(run_all(running)))
+
+
+def contents(outcomes: Sequence[Outcome]) -> Contents:
+    return [outcome.content() for outcome in outcomes]
+
+
+def start_again(engine: Part) -> None:
+    """Start an engine with an empty log, and wait until it is ready."""
+    engine.log.unlink()
+    engine.start()
+    wait_until(engine.has_said_ready, limit_s=START_LIMIT_S, what=engine.name)
+
+
+def test_no_engine_is_taken_for_dead_while_redis_is_away(stack: Stack, undisturbed: Contents) -> None:
+    """Accepted requests finish, no lease expires, no process restarts."""
+    others = [part for part in stack.parts if part is not stack.redis]
+    pids = [part.process.pid for part in others if part.process]
+
+    def kill_redis(_: Sequence[GrpcReader]) -> None:
+        end = time.monotonic() + OUTAGE_S
+        stack.redis.kill()
+        asyncio.run(expect_unavailable(stack))
+        time.sleep(max(0.0, end - time.monotonic()))  # the outage's length is what is tested
+        stack.redis.start()
+
+    disturbed = asyncio.run(run_all(stack, disturb=kill_redis))
+    assert contents(disturbed) == undisturbed
+    assert [part.process.pid for part in others if part.process] == pids
+    assert all(part.is_alive() for part in stack.parts)
+    assert attempts(stack, disturbed) == [1] * len(disturbed), "a request was taken from a living engine"
+
+
+async def expect_unavailable(stack: Stack) -> None:
+    gateway = stack.gateways[0]
+    async with grpc.aio.insecure_channel(gateway.grpc_target) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for _ in InferenceStub(channel).Generate(chat_request(0), timeout=OUTAGE_S):
+                pass
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    async with httpx.AsyncClient(timeout=OUTAGE_S) as client:
+        body = {"model": "demo", "prompt": "x", "max_tokens": 1}
+        response = await client.post(f"{gateway.url}/v1/completions", json=body)
+    assert response.status_code == httpx.codes.SERVICE_UNAVAILABLE
+    assert response.json()["error"]["message"]
+
+
+def attempts(stack: Stack, outcomes: Sequence[Outcome]) -> list[int]:
+    with grpc.insecure_channel(stack.gateways[0].grpc_target) as channel:
+        stub = InferenceStub(channel)
+        return [stub.GetRequest(pb.GetRequestRequest(request_id=each.request_id)).attempts for each in outcomes]
+
+
+def test_an_engine_hands_back_and_another_continues(stack: Stack, undisturbed: Contents) -> None:
+    """SIGTERM: it exits within seconds."""
+    left: list[Part] = []
+    drain_s: list[float] = []
+
+    def drain(_: Sequence[GrpcReader]) -> None:
+        drained = stack.busiest_engine()
+        left.append(drained)
+        started = time.monotonic()
+        drained.signal(signal.SIGTERM)
+        assert drained.wait() == 0
+        drain_s.append(time.monotonic() - started)
+
+    disturbed = asyncio.run(run_all(stack, disturb=drain))
+    handed_back = [line for line in left[0].log_tail().splitlines() if "handed back" in line]
+    assert drain_s[0] <= DRAIN_LIMIT_S
+    assert handed_back
+    # The log has what it held at SIGTERM; after its exit the other engine may have finished everything already.
+    assert "handed back 0" not in handed_back[0]
+    assert contents(disturbed) == undisturbed
+
+
+def test_a_zombie_writes_nothing_and_serves_again(stack: Stack, undisturbed: Contents) -> None:
+    """SIGSTOP past its lease, then SIGCONT: another engine has continued, and the resumed one can't write.
+
+    At the end it is the only engine, and is killed: its successor continues.
+    """
+    paused: list[Part] = []
+
+    def pause(_: Sequence[GrpcReader]) -> None:
+        paused.append(stack.busiest_engine())
+        paused[0].signal(signal.SIGSTOP)
+
+    disturbed = asyncio.run(run_all(stack, disturb=pause))
+    assert contents(disturbed) == undisturbed
+
+    zombie = paused[0]
+    zombie.signal(signal.SIGCONT)
+    wait_until(lambda: "dropped" in zombie.log_tail(), limit_s=10, what="the zombie to drop what it had")
+    for other in stack.engines:
+        if other is not zombie:
+            other.stop()
+    open_streams: list[int] = []
+
+    def kill(readers: Sequence[GrpcReader]) -> None:
+        zombie.kill()
+        open_streams.append(unfinished(readers))
+        zombie.start()
+
+    again = asyncio.run(run_all(stack, disturb=kill))
+    assert open_streams[0] > 0, "the engine was killed after the streams had ended"
+    assert contents(again) == undisturbed
+    assert all(outcome.num_tokens == NUM_TOKENS for outcome in again)
+    assert not any(outcome.reconnects for outcome in again), "the gateway should have kept every stream open"
