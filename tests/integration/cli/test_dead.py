@@ -2,19 +2,36 @@
 
 import asyncio
 import json
-import subprocess
-import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import pytest
 from pagestream_cli import store
+from pagestream_cli.__main__ import main
 from pagestream_cli.errors import NotFoundError, ServerNotFoundError
 from pagestream_streams import Broker, GatewaySession
 from support.protocol.token_streams import FAST, MODEL, TENANT, card, eventually, spec, worker
 
 
-async def dead(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pagestream_cli", "dead", *arguments]
-    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
+@dataclass(frozen=True)
+class Done:
+    """A command's status and output."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def dead(capsys: pytest.CaptureFixture[str]) -> Callable[..., Awaitable[Done]]:
+    """Runs the command in a thread of this process."""
+
+    async def run(*arguments: str) -> Done:
+        capsys.readouterr()
+        status = await asyncio.to_thread(main, ["dead", *arguments])
+        return Done(status, *capsys.readouterr())
+
+    return run
 
 
 async def quarantined(broker: Broker) -> str:
@@ -36,7 +53,7 @@ async def quarantined(broker: Broker) -> str:
     return request.request_id
 
 
-async def test_list_show_and_requeue(redis_url: str) -> None:
+async def test_list_show_and_requeue(redis_url: str, dead: Callable[..., Awaitable[Done]]) -> None:
     async with await Broker.connect(redis_url, FAST) as broker:
         await broker.publish_model(card(), partitions=1)
         nothing = await dead("list", "--redis", redis_url)
@@ -64,7 +81,7 @@ async def test_list_show_and_requeue(redis_url: str) -> None:
             assert claim.request_id == new_id
 
 
-async def test_what_does_not_exist_is_an_error(redis_url: str) -> None:
+async def test_what_does_not_exist_is_an_error(redis_url: str, dead: Callable[..., Awaitable[Done]]) -> None:
     async with await Broker.connect(redis_url, FAST) as broker:
         await broker.publish_model(card(), partitions=1)
     for arguments in (["show", "nonsense"], ["requeue", "nonsense"], ["list", "--model", "nobody"]):
@@ -73,7 +90,7 @@ async def test_what_does_not_exist_is_an_error(redis_url: str) -> None:
         assert done.stderr.startswith("error: there is no ")
 
 
-async def test_a_redis_that_is_away_or_malformed_is_an_error() -> None:
+async def test_a_redis_that_is_away_or_malformed_is_an_error(dead: Callable[..., Awaitable[Done]]) -> None:
     away = await dead("list", "--redis", "redis://127.0.0.1:1/0")
     assert away.returncode == 1
     assert away.stderr.startswith("error: Redis does not answer at redis://127.0.0.1:1/0")
