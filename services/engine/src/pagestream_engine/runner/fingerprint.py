@@ -19,7 +19,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.attention.kv_store": 5,
     "pagestream_engine.attention.native.attention": 6,
     "pagestream_engine.attention.native.calls": 6,
-    "pagestream_engine.attention.native.kernels": 5,
+    "pagestream_engine.attention.native.kernels": 6,
     "pagestream_engine.attention.native.kv_store": 3,
     "pagestream_engine.attention.native.operators": 4,
     "pagestream_engine.attention.operators": 2,

@@ -409,6 +409,15 @@ inline const T* sixteen(const void* base, const Cache& cache, int64_t table_row,
   return scratch;
 }
 
+// Asks for a key or value, to be in the second cache when it is read. Blocks lie scattered, which no processor expects,
+// and a core has few places for misses: asking for 16 rows at once stalls. So a loop over 16 rows asks for one of the
+// next 16 in each of its turns.
+template <int64_t V, typename T>
+inline void prefetch_row(const T* row) {
+  constexpr int64_t line = 64 / sizeof(T);
+  for (int64_t i = 0; i < V * W; i += line) __builtin_prefetch(row + i, 0, 2);
+}
+
 // Whether none of `count` elements, a multiple of 16, is infinite or NaN.
 template <typename T>
 inline bool all_finite(const T* elements, int64_t count) {
@@ -451,28 +460,31 @@ struct WideMath {
   static constexpr int64_t LENGTH = V * W;  // elements of a query row, and of a row of sums
   static constexpr int64_t TOKENS = W;      // values that `mix` takes at once
 
-  static void widen_rows(float* to, const T* from, int64_t count) {
-    for (int64_t i = 0; i < count * V; ++i) store(to + i * W, load(from + i * W));
+  static void take_query(float* to, const T* from) {
+    for (int64_t i = 0; i < V; ++i) store(to + i * W, load(from + i * W));
   }
-  static void take_query(float* to, const T* from) { widen_rows(to, from, 1); }
 
   // Lane sums of R query rows and each of 16 keys.
   template <int64_t R>
-  static void score_keys(Vec (*total)[W], const float* query, const float* keys) {
+  static void score_keys(Vec (*total)[W], const float* query, const float* keys, const T* next) {
     for (int64_t r = 0; r < R; ++r) {
       Vec held[V];
       for (int64_t i = 0; i < V; ++i) held[i] = load(query + (r * V + i) * W);
       for (int64_t t = 0; t < W; ++t) {
+        if (r == 0) prefetch_row<V>(next + t * V * W);
         total[r][t] = splat(0.0f);
         for (int64_t i = 0; i < V; ++i) total[r][t] += held[i] * load(keys + (t * V + i) * W);
       }
     }
   }
   // (16, LENGTH) as (LENGTH, 16).
-  static void take_lanes(float* to, const float* keys) {
+  static void take_lanes(float* to, const float* keys, const T* next) {
     for (int64_t i = 0; i < V; ++i) {
       Vec part[W];
-      for (int64_t t = 0; t < W; ++t) part[t] = load(keys + (t * V + i) * W);
+      for (int64_t t = 0; t < W; ++t) {
+        if (i == 0) prefetch_row<V>(next + t * V * W);
+        part[t] = load(keys + (t * V + i) * W);
+      }
       transpose(part);
       std::memcpy(to + i * W * W, part, sizeof part);
     }
@@ -487,11 +499,14 @@ struct WideMath {
     });
   }
 
-  static const float* take_keys(float* to, const T* from) { return take_values(to, from); }
-  static const float* take_values(float* to, const T* from) {
+  static const float* take_keys(float* to, const T* from) {
     if constexpr (std::is_same_v<T, float>) return from;
-    widen_rows(to, from, W);
+    for (int64_t i = 0; i < W * V; ++i) store(to + i * W, load(from + i * W));
     return to;
+  }
+  static const float* take_values(float* to, const T* from, const T* next) {
+    for (int64_t t = 0; t < W; ++t) prefetch_row<V>(next + t * V * W);
+    return take_keys(to, from);
   }
   static Vec take_weights(float* to, Vec weights) {
     store(to, weights);
@@ -555,19 +570,24 @@ struct PairMath {
 
   // Lane sums of R query rows and each of 16 keys.
   template <int64_t R>
-  static void score_keys(Vec (*total)[W], const bf16* query, const bf16* keys) {
-    for (int64_t t = 0; t < W; ++t)
+  static void score_keys(Vec (*total)[W], const bf16* query, const bf16* keys, const bf16* next) {
+    for (int64_t t = 0; t < W; ++t) {
+      prefetch_row<V>(next + t * V * W);
       for (int64_t r = 0; r < R; ++r) {
         total[r][t] = splat(0.0f);
         for (int64_t c = 0; c < C; ++c)
           total[r][t] = add_products(total[r][t], pairs(query + r * LENGTH, c), pairs(keys + t * V * W, c));
       }
+    }
   }
   // (16, LENGTH) as (LENGTH / 2, 16, 2).
-  static void take_lanes(bf16* to, const bf16* keys) {
+  static void take_lanes(bf16* to, const bf16* keys, const bf16* next) {
     for (int64_t c = 0; c < C; ++c) {
       Vec part[W];
-      for (int64_t t = 0; t < W; ++t) part[t] = (Vec)pairs(keys + t * V * W, c);
+      for (int64_t t = 0; t < W; ++t) {
+        if (c == 0) prefetch_row<V>(next + t * V * W);
+        part[t] = (Vec)pairs(keys + t * V * W, c);
+      }
       transpose(part);
       std::memcpy(to + c * W * 2 * W, part, sizeof part);
     }
@@ -584,14 +604,17 @@ struct PairMath {
   }
 
   // (16, V * 16) as (8, C, 2, 16, 2): pairs of tokens, whose elements `put` brings into their order.
-  static const bf16* take_values(bf16* to, const bf16* from) {
-    for (int64_t t = 0; t < W; t += 2)
+  static const bf16* take_values(bf16* to, const bf16* from, const bf16* next) {
+    for (int64_t t = 0; t < W; t += 2) {
+      prefetch_row<V>(next + t * V * W);
+      prefetch_row<V>(next + (t + 1) * V * W);
       for (int64_t c = 0; c < C; ++c) {
         const __m512i a = (__m512i)pairs(from + t * V * W, c), b = (__m512i)pairs(from + (t + 1) * V * W, c);
         bf16* pair = to + (t / 2 * C + c) * 4 * W;
         _mm512_storeu_si512(pair, _mm512_unpacklo_epi16(a, b));
         _mm512_storeu_si512(pair + 2 * W, _mm512_unpackhi_epi16(a, b));
       }
+    }
     return to;
   }
   static Vec take_weights(bf16* to, Vec weights) {
@@ -703,7 +726,8 @@ class Attention {
     {
       Scratch scratch;
 #pragma omp for schedule(dynamic, 1)
-      for (size_t i = 0; i < tasks.size(); ++i) attend(tasks[i], scratch);
+      for (size_t i = 0; i < tasks.size(); ++i)
+        attend(tasks[i], tasks[std::min(i + threads, tasks.size() - 1)], scratch);
 #pragma omp for schedule(dynamic, 1)
       for (size_t i = 0; i < merges.size(); ++i) merge(merges[i], scratch);
     }
@@ -761,7 +785,8 @@ class Attention {
 
   int64_t rows_of(const Task& task) const { return task.num_heads * task.tile->count * cache.group(); }
 
-  void attend(const Task& task, Scratch& scratch) {
+  // `after` is what this thread probably attends to next.
+  void attend(const Task& task, const Task& after, Scratch& scratch) {
     const int64_t rows = rows_of(task), each = rows / task.num_heads;
     scratch.query.resize(rows * LENGTH);
     scratch.rows.resize(W * std::max(dim, LENGTH));
@@ -776,14 +801,15 @@ class Attention {
       M::take_query(scratch.query.data() + row * LENGTH,
                     query + token_of(task, row % each) * query_stride + head_of(task, row) * dim);
     if (task.partial >= 0) {
-      reduce(task, task.first_segment, scratch);
+      reduce(task, task.first_segment, keys_of(after, after.first_segment), scratch);
       std::copy_n(scratch.parts.data(), rows, partial_parts.data() + task.partial);
       std::copy_n(scratch.mixed.data(), rows * LENGTH, partial_sums.data() + task.partial * LENGTH);
       return;
     }
     start(task, scratch);
     for (int64_t segment = task.first_segment; segment < task.end_segment; ++segment) {
-      reduce(task, segment, scratch);
+      const bool is_last = segment + 1 == task.end_segment;
+      reduce(task, segment, is_last ? keys_of(after, after.first_segment) : keys_of(task, segment + 1), scratch);
       add(rows, scratch.parts.data(), scratch.mixed.data(), scratch);
     }
     finish(task, scratch);
@@ -826,22 +852,36 @@ class Attention {
              scratch.totals.data() + row * LENGTH, 1.0f / scratch.all[row].sum);
   }
 
-  // One segment of a task's rows: scratch.parts and scratch.mixed.
-  void reduce(const Task& task, int64_t segment, Scratch& scratch) {
+  // Where the tokens of a segment begin that a tile's rows see: at a multiple of 16.
+  int64_t origin_of(const Tile& tile, int64_t segment) const {
+    return std::max(segment * SEGMENT, options.begin(tile.position + 1) / W * W);
+  }
+  const T* keys_of(const Task& task, int64_t segment) const {
     const Tile& tile = *task.tile;
-    const int64_t rows = rows_of(task), each = rows / task.num_heads;
+    return (const T*)cache.keys + cache.place(tile.table_row, origin_of(tile, segment), task.first_head);
+  }
+
+  // One segment of a task's rows: scratch.parts and scratch.mixed. `after` are the keys that are read after it.
+  void reduce(const Task& task, int64_t segment, const T* after, Scratch& scratch) {
+    const Tile& tile = *task.tile;
+    const int64_t rows = rows_of(task), each = rows / task.num_heads, stride = cache.block_size * dim;
     const int64_t begin = options.begin(tile.position + 1), end = tile.position + tile.count;
-    const int64_t origin = std::max(segment * SEGMENT, begin / W * W);
+    const int64_t origin = origin_of(tile, segment);
     const int64_t width = (std::min((segment + 1) * SEGMENT, end) - origin + W - 1) / W * W;
     float* scores = scratch.scores.data();
     typename M::Weight* weights = scratch.weights.data();
-    for (int64_t i = 0; i < width; i += W)
+    const T* const all_keys = (const T*)cache.keys;
+    const T* const all_values = (const T*)cache.values;
+    for (int64_t i = 0; i < width; i += W) {
+      const T* next = i + W < width ? all_keys + cache.place(tile.table_row, origin + i + W, task.first_head)
+                                    : all_values + cache.place(tile.table_row, origin, task.first_head);
       for (int64_t head = 0; head < task.num_heads; ++head) {
         const T* found = sixteen<V, T>(cache.keys, cache, tile.table_row, task.first_head + head, origin + i, begin,
                                        end, scratch.sixteen.data());
         score(scores + head * each * width + i, width, scratch.query.data() + head * each * LENGTH,
-              M::take_keys(scratch.rows.data(), found), each, scratch);
+              M::take_keys(scratch.rows.data(), found), next + head * stride, each, scratch);
       }
+    }
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t visible = tile.position + row % each / cache.group() + 1, hidden = options.begin(visible);
       const int64_t hi = std::min(visible - origin, width), lo = std::min(std::max<int64_t>(hidden - origin, 0), width);
@@ -865,7 +905,9 @@ class Attention {
             const T* found = sixteen<V, T>(cache.values, cache, tile.table_row, kv_head, first + t, from, to,
                                            scratch.sixteen.data());
             if (hides(tile, first + t) && !all_finite(found, W * dim)) is_safe = false;
-            const typename M::Element* taken = M::take_values(scratch.values.data() + t * LENGTH, found);
+            const T* next = i + t + W < width ? all_values + cache.place(tile.table_row, first + t + W, kv_head)
+                                              : after + head * stride;
+            const typename M::Element* taken = M::take_values(scratch.values.data() + t * LENGTH, found, next);
             if (t == 0) values = taken;
           }
           return values;
@@ -893,19 +935,19 @@ class Attention {
     return tile.count > 1 && (first + W > tile.position + 1 || first < options.begin(tile.position + tile.count));
   }
 
-  // Scores of a KV head's rows against 16 keys.
-  void score(float* scores, int64_t stride, const typename M::Element* queries, const typename M::Element* keys, int64_t rows,
-             Scratch& scratch) {
+  // Scores of a KV head's rows against 16 keys; `next` is read next.
+  void score(float* scores, int64_t stride, const typename M::Element* queries, const typename M::Element* keys,
+             const T* next, int64_t rows, Scratch& scratch) {
     const float scale = options.scale;
     if (rows <= FEW_ROWS) {
       in_blocks(rows, [&](auto R, int64_t r) {
         Vec total[R][W];
-        M::template score_keys<R>(total, queries + r * LENGTH, keys);
+        M::template score_keys<R>(total, queries + r * LENGTH, keys, next);
         for (int64_t i = 0; i < R; ++i) store(scores + (r + i) * stride, sums(total[i]) * scale);
       });
       return;
     }
-    M::take_lanes(scratch.lanes.data(), keys);
+    M::take_lanes(scratch.lanes.data(), keys, next);
     in_blocks(rows, [&](auto R, int64_t r) {
       Vec total[R];
       M::template score_rows<R>(total, queries + r * LENGTH, scratch.lanes.data());
