@@ -35,7 +35,7 @@ def path_of(source: str) -> Path:
     """
     package, *names = source.split(".")
     path = FOLDERS[package].joinpath(*names)
-    for suffix in (".py", ".cpp"):
+    for suffix in (".py", ".cpp", ".h"):
         if path.with_suffix(suffix).is_file():
             return path.with_suffix(suffix)
     raise FileNotFoundError(

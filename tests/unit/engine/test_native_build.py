@@ -68,6 +68,12 @@ def test_what_the_machine_code_depends_on_is_in_the_name(
     changed = cached(library)
     assert changed != others[-1]
     assert toolchain_of(changed) == toolchain_of(others[-1])
+    header = tmp_path / "answer.h"
+    header.write_text("// 42\n")
+    including = NativeLibrary("answer", library.source, library.flags, (header,))
+    before = cached(including)
+    header.write_text("// 43\n")
+    assert len({changed, before, cached(including)}) == 3
 
 
 @_NEEDS_COMPILER

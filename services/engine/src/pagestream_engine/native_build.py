@@ -30,6 +30,8 @@ class NativeLibrary:
     """Beginning of its file name, distinct for each purpose and variant."""
     source: Path
     flags: tuple[str, ...]
+    headers: tuple[Path, ...] = ()
+    """What the source includes of this project."""
 
     def file_name(self, compiler: str, machine: bytes = b"") -> str:
         """Return `<name>-<toolchain>-<source>.so`, two digests of 16 hexadecimal digits.
@@ -43,7 +45,8 @@ class NativeLibrary:
         """
         version = _run([compiler, "--version"])
         toolchain = _digest(version, " ".join(self.flags).encode(), platform.machine().encode(), machine)
-        return f"{self.name}-{toolchain}-{_digest(self.source.read_bytes())}.so"
+        sources = (path.read_bytes() for path in (self.source, *self.headers))
+        return f"{self.name}-{toolchain}-{_digest(*sources)}.so"
 
 
 def toolchain_of(library: Path) -> str:

@@ -15,6 +15,7 @@ from pagestream_engine.native_build import NativeLibrary
 from pagestream_engine.native_levels import ARMV8_A, X86_64_V3, X86_64_V4, Level
 
 SOURCE = Path(__file__).parent / "linear.cpp"
+HEADERS = tuple(SOURCE.with_name(name) for name in ("product.h", "tiles.h"))
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Where an image's build puts the libraries (`python -m pagestream_engine.layers.native.prebuild`)."""
 
@@ -30,10 +31,16 @@ class LinearLevel(Level):
 
 
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi", "-ffp-contract=off")
+_AVX512_BF16 = X86_64_V4.flags | {"avx512_bf16"}
 _AVX512 = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 LEVELS = {
     "x86_64": (
-        LinearLevel("avx512-bf16", X86_64_V4.flags | {"avx512_bf16"}, (*_AVX512, "-mavx512bf16")),
+        LinearLevel(
+            "amx-bf16",
+            _AVX512_BF16 | {"amx_tile", "amx_bf16"},
+            (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        ),
+        LinearLevel("avx512-bf16", _AVX512_BF16, (*_AVX512, "-mavx512bf16")),
         LinearLevel("avx512", X86_64_V4.flags, _AVX512),
         LinearLevel("avx2", X86_64_V3.flags, ("-mavx2", "-mfma")),
         LinearLevel("x86-64", frozenset({"sse2"}), (), is_fast=False),
@@ -43,17 +50,17 @@ LEVELS = {
 """By `platform.machine()`, the best first. The last ones have no fused multiply-add, and serve only who asks."""
 
 
-def best_level(cpuinfo: str, environ: Mapping[str, str]) -> LinearLevel | None:
-    """Return the best level of this processor that the environment allows; None where there is none.
+def usable_levels(cpuinfo: str, environ: Mapping[str, str]) -> tuple[LinearLevel, ...]:
+    """Return the levels that this processor has and the environment allows, the best first.
 
     Args:
         cpuinfo: text of /proc/cpuinfo.
         environ: environment of the process: `ONEDNN_MAX_CPU_ISA` limits these kernels as it limits oneDNN's.
     """
     has = usable_instruction_sets(cpuinfo, environ)
-    return next((level for level in LEVELS.get(platform.machine(), ()) if level.flags <= has), None)
+    return tuple(level for level in LEVELS.get(platform.machine(), ()) if level.flags <= has)
 
 
 def library_for(level: LinearLevel) -> NativeLibrary:
     """Return what to compile for a level."""
-    return NativeLibrary(f"linear-{level.name}", SOURCE, (*_FLAGS, *level.options))
+    return NativeLibrary(f"linear-{level.name}", SOURCE, (*_FLAGS, *level.options), HEADERS)

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from pagestream_engine.cpu import read_cpuinfo
 from pagestream_engine.errors import NativeBuildError
-from pagestream_engine.layers.native.levels import PREBUILT, LinearLevel, best_level, library_for
+from pagestream_engine.layers.native.levels import PREBUILT, LinearLevel, library_for, usable_levels
 from pagestream_engine.native_build import cached
 from pagestream_engine.native_levels import find_library
 
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_WORD_BYTES = 4
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 _log = logging.getLogger(__name__)
@@ -31,22 +30,21 @@ class NativeLinears:
     def __init__(self, library: ctypes.CDLL, level: LinearLevel, dtype: torch.dtype) -> None:
         self.level = level
 
-        def bind(name: str, *arguments: type) -> Callable[..., None]:
+        def bind(name: str, result: type[ctypes.c_int64] | None, *arguments: type) -> Callable[..., Any]:
             function: Any = getattr(library, f"{name}_{_SUFFIXES[dtype]}")
-            function.argtypes, function.restype = [*arguments, _I], None
-            bound: Callable[..., None] = function
+            function.argtypes, function.restype = arguments, result
+            bound: Callable[..., Any] = function
             return bound
 
-        self._pack = bind("pack", _P, _P, _N, _N)
-        self._linear = bind("linear", *[_P] * 7, *[_N] * 3)
-        library.panel_outputs.restype = _N
-        self._panel: int = library.panel_outputs()
+        self._packed_words = bind("packed_words", _N, _N, _N)
+        self._pack = bind("pack", None, _P, _P, _N, _N, _I)
+        self._scratch_words = bind("scratch_words", _N, _P, _N, _N, _N, _I)
+        self._linear = bind("linear", None, *[_P] * 6, *[_N] * 3, _I)
 
     def pack(self, weight: Tensor) -> Tensor:
         """(out features, in features) -> its words in panels, (words,) int32."""
         outputs, inputs = weight.shape
-        panels = -(-outputs // self._panel)
-        packed = torch.empty(panels * self._panel * _words(weight), dtype=torch.int32)
+        packed = torch.empty(self._packed_words(inputs, outputs), dtype=torch.int32)
         self._pack(packed.data_ptr(), weight.data_ptr(), inputs, outputs, torch.get_num_threads())
         return packed
 
@@ -69,37 +67,44 @@ class NativeLinears:
         out = torch.empty(rows, out_features, dtype=x.dtype)
         if not rows:
             return out
-        threads, words = torch.get_num_threads(), _words(x)
-        is_tile = rows == 1 and words * _WORD_BYTES == inputs * x.itemsize
-        tiled = None if is_tile else torch.empty(rows * words, dtype=torch.int32)
-        panels = None if weight is None else torch.empty(threads * self._panel * words, dtype=torch.int32)
-        pointers = (None if each is None else each.data_ptr() for each in (weight, packed, bias, tiled, panels))
-        self._linear(out.data_ptr(), x.data_ptr(), *pointers, rows, inputs, out_features, threads)
+        weight_at, packed_at, bias_at = (None if each is None else each.data_ptr() for each in (weight, packed, bias))
+        sizes = (rows, inputs, out_features, torch.get_num_threads())
+        scratch = torch.empty(self._scratch_words(weight_at, *sizes), dtype=torch.int32)
+        self._linear(out.data_ptr(), x.data_ptr(), weight_at, packed_at, bias_at, scratch.data_ptr(), *sizes)
         return out
 
 
 @cache
 def native_linears(dtype: torch.dtype) -> NativeLinears | None:
-    """Return this machine's kernels for a dtype; None (and one warning) where they can't be had."""
-    level = best_level(read_cpuinfo(), os.environ)
-    if level is None or dtype not in _SUFFIXES:
-        return None
-    library = load_level(level)
-    return None if library is None else NativeLinears(library, level, dtype)
+    """Return this machine's kernels for a dtype, of the best level that can be compiled and loaded.
+
+    Logs one warning where a better level, or all of them, can't be had; returns None where all can't.
+    """
+    failures: list[str] = []
+    kernels = None
+    for level in usable_levels(read_cpuinfo(), os.environ) if dtype in _SUFFIXES else ():
+        try:
+            kernels = NativeLinears(load_level(level), level, dtype)
+            break
+        except (OSError, NativeBuildError) as error:
+            failures.append(str(error))
+    if failures:
+        used = "can't be used" if kernels is None else f"use {kernels.level.name}"
+        _log.warning("the C++ kernels of linears %s: %s", used, "; ".join(dict.fromkeys(failures)))
+    return kernels
 
 
 @cache
-def load_level(level: LinearLevel) -> ctypes.CDLL | None:
-    """Load the library of a level, compiled if need be; return None (and log one warning) where that fails."""
-    try:
-        path = find_library(PREBUILT, "linear", (level,), level.flags) or cached(library_for(level))
-        # Torch is loaded by now, so that the OpenMP runtime that this resolves to is torch's own: one pool of threads.
-        return ctypes.CDLL(str(path))
-    except (OSError, NativeBuildError) as error:
-        _log.warning("the C++ kernels of linears can't be used: %s", error)
-        return None
+def load_level(level: LinearLevel) -> ctypes.CDLL:
+    """Load the library of a level, compiled if need be.
 
-
-def _words(x: Tensor) -> int:
-    """Words of 32 bits that a row takes, the last one filled up."""
-    return -(-x.shape[1] * x.itemsize // _WORD_BYTES)
+    Raises:
+        NativeBuildError: it can't be compiled.
+        OSError: it can't be loaded, or the system does not give this process the level's registers.
+    """
+    path = find_library(PREBUILT, "linear", (level,), level.flags) or cached(library_for(level))
+    # Torch is loaded by now, so that the OpenMP runtime that this resolves to is torch's own: one pool of threads.
+    library = ctypes.CDLL(str(path))
+    if not library.acquire():
+        raise OSError(f"the system does not give this process the registers of {level.name}")
+    return library

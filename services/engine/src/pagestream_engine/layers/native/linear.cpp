@@ -1,34 +1,31 @@
 // Linears whose bits depend on nothing but the row, the weight and the bias: y = x W^T + b in bfloat16 or float32.
 //
-// Every element of y is summed in one float32 accumulator, over the inputs from first to last, whatever the number of
-// rows, the row's place among them and the number of threads: these only choose which accumulators share a register
-// tile. One library has one set of instructions, the compiler's target, since they add differently:
+// Every element of y is summed over the inputs from first to last, in steps that the level of instructions fixes,
+// whatever the number of rows, the row's place among them and the number of threads: these only choose which sums
+// share registers. One library has one level, the compiler's target, since they add differently:
 //
+//   AMX              bfloat16 by tiles (tiles.h), float32 by fused multiply-add
 //   AVX512_BF16      bfloat16 in pairs by vdpbf16ps, float32 by fused multiply-add
 //   AVX-512, AVX2    bfloat16 widened, both by fused multiply-add
 //   any other        bfloat16 widened, both by a multiplication and an addition
 //
-// A product of two bfloat16 is exact in float32, so that all levels but the first give the same bits in bfloat16, and
-// all but the last in float32.
+// A product of two bfloat16 is exact in float32, so that all levels but the first two give the same bits in bfloat16,
+// and all but the last in float32.
 //
-// A step of a sum takes one input in float32 and two in bfloat16, so that what it takes of a row has 32 bits, a word.
-// Weights are packed in panels of PANEL outputs, (steps, PANEL) words each. A weight that has to stay as it is (a tied
-// embedding) is packed panel by panel whenever it is used, into a thread's own memory: the sums are the same.
-
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
+// Without tiles, each element has one float32 accumulator. A step takes one input in float32 and two in bfloat16, so
+// that what it takes of a row has 32 bits, a word. Weights are packed in panels of PANEL outputs, (steps, PANEL) words
+// each. A weight that has to stay as it is (a tied embedding) is packed panel by panel whenever it is used, into a
+// thread's own memory: the sums are the same.
 
 #include <omp.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
+
+#include "product.h"
+
+#if defined(__AMX_BF16__) || defined(PAGESTREAM_TILE_MODEL)
+#include "tiles.h"
 #endif
 
 namespace {
-
-struct bf16 {
-  uint16_t bits;
-};
 
 // -- vectors of float32 --
 
@@ -63,102 +60,24 @@ inline Floats multiply_add(Floats sum, Floats x, Floats y) {
 #endif
 }
 
-// -- one step of a sum, by the dtype of what is multiplied --
-
+// One step of a sum, by the dtype of what is multiplied.
 template <class T>
-struct Step;
+Floats add_step(Floats sum, Words x, Words weight);
 
 template <>
-struct Step<float> {
-  static constexpr int64_t INPUTS = 1;
-  static Floats add(Floats sum, Words x, Words weight) { return multiply_add(sum, (Floats)x, (Floats)weight); }
-};
+inline Floats add_step<float>(Floats sum, Words x, Words weight) {
+  return multiply_add(sum, (Floats)x, (Floats)weight);
+}
 
 template <>
-struct Step<bf16> {
-  static constexpr int64_t INPUTS = 2;
-  static Floats add(Floats sum, Words x, Words weight) {
+inline Floats add_step<bf16>(Floats sum, Words x, Words weight) {
 #if defined(__AVX512BF16__)
-    return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)weight);
+  return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)weight);
 #else
-    sum = multiply_add(sum, (Floats)(x << 16), (Floats)(weight << 16));
-    return multiply_add(sum, (Floats)(x & 0xffff0000u), (Floats)(weight & 0xffff0000u));
-#endif
-  }
-};
-
-template <class T>
-constexpr int64_t steps_of(int64_t inputs) {
-  return (inputs + Step<T>::INPUTS - 1) / Step<T>::INPUTS;
-}
-
-inline float widen(float x) { return x; }
-inline float widen(bf16 x) {
-  const uint32_t bits = uint32_t(x.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, 4);
-  return wide;
-}
-
-inline void store(float* to, float x) { *to = x; }
-inline void store(bf16* to, float x) {  // rounded to nearest even; a NaN stays one
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  bits += 0x7fff + ((bits >> 16) & 1);
-  to->bits = x != x ? 0x7fc0 : uint16_t(bits >> 16);
-}
-
-// -- packing --
-
-// Four words of four rows each, to four words of four steps each.
-inline void transpose(const uint32_t* from, int64_t row_stride, uint32_t* to, int64_t step_stride) {
-#if defined(__x86_64__)
-  __m128 r[4];
-  for (int i = 0; i < 4; ++i) r[i] = _mm_loadu_ps((const float*)(from + i * row_stride));
-  _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
-  for (int i = 0; i < 4; ++i) _mm_storeu_ps((float*)(to + i * step_stride), r[i]);
-#else
-  for (int step = 0; step < 4; ++step)
-    for (int row = 0; row < 4; ++row) to[step * step_stride + row] = from[row * row_stride + step];
+  sum = multiply_add(sum, (Floats)(x << 16), (Floats)(weight << 16));
+  return multiply_add(sum, (Floats)(x & 0xffff0000u), (Floats)(weight & 0xffff0000u));
 #endif
 }
-
-// (count, inputs), contiguous -> (steps, width) words. Zeros fill the columns from `count` on, and the last step where
-// it lacks an input.
-template <class T>
-void pack(const T* from, int64_t inputs, int64_t count, int64_t width, uint32_t* to) {
-  const int64_t whole = inputs / Step<T>::INPUTS, steps = steps_of<T>(inputs);
-  constexpr int64_t LINE = 16;  // words of a cache line: a line of each row is read at once
-  if (count < width || whole < steps) std::memset(to, 0, steps * width * sizeof(uint32_t));
-  const auto copy = [&](int64_t column, int64_t step) {
-    std::memcpy(to + step * width + column, from + column * inputs + step * Step<T>::INPUTS, sizeof(uint32_t));
-  };
-  for (int64_t begin = 0; begin < whole; begin += LINE) {
-    const int64_t end = std::min(begin + LINE, whole);
-    int64_t column = 0;
-    for (; inputs % Step<T>::INPUTS == 0 && column + 4 <= count; column += 4) {
-      const uint32_t* rows = reinterpret_cast<const uint32_t*>(from) + column * steps;
-      for (int row = 0; row < 4; ++row) __builtin_prefetch(rows + row * steps + begin + 4 * LINE);
-      int64_t step = begin;
-      for (; step + 4 <= end; step += 4) transpose(rows + step, steps, to + step * width + column, width);
-      for (; step < end; ++step)
-        for (int64_t i = 0; i < 4; ++i) copy(column + i, step);
-    }
-    for (; column < count; ++column)
-      for (int64_t step = begin; step < end; ++step) copy(column, step);
-  }
-  for (int64_t column = 0; whole < steps && column < count; ++column)
-    std::memcpy(to + whole * width + column, from + column * inputs + whole * Step<T>::INPUTS, sizeof(T));
-}
-
-template <class T>
-void pack_weight(uint32_t* to, const T* weight, int64_t inputs, int64_t outputs, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t begin = 0; begin < outputs; begin += PANEL)
-    pack(weight + begin * inputs, inputs, std::min(PANEL, outputs - begin), PANEL, to + begin * steps_of<T>(inputs));
-}
-
-// -- the product --
 
 // A register tile: x (steps, ROWS), a panel of the weight (steps, PANEL) -> sums (ROWS, PANEL).
 template <class T, int ROWS>
@@ -169,8 +88,8 @@ void multiply(const uint32_t* x, const uint32_t* panel, int64_t steps, float* su
 #pragma GCC unroll 14
     for (int row = 0; row < ROWS; ++row) {
       const Words input = x[row] - Words{};
-      total[row][0] = Step<T>::add(total[row][0], input, weights[0]);
-      total[row][1] = Step<T>::add(total[row][1], input, weights[1]);
+      total[row][0] = add_step<T>(total[row][0], input, weights[0]);
+      total[row][1] = add_step<T>(total[row][1], input, weights[1]);
     }
   }
   std::memcpy(sums, total, sizeof total);
@@ -183,86 +102,114 @@ void multiply_rows(int64_t rows, const uint32_t* x, const uint32_t* panel, int64
 }
 
 template <class T>
-struct Linear {
-  T* out;                  // (rows, outputs)
-  const T* x;              // (rows, inputs)
-  const T* weight;         // (outputs, inputs), or null where it is packed
-  const uint32_t* packed;  // by pack_weight
-  const T* bias;           // (outputs,), or null
-  uint32_t* tiled;         // rows * steps words, to pack x in; null if x is one row of whole words, its own tile
-  uint32_t* panels;        // threads * PANEL * steps words, to pack `weight` in
-  int64_t rows, inputs, outputs;
+struct VectorProduct : Product<T> {
+  using Base = Product<T>;
+  using Base::inputs, Base::outputs, Base::packed, Base::rows, Base::scratch, Base::threads, Base::weight, Base::x;
 
-  int64_t steps() const { return steps_of<T>(inputs); }
-  int64_t num_tiles() const { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
-  int64_t num_panels() const { return (outputs + PANEL - 1) / PANEL; }
-  int64_t first_row(int64_t tile) const { return rows * tile / num_tiles(); }  // shared out evenly: no tile has few
-  int64_t num_groups() const {
-    const int64_t tiles = std::max<int64_t>(1, GROUP_BYTES / (MAX_ROWS * steps() * 4));  // of a group
-    return (num_tiles() + tiles - 1) / tiles;
+  static int64_t steps_of(int64_t inputs) { return ceil_div(inputs, INPUTS_OF_WORD<T>); }
+
+  static int64_t packed_words(int64_t inputs, int64_t outputs) {
+    return ceil_div(outputs, PANEL) * PANEL * steps_of(inputs);
   }
 
-  void run(int threads) const {
+  static void pack_panel(const T* weight, int64_t inputs, int64_t outputs, int64_t output, uint32_t* to) {
+    pack(weight + output * inputs, inputs, std::min(PANEL, outputs - output), steps_of(inputs), PANEL, to);
+  }
+
+  static void pack_weight(uint32_t* to, const T* weight, int64_t inputs, int64_t outputs, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t output = 0; output < outputs; output += PANEL)
+      pack_panel(weight, inputs, outputs, output, to + output * steps_of(inputs));
+  }
+
+  // One row of whole words is its own tile: (steps, 1).
+  bool packs_rows() const { return rows > 1 || inputs % INPUTS_OF_WORD<T>; }
+  int64_t tiled_words() const { return packs_rows() ? rows * steps() : 0; }
+  int64_t scratch_words() const { return tiled_words() + (weight ? threads * PANEL * steps() : 0); }
+
+  int64_t steps() const { return steps_of(inputs); }
+  int64_t num_tiles() const { return ceil_div(rows, MAX_ROWS); }
+  int64_t num_panels() const { return ceil_div(outputs, PANEL); }
+  int64_t first_row(int64_t tile) const { return rows * tile / num_tiles(); }  // shared out evenly: no tile has few
+  int64_t num_groups() const {
+    const int64_t tiles = std::max<int64_t>(1, GROUP_BYTES / (MAX_ROWS * steps() * WORD_BYTES));  // of a group
+    return ceil_div(num_tiles(), tiles);
+  }
+
+  void run() const {
     const int64_t num_items = num_groups() * num_panels();
 #pragma omp parallel num_threads(threads)
     {
-      if (tiled) {
+      if (packs_rows()) {
 #pragma omp for schedule(static)
         for (int64_t tile = 0; tile < num_tiles(); ++tile) {
           const int64_t row = first_row(tile), count = first_row(tile + 1) - row;
-          pack(x + row * inputs, inputs, count, count, tiled + row * steps());
+          pack(x + row * inputs, inputs, count, steps(), count, scratch + row * steps());
         }
       }
-      uint32_t* own = panels + omp_get_thread_num() * PANEL * steps();
+      uint32_t* own = scratch + tiled_words() + omp_get_thread_num() * PANEL * steps();
 #pragma omp for schedule(static) nowait
       for (int64_t item = 0; item < num_items; ++item) {
         const int64_t group = item / num_panels(), output = item % num_panels() * PANEL;
-        if (weight) pack(weight + output * inputs, inputs, std::min(PANEL, outputs - output), PANEL, own);
+        if (weight) pack_panel(weight, inputs, outputs, output, own);
         multiply_group(group, output, weight ? own : packed + output * steps());
       }
     }
   }
 
   void multiply_group(int64_t group, int64_t output, const uint32_t* panel) const {
-    const uint32_t* inputs_of_tiles = tiled ? tiled : reinterpret_cast<const uint32_t*>(x);
+    const uint32_t* tiled = packs_rows() ? scratch : reinterpret_cast<const uint32_t*>(x);
     const int64_t end = num_tiles() * (group + 1) / num_groups();
     for (int64_t tile = num_tiles() * group / num_groups(); tile < end; ++tile) {
       const int64_t row = first_row(tile), count = first_row(tile + 1) - row;
       alignas(64) float sums[MAX_ROWS * PANEL];
-      multiply_rows<T>(count, inputs_of_tiles + row * steps(), panel, steps(), sums);
-      finish(sums, row, count, output);
-    }
-  }
-
-  // Adds the bias and stores.
-  void finish(const float* sums, int64_t first_row, int64_t count, int64_t output) const {
-    const int64_t width = std::min(PANEL, outputs - output);
-    for (int64_t row = 0; row < count; ++row) {
-      T* to = out + (first_row + row) * outputs + output;
-      const float* from = sums + row * PANEL;
-      if (bias)
-        for (int64_t i = 0; i < width; ++i) store(to + i, from[i] + widen(bias[output + i]));
-      else
-        for (int64_t i = 0; i < width; ++i) store(to + i, from[i]);
+      multiply_rows<T>(count, tiled + row * steps(), panel, steps(), sums);
+      this->template finish<PANEL>(sums, row, count, output);
     }
   }
 };
 
+template <class T>
+struct KernelOf {
+  using Type = VectorProduct<T>;
+};
+#if defined(__AMX_BF16__) || defined(PAGESTREAM_TILE_MODEL)
+template <>
+struct KernelOf<bf16> {
+  using Type = TileProduct;
+};
+#endif
+template <class T>
+using Kernel = typename KernelOf<T>::Type;
+
 }  // namespace
 
-// Pointers are to contiguous memory; see the fields of `Linear`. A packed weight has steps * outputs words, the outputs
-// rounded up to whole panels.
+// See the fields of `Product`. Scratch depends on whether the product will be given a weight that is not packed.
 #define PAGESTREAM_EXPORT(T, NAME)                                                                                  \
-  void pack_##NAME(uint32_t* packed, const T* weight, int64_t inputs, int64_t outputs, int threads) {               \
-    pack_weight(packed, weight, inputs, outputs, threads);                                                          \
+  int64_t packed_words_##NAME(int64_t inputs, int64_t outputs) {                                                    \
+    return Kernel<T>::packed_words(inputs, outputs);                                                                \
   }                                                                                                                 \
-  void linear_##NAME(T* out, const T* x, const T* weight, const uint32_t* packed, const T* bias, uint32_t* tiled,   \
-                     uint32_t* panels, int64_t rows, int64_t inputs, int64_t outputs, int threads) {                \
-    Linear<T>{out, x, weight, packed, bias, tiled, panels, rows, inputs, outputs}.run(threads);                     \
+  void pack_##NAME(uint32_t* packed, const T* weight, int64_t inputs, int64_t outputs, int threads) {               \
+    Kernel<T>::pack_weight(packed, weight, inputs, outputs, threads);                                               \
+  }                                                                                                                 \
+  int64_t scratch_words_##NAME(const T* weight, int64_t rows, int64_t inputs, int64_t outputs, int threads) {       \
+    return Kernel<T>{{nullptr, nullptr, weight, nullptr, nullptr, nullptr, rows, inputs, outputs, threads}}         \
+        .scratch_words();                                                                                           \
+  }                                                                                                                 \
+  void linear_##NAME(T* out, const T* x, const T* weight, const uint32_t* packed, const T* bias, uint32_t* scratch, \
+                     int64_t rows, int64_t inputs, int64_t outputs, int threads) {                                  \
+    Kernel<T>{{out, x, weight, packed, bias, scratch, rows, inputs, outputs, threads}}.run();                       \
   }
 
 extern "C" {
-int64_t panel_outputs() { return PANEL; }
+// Asks the system for what the level needs; returns whether this process has it.
+int acquire() {
+#if defined(__AMX_BF16__) && !defined(PAGESTREAM_TILE_MODEL)
+  return acquire_tiles();
+#else
+  return 1;
+#endif
+}
 PAGESTREAM_EXPORT(float, float32)
 PAGESTREAM_EXPORT(bf16, bfloat16)
 }
