@@ -29,11 +29,13 @@ FROM ${BASE_IMAGE} AS kernels
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++
 COPY services/engine/src/pagestream_engine/attention/native /src/pagestream_engine/attention/native
 COPY services/engine/src/pagestream_engine/layers/native /src/pagestream_engine/layers/native
+COPY services/engine/src/pagestream_engine/sampler/native /src/pagestream_engine/sampler/native
 COPY services/engine/src/pagestream_engine/cpu.py services/engine/src/pagestream_engine/errors.py \
      services/engine/src/pagestream_engine/native_build.py services/engine/src/pagestream_engine/native_levels.py \
      /src/pagestream_engine/
 RUN PYTHONPATH=/src python3 -m pagestream_engine.attention.native.prebuild --out /prebuilt/attention \
-    && PYTHONPATH=/src python3 -m pagestream_engine.layers.native.prebuild --out /prebuilt/layers
+    && PYTHONPATH=/src python3 -m pagestream_engine.layers.native.prebuild --out /prebuilt/layers \
+    && PYTHONPATH=/src python3 -m pagestream_engine.sampler.native.prebuild --out /prebuilt/sampler
 
 # -- our packages --
 FROM thirdparty AS ours
@@ -49,6 +51,7 @@ RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation 
       --target /opt/pagestream /wheels/*.whl
 COPY --from=kernels /prebuilt/attention /opt/pagestream/pagestream_engine/attention/native/prebuilt
 COPY --from=kernels /prebuilt/layers /opt/pagestream/pagestream_engine/layers/native/prebuilt
+COPY --from=kernels /prebuilt/sampler /opt/pagestream/pagestream_engine/sampler/native/prebuilt
 
 FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title="pagestream-engine" \

@@ -81,7 +81,7 @@ def test_what_is_compiled_beforehand_is_found_and_loaded_without_a_compiler(
     assert loaded._name == str(found)
 
 
-@pytest.mark.parametrize("package", ["attention", "layers"])
+@pytest.mark.parametrize("package", ["attention", "layers", "sampler"])
 def test_an_image_copies_all_that_the_commands_import(tmp_path: Path, package: str) -> None:
     """The image's build runs them without the packages around it, so that a layer is built anew for its files alone."""
     root = Path(__file__).parents[4]

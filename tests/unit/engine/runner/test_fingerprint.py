@@ -36,6 +36,8 @@ NOT_DECIDING = {
     "pagestream_engine.runner.warm_up": "runs before any request, and leaves nothing that a request reads",
     "pagestream_engine.runner.profile": "sizes the cache, which changes no token",
     "pagestream_engine.runner.numerics": "chooses the mode, which is part of the fingerprint",
+    "pagestream_engine.sampler.native.levels": "names how kernels are compiled, with the same bits at each level",
+    "pagestream_engine.sampler.native.prebuild": "runs when an image is built",
     "pagestream_engine.sampler.sampled": "holds what was sampled",
     "pagestream_engine.text.faults": "says which errors end a request",
     "pagestream_engine.runner.results": "copies what was decided",

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.request.sampling_params import ALL_LOGPROBS, SamplingParams
 from pagestream_engine.sampler import DrawFault, Sampled, SamplingBatch, TokenMasks
-from pagestream_engine.sampler.draw import draw, draw_by_kernel, draw_for
+from pagestream_engine.sampler.draw import draw_by_kernel, draw_for
 from pagestream_engine.sampler.filters import apply_filters
 from pagestream_engine.sampler.noise import gumbel
 from pagestream_engine.sampler.stages.logit_bias import LogitBias
@@ -202,7 +202,6 @@ def test_a_row_gets_the_same_in_any_batch(kinds: list[dict[str, Any]]) -> None:
 
 def test_a_gpu_draws_by_the_kernel() -> None:
     assert draw_for(torch.device("cuda")) is draw_by_kernel
-    assert draw_for(CPU) is draw
 
 
 def test_a_row_is_sampled_on_without_its_tokens_being_read() -> None:

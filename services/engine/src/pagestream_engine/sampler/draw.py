@@ -1,4 +1,7 @@
-"""Draw a token for each row: temperature, filters, then the largest of logits and noise."""
+"""Draw a token for each row: temperature, filters, then the largest of logits and noise.
+
+By one kernel where there is one, in C++ on a CPU and in Triton on a GPU; `draw` is the reference of both.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.sampler.filters import apply_filters
+from pagestream_engine.sampler.native.library import native_draws
 from pagestream_engine.sampler.noise import gumbel
 
 
@@ -33,7 +38,7 @@ class Drawn(NamedTuple):
     """The chosen tokens, and what they were chosen by: NaN or -inf where no token can be chosen."""
 
     values: Tensor
-    """(rows,) of the logits' dtype."""
+    """(rows,) of a float dtype."""
     token_ids: Tensor
     """(rows,) int64."""
 
@@ -43,13 +48,20 @@ Draw = Callable[[Tensor, DrawParams, Tensor], Drawn]
 
 
 def draw_for(device: torch.device) -> Draw:
-    """Return what draws on a device: the kernel on a GPU."""
-    return draw_by_kernel if device.type == "cuda" else draw
+    """Return what draws on a device: a kernel, or torch's operations on a CPU without the C++ kernels."""
+    if device.type == "cuda":
+        return draw_by_kernel
+    return draw_natively if device.type == "cpu" and native_draws() is not None else draw
 
 
 def largest(logits: Tensor) -> Drawn:
-    """Return the lowest id among each row's largest. By `max`, at a sixth of what `argmax` takes in bfloat16."""
-    return Drawn(*logits.max(dim=-1))
+    """Return the lowest id among each row's largest.
+
+    Without a kernel by `max`, at a sixth of what `argmax` takes in bfloat16.
+    """
+    kernels = native_draws() if logits.device.type == "cpu" else None
+    found = None if kernels is None else kernels.largest(logits)
+    return Drawn(*(logits.max(dim=-1) if found is None else found))
 
 
 def draw(logits: Tensor, params: DrawParams, positions: Tensor) -> Drawn:
@@ -62,7 +74,24 @@ def draw(logits: Tensor, params: DrawParams, positions: Tensor) -> Drawn:
     """
     scaled = logits.div_(params.temperatures[:, None])
     apply_filters(scaled, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-    return largest(scaled.add_(gumbel(params.seeds, positions, logits.shape[-1])))
+    return Drawn(*scaled.add_(gumbel(params.seeds, positions, logits.shape[-1])).max(dim=-1))
+
+
+def draw_natively(logits: Tensor, params: DrawParams, positions: Tensor) -> Drawn:
+    """Do `draw` by one C++ kernel: the same filters and noise, without temporaries. `logits` are contiguous."""
+    kernels = native_draws()
+    if kernels is None:
+        raise InvariantViolation("the C++ kernels that draw are not loaded")
+    values, token_ids = kernels.draw(
+        logits,
+        params.temperatures,
+        params.seeds,
+        positions,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+    )
+    return Drawn(values, token_ids)
 
 
 def draw_by_kernel(logits: Tensor, params: DrawParams, positions: Tensor) -> Drawn:

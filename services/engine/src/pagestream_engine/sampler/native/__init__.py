@@ -1,0 +1,1 @@
+"""The CPU's C++ kernels that draw tokens: their source, its compilation, and the calls."""
