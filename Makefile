@@ -17,6 +17,8 @@ NOTHING_FOUND = $(if $(PYTEST_ARGS),5,none)
 # Test files that run at once, more than there are cores, since many wait; 0 is one after the other. Tests that kill
 # processes always run one after the other.
 WORKERS ?= 3
+# The processes that tests start load this repository's modules compiled, from the second one on.
+unexport PYTHONDONTWRITEBYTECODE
 # Test files that run at once share the cores: one thread each, and none that spins while it waits for another's.
 SHARED_CORES = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 SEED ?= 1

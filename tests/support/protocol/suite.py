@@ -14,23 +14,15 @@ CROWDS = (CLUSTER, SENTINELS)
 """Places with several servers."""
 
 COVER: Mapping[str, tuple[str, ...]] = {
-    "test_accept": (OLDEST, NEWEST, CLUSTER),
-    "test_append": (OLDEST, NEWEST, CLUSTER),
-    "test_claim": (OLDEST, NEWEST, CLUSTER),
-    "test_reading": (OLDEST, CLUSTER, SENTINELS),
     "test_scripts": (OLDEST, NEWEST, CLUSTER, SENTINELS),
-    "test_request_lists": (OLDEST, CLUSTER),
-    "test_models": (OLDEST, CLUSTER, SENTINELS),
-    "test_memory": (OLDEST, NEWEST),
-    "test_log_quota": (OLDEST, CLUSTER),
-    "test_shares": (OLDEST, CLUSTER),
-    "test_full_redis": (OLDEST, NEWEST, CLUSTER),
-    "test_model_check": (OLDEST, NEWEST),
+    "test_append": (OLDEST, NEWEST),
+    "test_models": (OLDEST, CLUSTER),
+    "test_reading": (OLDEST, SENTINELS),
 }
 """Where a module's tests run in `make test`; those of other modules run on the oldest server.
 
-On the newest run tests of each script and each type of reply; on a cluster those with keys of several partitions;
-behind Sentinels those of connections, readers and scripts, since their master is a server like any other.
+All scripts run on every server; of the rest, what differs most there: each type of reply on the newest, keys of several
+partitions on a cluster, connections and readers behind Sentinels. CI runs all others by `make topologies`.
 """
 
 
