@@ -14,6 +14,7 @@ from pagestream_engine.engine import Engine
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.runner import ModelRunner
 from support.engines.tiny_models import make_model, random_prompts
+from support.engines.triton_bits import Comparison
 
 pytestmark = pytest.mark.gpu
 
@@ -114,3 +115,28 @@ def test_requests_go_on_in_another_engine_as_they_would_have(folder_of: Callable
     resumed, _ = _engine(folder_of("llama"), "cuda")
     assert any(len(found) < _MAX_TOKENS for found in before.values())
     assert _serve(resumed, given=before) == undisturbed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["llama", "qwen3-window"])
+def test_deterministic_logits_have_the_same_bits_whatever_happens(
+    folder_of: Callable[[str], Path], model: str, dtype: str
+) -> None:
+    """Over the split of decodes, too: two prompts are longer than 512 tokens less the output."""
+    options = {"deterministic": True, "attention_backend": "auto", "device": "cuda", "dtype": dtype, "block_size": 16}
+    options |= {"max_model_len": 800, "max_num_seqs": 12, "num_gpu_blocks_override": 300}
+    folder = make_model(folder_of(model).parent / f"{model}-long", model, max_position_embeddings=1024)
+    lengths = [40, 5, 17, 90, 130, 505, 700]
+    prompts = {f"request {index}": prompt for index, prompt in enumerate(random_prompts(lengths, seed=3))}
+    comparison = Comparison(folder, options, prompts, 24)
+    assert comparison.num_compared == 24 * len(prompts)
+    assert comparison.together()["differing"] == 0
+    assert comparison.together(enforce_eager=True)["differing"] == 0
+    assert comparison.together(max_num_batched_tokens=61)["differing"] == 0
+    tight = comparison.together(num_gpu_blocks_override=98, max_num_batched_tokens=256)
+    assert tight["differing"] == 0
+    assert tight["preemptions"] > 0
+    found = comparison.resumed()
+    assert not any(count for what, count in found.items() if what.startswith("differing")), found
+    assert found["cached tokens of the next turn"] == 688
+    assert found["late compilations"] == 0

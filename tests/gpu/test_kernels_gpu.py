@@ -35,6 +35,11 @@ def test_fixed_split_gives_the_same_bits_in_any_batch(gpu: torch.device, dtype: 
     kernel_cases.check("decode_invariance", {"dtype": dtype}, gpu)
 
 
+@pytest.mark.parametrize("dtype", kernel_cases.DTYPES)
+def test_a_linears_row_has_the_same_bits_among_any_number_of_others(gpu: torch.device, dtype: str) -> None:
+    kernel_cases.check("fixed_order_matmul_invariance", {"dtype": dtype, "step": 1}, gpu)
+
+
 def test_captured_graph_follows_new_lengths(gpu: torch.device) -> None:
     """The grid does not depend on lengths, so that one graph serves a growing sequence."""
     case: Case = {

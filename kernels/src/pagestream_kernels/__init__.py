@@ -3,6 +3,7 @@
 from pagestream_kernels.decode_plan import DecodePlan, plan_decode
 from pagestream_kernels.errors import KernelArgumentError, KernelError, KernelUnavailableError
 from pagestream_kernels.filter_and_draw import filter_and_draw, filter_and_draw_reference
+from pagestream_kernels.linear.fixed_order_matmul import fixed_order_matmul, fixed_order_matmul_reference
 from pagestream_kernels.paged_decode import paged_decode_attention, paged_decode_attention_reference
 from pagestream_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_reference
 from pagestream_kernels.paging import BLOCK_SIZES, MAX_HEAD_DIM
@@ -21,6 +22,8 @@ __all__ = [
     "KernelUnavailableError",
     "filter_and_draw",
     "filter_and_draw_reference",
+    "fixed_order_matmul",
+    "fixed_order_matmul_reference",
     "paged_decode_attention",
     "paged_decode_attention_reference",
     "paged_prefill_attention",

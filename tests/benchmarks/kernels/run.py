@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import bench_filter_and_draw
+import bench_fixed_order_matmul
 import bench_paged_decode
 import bench_paged_prefill
 import bench_rms_norm
@@ -23,6 +24,7 @@ from measure import Workload, copy_bandwidth, measure
 
 KERNELS: dict[str, Callable[..., Iterator[Workload]]] = {
     "filter_and_draw": bench_filter_and_draw.workloads,
+    "fixed_order_matmul": bench_fixed_order_matmul.workloads,
     "paged_decode": bench_paged_decode.workloads,
     "paged_prefill": bench_paged_prefill.workloads,
     "rms_norm": bench_rms_norm.workloads,

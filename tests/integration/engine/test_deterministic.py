@@ -10,9 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,6 @@ import pytest
 import torch
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo, usable_instruction_sets
-from pagestream_engine.engine import Engine
-from pagestream_engine.errors import ConfigError
 from pagestream_engine.layers.linear_methods import OnednnMethod, PlainMethod
 from pagestream_engine.layers.native.library import native_linears
 from pagestream_engine.native_build import find_compiler
@@ -29,17 +25,14 @@ from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import TokenSequence
 from pagestream_engine.runner import ModelRunner
 from pagestream_engine.scheduler.scheduled_step import ScheduledSequence, ScheduledStep
-from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import StepPlan
+from support.engines import triton_bits
 from support.engines.given_plans import given_plan
+from support.engines.recorded_logits import BLOCK_SIZE, NUM_TOKENS, Logits, Run, differences
 from support.engines.tiny_models import make_model, random_prompts
 from torch import Tensor
 
 CPU = torch.device("cpu")
 DEMO = Path(__file__).parents[3] / "deploy" / "demo-model" / "model"
-NUM_TOKENS = 16
-BLOCK_SIZE = 8
-ROOMY_BLOCKS = 512
 MODELS = ["demo", "llama", "qwen3"]
 DTYPES = ["float32", "bfloat16"]
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -49,96 +42,6 @@ WIDE = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12
 LIMITS = ["AVX512_CORE_BF16", "AVX512_CORE", "AVX2", "SSE41"]
 """Values of ONEDNN_MAX_CPU_ISA: without AMX, without AVX512_BF16, without AVX-512, without AVX2."""
 _MANY_STEPS = ("test_logits", "test_the_comparison")
-Logits = dict[tuple[str, int], Tensor]
-"""By request and index of the output token."""
-
-
-class RecordingRunner(ModelRunner):
-    """Keeps the logits that every token was chosen from."""
-
-    def __init__(self, folder: Path, config: EngineConfig) -> None:
-        super().__init__(folder, config, CPU)
-        self.recorded: Logits = {}
-        self.names: dict[int, str] = {}
-        """Of the requests, by their seeds."""
-        self._present: dict[int, tuple[str, int]] = {}  # by row: request, and index of its next output token
-
-    def execute(self, plan: StepPlan) -> PendingResult:
-        rows: list[Tensor] = []
-        compute = self._model.logits
-
-        def recording(*arguments: Any) -> Tensor:
-            logits = compute(*arguments)
-            rows.extend(logits.clone())
-            return logits
-
-        self._model.logits = recording
-        try:
-            pending = super().execute(plan)
-        finally:
-            self._model.logits = compute
-        for new in plan.added:
-            self._present[new.row] = self.names[new.seed], len(new.token_ids) - new.num_prompt_tokens
-        for row, logits in zip(plan.sampled_rows.tolist(), rows, strict=True):
-            name, index = self._present[row]
-            self.recorded[name, index] = logits
-            self._present[row] = name, index + 1
-        return pending
-
-
-@dataclass
-class Run:
-    """An engine, and what it has computed."""
-
-    folder: Path
-    options: dict[str, Any]
-    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """What each request has been given."""
-    runner: RecordingRunner = field(init=False)
-    engine: Engine = field(init=False)
-
-    def __post_init__(self) -> None:
-        def make(folder: Path, config: EngineConfig) -> RecordingRunner:
-            self.runner = RecordingRunner(folder, config)
-            return self.runner
-
-        options = {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": ROOMY_BLOCKS, **self.options}
-        self.engine = Engine(self.folder, EngineConfig.from_options(options), make_runner=make)
-
-    def generate(self, prompts: dict[str, list[int]], given: dict[str, list[int]] | None = None) -> Logits:
-        """Runs prompts together to the end, some greedy and some sampled; `given` are tokens that they go on after."""
-        self.runner.recorded = {}
-        self.runner.names = dict(enumerate(prompts))
-        for index, (name, prompt) in enumerate(prompts.items()):
-            tokens = () if given is None else given[name]
-            self.engine.add_request(name, prompt, _params(index), output_token_ids=tokens)
-        self._finish()
-        return self.runner.recorded
-
-    def alone(self, prompts: dict[str, list[int]]) -> Logits:
-        """Runs each prompt by itself."""
-        self.runner.recorded = {}
-        self.runner.names = dict(enumerate(prompts))
-        for index, (name, prompt) in enumerate(prompts.items()):
-            self.engine.add_request(name, prompt, _params(index))
-            self._finish()
-        return self.runner.recorded
-
-    def _finish(self) -> None:
-        while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                if output.token_id is not None:
-                    self.tokens[output.seq_id].append(output.token_id)
-        self.engine.check_invariants()
-
-
-def _params(index: int) -> SamplingParams:
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.8, "top_p": 0.9},
-        {"min_p": 0.05, "top_k": 9},
-    ]
-    return SamplingParams(**kinds[index % 3], seed=index, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
@@ -167,11 +70,6 @@ def _prompts() -> dict[str, list[int]]:
     prompts = random_prompts([1, 5, 16, 17, 41, 70])
     prefix, *tails = random_prompts([40, 3, 21], seed=1)
     return {f"request {index}": prompt for index, prompt in enumerate([*prompts, *(prefix + tail for tail in tails)])}
-
-
-def _differences(got: Logits, expected: Logits) -> list[tuple[str, int]]:
-    assert got.keys() == expected.keys()
-    return [key for key, logits in expected.items() if not torch.equal(got[key], logits)]
 
 
 def _disturbances(folder: Path, options: dict[str, Any]) -> dict[str, Logits]:
@@ -208,11 +106,11 @@ def test_logits_have_the_same_bits_whatever_happens(
     assert len(expected) == NUM_TOKENS * len(_prompts())
     assert alone.runner.numerics.deterministic
     for what, got in _disturbances(folder_of(name), options).items():
-        assert _differences(got, expected) == [], what
+        assert differences(got, expected) == [], what
     given = {request: tokens[: NUM_TOKENS // 2] for request, tokens in alone.tokens.items()}
     resumed = Run(folder_of(name), {**options, "max_num_batched_tokens": 40, "max_num_seqs": 8})
     left = {key: logits for key, logits in expected.items() if key[1] >= NUM_TOKENS // 2}
-    assert _differences(resumed.generate(_prompts(), given), left) == []
+    assert differences(resumed.generate(_prompts(), given), left) == []
     assert {request: given[request] + tokens for request, tokens in resumed.tokens.items()} == alone.tokens
 
 
@@ -224,9 +122,7 @@ def test_the_comparison_sees_what_the_default_mode_may_change(
     """Torch's own attention differs between prefill and decode on every machine; the C++ kernels on linears alone."""
     options = {"deterministic": False, "attention_backend": backend, "dtype": dtype, "device": "cpu"}
     expected = Run(folder_of("llama"), {**options, "enable_prefix_caching": False}).alone(_prompts())
-    counts = {
-        what: len(_differences(got, expected)) for what, got in _disturbances(folder_of("llama"), options).items()
-    }
+    counts = {what: len(differences(got, expected)) for what, got in _disturbances(folder_of("llama"), options).items()}
     print(f"default mode, {backend}, {dtype}: of {len(expected)} logits differ {counts}")
     if backend == "torch":
         # Which of them differ in bfloat16 depends on the machine's instructions: rounding hides some.
@@ -253,9 +149,7 @@ def test_libraries_whose_bits_depend_on_the_number_of_rows(
         monkeypatch.setattr(method, "product", uneven)
     options = {"deterministic": deterministic, "dtype": dtype, "device": "cpu"}
     expected = Run(folder_of("llama"), {**options, "enable_prefix_caching": False}).alone(_prompts())
-    counts = {
-        what: len(_differences(got, expected)) for what, got in _disturbances(folder_of("llama"), options).items()
-    }
+    counts = {what: len(differences(got, expected)) for what, got in _disturbances(folder_of("llama"), options).items()}
     print(f"linears by row count, deterministic={deterministic}, {dtype}: of {len(expected)} logits differ {counts}")
     if deterministic:
         assert not any(counts.values())
@@ -331,10 +225,23 @@ def test_the_fingerprint_is_of_what_the_bits_depend_on(folder_of: Callable[[str]
     assert len({first, *others}) == len(others) + 1
 
 
-def test_triton_refuses(folder_of: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match="decode kernel is split") as caught:
-        Run(folder_of("llama"), {"device": "cpu", "deterministic": True, "attention_backend": "triton"})
-    assert caught.value.field == "deterministic"
+@pytest.mark.builds
+@pytest.mark.timeout(600)
+def test_the_triton_kernels_under_the_interpreter(tmp_path: Path) -> None:
+    """With preemption, resumed, and in conversations whose answers are in the prefix cache."""
+    folder = make_model(tmp_path / "model", "llama", **triton_bits.SMALL)
+    tests = Path(triton_bits.__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tests)}
+    command = [sys.executable, triton_bits.__file__, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(found)
+    assert found["together"] == {"differing": 0, "preemptions": 1}
+    differing = {what: count for what, count in found["resumed"].items() if what.startswith("differing")}
+    assert not any(differing.values()), differing
+    assert found["resumed"]["cached tokens of the next turn"] == 56
+    assert found["default"]["differing"] > 0
 
 
 def test_the_demo_model_is_written_in_a_dtype_that_is_tested() -> None:

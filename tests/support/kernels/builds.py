@@ -12,11 +12,12 @@ from pagestream_kernels.decode.attend import attend_variant
 from pagestream_kernels.decode.merge import merge_variant
 from pagestream_kernels.decode_plan import FIXED_SPLIT_TOKENS, MAX_QUERY_LEN, MIN_SHARE, TILE_TOKENS
 from pagestream_kernels.filter_and_draw import filter_and_draw_variant
+from pagestream_kernels.linear.fixed_order_matmul import fixed_order_matmul_variant
 from pagestream_kernels.paged_prefill import prefill_variant
 from pagestream_kernels.paging import MAX_ALIGNMENT, Geometry, Options
 from pagestream_kernels.rms_norm import rms_norm_variant
 from pagestream_kernels.rope_and_cache import rope_and_cache_variant
-from pagestream_kernels.runtime import Variant
+from pagestream_kernels.runtime import Backend, Variant
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
 from support.kernels.cases import BLOCK_SIZES, DTYPES, GROUP_SIZES, HEAD_DIMS
 from support.pairwise import Case
@@ -57,6 +58,13 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     },
     "silu_and_mul": {"target": TARGET_NAMES, "width": (64, 2048, 14336), "dtype": tuple(DTYPES)},
     "filter_and_draw": {"target": TARGET_NAMES},
+    "fixed_order_matmul": {
+        "target": TARGET_NAMES,
+        "outputs": (1000, 4096, 28672),
+        "inputs": (1004, 4096, 14336),
+        "dtype": tuple(DTYPES),
+        "bias": (False, True),
+    },
 }
 
 
@@ -93,7 +101,11 @@ def check_decode_loop(variant: Variant, case: Case) -> MainLoop:
     return loop
 
 
-LOOP_CHECKS: Mapping[str, Callable[[Variant, Case], MainLoop]] = {"attend": check_decode_loop, "prefill": check_loop}
+LOOP_CHECKS: Mapping[str, Callable[[Variant, Case], MainLoop]] = {
+    "attend": check_decode_loop,
+    "prefill": check_loop,
+    "matmul": check_loop,
+}
 
 
 def build(kernel: str, case: Case, *, is_packed: bool = True) -> dict[str, Usage]:
@@ -133,6 +145,14 @@ def variants_of(kernel: str, case: Case) -> dict[str, Variant]:
     if kernel == "rms_norm":
         options = {"width": case["width"], "has_residual": case["residual"]}
         return {"norm": rms_norm_variant(dtype=dtype, backend=backend, **options)}
+    return _variant_of_rows(kernel, case, dtype, backend)
+
+
+def _variant_of_rows(kernel: str, case: Case, dtype: torch.dtype, backend: Backend) -> dict[str, Variant]:
+    if kernel == "fixed_order_matmul":
+        sizes = {"num_outputs": case["outputs"], "num_inputs": case["inputs"], "has_bias": case.get("bias", False)}
+        name = "matmul" if case["inputs"] % MAX_ALIGNMENT == 0 else "matmul of unaligned rows"
+        return {name: fixed_order_matmul_variant(dtype=dtype, backend=backend, **sizes)}
     return {"silu": silu_and_mul_variant(width=case["width"], dtype=dtype)}
 
 

@@ -22,6 +22,7 @@ import torch
 from pagestream_engine.sampler.draw import DrawParams, draw
 from pagestream_kernels.aot import TARGETS, compile_variant
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
+from support.kernels.matmul import check_fixed_order_matmul, check_fixed_order_matmul_invariance
 from support.pairwise import Case, product
 from torch import Tensor
 
@@ -89,6 +90,12 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "values": ("normal", "tied", "infinite", "equal"),
         "strided": (False, True),
     },
+    "fixed_order_matmul": {
+        "shape": ((0, 8, 8), (1, 64, 64), (5, 123, 100), (70, 40, 96), (66, 130, 128)),
+        "dtype": tuple(DTYPES),
+        "bias": (False, True),
+        "strided": (False, True),
+    },
 }
 
 
@@ -100,6 +107,7 @@ PRODUCT_FACTORS: Mapping[str, Sequence[str]] = {
     "rms_norm": ("shape", "dtype", "residual", "strided"),
     "silu_and_mul": ("shape", "dtype", "strided"),
     "filter_and_draw": ("shape", "top_k", "top_p", "min_p", "values"),
+    "fixed_order_matmul": ("shape", "dtype", "bias", "strided"),
 }
 
 
@@ -529,6 +537,8 @@ CHECKS: Mapping[str, Callable[[Case, torch.device], None]] = {
     "silu_and_mul": check_silu_and_mul,
     "filter_and_draw": check_filter_and_draw,
     "filter_and_draw_nothing": check_filter_and_draw_nothing,
+    "fixed_order_matmul": check_fixed_order_matmul,
+    "fixed_order_matmul_invariance": check_fixed_order_matmul_invariance,
     "filter_and_draw_tokens": check_filter_and_draw_tokens,
     "decode_invariance": check_decode_invariance,
     "decode_shares": check_decode_shares,

@@ -197,6 +197,12 @@ def _draw(vocab_size: int, dtype: torch.dtype) -> None:
         kernels.filter_and_draw(*given, top_k=integers[part], top_p=ones[part], min_p=ones[part])
 
 
+def _matmul(num_inputs: int, dtype: torch.dtype) -> None:
+    x, weight = torch.zeros(NUM_ROWS, num_inputs, dtype=dtype), torch.zeros(200, num_inputs, dtype=dtype)
+    for first, count in PARTS:
+        kernels.fixed_order_matmul(x[first : first + count], weight)
+
+
 LAUNCHES: Mapping[str, Callable[[int, torch.dtype], None]] = {
     "paged_decode": _decode,
     "paged_prefill": _prefill,
@@ -205,6 +211,7 @@ LAUNCHES: Mapping[str, Callable[[int, torch.dtype], None]] = {
     "rms_norm_of_heads": _head_norm,
     "silu_and_mul": _silu,
     "filter_and_draw": _draw,
+    "fixed_order_matmul": _matmul,
 }
 
 
@@ -221,6 +228,11 @@ def decode_loop(case: Case) -> dict[str, Any]:
     return asdict(builds.check_decode_loop(variant, case))
 
 
+def matmul_loop(case: Case) -> dict[str, Any]:
+    """Build the linear with a fixed order of additions, and check its loop."""
+    return asdict(builds.check_loop(builds.variants_of("fixed_order_matmul", case)["matmul"], case))
+
+
 QUESTIONS: Mapping[str, Callable[[Case], Mapping[str, Any]]] = {
     "driver_calls": compare_driver_calls,
     "driver_calls_of_mixture": compare_mixed_driver_calls,
@@ -228,5 +240,6 @@ QUESTIONS: Mapping[str, Callable[[Case], Mapping[str, Any]]] = {
     "launch_key_of_stride": key_of,
     "loose_builds": build_loose,
     "decode_loop": decode_loop,
+    "matmul_loop": matmul_loop,
 }
 """What a process that compiles answers, beside builds."""

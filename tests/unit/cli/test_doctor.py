@@ -71,7 +71,9 @@ def test_whether_the_deterministic_mode_is_on_and_what_it_costs(monkeypatch: pyt
     monkeypatch.setattr(numerics, "computes_bfloat16_on_amx", lambda *_: amx)
     kernels = native_linears(torch.float32)
     is_fast = kernels is not None and kernels.level.is_fast
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: amx)
     found = {finding.subject: finding.found for finding in determinism.check_determinism()}
+    assert ("off by default" in found.get("deterministic on a GPU", "")) is amx
     for name, is_on in (("float32", is_fast), ("bfloat16", is_fast and not amx)):
         text = found[f"deterministic {name}"]
         assert ("on by default" in text) is is_on

@@ -15,6 +15,8 @@ NAMES = {
     "KernelUnavailableError",
     "filter_and_draw",
     "filter_and_draw_reference",
+    "fixed_order_matmul",
+    "fixed_order_matmul_reference",
     "paged_decode_attention",
     "paged_decode_attention_reference",
     "paged_prefill_attention",

@@ -16,6 +16,7 @@ SIZES = {
     "rms_norm_of_heads": (128, 20),
     "silu_and_mul": (256, 123),
     "filter_and_draw": (256, 123),
+    "fixed_order_matmul": (256, 123),
 }
 
 

@@ -34,7 +34,7 @@ class EngineOptions(ApiModel):
     needs a GPU; torch runs on both."""
     deterministic: bool | None = None
     """Whether logits are the same bit for bit whatever else is in the batch. Default: on a CPU where that is
-    free, which it is not in bfloat16 on a CPU with AMX, else false. Engines on a GPU refuse true."""
+    free, which it is not in bfloat16 on a CPU with AMX, else false. On a GPU its cost has not been measured."""
     seed: Annotated[int, Field(ge=0, le=2**53)] | None = None
     """Seed of the generator that draws seeds for requests without one. Default 0."""
     max_logprobs: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None

@@ -38,7 +38,8 @@ class ModelConfig:
     """auto is Triton on a GPU; on a CPU compiled C++, or torch where that is impossible."""
     deterministic: bool | None = None
     """Whether a sequence's logits are the same bit for bit in any batch, after preemption and in any chunks. None: yes
-    on a CPU where it is free, which it is not in bfloat16 on a CPU with AMX. A GPU refuses True."""
+    on a CPU where it is free, which it is not in bfloat16 on a CPU with AMX. On a GPU its cost has not been measured,
+    and None is off."""
     seed: int = 0
     """Of the generator that draws seeds for requests that bring none."""
     max_logprobs: int = 20

@@ -112,7 +112,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--deterministic",
         action=argparse.BooleanOptionalAction,
-        help="bit-identical logits in any batch (default: on a CPU where it is free; refused on a GPU)",
+        help="bit-identical logits in any batch (default: on a CPU where it is free, off on a GPU)",
     )
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="of prompt and output together")
     group.add_argument("--seed", type=int, help="of the generator that draws seeds where a request brings none")

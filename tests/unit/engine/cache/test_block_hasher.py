@@ -5,9 +5,19 @@ from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import TokenSequence
 
 
-def make_seq(num_tokens: int, salt: bytes = b"") -> TokenSequence:
+def make_seq(num_tokens: int, salt: bytes = b"", num_outputs: int = 0) -> TokenSequence:
     tokens = list(range(num_tokens))
-    return TokenSequence("a", tokens, SamplingParams(), seed=0, arrival=0, max_total_tokens=99, cache_salt=salt)
+    prompt, outputs = tokens[: num_tokens - num_outputs], tokens[num_tokens - num_outputs :]
+    return TokenSequence(
+        "a",
+        prompt,
+        SamplingParams(),
+        seed=0,
+        arrival=0,
+        max_total_tokens=99,
+        cache_salt=salt,
+        output_token_ids=outputs,
+    )
 
 
 def test_a_hash_covers_the_whole_prefix() -> None:
@@ -38,3 +48,20 @@ def test_a_sequences_prefix_has_one_hash_whatever_the_size_of_the_block_that_end
     assert hasher.block_hash(make_seq(9, b"tenant"), 4) == hasher.hash_block_tokens(first, [2, 3])
     assert hasher.block_hash(seq, 8) == hasher.block_hash(make_seq(8), 8) == seq.block_hashes[3]
     assert hasher.block_hash(seq, 2) == seq.block_hashes[0]
+
+
+def test_outputs_of_another_kind_of_computation_have_other_hashes() -> None:
+    """From the first block with an output on; of a prompt's own blocks they are the same."""
+
+    def hashes(num_outputs: int, *, separates: bool) -> list[bytes]:
+        seq = make_seq(12, num_outputs=num_outputs)
+        BlockHasher(4, separates_outputs=separates).block_hash(seq, 12)
+        return seq.block_hashes
+
+    prompt = hashes(0, separates=False)
+    for num_outputs, num_equal in ((0, 3), (1, 2), (4, 2), (5, 1), (8, 1), (9, 0)):
+        assert hashes(num_outputs, separates=False) == prompt
+        own = hashes(num_outputs, separates=True)
+        assert own == hashes(num_outputs, separates=True)
+        assert [own[index] == prompt[index] for index in range(3)] == [index < num_equal for index in range(3)]
+    assert len({hashes(num_outputs, separates=True)[-1] for num_outputs in range(12)}) == 12

@@ -51,7 +51,9 @@ def test_unasked_where_it_is_free(monkeypatch: pytest.MonkeyPatch, fast: bool | 
         assert numerics.wants_exact_linears(None, dtype, CPU) is is_free
         assert numerics.wants_exact_linears(True, dtype, CPU)
         assert not numerics.wants_exact_linears(False, dtype, CPU)
-        assert not numerics.wants_exact_linears(None, dtype, torch.device("cuda"))
+        for device in (CPU, torch.device("cuda")):
+            asked = [numerics.wants_exact_linears(wanted, dtype, device, by_triton=True) for wanted in (None, True)]
+            assert asked == [False, True]
 
 
 @needs_compiler
@@ -98,10 +100,13 @@ def test_the_fingerprint_names_the_level_of_the_linears(monkeypatch: pytest.Monk
 
 def test_the_fingerprint_names_the_device_that_computes_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    chips = {"name": "a GPU", "capability": (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: chips["name"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: chips["capability"])
+    modes = [numerics.Numerics(deterministic=deterministic, linears="") for deterministic in (True, False)]
 
-    def names() -> tuple[str, str]:
-        return fingerprint._device(cpu), fingerprint._device(gpu)
+    def names() -> tuple[str, list[str]]:
+        return fingerprint._device(cpu, modes[0]), [fingerprint._device(gpu, mode) for mode in modes]
 
     first = names()
     changes = {
@@ -116,3 +121,7 @@ def test_the_fingerprint_names_the_device_that_computes_and_no_other(monkeypatch
         assert on_cpu not in seen
         assert on_gpu == first[1]
         seen.add(on_cpu)
+    chips["name"] = "another GPU of these instructions"
+    assert [fingerprint._device(gpu, mode) == name for mode, name in zip(modes, first[1], strict=True)] == [True, False]
+    chips["capability"] = (10, 0)
+    assert fingerprint._device(gpu, modes[0]) != first[1][0]

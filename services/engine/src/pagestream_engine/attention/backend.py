@@ -36,7 +36,8 @@ class Backend:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether a token's results have the same bits in any batch, in any chunk of its prompt, and as a decode."""
+        """Whether a token's results have the same bits in any batch, in any chunk, and whenever they are computed
+        again."""
         return self.attention.is_deterministic
 
     def prepare_step(self, batches: Sequence[AttentionBatch]) -> StepContext:

@@ -64,6 +64,8 @@ class AttentionBatch:
     """Tokens of each sequence, the new ones included."""
     num_prefills: int
     """Leading sequences that are prefills."""
+    prompt_lens: Sequence[int] | None = None
+    """Of each sequence the leading tokens that are its prompt; None where all prefills are of prompts."""
     device_lengths: DeviceLengths | None = None
     """Where they have been sent with the step's other numbers: see `Attention.reads_device_lengths`."""
 
@@ -124,7 +126,11 @@ class Attention(ABC, Generic[MetadataT]):
     """
 
     is_deterministic: ClassVar[bool] = False
-    """Whether a token's results have the same bits in any batch, in any chunk of its prompt, and as a decode."""
+    """Whether a token's results have the same bits in any batch, in any chunk, and whenever they are computed again."""
+
+    prefill_equals_decode: ClassVar[bool] = True
+    """Where it is deterministic: whether a token has the same bits as part of a prompt and as an output. Where not,
+    keys and values of a decode must not stand for those of a prompt."""
 
     can_be_recorded: ClassVar[bool] = False
     """Whether `prepare_decodes` and `attend` launch the same kernels whatever a `DecodeBatch` holds, and read none of

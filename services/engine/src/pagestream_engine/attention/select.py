@@ -22,9 +22,9 @@ from pagestream_engine.attention.torch.operators import TorchOperators
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.native_build import toolchain_of
 
-_NOT_ON_A_GPU = (
-    "there the decode kernel is split by what else is in the batch, prefill adds in another order than decode, and "
-    "a linear's order of additions hangs on its number of rows; set device to cpu and attention_backend to auto"
+_NOT_BY_TORCH = (
+    "the order in which torch adds up there depends on the sizes of a step; with the Triton kernels a GPU computes "
+    "deterministically"
 )
 
 
@@ -46,13 +46,12 @@ def select_backend(
         deterministic: whether it must be one that `is_deterministic`.
 
     Raises:
-        ConfigError: Triton can't run this on this device, or not deterministically.
+        ConfigError: Triton can't run this on this device, or what runs there is not deterministic.
     """
-    on_cpu = device.type == "cpu"
-    if deterministic and (name == "triton" or not on_cpu):
-        raise ConfigError("deterministic", True, "False or None with Triton and on a GPU", _NOT_ON_A_GPU)
     if prefers_triton(name, device):
-        return _triton(shapes, device)
+        return _triton(shapes, device, deterministic=deterministic)
+    if deterministic and device.type != "cpu":
+        raise ConfigError("deterministic", True, "False or None with attention by torch on a GPU", _NOT_BY_TORCH)
     native = _native(shapes, device) if name == "auto" else None
     return native or torch_backend(shapes, device, deterministic=deterministic)
 
@@ -85,18 +84,24 @@ def _native(shapes: Sequence[CacheShape], device: torch.device) -> Backend | Non
     return Backend("native", store, NativeAttention(store, kernels), operators, " ".join(versions))
 
 
-def _triton(shapes: Sequence[CacheShape], device: torch.device) -> Backend:
+def _triton(shapes: Sequence[CacheShape], device: torch.device, *, deterministic: bool) -> Backend:
     # Importing the kernels imports Triton: half a second that a CPU's start is spared.
+    import triton
     from pagestream_kernels.launcher import compilations
     from pagestream_kernels.prebuild import take_prebuilt
 
     from pagestream_engine.attention.triton.attention import TritonAttention, check_supported
+    from pagestream_engine.attention.triton.deterministic_attention import DeterministicTritonAttention
     from pagestream_engine.attention.triton.kv_store import TritonKVStore
-    from pagestream_engine.attention.triton.operators import TritonOperators
+    from pagestream_engine.attention.triton.operators import DeterministicTritonOperators, TritonOperators
 
     check_supported(shapes, device)
-    store = TritonKVStore(shapes, device)
-    backend = Backend("triton", store, TritonAttention(store), TritonOperators(shapes[0].dtype))
+    store, dtype = TritonKVStore(shapes, device), shapes[0].dtype
+    attention: TritonAttention = TritonAttention(store)
+    operators = TritonOperators(dtype)
+    if deterministic:
+        attention, operators = DeterministicTritonAttention(store), DeterministicTritonOperators(dtype)
+    backend = Backend("triton", store, attention, operators, f"triton {triton.__version__}")
     if device.type == "cpu":  # interpreted
         return backend
     take_prebuilt()

@@ -17,8 +17,11 @@ class BlockHasher:
     They are the same on every machine.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, *, separates_outputs: bool = False) -> None:
+        """`separates_outputs` is the layout's: a block with outputs, and all after it, then have other hashes than the
+        same tokens in a prompt, and than after a prompt of another length."""
         self.block_size = block_size
+        self._separates_outputs = separates_outputs
         self._pack = struct.Struct(f"<{block_size}I").pack
 
     def root(self, extra_key: bytes = b"") -> bytes:
@@ -39,5 +42,7 @@ class BlockHasher:
         while len(hashes) * size < num_tokens:
             parent = hashes[-1] if hashes else self.root(seq.cache_salt)
             start = len(hashes) * size
+            if self._separates_outputs and start <= seq.num_prompt_tokens < start + size:
+                parent += seq.num_prompt_tokens.to_bytes(8, "little")
             hashes.append(self.hash_block_tokens(parent, seq.token_ids[start : start + size]))
         return hashes[num_tokens // size - 1]

@@ -30,7 +30,7 @@ def check_cache(
     shared = CopyOnWrite(pool) if copy_on_write is None else copy_on_write
     _check_references(pool, sequences, [copy.source for copy in shared.copies])
     _check_hash_map(pool)
-    hasher = BlockHasher(layout.block_size)
+    hasher = BlockHasher(layout.block_size, separates_outputs=layout.separates_outputs)
     for seq in sequences:
         _require(len(seq.block_tables) == len(layout.groups), f"{seq!r} has not one table for each KV group")
         for index, group in enumerate(layout.groups):

@@ -73,6 +73,9 @@ class KVLayout:
     groups: tuple[KVGroup, ...]
     num_slots: int
     """Layers of the largest group."""
+    separates_outputs: bool = False
+    """Whether a sequence's outputs have other bits in their keys and values than the same tokens in a prompt, so that
+    blocks of the one kind must not be found in the place of the other."""
 
     @property
     def block_size(self) -> int:

@@ -49,7 +49,7 @@ class CacheManager:
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self.copy_on_write = CopyOnWrite(pool)
-        self._hasher = BlockHasher(layout.block_size)
+        self._hasher = BlockHasher(layout.block_size, separates_outputs=layout.separates_outputs)
         self.groups = [GroupCache(pool, index, group, self._hasher) for index, group in enumerate(layout.groups)]
         """In the order of the layout."""
         self._with_window = [cache for cache in self.groups if cache.group.spec.window is not None]

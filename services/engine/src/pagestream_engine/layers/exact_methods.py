@@ -48,3 +48,17 @@ class RowByRowMethod(LinearMethod):
             # A row of its own memory: libraries may choose by alignment.
             out[index] = F.linear(row.clone(), self._weight, bias)
         return out
+
+
+class TritonMethod(LinearMethod):
+    """By the Triton kernel with one tile for any number of rows; the weight as the checkpoint has it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        from pagestream_kernels import fixed_order_matmul  # imports Triton
+
+        super().__init__(weight)
+        self._weight = weight.contiguous()
+        self._multiply = fixed_order_matmul
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._multiply(x if x.stride(1) == 1 else x.contiguous(), self._weight, bias)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pagestream_engine.attention import AttentionSpec, Backend
 from pagestream_engine.models.config import ConfigFile
+from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.loader import load_parameters
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.registry import BuildContext, Family, plugin_digest
@@ -22,6 +23,7 @@ class FamilySource(ModelSource):
         self._family = family
         self.plugin_digest = plugin_digest(family)
         self._config = family.read(file)
+        self.routes_tokens = isinstance(self._config, DecoderConfig) and self._config.experts is not None
         super().__init__(folder, self._config.info)
 
     def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:

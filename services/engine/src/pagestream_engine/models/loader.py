@@ -33,7 +33,7 @@ def load_parameters(folder: Path, weights: WeightMap, target: Target) -> Paramet
     parameters = Parameters()
     with open_files() as files:
         reader = WeightReader(entries, files, target)
-        if lays_out_anew(target.device.type, target.dtype, exact=target.exact_linears):
+        if lays_out_anew(target.device.type, target.dtype, exact=target.exact_linears, by_triton=target.by_triton):
             reader.reserve(weights.values())
         for name, weight in weights.items():
             _load_one(parameters, name, weight, reader)
@@ -115,17 +115,18 @@ class WeightReader:
 
 
 def _load_one(parameters: Parameters, name: str, weight: Weight, reader: WeightReader) -> None:
-    exact = reader.target.exact_linears
+    exact, by_triton = reader.target.exact_linears, reader.target.by_triton
     match weight:
         case TensorWeight():
             parameters.add_tensor(name, reader.read(weight.parts, *weight.trailing))
         case LinearWeight():
             matrix = reader.matrix(weight)
-            method = choose_method(matrix, exact=exact)
+            method = choose_method(matrix, exact=exact, by_triton=by_triton)
             bias = reader.read(weight.parts, suffix=".bias") if weight.bias else None
             parameters.add_linear(name, Linear(method, bias))
         case TiedWeight():
             matrix = parameters.tensor(weight.to)
             # The plain layout is needed too, and another one is a second copy: made only of a small matrix.
-            method = choose_method(matrix, exact=exact, may_copy=matrix.nbytes <= _COPIED_HEAD_BYTES)
+            may_copy = matrix.nbytes <= _COPIED_HEAD_BYTES
+            method = choose_method(matrix, exact=exact, by_triton=by_triton, may_copy=may_copy)
             parameters.add_linear(name, Linear(method), is_shared=not method.is_copy)

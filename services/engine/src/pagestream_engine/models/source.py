@@ -24,6 +24,8 @@ class Target:
     """Longest sequence, in tokens."""
     exact_linears: bool = False
     """Whether a row of a linear has to have the same bits in any batch."""
+    by_triton: bool = False
+    """Whether the model runs on the Triton kernels."""
 
 
 class ModelSource(ABC):
@@ -31,6 +33,8 @@ class ModelSource(ABC):
 
     can_be_deterministic: bool = True
     """False where it is known before the weights are read that `Model.can_be_deterministic` will be."""
+    routes_tokens: bool = False
+    """Whether a router chooses experts for each token."""
     plugin_digest: str = ""
     """Of the source files of a plugin that compute the model; empty where there are none."""
 

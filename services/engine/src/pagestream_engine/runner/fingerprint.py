@@ -15,7 +15,7 @@ from pagestream_engine.runner.numerics import Numerics
 
 FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.attention.backend": 5,
-    "pagestream_engine.attention.base": 7,
+    "pagestream_engine.attention.base": 8,
     "pagestream_engine.attention.kv_store": 5,
     "pagestream_engine.attention.native.attention": 6,
     "pagestream_engine.attention.native.calls": 6,
@@ -29,11 +29,12 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.attention.torch.deterministic_math": 1,
     "pagestream_engine.attention.torch.deterministic_operators": 2,
     "pagestream_engine.attention.torch.operators": 1,
-    "pagestream_engine.attention.triton.attention": 6,
+    "pagestream_engine.attention.triton.attention": 7,
+    "pagestream_engine.attention.triton.deterministic_attention": 1,
     "pagestream_engine.attention.triton.kv_store": 2,
-    "pagestream_engine.attention.triton.operators": 1,
+    "pagestream_engine.attention.triton.operators": 2,
     "pagestream_engine.layers.attention": 4,
-    "pagestream_engine.layers.exact_methods": 2,
+    "pagestream_engine.layers.exact_methods": 3,
     "pagestream_engine.layers.linear": 3,
     "pagestream_engine.layers.linear_methods": 3,
     "pagestream_engine.layers.mlp": 1,
@@ -55,7 +56,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.models.families.qwen2": 2,
     "pagestream_engine.models.families.qwen3": 2,
     "pagestream_engine.models.families.qwen3_moe": 3,
-    "pagestream_engine.models.family_source": 3,
+    "pagestream_engine.models.family_source": 4,
     "pagestream_engine.models.folder": 2,
     "pagestream_engine.models.general.interface": 2,
     "pagestream_engine.models.general.linears": 2,
@@ -65,12 +66,12 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.models.general.probe": 3,
     "pagestream_engine.models.general.rotations": 1,
     "pagestream_engine.models.general.source": 8,
-    "pagestream_engine.models.loader": 6,
+    "pagestream_engine.models.loader": 7,
     "pagestream_engine.models.model": 6,
     "pagestream_engine.models.registry": 3,
     "pagestream_engine.models.safetensors_file": 2,
     "pagestream_engine.models.select": 1,
-    "pagestream_engine.models.source": 4,
+    "pagestream_engine.models.source": 5,
     "pagestream_engine.models.weights": 2,
     "pagestream_engine.request.generation": 5,
     "pagestream_engine.request.intake": 2,
@@ -78,10 +79,10 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.request.sequence": 11,
     "pagestream_engine.runner.backends": 4,
     "pagestream_engine.runner.decode_graphs": 1,
-    "pagestream_engine.runner.persistent_batch": 8,
+    "pagestream_engine.runner.persistent_batch": 9,
     "pagestream_engine.runner.prompt_rows": 2,
     "pagestream_engine.runner.recorder": 1,
-    "pagestream_engine.runner.runner": 22,
+    "pagestream_engine.runner.runner": 23,
     "pagestream_engine.sampler.batch": 5,
     "pagestream_engine.sampler.columns": 2,
     "pagestream_engine.sampler.draw": 3,
@@ -110,6 +111,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_kernels.decode.shares": 1,
     "pagestream_kernels.decode_plan": 4,
     "pagestream_kernels.filter_and_draw": 3,
+    "pagestream_kernels.linear.fixed_order_matmul": 1,
     "pagestream_kernels.launcher": 1,
     "pagestream_kernels.paged_decode": 6,
     "pagestream_kernels.paged_prefill": 8,
@@ -147,14 +149,18 @@ def fingerprint(model_dir: Path, backend: Backend, max_model_len: int, numerics:
         "deterministic" if numerics.deterministic else "default",
         numerics.linears,
         torch.__version__,
-        _device(backend.store.device),
+        _device(backend.store.device, numerics),
         plugin_digest,
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _device(device: torch.device) -> str:
+def _device(device: torch.device, numerics: Numerics) -> str:
+    """What of a device decides bits. On a GPU in deterministic mode that is its instructions, whatever the number of
+    its processors; without it libraries choose by the chip. The CPU beside a GPU computes nothing."""
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)} {torch.version.cuda}"
+        major, minor = torch.cuda.get_device_capability(device)
+        chip = f"sm_{major}{minor}" if numerics.deterministic else torch.cuda.get_device_name(device)
+        return f"{chip} {torch.version.cuda} {torch.version.hip}"
     identity = hashlib.sha256(processor_identity(read_cpuinfo())).hexdigest()
     return f"{identity} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"

@@ -18,6 +18,9 @@ from pagestream_engine.models.source import ModelSource
 _log = logging.getLogger(__name__)
 
 _VARIES_BETWEEN = "functions that it computes beside linears and attention give a token other bits in another batch"
+_ROUTES_BY_TORCH = (
+    "its router's softmax and sums are torch's, whose order of additions on a GPU depends on the number of tokens"
+)
 _NOT_TIMED_ON_AMX = (
     "deterministic mode is off: in bfloat16 by AMX its linears have not been timed beside oneDNN's; "
     "`pagestream doctor` times them, option deterministic turns it on"
@@ -34,27 +37,42 @@ class Numerics:
     """What fixes the order of additions in its linears; empty where nothing does."""
 
 
-def check_model_allows(wanted: bool | None, model: Model | ModelSource) -> None:
+def check_model_allows(wanted: bool | None, model: Model | ModelSource, *, by_triton: bool = False) -> None:
     """Raise ConfigError where deterministic mode is `wanted` of a model that computes something between its linears
-    that varies with the batch."""
-    if wanted and not model.can_be_deterministic:
-        raise ConfigError("deterministic", True, f"False or None for {model.info.architecture}", _VARIES_BETWEEN)
+    that varies with the batch.
+
+    Args:
+        wanted: `ModelConfig.deterministic`.
+        model: before its weights are loaded, or after.
+        by_triton: whether it runs on the Triton kernels.
+    """
+    if not wanted:
+        return
+    refused = f"False or None for {model.info.architecture}"
+    if not model.can_be_deterministic:
+        raise ConfigError("deterministic", True, refused, _VARIES_BETWEEN)
+    if by_triton and isinstance(model, ModelSource) and model.routes_tokens:
+        raise ConfigError("deterministic", True, refused + " with the Triton kernels", _ROUTES_BY_TORCH)
 
 
-def wants_exact_linears(wanted: bool | None, dtype: torch.dtype, device: torch.device) -> bool:
+def wants_exact_linears(
+    wanted: bool | None, dtype: torch.dtype, device: torch.device, *, by_triton: bool = False
+) -> bool:
     """Return whether to load linears by which a row has the same bits in any batch: if asked for, or if it is free.
 
     It is free where the C++ kernels of linears are as fast as the libraries below torch: not at levels without fused
     multiply-add, and as far as anyone has measured not in bfloat16 on AMX. Times of this start do not decide: with the
     load of the moment a restart could change the mode, and with it the fingerprint that a resumed request needs.
+    With the Triton kernels it has not been measured, and counts as not free.
 
     Args:
         wanted: `ModelConfig.deterministic`.
         dtype: of the weights.
         device: that computes.
+        by_triton: whether the model runs on the Triton kernels.
     """
-    if device.type != "cpu" or wanted is not None:
-        return device.type == "cpu" and wanted is True
+    if wanted is not None or by_triton or device.type != "cpu":
+        return wanted is True
     if dtype == torch.bfloat16 and computes_bfloat16_on_amx(read_cpuinfo(), os.environ):
         _log.info(_NOT_TIMED_ON_AMX)
         return False
@@ -73,6 +91,8 @@ def settle_numerics(model: Model, backend: Backend, dtype: torch.dtype, *, exact
     """
     if not exact_linears:
         return Numerics(deterministic=False, linears="")
+    deterministic = backend.is_deterministic and model.can_be_deterministic
+    if backend.name == "triton":
+        return Numerics(deterministic, linears="fixed-order Triton")
     kernels = native_linears(dtype)
-    linears = "row by row" if kernels is None else kernels.level.name
-    return Numerics(deterministic=backend.is_deterministic and model.can_be_deterministic, linears=linears)
+    return Numerics(deterministic, linears="row by row" if kernels is None else kernels.level.name)

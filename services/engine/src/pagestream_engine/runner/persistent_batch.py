@@ -86,6 +86,7 @@ class PersistentBatch:
         """A row that no plan names: a recorded step computes it in the places of sequences that it lacks."""
         self._block_sizes = tuple(block_sizes)
         self._num_computed: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self._num_prompt: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._given = [_NO_TOKENS] * max_num_seqs
         """Of each row, the tokens that it came with."""
         self._edits: list[list[Edit]] = [[] for _ in (*block_sizes, self.next_tokens)]
@@ -161,6 +162,7 @@ class PersistentBatch:
         sample_logits = None if shared is None else next(sent)
         lengths = DeviceLengths(next(sent).int(), next(sent).int()) if self._sends_lengths else None
         query_lens, seq_lens = new.tolist(), ends.tolist()
+        prompt_lens = self._num_prompt[plan.rows].tolist() if plan.num_prefills else None
         attention = [
             AttentionBatch(
                 positions=positions,
@@ -170,6 +172,7 @@ class PersistentBatch:
                 query_lens=query_lens,
                 seq_lens=seq_lens,
                 num_prefills=plan.num_prefills,
+                prompt_lens=prompt_lens,
                 device_lengths=lengths,
             )
             for table, size in zip(self.block_tables, self._block_sizes, strict=True)
@@ -199,6 +202,7 @@ class PersistentBatch:
         row = new.row
         self._given[row] = new.token_ids
         self._num_computed[row] = new.num_computed_tokens
+        self._num_prompt[row] = new.num_prompt_tokens
         for group, blocks in enumerate(new.block_tables):
             first = row * self.block_tables[group].shape[1]
             self._edits[group].append(Edit(np.arange(first, first + len(blocks)), blocks))

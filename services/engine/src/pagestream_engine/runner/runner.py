@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagestream_engine.attention import prefers_triton
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, OutOfMemory
 from pagestream_engine.models.config import DTYPES, ModelInfo
@@ -72,10 +73,10 @@ class ModelRunner:
         self._config = config
         self.max_model_len = _max_model_len(config.model.max_model_len, info)
         self.model_info = replace(info, max_position_embeddings=max(info.max_position_embeddings, self.max_model_len))
-        wanted = config.model.deterministic
-        check_model_allows(wanted, source)
-        exact_linears = wants_exact_linears(wanted, self.dtype, device)
-        target = Target(self.dtype, device, self.max_model_len, exact_linears)
+        wanted, by_triton = config.model.deterministic, prefers_triton(config.model.attention_backend, device)
+        check_model_allows(wanted, source, by_triton=by_triton)
+        exact_linears = wants_exact_linears(wanted, self.dtype, device, by_triton=by_triton)
+        target = Target(self.dtype, device, self.max_model_len, exact_linears, by_triton)
         self._check_weights(model_dir)
         with torch.inference_mode():
             specs = source.attention_specs(target)
@@ -84,6 +85,8 @@ class ModelRunner:
             self._backend = backend_for(
                 config.model.attention_backend, specs, shapes, device, deterministic=wanted is True
             )
+            if self._backend.is_deterministic and not self._backend.attention.prefill_equals_decode:
+                self.kv_layout = replace(self.kv_layout, separates_outputs=True)
             self._model = source.load(target, self._backend)
             check_model_allows(wanted, self._model)
             self.numerics = settle_numerics(self._model, self._backend, self.dtype, exact_linears=exact_linears)

@@ -13,8 +13,8 @@ from pagestream_engine.step.records import StepPlan
 
 
 def warm_up_plans(config: EngineConfig, layout: KVLayout, max_model_len: int, vocab_size: int) -> Iterator[StepPlan]:
-    """Return steps of prompts and of decodes: of one sequence, of some, and the largest; greedy, and with all that the
-    sampler has. Each begins with empty rows.
+    """Return steps of prompts, of outputs that are computed again, and of decodes: of one sequence, of some, and the
+    largest; greedy, and with all that the sampler has. Each begins with empty rows.
 
     Kernels are chosen by the sizes of a model and by strides; a step decides whether there is one row or more, and
     which functions of the sampler run. Tables name block 0 alone, whose content is undefined afterwards.
@@ -33,9 +33,15 @@ def warm_up_plans(config: EngineConfig, layout: KVLayout, max_model_len: int, vo
         yield _plan(lengths, 0, layout, greedy)
         yield _plan(lengths, 0, layout, replace(demanding, prompt_logprobs=None))
     yield _plan([min(longest, 2)], 0, layout, demanding)
+    yield _replaying(_plan([min(longest, 3)], 0, layout, greedy))
     for count in sorted({1, min(2, num_seqs), num_seqs}):
         yield _plan([1] * count, longest - 1, layout, greedy)
         yield _plan([1] * count, longest - 1, layout, replace(demanding, prompt_logprobs=None))
+
+
+def _replaying(plan: StepPlan) -> StepPlan:
+    """Let all tokens but the first be outputs that are computed again."""
+    return replace(plan, added=tuple(replace(new, num_prompt_tokens=1) for new in plan.added))
 
 
 def _plan(lengths: list[int], num_computed: int, layout: KVLayout, params: SamplingParams) -> StepPlan:

@@ -36,3 +36,8 @@ def check_determinism() -> Iterator[Finding]:
                 f"deterministic {name}",
                 f"{state}; its linears ({kernels.level.name}) cost {costs} against the fastest others",
             )
+    if torch.cuda.is_available():
+        yield ok(
+            "deterministic on a GPU",
+            "off by default (--deterministic turns it on; what it costs there has not been measured)",
+        )

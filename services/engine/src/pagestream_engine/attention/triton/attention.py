@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import pagestream_kernels as kernels
 import torch
@@ -34,16 +34,19 @@ class PrefillMetadata:
 
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
-    """The tokens of decodes, behind the prefill chunks."""
+    """Tokens that the decode kernel computes in one launch, packed behind the prefill chunks."""
 
     block_tables: Tensor
-    """(decodes, most blocks) int32."""
+    """(sequences, most blocks) int32."""
     seq_lens: Tensor
-    """(decodes,) int32: the new tokens included."""
+    """(sequences,) int32: the new tokens included."""
     cu_query_lens: Tensor | None
-    """(decodes + 1,) int32; None where each has one token."""
+    """(sequences + 1,) int32; None where each has one token."""
     max_query_len: int
-    plans: dict[tuple[int, int | None], kernels.DecodePlan]
+    num_tokens: int
+    max_seq_len: int
+    """A bound on `seq_lens`."""
+    plans: dict[tuple[int, int | None], kernels.DecodePlan] = field(default_factory=dict)
     """By number of KV heads and window, filled when a layer first asks."""
 
 
@@ -52,7 +55,12 @@ class TritonMetadata:
     """What all layers of a KV group share in a step."""
 
     prefill: PrefillMetadata | None
-    decode: DecodeMetadata | None
+    decodes: Sequence[DecodeMetadata]
+    """In the order of their tokens."""
+    order: Tensor | None = None
+    """(tokens,) int64: the packed token at each place of this order; None where they are packed so."""
+    places: Tensor | None = None
+    """(tokens,) int64: the inverse of `order`."""
 
 
 class TritonAttention(Attention[TritonMetadata]):
@@ -60,12 +68,14 @@ class TritonAttention(Attention[TritonMetadata]):
 
     can_be_recorded: ClassVar[bool] = True
     reads_device_lengths: ClassVar[bool] = True
+    split_tokens: ClassVar[int | None] = None
+    """As `plan_decode` has it: None divides a step's decodes evenly."""
 
     def prepare(self, batch: AttentionBatch, block_size: int) -> TritonMetadata:
         count = batch.num_prefills
         seq_lens, cu_query_lens = batch.lengths_on_device()
         tables = batch.gathered_tables(block_size)
-        prefill = decode = None
+        prefill = None
         if count:
             prefill = PrefillMetadata(
                 block_tables=tables[:count],
@@ -74,80 +84,95 @@ class TritonAttention(Attention[TritonMetadata]):
                 max_query_len=max(batch.query_lens[:count]),
                 num_tokens=batch.num_prefill_tokens,
             )
-        if count < len(batch.seq_lens):
-            decode = _prepare_decode(batch, tables[count:], seq_lens[count:], cu_query_lens)
-        return TritonMetadata(prefill, decode)
+        if count == len(batch.seq_lens):
+            return TritonMetadata(prefill, ())
+        return TritonMetadata(prefill, (prepare_decode(batch, tables[count:], seq_lens[count:], cu_query_lens),))
 
     def prepare_decodes(self, batch: DecodeBatch, block_size: int) -> TritonMetadata:
         """As `prepare`, with tables for the longest sequences that there may be: their width is part of a recording."""
         tables = batch.block_tables.index_select(0, batch.table_rows)
-        return TritonMetadata(None, DecodeMetadata(tables, batch.positions.int() + 1, None, 1, {}))
+        longest = tables.shape[1] * block_size
+        decode = DecodeMetadata(tables, batch.positions.int() + 1, None, 1, len(batch.positions), longest)
+        return TritonMetadata(None, (decode,))
 
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec, metadata: TritonMetadata) -> Tensor:
         # The kernels take any strides; they name the token's dimension before the head's.
         keys, values = (cache.transpose(1, 2) for cache in self.store.layers[layer])
         query = query if query.stride(2) == 1 else query.contiguous()
+        if metadata.order is not None:
+            query = query.index_select(0, metadata.order)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        first_decode = 0
+        options: dict[str, Any] = {
+            "scale": spec.scale,
+            "window": spec.window,
+            "soft_cap": spec.soft_cap,
+            "sinks": spec.sinks,
+        }
+        end = 0
         if metadata.prefill is not None:
-            first_decode = metadata.prefill.num_tokens
+            end = metadata.prefill.num_tokens
             kernels.paged_prefill_attention(
-                query[:first_decode],
+                query[:end],
                 keys,
                 values,
                 metadata.prefill.block_tables,
                 metadata.prefill.cu_query_lens,
                 metadata.prefill.seq_lens,
                 max_query_len=metadata.prefill.max_query_len,
-                scale=spec.scale,
-                window=spec.window,
-                soft_cap=spec.soft_cap,
-                sinks=spec.sinks,
-                out=output[:first_decode],
+                out=output[:end],
+                **options,
             )
-        if metadata.decode is not None:
-            key = (spec.num_kv_heads, spec.window)
-            if key not in metadata.decode.plans:
-                metadata.decode.plans[key] = kernels.plan_decode(
-                    metadata.decode.seq_lens,
-                    num_kv_heads=spec.num_kv_heads,
-                    window=spec.window,
-                    cu_query_lens=metadata.decode.cu_query_lens,
-                    max_query_len=metadata.decode.max_query_len,
-                )
+        for decode in metadata.decodes:
+            begin, end = end, end + decode.num_tokens
             kernels.paged_decode_attention(
-                query[first_decode:],
+                query[begin:end],
                 keys,
                 values,
-                metadata.decode.block_tables,
-                metadata.decode.seq_lens,
-                scale=spec.scale,
-                window=spec.window,
-                soft_cap=spec.soft_cap,
-                sinks=spec.sinks,
-                cu_query_lens=metadata.decode.cu_query_lens,
-                max_query_len=metadata.decode.max_query_len,
-                out=output[first_decode:],
-                plan=metadata.decode.plans[key],
+                decode.block_tables,
+                decode.seq_lens,
+                cu_query_lens=decode.cu_query_lens,
+                max_query_len=decode.max_query_len,
+                out=output[begin:end],
+                plan=self._plan(decode, spec),
+                **options,
             )
+        if metadata.places is not None:
+            output = output.index_select(0, metadata.places)
         return output.view(query.shape[0], -1)
 
+    def _plan(self, decode: DecodeMetadata, spec: AttentionSpec) -> kernels.DecodePlan:
+        """The plan of a launch for layers like this one: made once a step."""
+        key = (spec.num_kv_heads, spec.window)
+        if key not in decode.plans:
+            decode.plans[key] = kernels.plan_decode(
+                decode.seq_lens,
+                num_kv_heads=spec.num_kv_heads,
+                split_tokens=self.split_tokens,
+                max_seq_len=decode.max_seq_len,
+                window=spec.window,
+                cu_query_lens=decode.cu_query_lens,
+                max_query_len=decode.max_query_len,
+            )
+        return decode.plans[key]
 
-def _prepare_decode(batch: AttentionBatch, tables: Tensor, seq_lens: Tensor, cu_query_lens: Tensor) -> DecodeMetadata:
-    """Prepare decodes of (decodes,) int32 lengths; tokens beyond what the kernel takes are sequences of their own.
+
+def prepare_decode(batch: AttentionBatch, tables: Tensor, seq_lens: Tensor, cu_query_lens: Tensor) -> DecodeMetadata:
+    """Prepare a batch's decodes of (decodes,) int32 lengths; those of more tokens than the kernel takes become as many
+    sequences of one.
 
     `cu_query_lens` are those of the whole step.
     """
     query_lens = batch.query_lens[batch.num_prefills :]
-    longest = max(query_lens)
+    longest, num_tokens, most = max(query_lens), sum(query_lens), max(batch.seq_lens[batch.num_prefills :])
     if longest == 1:
-        return DecodeMetadata(tables, seq_lens, None, 1, {})
+        return DecodeMetadata(tables, seq_lens, None, 1, num_tokens, most)
     if longest <= MAX_QUERY_LEN:
         starts = cu_query_lens[batch.num_prefills :]
-        return DecodeMetadata(tables, seq_lens, starts - starts[0], longest, {})
+        return DecodeMetadata(tables, seq_lens, starts - starts[0], longest, num_tokens, most)
     counts = to_device(torch.tensor(query_lens), tables.device)
-    tables = tables.repeat_interleave(counts, dim=0, output_size=sum(query_lens))
-    return DecodeMetadata(tables, batch.positions[batch.num_prefill_tokens :].int() + 1, None, 1, {})
+    tables = tables.repeat_interleave(counts, dim=0, output_size=num_tokens)
+    own_lens = batch.positions[batch.num_prefill_tokens :].int() + 1
+    return DecodeMetadata(tables, own_lens, None, 1, num_tokens, most)
 
 
 def check_supported(shapes: Sequence[CacheShape], device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pagestream_kernels as kernels
 from torch import Tensor
 
+from pagestream_engine.attention.torch.deterministic_operators import DeterministicTorchOperators
 from pagestream_engine.attention.torch.operators import TorchOperators
 
 
@@ -19,3 +20,7 @@ class TritonOperators(TorchOperators):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return kernels.silu_and_mul(gate_up)
+
+
+class DeterministicTritonOperators(TritonOperators, DeterministicTorchOperators):
+    """The Triton kernels, each of whose sums lies within a row; what is rare by operations on single elements."""
