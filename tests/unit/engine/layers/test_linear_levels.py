@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from pagestream_engine import native_build
-from pagestream_engine.cpu import read_cpuinfo
+from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 from pagestream_engine.errors import NativeBuildError
 from pagestream_engine.layers.native import library
 from pagestream_engine.layers.native.levels import LEVELS, LinearLevel, usable_levels
@@ -99,3 +99,11 @@ def test_the_next_level_where_one_cannot_be_had(
     monkeypatch.setattr(library, "usable_levels", lambda *_: (better, better))
     assert library.native_linears.__wrapped__(torch.float32) is None
     assert caplog.messages[1:] == [f"the C++ kernels of linears can't be used: {error}"]
+
+
+@pytest.mark.builds
+@pytest.mark.skipif(find_compiler() is None or platform.machine() != "x86_64", reason="no C++ compiler for x86-64")
+@pytest.mark.skipif("amx_tile" in instruction_sets(read_cpuinfo()), reason="the system gives this processor's tiles")
+def test_a_level_whose_registers_the_system_denies_is_refused_before_it_computes() -> None:
+    with pytest.raises(OSError, match="does not give this process the registers of amx-bf16"):
+        library.load_level(HERE[0])

@@ -61,8 +61,8 @@ def wants_exact_linears(
     """Return whether to load linears by which a row has the same bits in any batch: if asked for, or if it is free.
 
     It is free where the C++ kernels of linears are as fast as the libraries below torch: not at levels without fused
-    multiply-add, and as far as anyone has measured not in bfloat16 on AMX. Times of this start do not decide: with the
-    load of the moment a restart could change the mode, and with it the fingerprint that a resumed request needs.
+    multiply-add, and not in bfloat16 on AMX, where they have not been timed. Times of this start do not decide: with
+    the load of the moment a restart could change the mode, and with it the fingerprint that a resumed request needs.
     With the Triton kernels it has not been measured, and counts as not free.
 
     Args:
