@@ -11,7 +11,7 @@ from pagestream_streams import AppendKind, Broker, GatewaySession, expire_engine
 from pagestream_streams.protocol.digests import chain
 from pagestream_streams.protocol.entries import from_stream_fields, to_entry_values
 from pagestream_streams.protocol.keys import Keyspace
-from pagestream_streams.protocol.records import Append
+from pagestream_streams.protocol.records import Append, AppendOutcome
 from support.protocol.token_streams import (
     TENANT,
     append_of,
@@ -21,6 +21,7 @@ from support.protocol.token_streams import (
     read_all,
     spec,
     token,
+    token_appends,
     tokens,
     worker,
 )
@@ -118,6 +119,49 @@ class TestContiguous:
             kinds = [outcome.kind for outcome in outcomes]
             assert kinds == [AppendKind.CONFLICT, AppendKind.FENCED, AppendKind.GAP, AppendKind.OK]
             assert [len(await log_of(broker, claim.request_id)) for claim in claims] == [2, 0, 0, 2]
+
+    async def test_tokens_as_bytes_are_appended_as_others_are(self, broker: Broker) -> None:
+        """In two partitions: entries, outcomes and wake-ups; and a request that is lost is no longer held."""
+        async with GatewaySession(broker) as gateway, worker(broker) as engine:
+            for partition in (0, 0, 1, 1, 1):
+                await gateway.accept(spec(partition=partition))
+            claims = sorted(await engine.claim(5), key=lambda claim: claim.request_id[9:13])
+            digests = [await engine.generate(claim, 2) for claim in claims]
+            entries = [tokens([102, 103], digest) for digest in digests]
+            batches = [
+                token_appends(0, [append_of(claims[0], 2, entries[0]), append_of(claims[1], 3, entries[1][1:])]),
+                token_appends(
+                    1,
+                    [
+                        append_of(claims[2], 2, entries[2]),
+                        append_of(claims[3], 2, tokens([9], digests[3]), nonce="0" * 16),
+                        append_of(claims[4], 1, tokens([9], digests[4])),
+                    ],
+                ),
+            ]
+            heard = broker.connection.pubsub()
+            await heard.subscribe(Keyspace().wake_ups("reader"))
+            for claim in claims:
+                where = await broker.directory.locate(claim.request_id)
+                await broker.connection.execute("HSET", where.request(claim.request_id), "readers", "reader ")
+            first, second = await engine.session.append_tokens(batches)
+            assert first is not None
+            assert second is not None
+            assert first.next_indexes == (4, 2)
+            assert first.others == {1: AppendOutcome(AppendKind.GAP, 2)}
+            assert second.next_indexes[0] == 4
+            assert [outcome.kind for outcome in second.others.values()] == [AppendKind.FENCED, AppendKind.CONFLICT]
+            assert [numbers(await log_of(broker, claim.request_id)) for claim in claims] == [
+                [100, 101, 102, 103], [100, 101], [100, 101, 102, 103], [100, 101], [100, 101]
+            ]  # fmt: skip
+            assert [claim.request_id in engine.session.active_requests for claim in claims[2:]] == [True, True, False]
+            woken: dict[str, list[LogEntry]] = {}
+            while len(woken) < 2:
+                message = await heard.get_message(ignore_subscribe_messages=True, timeout=5.0)
+                slices = WakeUp.FromString(message["data"]).slices if message else ()
+                woken |= {each.request_id: list(each.entries) for each in slices if each.first_index == 2}
+            await heard.aclose()
+            assert woken == {claims[place].request_id: entries[place] for place in (0, 2)}
 
 
 class TestFenced:

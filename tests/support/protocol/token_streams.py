@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from itertools import accumulate
+from typing import TypeVar, cast
 
 from pagestream.v1.inference_pb2 import (
     FINISH_REASON_STOP,
@@ -15,7 +16,7 @@ from pagestream.v1.inference_pb2 import (
     TokenIds,
     Usage,
 )
-from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, ModelCard, RequestSpec
+from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, LogSlice, ModelCard, RequestSpec, WakeUp
 from pagestream_streams import (
     Append,
     AppendKind,
@@ -27,8 +28,10 @@ from pagestream_streams import (
     StreamsSettings,
     Unavailable,
 )
+from pagestream_streams.engine.appending import append_arguments
 from pagestream_streams.protocol import digests, ids
-from pagestream_streams.protocol.entries import to_entry_values
+from pagestream_streams.protocol.entries import to_entry_values, to_log_entry
+from pagestream_streams.protocol.token_appends import TokenAppends
 
 T = TypeVar("T")
 
@@ -159,6 +162,19 @@ async def read_all(
         async for batch in batches:
             result += batch
     return result
+
+
+def token_appends(partition: int, appends: Sequence[Append]) -> TokenAppends:
+    """Return appends of tokens to one partition in the form that an engine's logs make."""
+    made = [
+        WakeUp(slices=[LogSlice(request_id=each.request_id, first_index=each.first_index, entries=entries)])
+        for each in appends
+        for entries in [list(map(to_log_entry, each.entries))]
+    ]
+    wake_ups = [each.SerializeToString() for each in made]
+    values = append_arguments(0, appends, channels="", wakes=False)[1]
+    ends = list(accumulate(map(len, wake_ups)))
+    return TokenAppends(partition, len(appends), cast(bytes, values), b"".join(wake_ups), ends)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pagestream_streams import Broker, ModelNotFound, StreamsSettings
 from pagestream_streams.admin.model_directory import ModelDirectory
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.connection import Connection
-from pagestream_streams.connection.wakeups import WakeUpSender
+from pagestream_streams.connection.wakeups import WakeUpSender, message_of
 from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.keys import Keyspace, Partition
 from support.protocol.token_streams import eventually
@@ -96,7 +96,7 @@ async def test_a_gateway_that_hears_slowly_has_one_message_on_its_way() -> None:
 
     wake_ups = WakeUpSender(cast(Connection, Slow()), 1.0)
     for number in range(200):
-        wake_ups.send([(LogSlice(request_id="r", first_index=number), b"slow quick ")])
+        wake_ups.send([(message_of(LogSlice(request_id="r", first_index=number)), b"slow quick ")])
         await asyncio.sleep(0)
     await eventually(lambda: sum("quick" in channel for channel, _ in heard) > 0)
     assert not any("slow" in channel for channel, _ in heard)
@@ -105,7 +105,7 @@ async def test_a_gateway_that_hears_slowly_has_one_message_on_its_way() -> None:
     await eventually(lambda: not wake_ups.is_sending)
     assert sum("slow" in channel for channel, _ in heard) == 2
     release.clear()
-    wake_ups.send([(LogSlice(request_id="r"), b"slow ")])
+    wake_ups.send([(message_of(LogSlice(request_id="r")), b"slow ")])
     await asyncio.sleep(0)
     await wake_ups.stop()
     assert not wake_ups.is_sending

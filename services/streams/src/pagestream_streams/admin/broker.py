@@ -223,7 +223,8 @@ class Broker:
         _, ended_by, next_index, readers, owner = reply
         for listener in self.end_listeners:
             listener(owner.decode(), request_id)
-        await wakeups.publish(self.connection, [(LogSlice(request_id=request_id, first_index=next_index), readers)])
+        message = wakeups.message_of(LogSlice(request_id=request_id, first_index=next_index))
+        await wakeups.publish(self.connection, [(message, readers)])
         return parse_finish_reason(ended_by.decode())
 
 

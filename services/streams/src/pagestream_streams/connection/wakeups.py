@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Iterable
 
 from pagestream.v1.records_pb2 import LogSlice, WakeUp
@@ -27,13 +28,13 @@ def message_of(log_slice: LogSlice) -> bytes:
     return WakeUp(slices=[log_slice]).SerializeToString()
 
 
-async def publish(connection: Connection, slices: Iterable[tuple[LogSlice, bytes]]) -> None:
-    """Send slices to their readers, one message to each gateway.
+async def publish(connection: Connection, wake_ups: Iterable[tuple[bytes, bytes]]) -> None:
+    """Send wake-ups (see `message_of`) to their readers, one message to each gateway.
 
     A slice without entries makes readers read the log. A lost message costs them settings.poll_ms, so failures are
     logged only.
     """
-    await _send(connection, _packed(slices))
+    await _send(connection, _by_gateway(wake_ups))
 
 
 class WakeUpSender:
@@ -47,51 +48,51 @@ class WakeUpSender:
         self._connection = connection
         self._limit_s = limit_s
         self._sending: dict[str, asyncio.Task[None]] = {}
-        self._waiting: dict[str, WakeUp] = {}
+        self._waiting: dict[str, bytes] = {}
 
     @property
     def is_sending(self) -> bool:
         """Whether any message is in flight."""
         return bool(self._sending)
 
-    def send(self, slices: Iterable[tuple[LogSlice, bytes]]) -> None:
-        """Queue slices for their readers. Beyond _MOST_WAITING_BYTES, they are dropped."""
-        for gateway, message in _packed(slices).items():
+    def send(self, wake_ups: Iterable[tuple[bytes, bytes]]) -> None:
+        """Queue wake-ups (see `message_of`) for their readers. Beyond _MOST_WAITING_BYTES, they are dropped."""
+        for gateway, message in _by_gateway(wake_ups).items():
             if gateway not in self._sending:
                 self._sending[gateway] = asyncio.create_task(self._send(gateway, message), name="wake-ups")
                 continue
-            waiting = self._waiting.setdefault(gateway, WakeUp())
-            if waiting.ByteSize() + message.ByteSize() <= _MOST_WAITING_BYTES:
-                waiting.slices.extend(message.slices)
+            waiting = self._waiting.get(gateway, b"")
+            if len(waiting) + len(message) <= _MOST_WAITING_BYTES:
+                self._waiting[gateway] = waiting + message
 
     async def stop(self) -> None:
         """Cancel the messages in flight."""
         for task in list(self._sending.values()):
             await cancel(task)
 
-    async def _send(self, gateway: str, message: WakeUp) -> None:
+    async def _send(self, gateway: str, message: bytes) -> None:
         try:
-            while message.slices:
+            while message:
                 await _send(self._connection, {gateway: message}, self._limit_s)
-                message = self._waiting.pop(gateway, WakeUp())
+                message = self._waiting.pop(gateway, b"")
         finally:
             self._waiting.pop(gateway, None)
             del self._sending[gateway]
 
 
-def _packed(slices: Iterable[tuple[LogSlice, bytes]]) -> dict[str, WakeUp]:
-    messages: dict[str, WakeUp] = {}
-    for log_slice, readers in slices:
+def _by_gateway(wake_ups: Iterable[tuple[bytes, bytes]]) -> dict[str, bytes]:
+    by_readers: defaultdict[bytes, list[bytes]] = defaultdict(list)  # first, since most requests have the same ones
+    for message, readers in wake_ups:
+        by_readers[readers].append(message)
+    messages: defaultdict[str, list[bytes]] = defaultdict(list)
+    for readers, found in by_readers.items():
         for gateway in gateways(readers):
-            messages.setdefault(gateway, WakeUp()).slices.append(log_slice)
-    return messages
+            messages[gateway] += found
+    return {gateway: b"".join(found) for gateway, found in messages.items()}
 
 
-async def _send(connection: Connection, messages: dict[str, WakeUp], limit_s: float | None = None) -> None:
-    commands = [
-        ("PUBLISH", connection.keyspace.wake_ups(gateway), message.SerializeToString())
-        for gateway, message in messages.items()
-    ]
+async def _send(connection: Connection, messages: dict[str, bytes], limit_s: float | None = None) -> None:
+    commands = [("PUBLISH", connection.keyspace.wake_ups(gateway), message) for gateway, message in messages.items()]
     try:
         await connection.pipeline(commands, limit_s)
     except Unavailable as error:

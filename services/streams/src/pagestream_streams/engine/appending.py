@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -21,6 +21,7 @@ from pagestream_streams.errors import Unavailable
 from pagestream_streams.protocol.entries import Argument, to_log_entry
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import Append, AppendKind, AppendOutcome
+from pagestream_streams.protocol.token_appends import TokenAppends, TokenOutcomes
 from pagestream_streams.settings import StreamsSettings
 
 
@@ -64,9 +65,7 @@ class Appender:
             for where, mine in places.items()
         ]
         fault_points.before_append(appends)
-        # A cluster's silent node must not hold up the others' tokens.
-        limit_s = 2 * self._settings.beat_limit_s if self._connection.is_cluster else None
-        replies = await self._connection.run_each_acknowledged(calls, limit_s)
+        replies = await self._run(calls)
         fault_points.after_append(appends)
         results: dict[int, Any] = {}
         for mine, reply in zip(places.values(), replies, strict=True):
@@ -76,8 +75,45 @@ class Appender:
         for i, outcome in outcomes.items():
             is_over = self._active_requests.settle(appends[i], outcome)
             self._isolation.settle(appends[i], outcome, is_over=is_over)
-        await self._wake([(_slice_of(appends[i]), found[2]) for i, found in results.items() if found[2]])
+        await self._wake(
+            (wakeups.message_of(_slice_of(appends[i])), found[2]) for i, found in results.items() if found[2]
+        )
         return [outcomes.get(i, AppendOutcome(AppendKind.AWAY, 0)) for i in range(len(appends))]
+
+    async def append_tokens(self, batches: Sequence[TokenAppends]) -> list[TokenOutcomes | None]:
+        """Append plain tokens to their logs; see EngineSession.append_tokens."""
+        retention_ms = self._settings.retention_s * 1000
+        channels = self._connection.keyspace.wake_ups("")
+        calls = [
+            Call(APPEND, self._identity.partition(batch.partition).prefix, (retention_ms, batch.values, channels))
+            for batch in batches
+        ]
+        at_fault_points = [append for batch in batches for append in batch.appends()] if fault_points.IS_ON else []
+        fault_points.before_append(at_fault_points)
+        replies = await self._run(calls)
+        fault_points.after_append(at_fault_points)
+        answered = [
+            (batch, reply) for batch, reply in zip(batches, replies, strict=True) if not isinstance(reply, Unavailable)
+        ]
+        outcomes = {id(batch): self._settle_tokens(batch, reply) for batch, reply in answered}
+        await self._wake(
+            (batch.wake_up(place), found[2])
+            for batch, reply in answered
+            for place, found in enumerate(reply)
+            if found[2]
+        )
+        return [outcomes.get(id(batch)) for batch in batches]
+
+    def _settle_tokens(self, batch: TokenAppends, reply: Sequence[tuple[int, int, bytes]]) -> TokenOutcomes:
+        """Settle the appends that did not only make a log longer. A suspect has passed with its claim's first token."""
+        kinds, next_indexes, _ = zip(*reply, strict=True)
+        if not any(kinds):
+            return TokenOutcomes(next_indexes, {})
+        others = {place: AppendOutcome(AppendKind(kind), index) for place, (kind, index, _) in enumerate(reply) if kind}
+        appends = batch.appends()
+        for place, outcome in others.items():
+            self._active_requests.settle(appends[place], outcome)
+        return TokenOutcomes(next_indexes, others)
 
     async def mark(self, *, running: Collection[str], waiting: Collection[str]) -> None:
         """Record which requests are in the running step; see EngineSession.mark."""
@@ -89,11 +125,16 @@ class Appender:
                     by_partition[self._identity.partition_of(request_id)] += [request_id, *fence, step]
         await self._connection.run_many([Call(MARK, where.prefix, each) for where, each in by_partition.items()])
 
-    async def _wake(self, slices: Sequence[tuple[LogSlice, bytes]]) -> None:
+    async def _run(self, calls: Sequence[Call]) -> list[Any]:
+        # A cluster's silent node must not hold up the others' tokens.
+        limit_s = 2 * self._settings.beat_limit_s if self._connection.is_cluster else None
+        return await self._connection.run_each_acknowledged(calls, limit_s)
+
+    async def _wake(self, wake_ups: Iterable[tuple[bytes, bytes]]) -> None:
         if self._connection.is_cluster:
-            self._wake_ups.send(slices)  # no step waits for the node of a gateway's channel, which may be silent
+            self._wake_ups.send(wake_ups)  # no step waits for the node of a gateway's channel, which may be silent
         else:
-            await wakeups.publish(self._connection, slices)
+            await wakeups.publish(self._connection, wake_ups)
 
 
 def append_arguments(retention_ms: int, appends: Sequence[Append], *, channels: str, wakes: bool) -> list[Argument]:

@@ -33,12 +33,16 @@ class EngineIdentity:
             raise ValueError(f"expected an engine id without spaces and colons, got {name!r}")
         return cls(f"{name}:{secrets.token_hex(8)}", model, fingerprint, max_model_len, keyspace)
 
+    def partition(self, number: int) -> Partition:
+        """Return a partition of the engine's model."""
+        return self.keyspace.partition(self.model, number)
+
     def partition_of(self, request_id: str) -> Partition:
         """Return the partition that a claimed request's id names, without asking Redis, which may have lost the model.
 
         RequestNotFound for a malformed id.
         """
-        return self.keyspace.partition(self.model, _partition_number(request_id))
+        return self.partition(_partition_number(request_id))
 
 
 @lru_cache(maxsize=8192)

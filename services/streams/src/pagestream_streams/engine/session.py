@@ -25,6 +25,7 @@ from pagestream_streams.engine.isolation import Isolation
 from pagestream_streams.engine.retirement import Retirement
 from pagestream_streams.errors import ModelNotFound, Unavailable
 from pagestream_streams.protocol.records import Append, AppendOutcome, Claim
+from pagestream_streams.protocol.token_appends import TokenAppends, TokenOutcomes
 
 
 class EngineSession:
@@ -200,6 +201,17 @@ class EngineSession:
             Unavailable: some may have been appended; a retry of the same appends is harmless.
         """
         return await self.appender.append(appends)
+
+    async def append_tokens(self, batches: Sequence[TokenAppends]) -> list[TokenOutcomes | None]:
+        """`append` for plain tokens, ready as bytes: batches of different partitions.
+
+        Returns:
+            Outcomes in the order of `batches`; None where a cluster's node that has the partition did not answer.
+
+        Raises:
+            Unavailable: some may have been appended; a retry of the same appends is harmless.
+        """
+        return await self.appender.append_tokens(batches)
 
     async def mark(self, *, running: Collection[str] = (), waiting: Collection[str] = ()) -> None:
         """Record which requests are in the engine's running step from now on, and which wait outside it.
