@@ -81,7 +81,7 @@ async def notice_ms(folder: Path) -> float:
     await process.start()
     await asyncio.wrap_future(process.loaded)
     begun = asyncio.Event()
-    process.listen(on_outputs=lambda _: begun.set(), on_begun=lambda _: None, on_step=lambda *_: None)
+    process.listen(on_outputs=lambda *_: begun.set(), on_begun=lambda _: None, on_step=lambda *_: None)
     process.submit(AddGroup([1, 2], [Sibling("a", SamplingParams(max_tokens=None, ignore_eos=True))]))
     await begun.wait()
     started = perf_counter()

@@ -50,9 +50,12 @@ from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan, StepResult
 from pagestream_streams import AppendKind, AppendOutcome
 from pagestream_streams.engine.appending import append_arguments
+from pagestream_streams.protocol.token_appends import TokenOutcomes
 from pagestream_worker.collector import spare_what_lives
+from pagestream_worker.logs.token_columns import PlainSequences
 from pagestream_worker.serving.outputs import StepOutputs
 from pagestream_worker.stepping import wire
+from pagestream_worker.stepping.commands import AddGroup
 from pagestream_worker.stepping.reports import Figures, StepDone
 from scheduler_step import make_tokenizer
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder
@@ -243,20 +246,29 @@ async def append_ms(outputs: Sequence[StepOutput], stats: EngineStats, num_steps
         table.requests.start(claim(NONCE, request_id=request_id))
         named.append(replace(output, seq_id=f"{request_id}/{NONCE}/0"))
     figures = Figures(stats, 0.01, None, 5, is_busy=True)
+    plain = PlainSequences()
+    for output, command in zip(named, table.commands, strict=True):
+        if isinstance(command, AddGroup) and command.log:
+            plain.add(output.seq_id, command.log)
     packing, appending = [], []
-    for _ in range(1 + num_steps):
+    for step in range(1 + num_steps):
         started = thread_time()
-        message = wire.pack(StepDone(named, 0.01, len(named), has_prompts=False, figures=figures))
+        tokens, others = plain.split(named)
+        message = wire.pack(StepDone(others, 0.01, len(named), has_prompts=False, figures=figures, tokens=tokens))
         packed = thread_time()
-        taken.take(wire.unpack(memoryview(message)[wire.LENGTH.size :]).outputs)
+        report = wire.unpack(memoryview(message)[wire.LENGTH.size :])
+        taken.take(report.outputs, report.tokens)
         taken.take_deferred()
-        appends = table.requests.pending_appends(APPEND_LIMIT)
-        append_arguments(RETENTION_MS, appends, channels="wake:", wakes=True)
+        pending = table.requests.pending(APPEND_LIMIT)
+        if pending.appends:
+            append_arguments(RETENTION_MS, pending.appends, channels="wake:", wakes=True)
         appending.append(thread_time() - packed)
         packing.append(packed - started)
-        for each in appends:
+        for each in pending.appends:
             outcome = AppendOutcome(AppendKind.OK, each.first_index + len(each.entries))
             table.requests.settle(each, outcome)
+        for batch in pending.logs.batches:
+            table.requests.settle_tokens(batch, TokenOutcomes([step + 1] * len(batch.logs), {}))
     return fmean(packing[1:]) * 1e3, fmean(appending[1:]) * 1e3
 
 

@@ -5,14 +5,17 @@ For interleavings of claims, outputs and drops that no running engine produces a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pagestream.v1.inference_pb2 import SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
 from pagestream_engine.cache.kv_groups import full_attention
 from pagestream_streams import Claim
 from pagestream_streams.protocol.entries import to_log_entry
 from pagestream_telemetry.process import silent_telemetry
+from pagestream_worker.logs.base import TokenLogs
+from pagestream_worker.logs.opening import open_logs
 from pagestream_worker.requests.claim_budget import ClaimBudget
-from pagestream_worker.requests.unacknowledged_log import LogMemory
 from pagestream_worker.serving.active_requests import ActiveRequests
 from pagestream_worker.stepping.commands import Command
 from pagestream_worker.telemetry import WorkerTelemetry
@@ -23,12 +26,12 @@ STEP_TOKENS = 512
 class RequestTable:
     """The table with its collaborators."""
 
-    def __init__(self, memory_bytes: int = 1_000_000) -> None:
-        self.memory = LogMemory(memory_bytes)
+    def __init__(self, memory_bytes: int = 1_000_000, *, make_logs: Callable[[int], TokenLogs] = open_logs) -> None:
+        self.logs = make_logs(memory_bytes)
         self.budget = ClaimBudget(kv_layout=full_attention(16), max_num_seqs=64, step_tokens=STEP_TOKENS)
         self.telemetry = WorkerTelemetry(silent_telemetry(), "m", "e")
         self.commands: list[Command] = []
-        self.requests = ActiveRequests(self.commands.append, self.budget, self.telemetry, lambda: None, self.memory)
+        self.requests = ActiveRequests(self.commands.append, self.budget, self.telemetry, lambda: None, self.logs)
 
     def entries(self, request_id: str = "r") -> list[LogEntry]:
         """Return the entries of a request that its log lacks."""

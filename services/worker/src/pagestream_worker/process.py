@@ -23,6 +23,7 @@ from pagestream_worker.card import build_card
 from pagestream_worker.collector import spare_what_lives
 from pagestream_worker.gauges import EngineGauges, EngineReaders
 from pagestream_worker.health import Health
+from pagestream_worker.logs.library import load_library
 from pagestream_worker.settings import ProcessSettings, WorkerSettings
 from pagestream_worker.stepping.engine_core import EngineCore
 from pagestream_worker.stepping.engine_process import EngineProcess
@@ -134,9 +135,9 @@ async def _serve(process: ProcessSettings, core: EngineCore, stop: asyncio.Event
     """
     settings, streams = process.worker, process.streams
     connecting = _when_redis_answers(lambda: Broker.connect(settings.redis_url, streams))
-    # The model loads while Redis may still be starting.
-    loading = asyncio.gather(_load(core, settings, instruments), connecting)
-    (engine, card), broker = await _unless_stopped(loading, stop)
+    # The model loads while Redis may still be starting, and the logs may be compiled.
+    loading = asyncio.gather(_load(core, settings, instruments), connecting, asyncio.to_thread(load_library))
+    (engine, card), broker, _ = await _unless_stopped(loading, stop)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(broker)
         publishing = _when_redis_answers(lambda: broker.publish_model(card, partitions=settings.partitions))

@@ -7,8 +7,8 @@ from typing import Any
 from pagestream_streams import EngineSession
 
 from pagestream_worker.health import Health, watchdog
+from pagestream_worker.logs.opening import open_logs
 from pagestream_worker.requests.claim_budget import ClaimBudget
-from pagestream_worker.requests.unacknowledged_log import LogMemory
 from pagestream_worker.serving.active_requests import ActiveRequests
 from pagestream_worker.serving.appending import AppendLoop
 from pagestream_worker.serving.claiming import ClaimLoop, PrefillLookahead
@@ -44,7 +44,7 @@ class Worker:
         )
         pending = asyncio.Event()
         self._requests = ActiveRequests(
-            core.submit, self._budget, telemetry, pending.set, LogMemory(settings.kept_log_bytes)
+            core.submit, self._budget, telemetry, pending.set, open_logs(settings.kept_log_bytes)
         )
         self._outputs = StepOutputs(self._requests, self._budget, telemetry)
         self._claiming = ClaimLoop(

@@ -12,14 +12,14 @@ from pagestream_streams import Claim
 from pagestream_streams.protocol import digests
 from pagestream_streams.protocol.claimed_log import ClaimedLog
 from pagestream_streams.protocol.entries import to_log_entry
+from pagestream_worker.logs.python_logs import PythonLogs
 from pagestream_worker.requests.running_request import RunningRequest
-from pagestream_worker.requests.unacknowledged_log import LogMemory
 
 PROMPTS = ([1, 2, 3], [4, 5])
 
 
 def running(taken: Claim) -> RunningRequest:
-    return RunningRequest(taken, LogMemory(1_000_000))
+    return RunningRequest(taken, PythonLogs(1_000_000))
 
 
 def claim(entries: list[LogEntry] | None = None, *, n: int = 1, num_prompts: int = 1, nonce: str = "a") -> Claim:

@@ -1,14 +1,16 @@
 """The table of active requests: what the engine, the budget and the logs get when a request starts, goes on, leaves."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_streams import AppendKind, AppendOutcome
+from pagestream_worker.logs.base import TokenLogs
 from pagestream_worker.requests.running_request import Choice, RunningRequest
 from pagestream_worker.stepping.commands import AbortSequences, AddGroup
 from support.engines.request_table import STEP_TOKENS, RequestTable, claim
+from support.engines.token_logs import KINDS
 
 
 async def test_a_request_that_is_claimed_again_before_its_loss_is_seen_leaves_nothing_reserved() -> None:
@@ -74,7 +76,7 @@ async def test_nothing_is_left_of_requests_that_have_gone() -> None:
     waits = [StepOutput("siblings/n/1", 1, "", "length"), StepOutput("siblings/n/3", 1, "")]
     fails = StepOutput("siblings/n/0", 1, "", "error", error="broken")
     table.requests.add_outputs([*ends, failed, *waits, fails, StepOutput("again/m/0", 1, "", "stop")])
-    for append in table.requests.pending_appends(100):
+    for append in table.requests.pending(100).appends:
         table.requests.settle(append, AppendOutcome(AppendKind.OK, len(append.entries)))
     assert table.requests.ids() == ["dropped"]
     table.requests.drop(["dropped"])
@@ -83,12 +85,13 @@ async def test_nothing_is_left_of_requests_that_have_gone() -> None:
     assert set(living).isdisjoint(request_ids)
     assert table.budget.available(1000)[0] == 1
     assert not table.budget.has_prefilling
-    assert table.memory.held_bytes == 0
+    assert table.logs.held_bytes == 0
 
 
-async def test_what_is_kept_to_be_sent_again_is_bounded_in_bytes() -> None:
+@pytest.mark.parametrize("make_logs", KINDS)
+async def test_what_is_kept_to_be_sent_again_is_bounded_in_bytes(make_logs: Callable[[int], TokenLogs]) -> None:
     """Acknowledged entries go first, the longest log's; in an outage, where none is acknowledged, a request goes."""
-    table = RequestTable(memory_bytes=8_000)
+    table = RequestTable(memory_bytes=8_000, make_logs=make_logs)
     for request_id in ("long", "short"):
         table.requests.start(claim("n", request_id=request_id))
     long, short = table.requests.get("long"), table.requests.get("short")
@@ -100,13 +103,13 @@ async def test_what_is_kept_to_be_sent_again_is_bounded_in_bytes() -> None:
         if number < 40:
             table.requests.add_outputs([StepOutput("short/n/0", number, " word")])
             short.log.acknowledge(number + 1)
-        assert table.memory.held_bytes <= 8_000
+        assert table.logs.held_bytes <= 8_000
     assert short.log.can_send_from(0)
     assert long.log.can_send_from(350)
     assert not long.log.can_send_from(0)
     for number in range(400, 800):
         table.requests.add_outputs([StepOutput("long/n/0", number, " word")])
-        assert table.memory.held_bytes <= 8_000
+        assert table.logs.held_bytes <= 8_000
     assert table.requests.ids() == ["short"]
     table.requests.drop(["short"])
-    assert table.memory.held_bytes == 0
+    assert table.logs.held_bytes == 0

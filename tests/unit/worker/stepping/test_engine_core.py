@@ -6,6 +6,7 @@ from math import inf
 import pytest
 from pagestream_engine import StepOutput
 from pagestream_engine.request.outputs import EngineStats
+from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns
 from pagestream_worker.stepping.commands import AbortSequences, Stop
 from pagestream_worker.stepping.engine_core import ReportReader
 from pagestream_worker.stepping.reports import Figures, ProfileAnswer, Refused, StepBegun, StepDone
@@ -52,14 +53,20 @@ def test_a_command_that_is_not_executed_ages(now: list[float]) -> None:
 
 def test_callbacks_get_what_is_theirs() -> None:
     reader, seen = ReportReader(), list[object]()
-    reader.listen(seen.append, seen.append, lambda duration_s, sequences: seen.append((duration_s, sequences)))
+    reader.listen(
+        lambda outputs, tokens: seen.append((outputs, tokens)),
+        seen.append,
+        lambda duration_s, sequences: seen.append((duration_s, sequences)),
+    )
+    tokens = TokenColumns.of([7], [1], ["x"])
     output, begun = StepOutput("a/1/0", 5, "x"), StepBegun(1, frozenset("a"), frozenset(), {}, False, BUSY)
     reader.take(begun)
     reader.take(StepDone([output], 0.5, 3, has_prompts=False, figures=BUSY))
     assert reader.last_prefill_step_s == inf
     reader.take(StepDone([], 0.25, 2, has_prompts=True, figures=BUSY))
+    reader.take(StepDone([], 0.5, 0, has_prompts=False, figures=BUSY, tokens=tokens))
     reader.take(Refused([output]))
-    assert seen == [begun, (0.5, 3), [output], (0.25, 2), [output]]
+    assert seen == [begun, (0.5, 3), ([output], NO_TOKENS), (0.25, 2), ([], tokens), ([output], NO_TOKENS)]
     assert (reader.last_prefill_step_s, reader.figures) == (0.25, BUSY)
 
 

@@ -16,6 +16,7 @@ from pagestream_engine.errors import ConfigError, EngineError
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan
 from pagestream_telemetry.settings import TelemetrySettings
+from pagestream_worker.logs.token_columns import TokenColumns
 from pagestream_worker.stepping.commands import AddGroup, Stop
 from pagestream_worker.stepping.engine_core import EngineCoreError
 from pagestream_worker.stepping.engine_process import EngineProcess
@@ -83,7 +84,7 @@ class Owner:
         self.outputs: list[StepOutput] = []
         process.listen(on_outputs=self._take, on_begun=lambda _: None, on_step=lambda *_: None)
 
-    def _take(self, outputs: Sequence[StepOutput]) -> None:
+    def _take(self, outputs: Sequence[StepOutput], _: TokenColumns) -> None:
         self.outputs += outputs
 
     async def ended(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 from pagestream_engine import Engine, EngineConfig, SamplingParams, Sibling, StepOutput
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan
+from pagestream_worker.logs.token_columns import TokenColumns
 from pagestream_worker.stepping.commands import AddGroup, Stop
 from pagestream_worker.stepping.engine_thread import EngineThread
 from pagestream_worker.stepping.steps_ahead import STEPS_AHEAD
@@ -69,7 +70,7 @@ class Owner:
             on_outputs=self._take, on_begun=lambda _: None, on_step=lambda _, sequences: self.steps.append(sequences)
         )
 
-    def _take(self, outputs: Sequence[StepOutput]) -> None:
+    def _take(self, outputs: Sequence[StepOutput], _: TokenColumns) -> None:
         assert threading.current_thread() is threading.main_thread()
         self.outputs += outputs
 

@@ -70,6 +70,20 @@ class Owner:
             self.seen.append(self.reports.get())
 
 
+def test_plain_tokens_of_a_sequence_with_a_log_are_reported_in_columns(tmp_path: Path) -> None:
+    owner = Owner(tmp_path)
+    owner.commands.put(AddGroup([1, 2, 3], [Sibling("a", PARAMS, [])], log=7))
+    owner.commands.put(AddGroup([1, 2, 3], [Sibling("b", PARAMS, [])]))
+    whole = owner.tokens_of("b")
+    owner.end()
+    rows = [row for step in owner.steps for row in step.tokens.rows()]
+    assert [(log, token_id) for log, token_id, _ in rows] == [(7, token_id) for token_id in whole[1:-1]]
+    assert [output.token_id for step in owner.steps for output in step.outputs if output.seq_id == "a"] == [
+        whole[0],
+        whole[-1],
+    ]
+
+
 def test_a_sequence_runs_to_its_end(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
     owner.commands.put(AddGroup([1, 2, 3], [Sibling("a", PARAMS, [])]))

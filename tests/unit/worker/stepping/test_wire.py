@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagestream_engine import SamplingParams, Sibling, StepOutput, TokenLogprob
 from pagestream_engine.request.outputs import EngineStats
+from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns
 from pagestream_worker.stepping import wire
 from pagestream_worker.stepping.commands import AbortSequences, AddGroup
 from pagestream_worker.stepping.reports import Figures, GpuUse, StepDone
@@ -26,7 +27,12 @@ outputs = st.builds(
     st.none() | st.text(max_size=5),
     st.none() | st.lists(logprobs, max_size=3).map(tuple),
 )
-steps = st.builds(StepDone, st.lists(outputs, max_size=5), floats, st.integers(0, 9), st.booleans(), st.just(FIGURES))
+characters = st.characters(exclude_categories=("Cs",))
+rows = st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**31 - 1), st.text(characters, max_size=4))
+columns = st.lists(rows, max_size=4).map(lambda each: TokenColumns.of(*zip(*each, strict=True)) if each else NO_TOKENS)
+steps = st.builds(
+    StepDone, st.lists(outputs, max_size=5), floats, st.integers(0, 9), st.booleans(), st.just(FIGURES), columns
+)
 groups = st.builds(
     AddGroup,
     st.lists(st.integers(0, 2**31), max_size=5),

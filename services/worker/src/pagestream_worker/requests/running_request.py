@@ -22,8 +22,8 @@ from pagestream_streams.protocol.entries import END, FINISH, TOKEN, error_text, 
 from pagestream_streams.protocol.finish_reasons import finish_reason_name, parse_finish_reason
 from pagestream_telemetry.context import TraceContext, caller_context
 
+from pagestream_worker.logs.base import TokenLogs
 from pagestream_worker.requests.sampling import child_of, sampling_from_message
-from pagestream_worker.requests.unacknowledged_log import LogMemory, UnacknowledgedLog
 
 
 def _logprobs_message(tokens: Sequence[TokenLogprob]) -> TokenLogprobs:
@@ -54,7 +54,8 @@ class RunningRequest:
         "_finishes",
         "_held",
         "_num_choices",
-        "_outputs",
+        "_num_tokens",
+        "_resumed",
         "_running",
         "_siblings",
         "claim",
@@ -62,17 +63,18 @@ class RunningRequest:
         "request_id",
     )
 
-    def __init__(self, claim: Claim, memory: LogMemory) -> None:
+    def __init__(self, claim: Claim, logs: TokenLogs) -> None:
         self.claim = replace(claim, log=ClaimedLog())  # its tokens are taken below, and not needed again
         self.request_id = claim.spec.request_id
         self._siblings = max(1, claim.spec.sampling.n)
         self._num_choices = self._siblings * len(claim.spec.prompts)
-        self._outputs = {choice: list(claim.log.tokens.get(choice, ())) for choice in range(self._num_choices)}
+        self._resumed = {choice: list(claim.log.tokens.get(choice, ())) for choice in range(self._num_choices)}
+        self._num_tokens = {choice: len(tokens) for choice, tokens in self._resumed.items()}  # beside log.num_taken
         self._held: defaultdict[int, deque[StepOutput]] = defaultdict(deque)  # generated before their turn
         self._finishes = dict(claim.log.finishes)
         self._running: set[int] = set()
         self._cached_tokens = claim.cached_tokens
-        self.log = UnacknowledgedLog(claim, memory)
+        self.log = logs.open(claim)
         self._ended = False
 
     @property
@@ -84,7 +86,7 @@ class RunningRequest:
 
     def open_choices(self) -> Iterator[Choice]:
         """Yield the choices whose log has no finish yet."""
-        for index, tokens in self._outputs.items():
+        for index, tokens in self._resumed.items():
             if index in self._finishes:
                 continue
             choice = Choice(
@@ -101,6 +103,11 @@ class RunningRequest:
         """Yield `open_choices` by prompt: siblings, which the engine runs as one group."""
         for _, choices in groupby(self.open_choices(), key=lambda choice: choice.index // self._siblings):
             yield list(choices)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an output between its first and its last one is nothing but a token: `TokenLogs.take` writes it."""
+        return self._num_choices == 1 and not self.claim.spec.sampling.HasField("logprobs")
 
     def running_seq_ids(self) -> list[str]:
         """Return the sequences that run in the engine, once: the caller aborts them."""
@@ -127,21 +134,20 @@ class RunningRequest:
         So the order in the log, and with it the digest, is a function of the tokens alone.
         """
         while open_choices := [choice for choice in siblings if choice not in self._finishes]:
-            turn = min(open_choices, key=lambda choice: len(self._outputs[choice]))
+            turn = min(open_choices, key=self._num_tokens.__getitem__)
             if not self._held[turn]:
                 return
             self._add(turn, self._held[turn].popleft())
 
     def _add(self, choice: int, output: StepOutput) -> None:
-        tokens = self._outputs[choice]
         if output.token_id is not None:
-            tokens.append(output.token_id)
             # The finish carries the last token's text, so that a stop string never spans two entries.
             text = output.text if output.finish_reason is None else ""
             logprobs = "" if output.logprobs is None else _logprobs_message(output.logprobs).SerializeToString()
             self.log.write(TOKEN, str(choice), str(output.token_id), text, logprobs)
-            if len(tokens) == 1:
+            if self._num_tokens[choice] == 0:
                 self._cached_tokens += output.num_cached_tokens
+            self._num_tokens[choice] += 1
         if output.finish_reason is not None:
             self._finish_choice(choice, output)
 
@@ -154,7 +160,7 @@ class RunningRequest:
                 the append of all other requests would fail too.
         """
         running = set(self._running)
-        for choice in self._outputs:
+        for choice in self._num_tokens:
             if choice not in self._finishes:
                 self._write_finish(choice, FINISH_REASON_ERROR, "", "")
         self._running = running
@@ -167,12 +173,13 @@ class RunningRequest:
 
     def num_generated(self, choice: int) -> int:
         """Return the number of tokens of a choice, including those of earlier engines."""
-        return len(self._outputs[choice]) + len(self._held[choice])
+        taken = self.log.num_taken  # of choice 0, the only one
+        return self._num_tokens[choice] + len(self._held[choice]) + taken
 
     @property
     def num_output_tokens(self) -> int:
         """Number of written tokens of all choices, including those of earlier engines."""
-        return sum(len(tokens) for tokens in self._outputs.values())
+        return sum(self._num_tokens.values()) + self.log.num_taken
 
     # -- to the log --
 
@@ -213,7 +220,7 @@ class RunningRequest:
         self._ended = True
         usage = Usage(
             prompt_tokens=sum(len(prompt.ids) for prompt in self.claim.spec.prompts),
-            completion_tokens=sum(len(tokens) for tokens in self._outputs.values()),
+            completion_tokens=self.num_output_tokens,
             cached_tokens=self._cached_tokens,
         )
         reason = FINISH_REASON_ERROR if error is not None else self._finishes[0]

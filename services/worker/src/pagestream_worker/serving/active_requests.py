@@ -10,10 +10,13 @@ from pagestream_engine.request.sequence import Sibling
 from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.fault_points import FaultPoint, reach
+from pagestream_streams.protocol.token_appends import TokenOutcomes
 
+from pagestream_worker.logs.base import TokenBatch, TokenLogs
+from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns
 from pagestream_worker.requests.claim_budget import ClaimBudget
 from pagestream_worker.requests.running_request import Choice, RunningRequest
-from pagestream_worker.requests.unacknowledged_log import LogMemory
+from pagestream_worker.serving.pending_appends import PendingAppends
 from pagestream_worker.stepping.commands import AbortSequences, AddGroup, Command
 from pagestream_worker.telemetry import WorkerTelemetry
 
@@ -28,7 +31,7 @@ class ActiveRequests:
         budget: gets each sequence that starts and ends.
         telemetry: gets each phase of a request.
         on_pending: called when a request has got entries that its log lacks.
-        memory: bounds the entries that are kept to be sent again.
+        logs: keep the entries until Redis has them, and to send them again.
     """
 
     def __init__(
@@ -37,14 +40,15 @@ class ActiveRequests:
         budget: ClaimBudget,
         telemetry: WorkerTelemetry,
         on_pending: Callable[[], None],
-        memory: LogMemory,
+        logs: TokenLogs,
     ) -> None:
         self._submit = submit
         self._budget = budget
         self._telemetry = telemetry
         self._on_pending = on_pending
-        self._memory = memory
+        self._logs = logs
         self._requests: dict[str, RunningRequest] = {}
+        self._by_log: dict[int, RunningRequest] = {}
         self._sequences: dict[str, tuple[RunningRequest, int]] = {}  # by id, with the choice; until it ends or goes
 
     def __len__(self) -> int:
@@ -68,8 +72,8 @@ class ActiveRequests:
         """Run a claimed request. One that the engine can't run is failed: its log gets an error as its end."""
         # The same request may be claimed again before this engine has seen that it lost the earlier claim.
         self.drop([claim.request_id])
-        request = RunningRequest(claim, self._memory)
-        self._requests[request.request_id] = request
+        request = RunningRequest(claim, self._logs)
+        self._requests[request.request_id] = self._by_log[request.log.handle] = request
         self._telemetry.claimed(request)
         try:
             groups = list(request.open_groups())
@@ -105,12 +109,17 @@ class ActiveRequests:
         self._budget.reserve(len(prompt), [(choice.seq_id, len(choice.output_token_ids)) for choice in choices])
         siblings = [Sibling(choice.seq_id, choice.params, choice.output_token_ids) for choice in choices]
         self._sequences.update((choice.seq_id, (request, choice.index)) for choice in choices)
-        self._submit(AddGroup(prompt, siblings, claim.spec.cache_salt, waits_for_mark=claim.attempts > 1))
+        log = request.log.handle if request.is_plain else 0
+        self._submit(AddGroup(prompt, siblings, claim.spec.cache_salt, waits_for_mark=claim.attempts > 1, log=log))
 
-    def add_outputs(self, outputs: Iterable[StepOutput]) -> None:
-        """Add a step's outputs to their requests. Those of sequences that were dropped during the step are ignored."""
+    def add_outputs(self, outputs: Iterable[StepOutput], tokens: TokenColumns = NO_TOKENS) -> None:
+        """Add a step's plain tokens, then its other outputs, to their requests.
+
+        Those of sequences that were dropped during the step are ignored.
+        """
         sequences, budget = self._sequences, self._budget
         try:
+            self._logs.take(tokens)
             for output in outputs:
                 found = sequences.get(output.seq_id)
                 if found is None:
@@ -141,7 +150,7 @@ class ActiveRequests:
 
         The heartbeat after the outage hands back what Redis shows as this engine's and isn't here.
         """
-        while self._memory.is_exceeded and self._requests:
+        while self._logs.is_exceeded and self._requests:
             longest = max(self._requests.values(), key=lambda request: request.log.num_bytes)
             if not longest.log.drop_oldest():
                 logger.warning("dropped: too much waits for Redis", extra=_log_fields(longest))
@@ -154,18 +163,15 @@ class ActiveRequests:
         """Whether some request has entries that its log lacks."""
         return any(request.log.has_pending for request in self._requests.values())
 
-    def pending_appends(self, limit: int, *, without: Collection[str] = ()) -> list[Append]:
+    def pending(self, limit: int, *, without: Collection[int] = ()) -> PendingAppends:
         """Return the next append of each request with pending entries.
 
         Args:
             limit: most entries of one request.
-            without: requests to leave out.
+            without: handles of the logs to leave out.
         """
-        return [
-            request.pending(limit)
-            for request_id, request in self._requests.items()
-            if request.log.has_pending and request_id not in without
-        ]
+        pending = self._logs.pending(limit, without)
+        return PendingAppends([self._by_log[log].pending(limit) for log in pending.others], pending)
 
     def settle(self, append: Append, outcome: AppendOutcome) -> bool:
         """Apply an append's outcome. Returns whether the request was dropped here, but is still this engine's in Redis
@@ -179,9 +185,8 @@ class ActiveRequests:
         ):
             request.log.acknowledge(outcome.next_index)
             if request.is_complete:
-                del self._requests[append.request_id]
-                request.log.close()
                 self._telemetry.completed(request)
+                self._remove(request)
             elif request.log.has_pending:
                 self._on_pending()
             return False
@@ -193,14 +198,28 @@ class ActiveRequests:
         self.drop([append.request_id])
         return not outcome.lost
 
+    def settle_tokens(self, batch: TokenBatch, outcomes: TokenOutcomes) -> list[str]:
+        """Apply a batch's outcomes. Returns the requests that have to be handed back, see `settle`."""
+        logs, indexes = batch.logs, outcomes.next_indexes
+        if outcomes.others:
+            longer = [place for place in range(len(logs)) if place not in outcomes.others]
+            logs, indexes = [logs[place] for place in longer], [indexes[place] for place in longer]
+        if self._logs.acknowledge(logs, indexes):
+            self._on_pending()
+        if not outcomes.others:
+            return []
+        appends = batch.appends.appends()
+        refused = ((appends[place], outcome) for place, outcome in outcomes.others.items())
+        return [append.request_id for append, outcome in refused if self.settle(append, outcome)]
+
     # -- leaving --
 
     def drop(self, request_ids: Collection[str]) -> None:
         """Abort requests that are no longer this engine's: ended, cancelled, handed back or reclaimed."""
         for request_id in request_ids:
-            request = self._requests.pop(request_id, None)
+            request = self._requests.get(request_id)
             if request is not None:
-                request.log.close()
+                self._remove(request)
                 logger.warning("dropped: no longer this engine's", extra=_log_fields(request))
                 self._telemetry.dropped(request_id)
                 self._abort(request)
@@ -209,6 +228,10 @@ class ActiveRequests:
         """Abort requests that are handed back, and count them as that."""
         self._telemetry.handed_back(request_ids)
         self.drop(request_ids)
+
+    def _remove(self, request: RunningRequest) -> None:
+        del self._requests[request.request_id], self._by_log[request.log.handle]
+        request.log.close()
 
     def _abort(self, request: RunningRequest) -> None:
         running = request.running_seq_ids()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pagestream_streams import Append, AppendKind, EngineSession
 from pagestream_streams.errors import Unavailable
 
+from pagestream_worker.logs.base import TokenBatch
 from pagestream_worker.serving.active_requests import ActiveRequests, hand_back
 from pagestream_worker.serving.outputs import StepOutputs
 from pagestream_worker.settings import WorkerSettings
@@ -75,12 +76,14 @@ class AppendLoop:
         First tokens, other entries and deferred outputs are three concurrent appends, since a script answers only when
         it has done all of its requests.
         """
-        appends = self._requests.pending_appends(self._settings.append_limit)
-        first = [each for each in appends if each.first_index == 0]
-        others = [each for each in appends if each.first_index > 0]
+        pending = self._requests.pending(self._settings.append_limit)
+        first = [each for each in pending.appends if each.first_index == 0]
+        others = [each for each in pending.appends if each.first_index > 0]
         sending = [self._send(session, part) for part in (first, others) if part]
+        if pending.logs.batches:
+            sending.append(self._send_tokens(session, pending.logs.batches))
         if self._outputs.has_deferred:
-            sending.append(self._send_deferred(session, {each.request_id for each in appends}))
+            sending.append(self._send_deferred(session, pending.handles))
         with self._outputs.appending():
             results = await asyncio.gather(*sending, return_exceptions=True)
         to_hand_back: list[str] = []
@@ -108,7 +111,28 @@ class AppendLoop:
         to_hand_back = [each.request_id for each, outcome in answered if self._requests.settle(each, outcome)]
         return _Sent(to_hand_back, is_answered=len(answered) == len(appends))
 
-    async def _send_deferred(self, session: EngineSession, being_sent: Collection[str]) -> _Sent:
+    async def _send_tokens(self, session: EngineSession, batches: Sequence[TokenBatch]) -> _Sent:
+        try:
+            outcomes = await session.append_tokens([batch.appends for batch in batches])
+        except Unavailable as error:
+            logger.warning("append of tokens to %d logs postponed: %s", sum(len(each.logs) for each in batches), error)
+            self._telemetry.error("redis_unavailable")
+            return _Sent((), is_answered=False)
+        to_hand_back: list[str] = []
+        for batch, found in zip(batches, outcomes, strict=True):
+            if found is not None:
+                to_hand_back += self._requests.settle_tokens(batch, found)
+                continue
+            logger.warning("append of tokens to %d logs postponed: their node is away", len(batch.logs))
+            self._telemetry.error("redis_unavailable")
+        return _Sent(to_hand_back, is_answered=None not in outcomes)
+
+    async def _send_deferred(self, session: EngineSession, being_sent: Collection[int]) -> _Sent:
         self._outputs.take_deferred()
-        appends = self._requests.pending_appends(self._settings.append_limit, without=being_sent)
-        return await self._send(session, appends) if appends else _Sent((), is_answered=True)
+        pending = self._requests.pending(self._settings.append_limit, without=being_sent)
+        sending = [self._send(session, pending.appends)] if pending.appends else []
+        if pending.logs.batches:
+            sending.append(self._send_tokens(session, pending.logs.batches))
+        sent = await asyncio.gather(*sending)
+        to_hand_back = [request_id for each in sent for request_id in each.to_hand_back]
+        return _Sent(to_hand_back, is_answered=all(each.is_answered for each in sent))

@@ -4,16 +4,19 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 
 from pagestream_engine.request.outputs import StepOutput
 
+from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns
 from pagestream_worker.requests.claim_budget import ClaimBudget
 from pagestream_worker.serving.active_requests import ActiveRequests
 from pagestream_worker.stepping.step_members import request_id_of
 from pagestream_worker.telemetry import WorkerTelemetry
 
 logger = logging.getLogger(__name__)
+
+_Outputs = tuple[Sequence[StepOutput], TokenColumns]
+_NOTHING: _Outputs = ((), NO_TOKENS)
 
 
 class EngineFailed(RuntimeError):  # noqa: N818 - reads as what happened
@@ -37,7 +40,7 @@ class StepOutputs:
         self._requests = requests
         self._budget = budget
         self._telemetry = telemetry
-        self._deferred: Sequence[StepOutput] = ()
+        self._deferred = _NOTHING
         self._is_appending = False
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when no more outputs are taken; with EngineFailed where the engine or the taking of an output failed."""
@@ -50,7 +53,7 @@ class StepOutputs:
     @property
     def has_deferred(self) -> bool:
         """Whether outputs wait for `take_deferred`."""
-        return bool(self._deferred)
+        return self._deferred is not _NOTHING
 
     @contextmanager
     def appending(self) -> Iterator[None]:
@@ -61,19 +64,21 @@ class StepOutputs:
         finally:
             self._is_appending = False
 
-    def take(self, outputs: Sequence[StepOutput]) -> None:
-        """Take a step's outputs. After one that failed no more are taken: a log would skip tokens."""
+    def take(self, outputs: Sequence[StepOutput], tokens: TokenColumns = NO_TOKENS) -> None:
+        """Take a step's plain tokens and outputs. After one that failed no more are taken: a log would skip tokens."""
         if self.ended.done():
             return
         try:
-            deferred, self._deferred = self._deferred, ()
-            self._requests.add_outputs(chain(deferred, self._without_deferred(outputs)))
+            deferred, self._deferred = self._deferred, _NOTHING
+            if deferred is not _NOTHING:
+                self._requests.add_outputs(*deferred)
+            self._requests.add_outputs(*self._without_deferred(outputs, tokens))
         except Exception as error:  # noqa: BLE001 - whatever it is, this process must not write on
             self.end(error)
 
     def take_deferred(self) -> None:
         """Take the outputs that were deferred."""
-        if self._deferred:
+        if self.has_deferred:
             self.take(())
 
     def end(self, error: BaseException | None) -> None:
@@ -90,12 +95,14 @@ class StepOutputs:
         failure.__cause__ = error
         self.ended.set_exception(failure)
 
-    def _without_deferred(self, outputs: Sequence[StepOutput]) -> Sequence[StepOutput]:
-        """Return the outputs to take now, and defer the others."""
+    def _without_deferred(self, outputs: Sequence[StepOutput], tokens: TokenColumns) -> _Outputs:
+        """Return what to take now, and defer the rest. A plain token is no first one."""
         if self._is_appending or not self._budget.has_prefilling:
-            return outputs
+            return outputs, tokens
         begun = {request_id_of(each.seq_id) for each in outputs if self._budget.is_prefilling(each.seq_id)}
         if not begun:
-            return outputs
-        self._deferred = [output for output in outputs if request_id_of(output.seq_id) not in begun]
-        return [output for output in outputs if request_id_of(output.seq_id) in begun]
+            return outputs, tokens
+        others = [output for output in outputs if request_id_of(output.seq_id) not in begun]
+        if others or tokens.num_tokens:
+            self._deferred = others, tokens
+        return [output for output in outputs if request_id_of(output.seq_id) in begun], NO_TOKENS

@@ -15,6 +15,9 @@ class AddGroup:
     cache_salt: bytes = b""
     waits_for_mark: bool = False
     """Whether a step that they enter waits for `StepMarked`: they were claimed before, and may have killed engines."""
+    log: int = 0
+    """Handle of the log for plain tokens (see PlainSequences); 0: all outputs are reported whole. Of a group of one
+    sequence without logprobs only."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from pagestream_engine.request.outputs import StepOutput
 
+from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns
 from pagestream_worker.stepping.commands import AbortSequences, AddGroup, Command
 from pagestream_worker.stepping.reports import (
     EngineFacts,
@@ -20,6 +21,7 @@ from pagestream_worker.stepping.reports import (
     StepDone,
 )
 
+TakeOutputs = Callable[[Sequence[StepOutput], TokenColumns], None]
 PROFILE_LIMIT_S = 5.0
 """Seconds to wait for the answer to a request for a profile."""
 
@@ -42,14 +44,14 @@ class EngineCore(Protocol):
     def listen(
         self,
         *,
-        on_outputs: Callable[[Sequence[StepOutput]], None],
+        on_outputs: TakeOutputs,
         on_begun: Callable[[StepBegun], None],
         on_step: Callable[[float, int], None],
     ) -> None:
         """Set the callbacks, on the event loop that they are called on, before the first command.
 
         Args:
-            on_outputs: gets a step's outputs.
+            on_outputs: gets a step's outputs, and before them, in time, its plain tokens.
             on_begun: gets a change of the running step, before that runs.
             on_step: gets a step's duration in seconds and its number of sequences.
         """
@@ -83,7 +85,7 @@ class ReportReader:
     """Keeps what an engine's reports say, and passes them on to the callbacks. For the event loop, but for reading."""
 
     def __init__(self) -> None:
-        self._on_outputs: Callable[[Sequence[StepOutput]], None] = lambda _: None
+        self._on_outputs: TakeOutputs = lambda _outputs, _tokens: None
         self._on_begun: Callable[[StepBegun], None] = lambda _: None
         self._on_step: Callable[[float, int], None] = lambda _duration_s, _sequences: None
         self._profiles: deque[Future[str]] = deque()
@@ -94,7 +96,7 @@ class ReportReader:
 
     def listen(
         self,
-        on_outputs: Callable[[Sequence[StepOutput]], None],
+        on_outputs: TakeOutputs,
         on_begun: Callable[[StepBegun], None],
         on_step: Callable[[float, int], None],
     ) -> None:
@@ -128,15 +130,15 @@ class ReportReader:
                     self.last_prefill_step_s = report.duration_s
                 if report.num_sequences:
                     self._on_step(report.duration_s, report.num_sequences)
-                if report.outputs:
-                    self._on_outputs(report.outputs)
+                if report.outputs or report.tokens.num_tokens:
+                    self._on_outputs(report.outputs, report.tokens)
             case StepBegun():
                 self._note(report.figures)
                 self._on_begun(report)
             case Figures():
                 self._note(report)
             case Refused():
-                self._on_outputs(report.outputs)
+                self._on_outputs(report.outputs, NO_TOKENS)
             case ProfileAnswer():
                 self._answer(report)
 

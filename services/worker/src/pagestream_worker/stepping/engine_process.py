@@ -5,16 +5,15 @@ import logging
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import cast
 
 from pagestream_engine.errors import EngineError
-from pagestream_engine.request.outputs import StepOutput
 
 from pagestream_worker.stepping import child, wire
 from pagestream_worker.stepping.commands import Command, StartProfile
-from pagestream_worker.stepping.engine_core import PROFILE_LIMIT_S, EngineCoreError, ReportReader
+from pagestream_worker.stepping.engine_core import PROFILE_LIMIT_S, EngineCoreError, ReportReader, TakeOutputs
 from pagestream_worker.stepping.process_main import Program
 from pagestream_worker.stepping.reports import (
     Ended,
@@ -77,7 +76,7 @@ class EngineProcess:
     def listen(
         self,
         *,
-        on_outputs: Callable[[Sequence[StepOutput]], None],
+        on_outputs: TakeOutputs,
         on_begun: Callable[[StepBegun], None],
         on_step: Callable[[float, int], None],
     ) -> None:

@@ -7,15 +7,14 @@ the model).
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from pagestream_engine.engine import Engine
-from pagestream_engine.request.outputs import StepOutput
 from pagestream_streams.fault_points import FaultPoint, reach
 
 from pagestream_worker.stepping.commands import Command, StartProfile, Stop
-from pagestream_worker.stepping.engine_core import ReportReader
+from pagestream_worker.stepping.engine_core import ReportReader, TakeOutputs
 from pagestream_worker.stepping.profiler import StepProfiler, answer_profile
 from pagestream_worker.stepping.reports import EngineFacts, Figures, Report, StepBegun
 from pagestream_worker.stepping.step_loop import CommandQueue, StepLoop
@@ -45,7 +44,7 @@ class EngineThread(threading.Thread):
     def listen(
         self,
         *,
-        on_outputs: Callable[[Sequence[StepOutput]], None],
+        on_outputs: TakeOutputs,
         on_begun: Callable[[StepBegun], None],
         on_step: Callable[[float, int], None],
     ) -> None:

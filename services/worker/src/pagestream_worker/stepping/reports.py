@@ -9,6 +9,8 @@ from pagestream_engine.engine import Engine
 from pagestream_engine.models.folder import model_revision
 from pagestream_engine.request.outputs import EngineStats, StepOutput
 
+from pagestream_worker.logs.token_columns import NO_TOKENS, TokenColumns
+
 
 @dataclass(frozen=True)
 class EngineFacts:
@@ -123,6 +125,8 @@ class StepDone:
     """In the step that has run; 0 where none has."""
     has_prompts: bool
     figures: Figures
+    tokens: TokenColumns = NO_TOKENS
+    """Plain tokens, which are not among the outputs. A sequence's come before its output."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sequence import Sibling
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 
+from pagestream_worker.logs.token_columns import PlainSequences
 from pagestream_worker.stepping.commands import AbortSequences, AddGroup, StepMarked, Stop
 from pagestream_worker.stepping.gpu import GpuMonitor
 from pagestream_worker.stepping.profiler import StepProfiler
@@ -93,6 +94,7 @@ class StepLoop:
         self._before_marked_step = before_marked_step
         self._adding: deque[tuple[AddGroup, Iterator[None]]] = deque()  # begun, with outputs that are being replayed
         self._members = StepMembers()
+        self._plain = PlainSequences()
         self._waits_for_mark: set[str] = set()  # sequences of groups that asked for it
         self._gpu = GpuMonitor()
         self._num_begun = self._num_commands = self._num_collected = 0
@@ -120,7 +122,8 @@ class StepLoop:
         started = time.monotonic()
         outputs = self._run_step()
         duration_s = time.monotonic() - started
-        for output in outputs:
+        tokens, others = self._plain.split(outputs)
+        for output in others:
             if output.finish_reason is not None:
                 self._forget(output.seq_id)
         self._is_changed = False
@@ -129,7 +132,8 @@ class StepLoop:
         came = stats.num_steps > self._num_collected
         self._num_collected = stats.num_steps
         num_sequences = stats.last_step_sequences if came else 0
-        self._report(StepDone(outputs, duration_s, num_sequences, came and stats.last_step_prompt_tokens > 0, figures))
+        has_prompts = came and stats.last_step_prompt_tokens > 0
+        self._report(StepDone(others, duration_s, num_sequences, has_prompts, figures, tokens))
 
     def _run_step(self) -> list[StepOutput]:
         profiler = self._profiler
@@ -160,6 +164,7 @@ class StepLoop:
     def _forget(self, seq_id: str) -> None:
         self._members.discard(seq_id)
         self._waits_for_mark.discard(seq_id)
+        self._plain.discard(seq_id)
 
     # -- figures --
 
@@ -209,6 +214,8 @@ class StepLoop:
     def _begin_adding(self, command: AddGroup) -> None:
         if command.waits_for_mark:
             self._waits_for_mark |= _seq_ids(command)
+        if command.log:
+            self._plain.add(command.siblings[0].seq_id, command.log)
         adding = self._engine.adding_group(command.prompt_token_ids, command.siblings, cache_salt=command.cache_salt)
         if sum(len(sibling.output_token_ids) for sibling in command.siblings) > REPLAY_TOKENS:
             self._adding.append((command, adding))

@@ -1,14 +1,18 @@
-"""What an engine can send again, whatever it has packed and dropped."""
+"""What an engine can send again, whatever it has packed and dropped: with the logs in Python and in C++."""
 
+from collections.abc import Callable
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from pagestream.v1.inference_pb2 import LogprobEntry, TokenLogprobs
 from pagestream.v1.records_pb2 import ChoiceFinish, LogEntry, RequestSpec
 from pagestream_streams import Claim
 from pagestream_streams.protocol import digests
 from pagestream_streams.protocol.entries import to_entry_values, to_log_entry
-from pagestream_worker.requests.unacknowledged_log import PACKED_ENTRIES, LogMemory, UnacknowledgedLog
+from pagestream_worker.logs.base import PACKED_ENTRIES, TokenLogs
+from support.engines.token_logs import KINDS
 
 LIMIT = 20_000
 BEFORE = digests.chained("", [LogEntry(token_id=number) for number in range(3)])
@@ -22,7 +26,7 @@ def token(number: int) -> LogEntry:
 class Logs(RuleBasedStateMachine):
     """A log beside the list of all that was written to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_logs: Callable[[int], TokenLogs]) -> None:
         super().__init__()
         claim = Claim(
             spec=RequestSpec(request_id="r"),
@@ -34,8 +38,8 @@ class Logs(RuleBasedStateMachine):
             cached_tokens=0,
             deadline=None,
         )
-        self.memory = LogMemory(LIMIT)
-        self.log = UnacknowledgedLog(claim, self.memory)
+        self.logs = make_logs(LIMIT)
+        self.log = self.logs.open(claim)
         self.written = list(BEFORE)
         self.first = len(BEFORE)
 
@@ -79,14 +83,18 @@ class Logs(RuleBasedStateMachine):
 
     @invariant()
     def counts(self) -> None:
-        assert self.memory.held_bytes == self.log.num_bytes >= 0
+        assert self.logs.held_bytes == self.log.num_bytes >= 0
+        assert self.logs.is_exceeded == (self.log.num_bytes > LIMIT)
         assert not self.log.can_send_from(len(self.written) + 1)
         assert self.log.has_pending == (self.log.next_index < len(self.written))
 
     def teardown(self) -> None:
         self.log.close()
-        assert self.memory.held_bytes == 0
+        assert self.logs.held_bytes == 0
 
 
-TestLogs = Logs.TestCase
-TestLogs.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+@pytest.mark.parametrize("make_logs", KINDS)
+def test_a_log_sends_what_was_written_to_it(make_logs: Callable[[int], TokenLogs]) -> None:
+    run_state_machine_as_test(
+        lambda: Logs(make_logs), settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
+    )

@@ -1,0 +1,201 @@
+"""The logs as Python objects: what every append is defined by, and what serves where C++ can't be compiled.
+
+Each log keeps its last entries as tuples, and packs those before them.
+"""
+
+import marshal
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from pagestream_streams import Claim
+from pagestream_streams.protocol import digests
+from pagestream_streams.protocol.entries import FINISH, TOKEN, EntryValues
+
+from pagestream_worker.logs.base import PACKED_ENTRIES, PendingLogs
+from pagestream_worker.logs.token_columns import TokenColumns
+
+_PART_BYTES = 128  # of a part's objects, beside its bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    first_index: int
+    previous_digest: str
+    packed: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.packed) + _PART_BYTES
+
+    def entries(self) -> list[EntryValues]:
+        entries: list[EntryValues] = marshal.loads(self.packed)  # noqa: S302 - this process packed it
+        return entries
+
+
+class PythonLogs:
+    """See TokenLogs.
+
+    Args:
+        limit_bytes: of all packed entries.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.held_bytes = 0
+        """See TokenLogs."""
+        self._limit_bytes = limit_bytes
+        self._logs: dict[int, PythonLog] = {}
+        self._handles = count(1)
+
+    @property
+    def is_exceeded(self) -> bool:
+        """See TokenLogs."""
+        return self.held_bytes > self._limit_bytes
+
+    def open(self, claim: Claim) -> "PythonLog":
+        """See TokenLogs."""
+        log = PythonLog(self, next(self._handles), claim)
+        self._logs[log.handle] = log
+        return log
+
+    def take(self, tokens: TokenColumns) -> None:
+        """See TokenLogs."""
+        for handle, token_id, text in tokens.rows():
+            log = self._logs.get(handle)
+            if log is not None and not log.has_finish:
+                log.write(TOKEN, "0", str(token_id), text)
+                log.num_taken += 1
+
+    def pending(self, limit: int, without: Collection[int] = ()) -> PendingLogs:
+        """See TokenLogs. Each log's are among `others`."""
+        return PendingLogs(
+            (), [handle for handle, log in self._logs.items() if log.has_pending and handle not in without]
+        )
+
+    def acknowledge(self, logs: Sequence[int], next_indexes: Sequence[int]) -> bool:
+        """See TokenLogs."""
+        found = [
+            (self._logs[handle], index)
+            for handle, index in zip(logs, next_indexes, strict=True)
+            if handle in self._logs
+        ]
+        for log, next_index in found:
+            log.acknowledge(next_index)
+        return any(log.has_pending for log, _ in found)
+
+    def hold(self, num_bytes: int) -> None:
+        """Count the bytes of packed entries that were added, or dropped (negative)."""
+        self.held_bytes += num_bytes
+
+    def forget(self, handle: int) -> None:
+        """Remove a closed log."""
+        self._logs.pop(handle, None)
+
+
+class PythonLog:
+    """See TokenLog. At most 2 * PACKED_ENTRIES entries are objects, which take four to ten times as much as packed."""
+
+    __slots__ = (
+        "_digest",
+        "_entries",
+        "_entries_digest",
+        "_logs",
+        "_parts",
+        "handle",
+        "has_finish",
+        "next_index",
+        "num_bytes",
+        "num_taken",
+        "tail_index",
+    )
+
+    def __init__(self, logs: PythonLogs, handle: int, claim: Claim) -> None:
+        self._logs = logs
+        self._parts: deque[_Part] = deque()
+        self._entries: list[EntryValues] = []  # after those in parts
+        self.tail_index = claim.next_index  # of self._entries[0]
+        self._entries_digest = claim.digest  # of the log before it
+        self._digest = claim.digest
+        self.handle = handle
+        """See TokenLog."""
+        self.next_index = claim.next_index
+        """See TokenLog."""
+        self.num_bytes = 0
+        """See TokenLog."""
+        self.num_taken = 0
+        """See TokenLog."""
+        self.has_finish = False
+        """Whether a finish or the end was written."""
+
+    @property
+    def has_pending(self) -> bool:
+        """See TokenLog."""
+        return self.next_index < self.tail_index + len(self._entries)
+
+    def write(self, kind: str, choice: str, value: str, text: str, extra: str | bytes = "") -> None:
+        """See TokenLog."""
+        digest = self._digest = digests.chain_values(self._digest, kind, choice, value)
+        self._entries.append((kind, choice, value, text, digest, extra))
+        if kind != TOKEN:
+            self.has_finish = True
+        if len(self._entries) >= 2 * PACKED_ENTRIES:
+            self._pack()
+
+    def pending(self, limit: int) -> tuple[Sequence[EntryValues], str]:
+        """See TokenLog."""
+        entries, digest, start = self._entries, self._entries_digest, self.next_index - self.tail_index
+        if start < 0:
+            entries, digest, start = self._from_parts(self.next_index, limit + 1)
+        end = start + limit
+        if len(entries) > end and entries[end][0] == FINISH:
+            end += 1
+        return entries[start:end], entries[start - 1][4] if start else digest
+
+    def acknowledge(self, next_index: int) -> None:
+        """See TokenLog."""
+        self.next_index = next_index
+
+    def can_send_from(self, next_index: int) -> bool:
+        """See TokenLog."""
+        first_index = self._parts[0].first_index if self._parts else self.tail_index
+        return first_index <= next_index <= self.tail_index + len(self._entries)
+
+    def drop_oldest(self) -> bool:
+        """See TokenLog."""
+        end = self._parts[1].first_index if len(self._parts) > 1 else self.tail_index
+        if not self._parts or end > self.next_index:
+            return False
+        self._hold(-self._parts.popleft().num_bytes)
+        return True
+
+    def close(self) -> None:
+        """See TokenLog."""
+        self._parts.clear()
+        self._hold(-self.num_bytes)
+        self._logs.forget(self.handle)
+
+    def _hold(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._logs.hold(num_bytes)
+
+    def _pack(self) -> None:
+        packed = marshal.dumps(self._entries[:PACKED_ENTRIES])
+        part = _Part(self.tail_index, self._entries_digest, packed)
+        self._parts.append(part)
+        self._hold(part.num_bytes)
+        self._entries_digest = self._entries[PACKED_ENTRIES - 1][4]
+        self.tail_index += PACKED_ENTRIES
+        del self._entries[:PACKED_ENTRIES]
+
+    def _from_parts(self, index: int, count: int) -> tuple[list[EntryValues], str, int]:
+        """Return entries that hold `count` from `index` on, as far as there are so many, where `index` is in a part.
+
+        After them the digest of the log before the first one, and the place of `index` in them.
+        """
+        parts = [part for part in self._parts if part.first_index > index - PACKED_ENTRIES]
+        needed = [part for part in parts if part.first_index < index + count]
+        entries = [entry for part in needed for entry in part.entries()]
+        if len(needed) == len(parts):
+            entries += self._entries
+        return entries, needed[0].previous_digest, index - needed[0].first_index

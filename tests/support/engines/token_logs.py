@@ -1,0 +1,20 @@
+"""The two kinds of token logs, for tests that hold for both."""
+
+from collections.abc import Callable
+
+from pagestream_worker.logs.base import TokenLogs
+from pagestream_worker.logs.library import load_library
+from pagestream_worker.logs.native_logs import NativeLogs
+from pagestream_worker.logs.python_logs import PythonLogs
+
+
+def native_logs(limit_bytes: int) -> NativeLogs:
+    """Return the logs in C++. Only where `load_library` has a library."""
+    library = load_library()
+    if library is None:
+        raise RuntimeError("the logs can't be compiled here")
+    return NativeLogs(library, limit_bytes)
+
+
+KINDS: list[Callable[[int], TokenLogs]] = [PythonLogs, *([native_logs] if load_library() is not None else [])]
+"""Each makes logs that hold at most so many bytes."""

@@ -1,0 +1,51 @@
+"""The library of C++: brought by an image, compiled at first use, or not to be had."""
+
+import ctypes
+import sys
+from pathlib import Path
+
+import pytest
+from pagestream_engine.native_build import find_compiler
+from pagestream_worker.logs import library, opening, prebuild
+from pagestream_worker.logs.native_logs import NativeLogs
+from pagestream_worker.logs.python_logs import PythonLogs
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Have neither a compiler nor what was compiled before, and choose anew."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(opening, "load_library", library.load_library.__wrapped__)
+
+
+def test_without_a_compiler_python_writes_the_logs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(opening.open_logs(1), PythonLogs)
+    assert "by Python" in caplog.text
+    assert "no C++ compiler" in caplog.text
+
+
+@pytest.mark.builds
+def test_an_image_s_library_is_used_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()
+    if find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    folder = tmp_path / "prebuilt"
+    assert prebuild.main(["--out", str(folder)]) == 0
+    [made] = folder.iterdir()
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(library, "PREBUILT", folder)
+    assert library.find_or_compile() == made
+    monkeypatch.setattr(opening, "load_library", library.load_library.__wrapped__)
+    logs = opening.open_logs(1)
+    assert isinstance(logs, NativeLogs)
+    assert isinstance(logs.library, ctypes.PyDLL)
+
+
+def test_the_build_of_an_image_fails_without_a_compiler(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert prebuild.main(["--out", str(tmp_path)]) == 1
+    assert "g++" in capsys.readouterr().err
+    assert "torch" not in vars(sys.modules[prebuild.__name__])

@@ -1,0 +1,252 @@
+"""The logs in C++ append the bytes that those in Python append, whatever is written, lost, dropped and closed."""
+
+import sys
+from dataclasses import dataclass
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from pagestream.v1.records_pb2 import LogSlice, RequestSpec, WakeUp
+from pagestream_streams import Append, Claim
+from pagestream_streams.engine.appending import append_arguments
+from pagestream_streams.protocol.entries import END, FINISH, TOKEN, to_log_entry
+from pagestream_worker.logs.base import PACKED_ENTRIES, PendingLogs, TokenLog, TokenLogs
+from pagestream_worker.logs.library import load_library
+from pagestream_worker.logs.native_logs import NativeLogError
+from pagestream_worker.logs.python_logs import PythonLog, PythonLogs
+from pagestream_worker.logs.token_columns import TokenColumns
+from support.engines.token_logs import native_logs
+
+pytestmark = pytest.mark.skipif(load_library() is None, reason="no C++ compiler")
+
+texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=12) | st.sampled_from(
+    ['\0\x1f\x7f"\\/\b\f\n\r\t', "\u2028\u2029", "\U0001f600", "a" * 300]
+)
+token_ids = st.integers(0, 2**31 - 1)
+
+
+def numbers(end: int) -> st.SearchStrategy[str]:
+    return st.integers(0, end - 1).map(str)
+
+
+tokens = st.tuples(st.just(TOKEN), numbers(2**31), numbers(2**31), texts, st.just("") | st.binary(max_size=300))
+limits = st.integers(1, 3 * PACKED_ENTRIES)
+
+
+def claim(number: int, partition: int | None, next_index: int) -> Claim:
+    """Return a claim; partition None: of a request whose id names none."""
+    request_id = f'r"{number}' if partition is None else f"2a97516c-{partition:04x}-{number:032x}"
+    return Claim(
+        spec=RequestSpec(request_id=request_id),
+        epoch=number,
+        nonce=f"nonce-{number}",
+        next_index=next_index,
+        digest="0123456789abcdef" if next_index else "",
+        attempts=1,
+        cached_tokens=0,
+        deadline=None,
+    )
+
+
+@dataclass
+class Pair:
+    """A log of each kind, of one claim."""
+
+    claim: Claim
+    python: TokenLog
+    native: TokenLog
+
+    def append(self, limit: int) -> Append:
+        """Return the next append, which both have to agree on."""
+        entries, previous = self.python.pending(limit)
+        assert self.native.pending(limit) == (entries, previous)
+        index = self.python.next_index
+        return Append(self.claim.request_id, self.claim.epoch, self.claim.nonce, index, entries, previous)
+
+    def is_plain(self) -> bool:
+        """Whether all that is pending may go out in a batch."""
+        assert isinstance(self.python, PythonLog)
+        entries, _ = self.python.pending(sys.maxsize)
+        is_in_tail = self.python.next_index >= self.python.tail_index
+        has_begun = self.python.next_index > self.claim.next_index
+        return has_begun and is_in_tail and all(kind == TOKEN and extra == "" for kind, *_, extra in entries)
+
+
+class SameBytes(RuleBasedStateMachine):
+    """Does the same to both, and compares all that they answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.python: TokenLogs = PythonLogs(10_000)
+        self.native: TokenLogs = native_logs(10_000)
+        self.pairs: list[Pair] = []
+        self.closed: list[Pair] = []
+        self.number = 0
+
+    @initialize()
+    def begin(self) -> None:
+        for partition in (1, 0, 1):
+            self.open(partition, 0)
+
+    @precondition(lambda self: len(self.pairs) < 7)
+    @rule(partition=st.none() | st.integers(0, 3), next_index=st.sampled_from([0, 1, 2**40]))
+    def open(self, partition: int | None, next_index: int) -> None:
+        self.number += 1
+        made = claim(self.number, partition, next_index)
+        self.pairs.append(Pair(made, self.python.open(made), self.native.open(made)))
+
+    @precondition(lambda self: self.pairs)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        pair = data.draw(st.sampled_from(self.pairs))
+        self.pairs.remove(pair)
+        self.closed.append(pair)
+        pair.python.close()
+        pair.native.close()
+
+    @precondition(lambda self: self.pairs)
+    @rule(data=st.data(), times=st.sampled_from([1, 1, 40]))
+    def take(self, data: st.DataObject, times: int) -> None:
+        """The tokens of a step, or of many; also of closed logs, and several of one log."""
+        rows = st.tuples(st.sampled_from(self.pairs + self.closed), token_ids, texts)
+        drawn = data.draw(st.lists(rows, min_size=1, max_size=9)) * times
+        _, ids, said = zip(*drawn, strict=True)
+        self.python.take(TokenColumns.of([pair.python.handle for pair, _, _ in drawn], ids, said))
+        self.native.take(TokenColumns.of([pair.native.handle for pair, _, _ in drawn], ids, said))
+
+    @precondition(lambda self: self.pairs)
+    @rule(
+        data=st.data(), values=tokens | st.tuples(st.sampled_from([FINISH, END]), numbers(2**31), texts, texts, texts)
+    )
+    def write(self, data: st.DataObject, values: tuple[str, str, str, str, str | bytes]) -> None:
+        pair = data.draw(st.sampled_from(self.pairs))
+        for log in (pair.python, pair.native):
+            log.write(*values)
+
+    @precondition(lambda self: self.pairs)
+    @rule(limit=limits, data=st.data(), acknowledges=st.booleans())
+    def append(self, limit: int, data: st.DataObject, acknowledges: bool) -> None:
+        left_out = data.draw(st.lists(st.sampled_from(self.pairs + self.closed), max_size=2))
+        expected = {pair.native.handle: pair for pair in self.pairs if pair.python.has_pending and pair not in left_out}
+        of_python = self.python.pending(limit, [pair.python.handle for pair in left_out])
+        assert set(of_python.others) == {pair.python.handle for pair in expected.values()}
+        found = self.native.pending(limit, [pair.native.handle for pair in left_out])
+        self._check(found, expected, limit)
+        if acknowledges:
+            pairs = [*expected.values(), *self.closed[:1]]
+            indexes = [pair.claim.next_index if pair in self.closed else _end(pair, limit) for pair in pairs]
+            more = [
+                logs.acknowledge([pair.handle for pair in handles], indexes)
+                for logs, handles in (
+                    (self.python, [pair.python for pair in pairs]),
+                    (self.native, [pair.native for pair in pairs]),
+                )
+            ]
+            assert more[0] == more[1]
+
+    @precondition(lambda self: self.pairs)
+    @rule(data=st.data(), back=st.integers(0, 60))
+    def lose(self, data: st.DataObject, back: int) -> None:
+        pair = data.draw(st.sampled_from(self.pairs))
+        index = max(0, pair.python.next_index - back)
+        can = pair.python.can_send_from(index)
+        assert pair.native.can_send_from(index) == can
+        if can:
+            pair.python.acknowledge(index)
+            pair.native.acknowledge(index)
+
+    @precondition(lambda self: self.pairs)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        pair = data.draw(st.sampled_from(self.pairs))
+        assert pair.native.drop_oldest() == pair.python.drop_oldest()
+        assert (pair.native.num_bytes > 0) == (pair.python.num_bytes > 0)
+
+    @staticmethod
+    def _check(found: PendingLogs, expected: dict[int, Pair], limit: int) -> None:
+        """Compare a batch with the appends that Python makes, and require that every log that can be in one is."""
+        batched = [handle for batch in found.batches for handle in batch.logs]
+        assert sorted([*batched, *found.others]) == sorted(expected)
+        assert len({batch.appends.partition for batch in found.batches}) == len(found.batches)
+        for handle, pair in expected.items():
+            pair.append(limit)
+            has_partition = not pair.claim.request_id.startswith("r")
+            assert (handle in batched) == (has_partition and pair.is_plain())
+        for batch in found.batches:
+            appends = [expected[handle].append(limit) for handle in batch.logs]
+            assert batch.appends.values == append_arguments(0, appends, channels="", wakes=False)[1]
+            assert batch.appends.count == len(appends)
+            for place, append in enumerate(appends):
+                assert f"-{batch.appends.partition:04x}-" in append.request_id
+                made = LogSlice(
+                    request_id=append.request_id,
+                    first_index=append.first_index,
+                    entries=map(to_log_entry, append.entries),
+                    previous_digest=append.previous_digest,
+                )
+                assert WakeUp.FromString(batch.appends.wake_up(place)) == WakeUp(slices=[made])
+                append.previous_digest = ""
+            assert batch.appends.appends() == appends
+
+    def teardown(self) -> None:
+        for pair in self.pairs:
+            assert pair.native.num_taken == pair.python.num_taken
+            pair.python.close()
+            pair.native.close()
+        assert self.python.held_bytes == self.native.held_bytes == 0
+
+
+TestSameBytes = SameBytes.TestCase
+TestSameBytes.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def _end(pair: Pair, limit: int) -> int:
+    return pair.python.next_index + len(pair.python.pending(limit)[0])
+
+
+@given(st.integers(0, 200).map("x".__mul__), st.integers(0, 200).map("7".__mul__))
+def test_a_link_is_one_of_sha_1_at_any_length(value: str, choice: str) -> None:
+    """One, two and more blocks, and each way to pad the last one."""
+    made = claim(1, 0, 3)
+    python, native = PythonLogs(1000).open(made), native_logs(1000).open(made)
+    for log in (python, native):
+        log.write(FINISH, choice, value, "")
+    assert native.pending(1) == python.pending(1)
+
+
+def test_text_is_escaped_as_orjson_escapes_it() -> None:
+    """All characters that UTF-8 has, in runs of 1,000."""
+    made = claim(1, 0, 0)
+    logs = native_logs(1 << 30)
+    log = logs.open(made)
+    log.write(TOKEN, "0", "1", "")
+    log.acknowledge(1)
+    for first in range(0, sys.maxunicode + 1, 1000):
+        text = "".join(
+            chr(each) for each in range(first, min(first + 1000, sys.maxunicode + 1)) if not 0xD800 <= each < 0xE000
+        )
+        logs.take(TokenColumns.of([log.handle], [first], [text]))
+        [batch] = logs.pending(1).batches
+        assert orjson.dumps(text) in batch.appends.values
+        log.acknowledge(log.next_index + 1)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    logs = native_logs(1000)
+    log = logs.open(claim(1, 0, 0))
+    with pytest.raises(NativeLogError):
+        log.write(TOKEN, "0", "1", "x" * ((16 << 20) + 1))
+    short = TokenColumns.of([log.handle], [1], ["four"])
+    for wrong in (short._replace(text=b"fou"), short._replace(text_lengths=b"\xff\xff\xff\xff")):
+        with pytest.raises(NativeLogError):
+            logs.take(wrong)
+    with pytest.raises(ValueError, match="columns of other lengths"):
+        logs.take(short._replace(token_ids=b""))
+    with pytest.raises(UnicodeEncodeError):
+        TokenColumns.of([log.handle], [1], ["\ud800"])
+    assert not log.has_pending
+    log.close()
+    with pytest.raises(NativeLogError):
+        log.write(TOKEN, "0", "1", "")
