@@ -28,6 +28,15 @@ FROM thirdparty AS kernels
 COPY kernels/src/pagestream_kernels /src/pagestream_kernels
 RUN PYTHONPATH=/src /opt/venv/bin/python -m pagestream_kernels.prebuild --out /prebuilt
 
+# -- the worker's logs in C++: this layer changes with their folder alone --
+FROM ${BASE_IMAGE} AS logs
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++
+COPY services/worker/src/pagestream_worker/logs /src/pagestream_worker/logs
+COPY services/engine/src/pagestream_engine/cpu.py services/engine/src/pagestream_engine/errors.py \
+     services/engine/src/pagestream_engine/native_build.py services/engine/src/pagestream_engine/native_levels.py \
+     /src/pagestream_engine/
+RUN PYTHONPATH=/src python3 -m pagestream_worker.logs.prebuild --out /prebuilt
+
 # -- our packages --
 FROM thirdparty AS ours
 COPY proto proto
@@ -41,6 +50,7 @@ RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation 
     && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-deps --no-index \
       --target /opt/pagestream /wheels/*.whl
 COPY --from=kernels /prebuilt /opt/pagestream/pagestream_kernels/prebuilt
+COPY --from=logs /prebuilt /opt/pagestream/pagestream_worker/logs/prebuilt
 
 FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title="pagestream-engine-cuda" \

@@ -24,18 +24,20 @@ RUN if [ -n "${TORCH_INDEX}" ]; then /opt/builder/bin/python -m pip --python /op
     && find "$packages"/torch -name '*.a' -delete \
     && echo /opt/pagestream > "$packages/pagestream.pth"
 
-# -- the C++ kernels for every instruction set: this layer changes with their folders alone --
+# -- the C++ kernels for every instruction set, and the worker's logs: this layer changes with their folders alone --
 FROM ${BASE_IMAGE} AS kernels
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++
 COPY services/engine/src/pagestream_engine/attention/native /src/pagestream_engine/attention/native
 COPY services/engine/src/pagestream_engine/layers/native /src/pagestream_engine/layers/native
 COPY services/engine/src/pagestream_engine/sampler/native /src/pagestream_engine/sampler/native
+COPY services/worker/src/pagestream_worker/logs /src/pagestream_worker/logs
 COPY services/engine/src/pagestream_engine/cpu.py services/engine/src/pagestream_engine/errors.py \
      services/engine/src/pagestream_engine/native_build.py services/engine/src/pagestream_engine/native_levels.py \
      /src/pagestream_engine/
 RUN PYTHONPATH=/src python3 -m pagestream_engine.attention.native.prebuild --out /prebuilt/attention \
     && PYTHONPATH=/src python3 -m pagestream_engine.layers.native.prebuild --out /prebuilt/layers \
-    && PYTHONPATH=/src python3 -m pagestream_engine.sampler.native.prebuild --out /prebuilt/sampler
+    && PYTHONPATH=/src python3 -m pagestream_engine.sampler.native.prebuild --out /prebuilt/sampler \
+    && PYTHONPATH=/src python3 -m pagestream_worker.logs.prebuild --out /prebuilt/logs
 
 # -- our packages --
 FROM thirdparty AS ours
@@ -52,6 +54,7 @@ RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation 
 COPY --from=kernels /prebuilt/attention /opt/pagestream/pagestream_engine/attention/native/prebuilt
 COPY --from=kernels /prebuilt/layers /opt/pagestream/pagestream_engine/layers/native/prebuilt
 COPY --from=kernels /prebuilt/sampler /opt/pagestream/pagestream_engine/sampler/native/prebuilt
+COPY --from=kernels /prebuilt/logs /opt/pagestream/pagestream_worker/logs/prebuilt
 
 FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title="pagestream-engine" \

@@ -62,6 +62,19 @@ def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "g++" in finding.advice
 
 
+def test_what_writes_the_token_logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if find_compiler() is not None:
+        (finding,) = software.check_logs()
+        assert (finding.verdict, finding.found[:6]) == (Verdict.OK, "by C++")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (finding,) = software.check_logs()
+    assert finding.verdict is Verdict.WARNING
+    assert "by Python" in finding.found
+    assert "no C++ compiler" in finding.found
+
+
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("amx", [True, False])
 def test_whether_the_deterministic_mode_is_on_and_what_it_costs(monkeypatch: pytest.MonkeyPatch, amx: bool) -> None:

@@ -60,6 +60,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
         software.check_torch(),
         software.check_triton(),
         software.check_compiler(),
+        software.check_logs(),
         determinism.check_determinism(),
         software.check_redis(),
         redis_check.check_running_redis(arguments.redis, data_dir),

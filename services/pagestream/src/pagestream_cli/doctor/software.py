@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 
+from pagestream_engine.errors import NativeBuildError
 from pagestream_engine.native_build import find_compiler
 
 from pagestream_cli.doctor.finding import Finding, ok, problem, warning
@@ -85,7 +86,7 @@ def pinned_triton() -> str:
 
 
 def check_compiler() -> Iterator[Finding]:
-    """Check for a C++ compiler, which attention on a CPU and `simulate` use."""
+    """Check for a C++ compiler, which attention on a CPU, an engine's token logs and `simulate` use."""
     compiler = find_compiler()
     if compiler:
         yield ok("c++ compiler", compiler)
@@ -94,6 +95,20 @@ def check_compiler() -> Iterator[Finding]:
             "c++ compiler",
             "none found",
             "apt-get install g++ (Debian), or xcode-select --install (macOS): attention on a CPU is slower without",
+        )
+
+
+def check_logs() -> Iterator[Finding]:
+    """Report what writes an engine's token logs: C++, compiled by what `check_compiler` finds, or Python."""
+    from pagestream_worker.logs.library import find_or_compile
+
+    try:
+        yield ok("token logs", f"by C++ ({find_or_compile()})")
+    except (OSError, NativeBuildError) as error:
+        yield warning(
+            "token logs",
+            f"by Python, at several times the cost: {error}",
+            "install a C++ compiler, or see what it says: 256 sequences cost 0.8 ms of a step in place of 0.1",
         )
 
 
