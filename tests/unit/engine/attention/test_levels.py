@@ -15,7 +15,6 @@ from pagestream_engine.attention.native import library
 from pagestream_engine.attention.native.levels import LEVELS, find_prebuilt
 from pagestream_engine.attention.native.prebuild import prebuild
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
-from pagestream_engine.native_build import find_compiler
 
 pytestmark = pytest.mark.builds
 
@@ -57,13 +56,10 @@ def test_nothing_for_another_head_size_or_folder(folder: Path) -> None:
 
 
 @needs_level
-@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 def test_what_is_compiled_beforehand_is_found_and_loaded_without_a_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_compiler: Path
 ) -> None:
-    compiler = find_compiler()
-    assert compiler is not None
-    made = list(prebuild(compiler, (16,), tmp_path))
+    made = list(prebuild(str(quick_compiler), (16,), tmp_path))
     assert len(made) == len(HERE)
     found = find_prebuilt(16, tmp_path)
     if not any(level.flags <= instruction_sets(read_cpuinfo()) for level in HERE):

@@ -30,8 +30,8 @@ def forget() -> Iterator[None]:
     library.load_library.cache_clear()
 
 
-@_NEEDS_COMPILER
-def test_a_library_is_loaded_once(fresh: Path) -> None:
+def test_a_library_is_loaded_once(fresh: Path, monkeypatch: pytest.MonkeyPatch, quick_compiler: Path) -> None:
+    monkeypatch.setenv("CXX", str(quick_compiler))
     loaded = library.load_library(16)
     assert loaded is not None
     assert library.load_library(16) is loaded
