@@ -27,6 +27,7 @@ def installed(admin: Administrator) -> str:
 
 def helm(admin: Administrator, verb: str, namespace: str, *options: str) -> None:
     command = ("helm", verb, "llm", str(CHART), "--namespace", namespace, "--no-hooks", "--skip-crds")
+    command += ("--disable-openapi-validation",)  # test_admission.py validates all objects
     if verb == "uninstall":
         command = ("helm", verb, "llm", "--namespace", namespace, "--no-hooks")
     admin.run(*command, *options)
@@ -76,13 +77,12 @@ def valid_passwords(redis: dict[str, str]) -> dict[str, list[str]]:
 
 def test_a_new_generation_of_passwords_keeps_the_last_one_valid(admin: Administrator, installed: str) -> None:
     made = [valid_passwords(secret(admin, installed, "llm-redis"))]
-    for generation in (2, 2, 3, 1):
+    for generation in (2, 3, 1):
         helm(admin, "upgrade", installed, "--set", f"redis.bundled.passwordGeneration={generation}")
         made.append(valid_passwords(secret(admin, installed, "llm-redis")))
-    first, second, again, third, lower = made
+    first, second, third, lower = made
     for user in ("gateway", "engine", "probe", "metrics"):
         assert second[user][1:] == first[user]
-        assert again[user] == second[user]
         assert third[user][1:] == second[user][:1]
         assert lower[user] == third[user]
 
@@ -96,7 +96,7 @@ def test_the_password_of_a_release_without_users_is_valid_until_the_next(admin: 
     owner = ("meta.helm.sh/release-name=llm", f"meta.helm.sh/release-namespace={installed}")
     admin.run("kubectl", "--namespace", installed, "label", "secret", "llm-redis", *labels)
     admin.run("kubectl", "--namespace", installed, "annotate", "secret", "llm-redis", *owner)
-    for generation, legacy in ((1, ["old"]), (1, ["old"]), (2, None), (2, None)):
+    for generation, legacy in ((1, ["old"]), (1, ["old"]), (2, None)):
         helm(admin, "upgrade", installed, "--set", f"redis.bundled.passwordGeneration={generation}")
         assert valid_passwords(secret(admin, installed, "llm-redis")).get("default") == legacy
 
@@ -132,9 +132,10 @@ def test_a_new_installation_has_a_new_key(admin: Administrator, installed: str) 
 
 
 def test_an_upgrade_that_changes_nothing_changes_no_pod(admin: Administrator, installed: str) -> None:
-    before = templates(admin, installed)
+    before, passwords = templates(admin, installed), valid_passwords(secret(admin, installed, "llm-redis"))
     helm(admin, "upgrade", installed)
     assert templates(admin, installed) == before
+    assert valid_passwords(secret(admin, installed, "llm-redis")) == passwords
 
 
 def templates(admin: Administrator, namespace: str) -> list[object]:

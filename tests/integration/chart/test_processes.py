@@ -223,21 +223,27 @@ LATER = {"create": "jobs", "get": "jobs", "list": "replicasets", "delete": "conf
 """What the operator needs for a changed template and a deleted pool whose engines have run."""
 
 
-@pytest.mark.parametrize("options", [()])
-def test_the_operator_may_do_what_a_pool_needs_later(admin: Administrator, installed: str) -> None:
-    user = f"--as=system:serviceaccount:{installed}:pagestream-operator"
+@pytest.fixture(scope="module")
+def release(admin: Administrator) -> str:
+    """The namespace of a release for all tests that only ask what accounts may do."""
+    admin.run("kubectl", "create", "namespace", "accounts")
+    admin.run("helm", "install", "pagestream", str(CHART), "--namespace", "accounts", "--no-hooks", "--skip-crds")
+    return "accounts"
+
+
+def test_the_operator_may_do_what_a_pool_needs_later(admin: Administrator, release: str) -> None:
+    user = f"--as=system:serviceaccount:{release}:pagestream-operator"
     for verb, resource in LATER.items():
-        admin.run("kubectl", "auth", "can-i", verb, resource, user, f"--namespace={installed}")
+        admin.run("kubectl", "auth", "can-i", verb, resource, user, f"--namespace={release}")
 
 
-@pytest.mark.parametrize("options", [()])
-def test_the_operators_rights_are_not_more(admin: Administrator, installed: str) -> None:
-    user = f"--as=system:serviceaccount:{installed}:pagestream-operator"
+def test_the_operators_rights_are_not_more(admin: Administrator, release: str) -> None:
+    user = f"--as=system:serviceaccount:{release}:pagestream-operator"
     reviews = []
     for verb, things in FORBIDDEN.items():
         for thing in things:
             resource, *namespace = thing.split()
-            namespace = namespace or [f"--namespace={installed}"]
+            namespace = namespace or [f"--namespace={release}"]
             try:
                 admin.run("kubectl", "auth", "can-i", verb, resource, user, *namespace)
             except CommandError:
@@ -246,11 +252,10 @@ def test_the_operators_rights_are_not_more(admin: Administrator, installed: str)
     assert reviews == []
 
 
-@pytest.mark.parametrize("options", [()])
 @pytest.mark.parametrize("account_name", ["pagestream-gateway", "pagestream-redis", "pagestream-collector"])
-def test_who_is_no_operator_has_no_rights(admin: Administrator, installed: str, account_name: str) -> None:
-    user = f"--as=system:serviceaccount:{installed}:{account_name}"
-    listed = admin.run("kubectl", "auth", "can-i", "--list", user, f"--namespace={installed}", "--no-headers")
+def test_who_is_no_operator_has_no_rights(admin: Administrator, release: str, account_name: str) -> None:
+    user = f"--as=system:serviceaccount:{release}:{account_name}"
+    listed = admin.run("kubectl", "auth", "can-i", "--list", user, f"--namespace={release}", "--no-headers")
     assert {line.split()[0] for line in listed.splitlines() if not line.startswith(" ")} <= {
         "selfsubjectreviews.authentication.k8s.io",
         "selfsubjectaccessreviews.authorization.k8s.io",
