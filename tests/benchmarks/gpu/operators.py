@@ -14,6 +14,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 import bench_filter_and_draw
+import bench_fixed_order_matmul as bench_linear
 import bench_paged_prefill
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64
@@ -82,6 +83,20 @@ def sampling(device: torch.device, copy: float | None, *, dry: bool) -> Iterator
     """Time the draw of tokens by each filter."""
     for work in bench_filter_and_draw.workloads(device, smoke=dry):
         yield figure(work.name, milliseconds([work.run]), work.num_bytes, work.num_flops, copy)
+
+
+def linears(device: torch.device, copy: float | None, *, dry: bool) -> Iterator[Figure]:
+    """Time linears with one order of additions, and torch's own, over weights that no cache holds."""
+    for outputs, inputs in bench_linear.SMOKE_WEIGHTS if dry else bench_linear.WEIGHTS:
+        variants = num_variants(2 * outputs * inputs)
+        weights = [_random(outputs, inputs, device=device) for _ in range(variants)]
+        for rows in bench_linear.SMOKE_ROWS if dry else bench_linear.ROWS:
+            x = _random(rows, inputs, device=device)
+            num_bytes = 2 * (outputs * inputs + rows * (inputs + outputs))
+            for name, product in bench_linear.PRODUCTS.items():
+                time_ms = milliseconds([partial(product, x, weight) for weight in weights])
+                title = f"{name}, {rows} x {inputs} to {outputs}"
+                yield figure(title, time_ms, num_bytes, 2 * rows * outputs * inputs, copy)
 
 
 def _random(*shape: int, device: torch.device) -> Tensor:

@@ -26,6 +26,11 @@ SECTIONS: Mapping[str, tuple[str, str, tuple[Column, ...]]] = {
         _TIMES,
     ),
     "prefill": ("Prefill attention", "Whole prompts, and chunks after a cached prefix.", _TIMES),
+    "linears": (
+        "Linears",
+        "With one tile for any number of rows, as in deterministic mode, beside torch's; Llama 3.1 8B's weights.",
+        _TIMES,
+    ),
     "sampling": ("Sampling", "Filters and draw in one kernel.", _TIMES),
     "engine": (
         "The engine",

@@ -82,6 +82,7 @@ def _run(only: list[str] | None, *, dry: bool) -> dict[str, Any] | None:
         "decode": lambda: operators.decode(device, copy, dry=dry),
         "contiguous": lambda: operators.contiguous(device, copy, dry=dry),
         "prefill": lambda: operators.prefill(device, copy, dry=dry),
+        "linears": lambda: operators.linears(device, copy, dry=dry),
         "sampling": lambda: operators.sampling(device, copy, dry=dry),
         "engine": lambda: serving.engine(device, dry=dry),
         "launch": lambda: _launch(device, dry=dry),

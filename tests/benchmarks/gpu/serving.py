@@ -7,8 +7,9 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,23 +33,28 @@ SHAPE = {
     "initializer_range": 0.02,
 }
 CONCURRENT = (1, 32, 256)
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "decodes recorded": {},
+    "each kernel launched": {"enforce_eager": True},
+    "decodes recorded, deterministic": {"deterministic": True},
+}
 OUTPUT_TOKENS = 128
 
 
 def engine(device: torch.device, *, dry: bool) -> Iterator[Figure]:
-    """Serve batches of requests with recorded decodes and without."""
+    """Serve batches of requests with recorded decodes, without, and with recorded ones in deterministic mode."""
     with tempfile.TemporaryDirectory() as scratch:
         changes = {"num_hidden_layers": 1} if dry else SHAPE
         folder = make_model(Path(scratch, "model"), "llama", dtype=torch.bfloat16, **changes)
-        for enforce_eager in (False, True):
-            yield from _serve(folder, device, enforce_eager=enforce_eager, dry=dry)
+        for name, options in MODES.items():
+            yield from _serve(folder, device, name, options, dry=dry)
             gc.collect()  # the next engine takes the memory that is free
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
 
-def _serve(folder: Path, device: torch.device, *, enforce_eager: bool, dry: bool) -> Iterator[Figure]:
-    options = {"attention_backend": "triton", "enforce_eager": enforce_eager, "max_num_seqs": 256}
+def _serve(folder: Path, device: torch.device, name: str, options: Mapping[str, Any], *, dry: bool) -> Iterator[Figure]:
+    options = {"attention_backend": "triton", "max_num_seqs": 256, **options}
     if dry:
         small = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 64, "num_gpu_blocks_override": 6}
         options |= {**small, "dtype": "float32", "block_size": 16}
@@ -63,7 +69,7 @@ def _serve(folder: Path, device: torch.device, *, enforce_eager: bool, dry: bool
     for concurrent in (1,) if dry else CONCURRENT:
         seconds, num_tokens = _run(engine, concurrent, 2 if dry else OUTPUT_TOKENS, 4 if dry else 255)
         yield {
-            "name": f"{concurrent} at once, {'each kernel launched' if enforce_eager else 'decodes recorded'}",
+            "name": f"{concurrent} at once, {name}",
             "tokens_per_s": num_tokens / seconds if device.type == "cuda" else None,
             "late_compilations": runners[0].num_late_compilations,
         }
