@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from pagestream_engine.cache.host_tier import HostMemory
 from pagestream_engine.cache.kv_groups import KVSpec, make_layout
 from pagestream_engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
 from pagestream_engine.request.sampling_params import SamplingParams
@@ -23,6 +24,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 EOS = 0
 _MODULUS = 1_000_003
+HOST_PAGE_BYTES = 2**20
+"""Of a block: a GiB has 1,024 pages."""
 
 
 class SlotError(AssertionError):
@@ -70,6 +73,7 @@ class ArithmeticRunner:
             facts.kv_specs, config.cache.block_size or DEFAULT_BLOCK_SIZE, facts.max_position_embeddings
         )
         self._pages: list[Page] = []
+        self._host_pages: list[Page] = []
 
     @property
     def fingerprint(self) -> str:
@@ -81,12 +85,17 @@ class ArithmeticRunner:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         self._pages = [Page() for _ in range(num_blocks)]
 
+    def allocate_host_pages(self, num_bytes: int) -> HostMemory:
+        self._host_pages = [Page() for _ in range(num_bytes // HOST_PAGE_BYTES)]
+        return HostMemory(len(self._host_pages), HOST_PAGE_BYTES, load_page_s=0.0)
+
     def execute(self, plan: StepPlan) -> PendingResult:
         self.num_steps += 1
         self.edit(plan)
         self._check_limits(plan)
         self._copy(plan)
         result = self.compute(plan)
+        self._swap(plan)
         return lambda: result
 
     def compute(self, plan: StepPlan) -> StepResult:
@@ -135,12 +144,19 @@ class ArithmeticRunner:
         _require(len(set(targets)) == len(targets), "a block is copied to twice")
         _require(not set(targets) & {source for source, _ in copies}, "a block is copied from and to")
         for source, target in copies:
-            page = self._pages[source]
-            self._pages[target] = replace(page, token_ids=list(page.token_ids))
+            self._pages[target] = _copy_of(self._pages[source])
+
+    def _swap(self, plan: StepPlan) -> None:
+        """Copy as late as is allowed, so that a step which reads or writes what is copied beside it is noticed."""
+        for block, page in plan.saves.tolist():
+            self._host_pages[page] = _copy_of(self._pages[block])
+        for block, page in plan.loads.tolist():
+            self._pages[block] = _copy_of(self._host_pages[page])
 
     def _check_limits(self, plan: StepPlan) -> None:
         limits, rows = self._config.scheduler, plan.rows.tolist()
-        _require(0 < plan.num_tokens <= limits.max_num_batched_tokens, f"{plan.num_tokens} tokens in a step")
+        least = 0 if len(plan.loads) else 1
+        _require(least <= plan.num_tokens <= limits.max_num_batched_tokens, f"{plan.num_tokens} tokens in a step")
         _require(len(self.rows) <= limits.max_num_seqs, f"{len(self.rows)} rows")
         _require(len(set(rows)) == len(rows), "a row twice in a step")
         samples = set(plan.sampled_from.tolist())
@@ -193,6 +209,10 @@ class SeededRunner(ArithmeticRunner):
         if fails == "after":
             raise MemoryError("no room for logits")
         return given
+
+
+def _copy_of(page: Page) -> Page:
+    return replace(page, token_ids=list(page.token_ids))
 
 
 def as_result(plan: StepPlan, token_ids: Sequence[int]) -> StepResult:

@@ -4,6 +4,7 @@ from pagestream_engine.cache.kv_groups import KVSpec
 
 LAYERS: dict[str, tuple[KVSpec, ...]] = {
     "full": (KVSpec(1, 1),),
+    "full and full with larger blocks": (KVSpec(2, 1), KVSpec(1, 1)),
     "window": (KVSpec(1, 1, window=5),),
     "full and window": (KVSpec(1, 1), KVSpec(1, 1, window=6)),
     "window of one token": (KVSpec(1, 1), KVSpec(1, 1, window=1)),
@@ -12,3 +13,4 @@ LAYERS: dict[str, tuple[KVSpec, ...]] = {
     "window with larger blocks": (KVSpec(2, 2), KVSpec(1, 2, window=4), KVSpec(1, 1, window=9)),
 }
 """By what is particular about them. Windows are as short as the prompts of the tests."""
+FULL_LAYERS = [name for name, specs in LAYERS.items() if all(spec.window is None for spec in specs)]

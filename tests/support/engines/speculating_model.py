@@ -62,7 +62,8 @@ class SpeculatingRunner(SeededRunner):
 
     def _check_limits(self, plan: StepPlan) -> None:
         limits, most = self._config.scheduler, 1 + self.num_speculative_tokens
-        if not 0 < plan.num_tokens <= limits.max_num_batched_tokens or len(self.rows) > limits.max_num_seqs:
+        least = 0 if len(plan.loads) else 1
+        if not least <= plan.num_tokens <= limits.max_num_batched_tokens or len(self.rows) > limits.max_num_seqs:
             raise SlotError(f"{plan.num_tokens} tokens and {len(self.rows)} rows in a step")
         for index, (number, count) in enumerate(zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True)):
             row = self.rows[number]

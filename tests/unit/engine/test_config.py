@@ -22,7 +22,7 @@ def test_flat_names_reach_their_groups() -> None:
 def test_every_option_is_a_field_or_refused() -> None:
     config = EngineConfig()
     names = {name for group in vars(config).values() for name in vars(group)}
-    assert set(EngineOptions.__annotations__) == names | {"swap_space", "cpu_offload_gb", "kv_cache_dtype"}
+    assert set(EngineOptions.__annotations__) == names | {"cpu_offload_gb", "kv_cache_dtype"}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,10 @@ def test_every_option_is_a_field_or_refused() -> None:
         ("gpu_memory_utilization", 1.5),
         ("gpu_memory_utilization", "90%"),
         ("enable_prefix_caching", "yes"),
+        ("eviction_policy", "fifo"),
+        ("swap_space", -1),
+        ("swap_space", "4"),
+        ("swap_space", float("nan")),
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", 0),
         ("scheduling_policy", ["fcfs"]),
@@ -62,10 +66,16 @@ def test_a_malformed_option_is_named(field: str, value: Any) -> None:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(("field", "value"), [("swap_space", 4), ("cpu_offload_gb", 1.5), ("kv_cache_dtype", "fp8")])
+@pytest.mark.parametrize(("field", "value"), [("cpu_offload_gb", 1.5), ("kv_cache_dtype", "fp8")])
 def test_vllms_other_options_only_at_their_defaults(field: str, value: Any) -> None:
     with pytest.raises(UnsupportedOption, match=f"^{field}: given .*not supported yet"):
         EngineConfig.from_options({field: value})
+
+
+def test_a_host_tier_needs_the_prefix_cache() -> None:
+    assert EngineConfig.from_options({"swap_space": 1.5}).cache.swap_space == 1.5
+    with pytest.raises(ConfigError, match="swap_space: given 4, expected 0 without enable_prefix_caching"):
+        EngineConfig.from_options({"swap_space": 4, "enable_prefix_caching": False})
 
 
 def test_vllms_other_options_at_their_defaults() -> None:

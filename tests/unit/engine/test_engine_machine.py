@@ -12,8 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.request.sampling_params import SamplingParams
-from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
-from support.engines.kv_layouts import LAYERS
+from support.engines.arithmetic_model import (
+    HOST_PAGE_BYTES,
+    ArithmeticFacts,
+    ArithmeticRunner,
+    make_folder,
+    undisturbed,
+)
+from support.engines.kv_layouts import FULL_LAYERS, LAYERS
 from support.engines.kv_waste import check_waste
 from support.engines.speculating_model import SpeculatingRunner
 
@@ -44,6 +50,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         spare_budget=st.integers(0, 12),
         caching=st.booleans(),
+        num_host_pages=st.sampled_from([0, 0, 3, 40]),
         ahead=st.booleans(),
         num_drafts=st.integers(0, 2),
         counts_seed=st.integers(0, 99),
@@ -57,10 +64,14 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         spare_budget: int,
         caching: bool,
+        num_host_pages: int,
         ahead: bool,
         num_drafts: int,
         counts_seed: int,
     ) -> None:
+        if num_host_pages:  # half of the runs have a tier, so that it meets everything else
+            caching = True
+            layers = FULL_LAYERS[len(layers) % len(FULL_LAYERS)]
         self.facts = replace(FACTS, kv_specs=LAYERS[layers])
         config = EngineConfig.from_options(
             {
@@ -70,6 +81,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "max_num_batched_tokens": max_num_seqs + spare_budget,
                 "enable_prefix_caching": caching,
                 "async_scheduling": ahead,
+                "swap_space": num_host_pages * HOST_PAGE_BYTES / 2**30,
             }
         )
 

@@ -149,8 +149,8 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_unknown_and_unsupported_options_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel: given 2"):
         make_llm(tmp_path, tensor_parallel=2)
-    with pytest.raises(UnsupportedOption, match="swap_space: given 4"):
-        make_llm(tmp_path, swap_space=4)
+    with pytest.raises(UnsupportedOption, match="cpu_offload_gb: given 4"):
+        make_llm(tmp_path, cpu_offload_gb=4)
     make_llm(tmp_path, swap_space=0, cpu_offload_gb=0, kv_cache_dtype="auto")
 
 

@@ -50,6 +50,9 @@ class EngineOptions(ApiModel):
     eviction_policy: Literal["lru", "slru", "lfu", "cost"] | None = None
     """Which cached block is used anew first: the least recently used one, of those never found again first (slru, the
     default) or of all (lru), the least often used one (lfu), or the one that is cheapest to compute again (cost)."""
+    swap_space: Annotated[float, Field(ge=0, le=65_536)] | None = None
+    """GiB of host memory for KV blocks that the pool evicts, those of preempted sequences too; they are copied back
+    when they are needed again. Part of the pod's memory. Default 0: such blocks are computed again."""
     max_num_seqs: Annotated[int, Field(ge=1, le=65_536)] | None = None
     """Most sequences that run at once. Default 256."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=16_777_216)] | None = None

@@ -77,6 +77,10 @@ class CacheConfig:
     found again before the others, lfu the least often used one, with ageing, cost the same, weighed by what attention
     takes to compute it again. slru finds most on a real trace: docs/benchmarks/prefix-cache.md."""
 
+    swap_space: float = 0.0
+    """GiB of host memory for blocks that the pool evicts, of preempted sequences too; they come back by their content.
+    0: such blocks are computed again."""
+
     def __post_init__(self) -> None:
         if self.block_size is not None:
             _choice("block_size", self.block_size, (1, 2, 4, 8, 16, 32, 64, 128))
@@ -88,6 +92,11 @@ class CacheConfig:
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError("enable_prefix_caching", self.enable_prefix_caching, "True or False")
         _choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
+        if not (_is_number(self.swap_space) and 0.0 <= self.swap_space < inf):
+            raise ConfigError("swap_space", self.swap_space, "GiB of at least 0")
+        if self.swap_space and not self.enable_prefix_caching:
+            hint = "blocks in host memory are found by the prefix cache"
+            raise ConfigError("swap_space", self.swap_space, "0 without enable_prefix_caching", hint)
 
 
 @dataclass(frozen=True)
@@ -199,7 +208,7 @@ class EngineConfig:
 
         Raises:
             ConfigError: an option is unknown or malformed.
-            UnsupportedOption: `swap_space`, `cpu_offload_gb` or `kv_cache_dtype` asks for more than the default.
+            UnsupportedOption: `cpu_offload_gb` or `kv_cache_dtype` asks for more than the default.
         """
         options = dict(options)
         _refuse_unsupported(options)
@@ -229,11 +238,10 @@ _GROUPS = {
     "extensions": tuple(f.name for f in fields(ExtensionConfig)),
 }
 _ONLY_DEFAULT: dict[str, tuple[object, ...]] = {
-    "swap_space": (0, None),
     "cpu_offload_gb": (0, None),
     "kv_cache_dtype": ("auto", None),
 }
-"""vLLM's options that are accepted at these values only: preemption recomputes, weights and cache keep their dtype."""
+"""vLLM's options that are accepted at these values only: weights stay on the device, and the cache has their dtype."""
 
 
 def _refuse_unsupported(options: dict[str, Any]) -> None:

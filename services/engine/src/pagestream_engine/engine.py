@@ -16,7 +16,7 @@ from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.capacity import fit_model_len
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import InvalidRequest, InvariantViolation, OutOfMemory
-from pagestream_engine.executor.base import RunnerFactory, make_model_runner
+from pagestream_engine.executor.base import RunnerFactory, make_model_runner, make_tier
 from pagestream_engine.executor.pipeline import StepPipeline
 from pagestream_engine.executor.select import make_executor
 from pagestream_engine.models.folder import load_tokenizer, resolve_model
@@ -76,8 +76,9 @@ class Engine:
         """Whether a token's logits depend on its sequence alone, bit for bit."""
         order = make_eviction_order(config.cache.eviction_policy, facts.num_blocks)
         self._pool = BlockPool(facts.num_blocks, order)
+        tier = make_tier(self._pool, facts, config.scheduler)
         caching = config.cache.enable_prefix_caching
-        self._cache = CacheManager(self._pool, facts.kv_layout, enable_prefix_caching=caching)
+        self._cache = CacheManager(self._pool, facts.kv_layout, enable_prefix_caching=caching, tier=tier)
         self._scheduler = Scheduler(config.scheduler, self._cache, policy, facts.num_speculative_tokens)
         is_async = config.executor.async_scheduling
         plans = PlanBuilder(config.scheduler.max_num_seqs, self._cache.layout)
@@ -242,6 +243,8 @@ class Engine:
             taken = self._outputs.process(step, tokens, result)
             counts.end_step(step, len([output for output in taken if output.token_id is not None]))
             self._scheduler.prefill_budget.note(step, counts.last_step_s)
+            if self._scheduler.restore_cost is not None:
+                self._scheduler.restore_cost.note(step, counts.last_step_s)
             outputs = outputs + taken
         elif not launched and not outputs and self._generations:
             raise InvariantViolation(f"{len(self._generations)} requests wait and nothing can run")
@@ -266,6 +269,8 @@ class Engine:
         self._steps.roll_back()
         first.close()
         self._pool.reset_prefix_cache()
+        if self._cache.tier is not None:
+            self._cache.tier.reset()
         cache = replace(self.config.cache, num_gpu_blocks_override=first.facts.num_blocks)
         self._steps.executor = make_executor(self._make_runner, self.folder, replace(self.config, cache=cache))
         if self._steps.executor.facts.fingerprint != first.facts.fingerprint:
@@ -278,7 +283,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of load, cache and work done."""
-        pool, counts = self._pool, self._counts
+        pool, counts, tier = self._pool, self._counts, self._cache.tier
+        host = self._steps.executor.facts.host_memory
+        page_bytes = 0 if host is None else host.page_bytes
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -289,6 +296,11 @@ class Engine:
             kv_utilization=1.0 - pool.num_free / pool.num_blocks,
             prefix_query_tokens=self._cache.num_query_tokens,
             prefix_hit_tokens=self._cache.num_hit_tokens,
+            host_hit_tokens=self._cache.num_host_hit_tokens,
+            num_host_pages=0 if tier is None else tier.num_pages,
+            num_used_host_pages=0 if tier is None else tier.num_used_pages,
+            saved_bytes=0 if tier is None else tier.num_saved * page_bytes,
+            loaded_bytes=0 if tier is None else tier.num_loaded * page_bytes,
             num_preemptions=self._scheduler.num_preemptions,
             num_steps=counts.num_steps,
             num_prompt_tokens=counts.num_prompt_tokens,
@@ -321,7 +333,8 @@ class Engine:
         """
         sequences = list(self._scheduler.sequences())
         drafts = self._steps.executor.facts.num_speculative_tokens
-        check_cache(self._pool, self._cache.layout, sequences, self._cache.copy_on_write, num_drafts=drafts)
+        cache = self._cache
+        check_cache(self._pool, cache.layout, sequences, cache.copy_on_write, num_drafts=drafts, tier=cache.tier)
         check_groups(sequences)
         if {seq.seq_id for seq in sequences} != self._generations.keys():
             raise InvariantViolation("the scheduler's sequences are not the engine's requests")

@@ -97,6 +97,21 @@ KV_FRAGMENTATION = _gauge(
 )
 PREFIX_QUERIES = _counter("pagestream.prefix_cache.queries", "{token}", "Tokens looked up in the prefix cache.")
 PREFIX_HITS = _counter("pagestream.prefix_cache.hits", "{token}", "Tokens found in the prefix cache.")
+HOST_TIER_HITS = _counter(
+    "pagestream.host_tier.hits", "{token}", "Tokens found in the prefix cache whose blocks came from host memory."
+)
+HOST_TIER_COPIES = _counter(
+    "pagestream.host_tier.copies",
+    "By",
+    "KV blocks copied between the pool and host memory: saved = to host memory, loaded = back.",
+    "direction",
+)
+HOST_TIER_PAGES = _gauge(
+    "pagestream.host_tier.pages",
+    "{block}",
+    "Pages of host memory, each for a block: cached = with content that can be found again, free = others.",
+    "state",
+)
 REQUESTS_RUNNING = _gauge("pagestream.requests.running", "{request}", "Sequences that hold blocks.")
 REQUESTS_WAITING = _gauge("pagestream.requests.waiting", "{request}", "Sequences that wait inside the engine.")
 BATCH_SIZE = _histogram("pagestream.batch.size", "{sequence}", "Sequences of a step.", _SIZES)
@@ -217,6 +232,9 @@ ENGINE_METRICS = (
     KV_FRAGMENTATION,
     PREFIX_QUERIES,
     PREFIX_HITS,
+    HOST_TIER_HITS,
+    HOST_TIER_COPIES,
+    HOST_TIER_PAGES,
     REQUESTS_RUNNING,
     REQUESTS_WAITING,
     BATCH_SIZE,

@@ -38,6 +38,7 @@ class EngineGauges:
             (catalog.KV_FRAGMENTATION, figures.fragmentation),
             (catalog.PREFIX_QUERIES, stats.prefix_query_tokens),
             (catalog.PREFIX_HITS, stats.prefix_hit_tokens),
+            (catalog.HOST_TIER_HITS, stats.host_hit_tokens),
             (catalog.REQUESTS_RUNNING, stats.num_running),
             (catalog.REQUESTS_WAITING, stats.num_waiting),
             (catalog.TOKENS_PROMPT, stats.num_prompt_tokens),
@@ -54,6 +55,11 @@ class EngineGauges:
         }
         for state, count in blocks.items():
             self._number(catalog.KV_BLOCKS).series(self._model, state).set(count)
+        pages = {"cached": stats.num_used_host_pages, "free": stats.num_host_pages - stats.num_used_host_pages}
+        for state, count in pages.items():
+            self._number(catalog.HOST_TIER_PAGES).series(self._model, state).set(count)
+        for direction, size in (("saved", stats.saved_bytes), ("loaded", stats.loaded_bytes)):
+            self._number(catalog.HOST_TIER_COPIES).series(self._model, direction).set(size)
         for kind, size in self._readers.memory_bytes.items():
             self._number(catalog.MEMORY_USAGE).series(self._model, kind).set(size)
         if figures.gpu is not None:

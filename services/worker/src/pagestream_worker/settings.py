@@ -90,6 +90,7 @@ _ENGINE_OPTIONS = (
     "gpu_memory_utilization",
     "enable_prefix_caching",
     "eviction_policy",
+    "swap_space",
     "max_num_seqs",
     "max_num_batched_tokens",
     "itl_bound_ms",
@@ -122,6 +123,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
     group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     group.add_argument("--eviction-policy", choices=EVICTION_POLICIES, help="which cached block is used anew first")
+    group.add_argument("--swap-space", type=float, metavar="GIB", help="of host memory for blocks that are evicted")
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
     group.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS", help="in one step")
     group.add_argument(

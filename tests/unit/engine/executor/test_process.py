@@ -17,7 +17,7 @@ from pagestream_engine.errors import ConfigError, ExecutorDied, ExecutorError
 from pagestream_engine.executor import process
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import Sibling
-from support.engines.arithmetic_model import make_folder, undisturbed
+from support.engines.arithmetic_model import HOST_PAGE_BYTES, make_folder, undisturbed
 from support.engines.faulty_runners import (
     COMPUTING,
     FACTS,
@@ -29,7 +29,13 @@ from support.engines.faulty_runners import (
 )
 from support.processes.waiting import wait_until
 
-OPTIONS = {"block_size": 4, "num_gpu_blocks_override": 24, "max_num_seqs": 8, "max_num_batched_tokens": 16}
+OPTIONS = {
+    "block_size": 4,
+    "num_gpu_blocks_override": 24,
+    "swap_space": 12 * HOST_PAGE_BYTES / 2**30,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+}
 PROMPTS = [[number, *range(1, 9)] for number in range(5)]
 Tokens = dict[str, list[int]]
 

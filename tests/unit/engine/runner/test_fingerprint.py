@@ -41,6 +41,7 @@ NOT_DECIDING = {
     "pagestream_engine.sampler.sampled": "holds what was sampled",
     "pagestream_engine.text.faults": "says which errors end a request",
     "pagestream_engine.runner.results": "copies what was decided",
+    "pagestream_engine.runner.host_pages": "copies whole blocks",
     "pagestream_kernels.aot": "compiles kernels for tests",
     "pagestream_kernels.checks": "checks arguments",
     "pagestream_kernels.errors": "exceptions",

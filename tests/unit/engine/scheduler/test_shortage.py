@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.host_tier import HostTier
 from pagestream_engine.cache.invariants import check_cache
 from pagestream_engine.cache.kv_groups import KVLayout, full_attention, make_layout
 from pagestream_engine.cache.manager import CachedPrefix, CacheManager
@@ -28,9 +29,11 @@ class CountingCache(CacheManager):
 
     num_lookups = 0
 
-    def get_computed_blocks(self, seq: TokenSequence, most: int | None = None) -> CachedPrefix:
+    def get_computed_blocks(
+        self, seq: TokenSequence, most: int | None = None, *, may_load: bool = False
+    ) -> CachedPrefix:
         self.num_lookups += 1
-        return super().get_computed_blocks(seq, most)
+        return super().get_computed_blocks(seq, most, may_load=may_load)
 
 
 class ForgetfulPool(BlockPool):
@@ -45,9 +48,17 @@ class Harness:
     """A scheduler with a model that always answers 7."""
 
     def __init__(
-        self, pool: BlockPool, layout: KVLayout, policy: SchedulingPolicy, *, max_num_seqs: int = 8, budget: int = 64
+        self,
+        pool: BlockPool,
+        layout: KVLayout,
+        policy: SchedulingPolicy,
+        *,
+        max_num_seqs: int = 8,
+        budget: int = 64,
+        num_pages: int = 0,
     ) -> None:
-        self.cache = CountingCache(pool, layout, enable_prefix_caching=True)
+        tier = HostTier(pool, num_pages, num_ahead=8) if num_pages else None
+        self.cache = CountingCache(pool, layout, enable_prefix_caching=True, tier=tier)
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
         self.scheduler = Scheduler(config, self.cache, policy)
         self.sequences: list[TokenSequence] = []
@@ -74,9 +85,11 @@ class Harness:
         """Run a step; return which sequences got how many tokens."""
         step = self.scheduler.schedule()
         done = [(chunk.seq.seq_id, chunk.num_scheduled_tokens) for chunk in [*step.prefills, *step.decodes]]
+        done += [("loads", len(step.loads))] * bool(step.loads)
         self.scheduler.update_after_schedule(step)
         self.scheduler.update_from_output(step, [(7,)] * len(step.sampled()))
-        check_cache(self.cache.pool, self.cache.layout, self.scheduler.sequences(), self.cache.copy_on_write)
+        cache = self.cache
+        check_cache(cache.pool, cache.layout, self.scheduler.sequences(), cache.copy_on_write, tier=cache.tier)
         return done
 
 
@@ -146,15 +159,27 @@ OPERATIONS = st.one_of(
     num_tokens=st.integers(48, 96),
     budget=st.integers(8, 40),
     shortest_first=st.booleans(),
+    num_pages=st.sampled_from([0, 2, 30]),
     operations=st.lists(OPERATIONS, min_size=10, max_size=60),
 )
 def test_the_schedule_is_the_one_with_a_lookup_in_each_step(
-    layers: str, num_tokens: int, budget: int, shortest_first: bool, operations: list[tuple[str, object, object]]
+    *,
+    layers: str,
+    num_tokens: int,
+    budget: int,
+    shortest_first: bool,
+    num_pages: int,
+    operations: list[tuple[str, object, object]],
 ) -> None:
     layout = make_layout(LAYERS[layers], BLOCK_SIZE, 999)
     num_blocks = layout.num_blocks_for(num_tokens, budget)
     policy = ShortestFirst() if shortest_first else FirstComeFirstServed()
-    both = [Harness(pool(num_blocks), layout, policy, budget=budget) for pool in (BlockPool, ForgetfulPool)]
+    if any(spec.window is not None for spec in LAYERS[layers]):
+        num_pages = 0
+    both = [
+        Harness(pool(num_blocks), layout, policy, budget=budget, num_pages=num_pages)
+        for pool in (BlockPool, ForgetfulPool)
+    ]
     for name, first, second in operations:
         for harness in both:
             if name == "add":

@@ -90,7 +90,7 @@ class KVStore:
         """Allocate the cache of all layers; its content is undefined."""
         size = (2, self.num_slots, num_blocks, self.page_size)
         if self.device.type == "cpu":
-            self.cache = _host_tensor(size, self.dtype)
+            self.cache = host_tensor(size, self.dtype)
         else:
             self.cache = torch.empty(size, dtype=self.dtype, device=self.device)
         for shape in self.shapes:
@@ -145,7 +145,7 @@ class KVStore:
         raise NotImplementedError("this store does not rotate")
 
 
-def _host_tensor(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def host_tensor(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor whose pages come into being when they are first touched, in 2 MiB pages where Linux has them.
 
     A decode step reads blocks from all over the pool: with 4 KiB pages it took 29 ms, with large ones 21 (64 sequences

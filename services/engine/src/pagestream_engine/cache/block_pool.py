@@ -107,6 +107,17 @@ class BlockPool:
             self.free_blocks.note_cached(block, num_tokens, parent)
             self._note_watched(block_hash)
 
+    def forget(self, block: int, block_hash: bytes) -> None:
+        """Let a block no longer be found by a hash, where what it holds is not what that says. Another hash stays."""
+        if self.hashes[block] != block_hash:
+            return
+        del self.by_hash[block_hash]
+        self.hashes[block] = None
+        if self.ref_counts[block] == 0:
+            self.num_cached -= 1
+            self.free_blocks.remove(block)
+            self.free_blocks.add_empty(block)
+
     # -- the watch --
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pagestream_engine.cache.block_hasher import BlockHasher
 from pagestream_engine.cache.block_pool import BlockPool
-from pagestream_engine.cache.kv_groups import NO_BLOCK, KVGroup
+from pagestream_engine.cache.host_tier import HostTier
+from pagestream_engine.cache.kv_groups import NO_BLOCK, TO_LOAD, KVGroup
 from pagestream_engine.request.sequence import TokenSequence
 
 
@@ -15,7 +16,19 @@ class GroupCache:
     NO_BLOCK; all others hold a block.
     """
 
-    def __init__(self, pool: BlockPool, index: int, group: KVGroup, hasher: BlockHasher) -> None:
+    def __init__(
+        self, pool: BlockPool, index: int, group: KVGroup, hasher: BlockHasher, tier: HostTier | None = None
+    ) -> None:
+        """Make the tables of a layout's group.
+
+        Args:
+            pool: of all groups.
+            index: in the layout.
+            group: without a window, if there is a tier.
+            hasher: of the layout's smallest blocks.
+            tier: below the pool.
+        """
+        self._tier = tier
         self.index = index
         self.group = group
         self._pool = pool
@@ -81,9 +94,18 @@ class GroupCache:
     def reuse(self, seq: TokenSequence, table: list[int]) -> None:
         """Reference blocks that were found by their hashes, as the beginning of an empty table."""
         for block in table:
-            if block != NO_BLOCK:
+            if block >= 0:
                 self._pool.reuse(block)
         self.table(seq).extend(table)
+
+    def load(self, seq: TokenSequence) -> None:
+        """Give a table's places TO_LOAD their blocks; the caller has seen to it that enough are free."""
+        table, size = self.table(seq), self.group.block_size
+        for place, block in enumerate(table):
+            if block == TO_LOAD and self._tier is not None:
+                table[place] = self._pool.allocate()
+                parent_hash = self._hash_at(seq, place - 1) if place else None
+                self._tier.load(seq, table[place], self._hash_at(seq, place), (place + 1) * size, parent_hash)
 
     def drop_behind_window(self, seq: TokenSequence) -> None:
         """Release what no token that is still to be computed reads. The latest of it is evicted first."""
@@ -109,27 +131,28 @@ class GroupCache:
                 parent_hash = self._hash_at(seq, place - 1) if place else None
                 self._pool.cache_full_block(block, self._with_group(block_hash), num_tokens, parent_hash)
 
-    def longest_hit(self, seq: TokenSequence, num_tokens: int, alignment: int) -> int:
+    def longest_hit(self, seq: TokenSequence, num_tokens: int, alignment: int, *, may_load: bool = False) -> int:
         """Tokens of the longest prefix that can go on: the pool has all of its blocks that attention still reads.
 
         Args:
             num_tokens: at most so many.
             alignment: the result is a multiple of it, as it is of the block size.
+            may_load: whether blocks in host memory count.
         """
         size = self.group.block_size
         end = num_tokens // alignment * alignment
         while end > 0:
-            missing = self._first_missing(seq, self.group.first_block(end), end // size)
+            missing = self._first_missing(seq, self.group.first_block(end), end // size, may_load=may_load)
             if missing is None:
                 return end
             end = missing * size // alignment * alignment  # Each longer prefix reads the missing block too.
         return 0
 
     def cached_table(self, seq: TokenSequence, num_tokens: int) -> list[int]:
-        """The table of a prefix that `longest_hit` has found."""
+        """The table of a prefix that `longest_hit` has found, with TO_LOAD for blocks that host memory has."""
         first, end = self.group.first_block(num_tokens), num_tokens // self.group.block_size
         by_hash = self._pool.by_hash
-        return [NO_BLOCK] * first + [by_hash[self._hash_at(seq, place)] for place in range(first, end)]
+        return [NO_BLOCK] * first + [by_hash.get(self._hash_at(seq, place), TO_LOAD) for place in range(first, end)]
 
     def most_held(self, seq: TokenSequence, table: list[int], num_tokens: int) -> tuple[int, list[bytes]]:
         """Bound the blocks of a cached prefix that running sequences hold, and that cost another no free block.
@@ -146,16 +169,20 @@ class GroupCache:
         if self.group.spec.window is not None:
             return self.group.num_blocks_for(self.group.spec.window - 1), []
         end = num_tokens // self.group.block_size
-        missing = self._first_missing(seq, len(table), end)
+        missing = self._first_missing(seq, len(table), end, may_load=True)
         known = end if missing is None else missing
         by_hash, ref_counts = self._pool.by_hash, self._pool.ref_counts
         hashes = [self._hash_at(seq, place) for place in range(min(known + 1, end))]
-        blocks = table + [by_hash[block_hash] for block_hash in hashes[len(table) : known]]
-        return sum(1 for block in blocks if ref_counts[block]), hashes
+        blocks = table + [by_hash.get(block_hash, TO_LOAD) for block_hash in hashes[len(table) : known]]
+        return sum(1 for block in blocks if block != TO_LOAD and ref_counts[block]), hashes
 
-    def _first_missing(self, seq: TokenSequence, first: int, end: int) -> int | None:
-        by_hash = self._pool.by_hash
-        return next((place for place in range(first, end) if self._hash_at(seq, place) not in by_hash), None)
+    def _first_missing(self, seq: TokenSequence, first: int, end: int, *, may_load: bool) -> int | None:
+        by_hash, tier = self._pool.by_hash, self._tier if may_load else None
+        for place in range(first, end):
+            block_hash = self._hash_at(seq, place)
+            if block_hash not in by_hash and (tier is None or block_hash not in tier):
+                return place
+        return None
 
     def _hash_at(self, seq: TokenSequence, place: int) -> bytes:
         return self._with_group(self._hasher.block_hash(seq, (place + 1) * self.group.block_size))

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pagestream_engine.cache.block_hasher import BlockHasher
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.copies import CopyOnWrite
+from pagestream_engine.cache.host_tier import HostTier
 from pagestream_engine.cache.kv_groups import NO_BLOCK, KVGroup, KVLayout
 from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.request.sequence import SequenceState, TokenSequence
@@ -20,6 +21,7 @@ def check_cache(
     copy_on_write: CopyOnWrite | None = None,
     *,
     num_drafts: int = 0,
+    tier: HostTier | None = None,
 ) -> None:
     """Check the pool against every sequence that may hold blocks, each for up to `num_drafts` tokens that it has not.
 
@@ -37,6 +39,8 @@ def check_cache(
             _check_table(seq, seq.block_tables[index], group, layout.block_size, num_drafts)
             _check_hashes(pool, seq, seq.block_tables[index], group, hasher)
     _check_writers(layout, sequences, shared)
+    contradiction = None if tier is None else tier.check()
+    _require(contradiction is None, str(contradiction))
 
 
 def _check_references(pool: BlockPool, sequences: list[TokenSequence], sources: list[int]) -> None:

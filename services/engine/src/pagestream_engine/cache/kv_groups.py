@@ -10,6 +10,9 @@ from pagestream_engine.errors import UnsupportedModel
 NO_BLOCK = -1
 """In a block table: a place whose tokens attention no longer reads, and which holds no block."""
 
+TO_LOAD = -2
+"""In the table of a cached prefix: a place whose block is in host memory, and gets a block of the pool."""
+
 MAX_PADDING = 0.05
 """Share of a long sequence's memory that padding may take to have fewer groups: each is a table to keep."""
 

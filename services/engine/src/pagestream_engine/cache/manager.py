@@ -11,7 +11,8 @@ from pagestream_engine.cache.block_hasher import BlockHasher
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.copies import CopyOnWrite
 from pagestream_engine.cache.group_cache import GroupCache
-from pagestream_engine.cache.kv_groups import NO_BLOCK, KVLayout
+from pagestream_engine.cache.host_tier import HostTier
+from pagestream_engine.cache.kv_groups import NO_BLOCK, TO_LOAD, KVLayout
 from pagestream_engine.request.sequence import TokenSequence
 
 _HASH_AT_LEAST = 32
@@ -23,9 +24,15 @@ class CachedPrefix(NamedTuple):
 
     num_tokens: int
     tables: list[list[int]]
-    """For each KV group the block table that covers them; NO_BLOCK where no later token reads a block."""
+    """For each KV group the block table that covers them; NO_BLOCK where no later token reads a block, TO_LOAD where it
+    is in host memory."""
     most_tokens: int
     """Tokens of the longest prefix that was looked for."""
+
+    @property
+    def num_to_load(self) -> int:
+        """Blocks that are in host memory."""
+        return sum(table.count(TO_LOAD) for table in self.tables)
 
 
 class CacheManager:
@@ -40,7 +47,20 @@ class CacheManager:
     in the same step make no spike; what a sequence still has in the queue is cached when it releases its blocks.
     """
 
-    def __init__(self, pool: BlockPool, layout: KVLayout, *, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self, pool: BlockPool, layout: KVLayout, *, enable_prefix_caching: bool, tier: HostTier | None = None
+    ) -> None:
+        """Manage an unused pool.
+
+        Args:
+            pool: of all groups.
+            layout: of the model.
+            enable_prefix_caching: whether full blocks are found again.
+            tier: below the pool; only of a layout without windows, and with prefix caching.
+        """
+        self.tier = tier
+        self.num_host_hit_tokens = 0
+        """Of the hit tokens those whose block was loaded from host memory."""
         self.pool = pool
         self.layout = layout
         self.block_size = layout.block_size
@@ -50,7 +70,7 @@ class CacheManager:
         self.num_hit_tokens = 0
         self.copy_on_write = CopyOnWrite(pool)
         self._hasher = BlockHasher(layout.block_size, separates_outputs=layout.separates_outputs)
-        self.groups = [GroupCache(pool, index, group, self._hasher) for index, group in enumerate(layout.groups)]
+        self.groups = [GroupCache(pool, index, group, self._hasher, tier) for index, group in enumerate(layout.groups)]
         """In the order of the layout."""
         self._with_window = [cache for cache in self.groups if cache.group.spec.window is not None]
         self._lookup_order = sorted(self.groups, key=lambda cache: cache.group.spec.window is not None)
@@ -92,22 +112,31 @@ class CacheManager:
         return sum(cache.num_own_blocks(num_shared_tokens, num_tokens, chunk) for cache in self.groups)
 
     def num_free_blocks_used_by(self, prefix: CachedPrefix) -> int:
-        """How many blocks of a prefix are free now, and would no longer be once they are touched."""
+        """How many free blocks a prefix takes: those of its own that are free now, and those that are to be loaded."""
         ref_counts = self.pool.ref_counts
-        return sum(1 for table in prefix.tables for block in table if block != NO_BLOCK and ref_counts[block] == 0)
+        return sum(
+            1
+            for table in prefix.tables
+            for block in table
+            if block == TO_LOAD or (block != NO_BLOCK and ref_counts[block] == 0)
+        )
 
     # -- prefix --
 
-    def get_computed_blocks(self, seq: TokenSequence, most: int | None = None) -> CachedPrefix:
+    def get_computed_blocks(
+        self, seq: TokenSequence, most: int | None = None, *, may_load: bool = False
+    ) -> CachedPrefix:
         """Return the longest cached prefix of a sequence.
 
         Args:
+            seq: without blocks.
             most: tokens of the longest prefix that is wanted.
+            may_load: whether blocks in host memory count.
         """
         most_tokens = 0
         if self.enable_prefix_caching and not seq.wants_prompt_logprobs:
             most_tokens = len(seq.token_ids) - 1 if most is None else min(len(seq.token_ids) - 1, most)
-        num_tokens = self._common_hit(seq, most_tokens)
+        num_tokens = self._common_hit(seq, most_tokens, may_load=may_load)
         return CachedPrefix(num_tokens, [cache.cached_table(seq, num_tokens) for cache in self.groups], most_tokens)
 
     def next_block_hash(self, seq: TokenSequence, num_tokens: int) -> bytes | None:
@@ -118,22 +147,27 @@ class CacheManager:
         return self._hasher.block_hash(seq, end)
 
     def touch_prefix(self, seq: TokenSequence, prefix: CachedPrefix) -> None:
-        """Reference what `get_computed_blocks` found as the beginning of empty tables."""
+        """Reference what `get_computed_blocks` found as the beginning of empty tables, and take blocks for what
+        the next step loads: see `HostTier`."""
         for cache, table in zip(self.groups, prefix.tables, strict=True):
             cache.reuse(seq, table)
+        if self.tier is not None:
+            for cache, table in zip(self.groups, prefix.tables, strict=True):
+                cache.load(seq)  # After all that was found is referenced, so that none of it is evicted.
+                self.num_host_hit_tokens += table.count(TO_LOAD) * cache.group.block_size // len(self.groups)
         seq.num_cached_blocks = prefix.num_tokens // self.block_size
         seq.num_computed_tokens = prefix.num_tokens
         if self.enable_prefix_caching:
             self.num_query_tokens += len(seq.token_ids)
             self.num_hit_tokens += prefix.num_tokens
 
-    def _common_hit(self, seq: TokenSequence, num_tokens: int) -> int:
+    def _common_hit(self, seq: TokenSequence, num_tokens: int, *, may_load: bool) -> int:
         """Lower the number of tokens until all groups agree to it: a window may have kept less than full attention, or
         what it kept may end elsewhere."""
         agreed = 0
         while agreed < len(self.groups):
             for cache in self._lookup_order:
-                hit = cache.longest_hit(seq, num_tokens, self._alignment)
+                hit = cache.longest_hit(seq, num_tokens, self._alignment, may_load=may_load)
                 agreed = agreed + 1 if hit == num_tokens else 1
                 num_tokens = hit
                 if agreed == len(self.groups):
@@ -169,6 +203,8 @@ class CacheManager:
         """Cache what is full, and release all blocks: the end of the prefix is evicted before its beginning."""
         if self.copy_on_write:
             self.copy_on_write.forget(seq)
+        if self.tier is not None:
+            self.tier.forget(seq)
         if seq.num_computed_tokens:
             self._cache_full_blocks(seq, self._num_full_blocks(seq))
         for block in self._from_end_to_beginning(seq):

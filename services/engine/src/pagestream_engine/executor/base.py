@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from pagestream_engine.cache.block_pool import BlockPool
+from pagestream_engine.cache.host_tier import HostMemory, HostTier
 from pagestream_engine.cache.kv_groups import KVLayout
-from pagestream_engine.config import EngineConfig
+from pagestream_engine.config import EngineConfig, SchedulerConfig
+from pagestream_engine.errors import UnsupportedOption
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan, StepResult
 
@@ -95,6 +98,15 @@ class DeterministicRunner(Protocol):
         ...
 
 
+@runtime_checkable
+class TieredRunner(Protocol):
+    """A runner that can keep blocks in host memory."""
+
+    def allocate_host_pages(self, num_bytes: int) -> HostMemory:
+        """Allocate pages in so many bytes, once the cache is allocated."""
+        ...
+
+
 RunnerFactory = Callable[[Path, EngineConfig], Runner]
 
 
@@ -116,6 +128,8 @@ class ExecutorFacts:
     """Most drafts that a sequence has in a step; 0 for a runner without any."""
     is_deterministic: bool = False
     """Whether a token's logits depend on its sequence alone, bit for bit."""
+    host_memory: HostMemory | None = None
+    """For blocks that are evicted; None without `swap_space`."""
 
 
 class Executor(Protocol):
@@ -169,9 +183,37 @@ def load_runner(make_runner: RunnerFactory, folder: Path, config: EngineConfig) 
     runner = make_runner(folder, config)
     num_blocks = config.cache.num_gpu_blocks_override or runner.profile_num_blocks()
     runner.allocate_kv_cache(num_blocks)
+    facts = facts_of(runner, num_blocks)
+    if config.cache.swap_space:
+        facts = _with_host_pages(facts, runner, config.cache.swap_space)
     if isinstance(runner, WarmingRunner):
         runner.warm_up()
-    return runner, facts_of(runner, num_blocks)
+    return runner, facts
+
+
+def make_tier(pool: BlockPool, facts: ExecutorFacts, limits: SchedulerConfig) -> HostTier | None:
+    """Make the tier below a pool; None without host pages.
+
+    Args:
+        pool: of the executor's blocks.
+        facts: the executor's.
+        limits: of a step.
+    """
+    host = facts.host_memory
+    if host is None:
+        return None
+    most_taken = -(-(limits.max_num_batched_tokens + limits.max_num_seqs) // facts.kv_layout.block_size)
+    return HostTier(pool, host.num_pages, most_taken * len(facts.kv_layout.groups), host.load_page_s)
+
+
+def _with_host_pages(facts: ExecutorFacts, runner: Runner, swap_space: float) -> ExecutorFacts:
+    """Allocate the host pages of so many GiB."""
+    if any(group.spec.window is not None for group in facts.kv_layout.groups):
+        hint = "a model with sliding windows has no host tier"
+        raise UnsupportedOption("swap_space", swap_space, "0", hint)
+    if not isinstance(runner, TieredRunner):
+        raise UnsupportedOption("swap_space", swap_space, "0", f"{type(runner).__name__} has no host pages")
+    return replace(facts, host_memory=runner.allocate_host_pages(int(swap_space * 2**30)))
 
 
 def facts_of(runner: Runner, num_blocks: int) -> ExecutorFacts:

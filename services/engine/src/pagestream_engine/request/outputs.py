@@ -106,6 +106,16 @@ class EngineStats:
     """Tokens that were looked up in the prefix cache."""
     prefix_hit_tokens: int
     """Tokens that were found there."""
+    host_hit_tokens: int
+    """Those of them whose blocks came from host memory."""
+    num_host_pages: int
+    """Pages of host memory, each for one block; 0 without `swap_space`."""
+    num_used_host_pages: int
+    """Those that hold a block which can be found."""
+    saved_bytes: int
+    """Copied from blocks to host memory."""
+    loaded_bytes: int
+    """Copied from host memory to blocks."""
     num_preemptions: int
     """Groups of running sequences that lost their blocks for want of free ones."""
     num_steps: int

@@ -16,7 +16,7 @@ from pagestream_engine.runner.numerics import Numerics
 FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.attention.backend": 5,
     "pagestream_engine.attention.base": 8,
-    "pagestream_engine.attention.kv_store": 5,
+    "pagestream_engine.attention.kv_store": 6,
     "pagestream_engine.attention.native.attention": 6,
     "pagestream_engine.attention.native.calls": 6,
     "pagestream_engine.attention.native.kernels": 6,
@@ -82,7 +82,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.runner.persistent_batch": 9,
     "pagestream_engine.runner.prompt_rows": 2,
     "pagestream_engine.runner.recorder": 1,
-    "pagestream_engine.runner.runner": 23,
+    "pagestream_engine.runner.runner": 24,
     "pagestream_engine.sampler.batch": 5,
     "pagestream_engine.sampler.columns": 2,
     "pagestream_engine.sampler.draw": 3,

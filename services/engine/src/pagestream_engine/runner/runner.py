@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.attention import prefers_triton
+from pagestream_engine.cache.host_tier import HostMemory
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, OutOfMemory
 from pagestream_engine.models.config import DTYPES, ModelInfo
@@ -21,6 +22,7 @@ from pagestream_engine.models.source import Target
 from pagestream_engine.runner.backends import backend_for, block_size_for, cache_shapes, kv_layout
 from pagestream_engine.runner.decode_graphs import DecodeGraphs, can_record, graph_sizes
 from pagestream_engine.runner.fingerprint import fingerprint
+from pagestream_engine.runner.host_pages import HostPages
 from pagestream_engine.runner.memory import (
     available_bytes,
     check_weights_fit,
@@ -93,6 +95,7 @@ class ModelRunner:
         self._model_dir = model_dir
         self._plugin_digest = source.plugin_digest
         self._num_blocks = 0
+        self._host_pages: HostPages | None = None
         if recorder is None and device.type == "cuda" and not config.model.enforce_eager:
             recorder = CudaGraphRecorder(device)
         can_be_used = recorder is not None and can_record(self._model, self._backend, recorder)
@@ -177,13 +180,26 @@ class ModelRunner:
         """
         if num_blocks < 1:
             raise ConfigError("num_gpu_blocks_override", num_blocks, "at least 1")
-        most = self._free_bytes() // self._backend.store.block_bytes - self._num_padding_blocks
+        most = _free_bytes(self.device) // self._backend.store.block_bytes - self._num_padding_blocks
         if num_blocks > most:
             hint = "lower it, or leave it out to take what fits"
             expected = f"at most {most}, blocks of {self._backend.store.block_bytes} bytes in the memory that is free"
             raise ConfigError("num_gpu_blocks_override", num_blocks, expected, hint)
         self._backend.store.allocate(num_blocks + self._num_padding_blocks)
         self._num_blocks = num_blocks
+
+    def allocate_host_pages(self, num_bytes: int) -> HostMemory:
+        """Allocate host memory for blocks, once the cache is allocated.
+
+        Raises:
+            ConfigError: it does not hold one block, or there is less memory.
+        """
+        page_bytes, free = self._backend.store.block_bytes, available_bytes()
+        if not page_bytes <= num_bytes <= free:
+            expected = f"GiB of at least one block of {page_bytes} bytes, and at most the {free / 2**30:.1f} free ones"
+            raise ConfigError("swap_space", num_bytes / 2**30, expected)
+        self._host_pages = HostPages(self._backend.store, num_bytes // page_bytes)
+        return HostMemory(num_bytes // page_bytes, page_bytes, self._host_pages.measure_load_s())
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -220,11 +236,6 @@ class ModelRunner:
         num_blocks = self._num_blocks + self._num_padding_blocks
         return {"model": self._model.weight_bytes(), "kv_pool": num_blocks * self._backend.store.block_bytes}
 
-    def _free_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.mem_get_info(self.device)[0]
-        return available_bytes()
-
     def _check_weights(self, model_dir: Path) -> None:
         num_bytes = sum(math.prod(entry.shape) for entry in read_folder(model_dir).values()) * self.dtype.itemsize
         check_weights_fit(num_bytes, self.device, self._config.cache.gpu_memory_utilization)
@@ -248,8 +259,12 @@ class ModelRunner:
         self._batch.apply(plan)
         self._prompt_rows.apply(plan)
         self._edit_sampling(plan)
+        if self._host_pages is not None:
+            self._host_pages.launch(plan.saves.tolist(), plan.loads.tolist())
         if len(plan.copies):
             self._backend.store.copy_blocks(plan.copies.tolist())
+        if not len(plan.rows):
+            return pending_result(plan.step_id, None, None)
         if self._graphs is not None and self._graphs.takes(plan):
             rows, hidden = self._graphs.run(plan.rows, self._batch.count_computed(plan))
             return self._sample(plan, self._model.logits(hidden), rows, None)
@@ -295,6 +310,10 @@ class ModelRunner:
         self._batch.forget_rows()
         self._prompt_rows = PromptRows(info.vocab_size, self.device)
         self._sampling = SamplingBatch(max_num_seqs, info.vocab_size, self.device)
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
 
 
 def _max_model_len(given: int | None, info: ModelInfo) -> int:

@@ -23,6 +23,7 @@ from pagestream_engine.scheduler.decode import DecodeSet
 from pagestream_engine.scheduler.policy import WaitingQueue
 from pagestream_engine.scheduler.prefill import PrefillSet
 from pagestream_engine.scheduler.prefill_budget import ChunkBudget
+from pagestream_engine.scheduler.restore_cost import RestoreCost
 from pagestream_engine.scheduler.scheduled_step import ScheduledSequence
 
 RESERVE_SHARE = 4
@@ -58,6 +59,8 @@ class Admission:
         waiting: WaitingQueue,
         prefill: PrefillSet,
         decode: DecodeSet,
+        *,
+        restore_cost: RestoreCost | None,
     ) -> None:
         """Take groups from `waiting` and start them in `prefill`, within the limits of `config` for all that run."""
         self._max_num_seqs = config.max_num_seqs
@@ -66,6 +69,7 @@ class Admission:
         self._waiting = waiting
         self._prefill = prefill
         self._decode = decode
+        self._restore_cost = restore_cost
         self._shortage: Shortage | None = None
 
     def admit(self, chunks: list[ScheduledSequence], budget: ChunkBudget) -> None:
@@ -78,8 +82,9 @@ class Admission:
             if group is None or self._surely_lacks_room(group, promised):
                 return
             leader = group.choose_leader()
-            prefix = self._prefill.get_computed_blocks(group, leader)
-            if self._waits_for_shared_block(leader, prefix, coming) or not budget.limit(prefix.num_tokens):
+            found = self._prefill.get_computed_blocks(group, leader)
+            prefix = self._with_host_pages(group, leader, found)
+            if self._waits_for_shared_block(leader, found, coming) or not budget.limit(prefix.num_tokens):
                 return
             wanted = promised + self.num_wanted_blocks(group, leader, prefix)
             if not self._has_room(group, wanted):
@@ -91,9 +96,8 @@ class Admission:
                     continue
                 # Alone it always fits, if in smaller chunks than `wanted` reckons with.
             num_free = cache.pool.num_free
-            chunk = self._start(group, leader, prefix, budget)
-            chunks.append(chunk)
-            coming.add(cache.next_block_hash(leader, prefix.num_tokens))
+            self._start(group, leader, prefix, budget, chunks)
+            coming.add(cache.next_block_hash(leader, found.num_tokens))
             promised = wanted - (num_free - cache.pool.num_free)
 
     def num_reserved_blocks(self, num_running: int) -> int:
@@ -125,16 +129,35 @@ class Admission:
         next_hash = self._cache.next_block_hash(leader, prefix.num_tokens)
         return next_hash is not None and next_hash in coming
 
+    def _with_host_pages(self, group: SequenceGroup, leader: TokenSequence, found: CachedPrefix) -> CachedPrefix:
+        """Return the longer prefix that host memory has, where it costs less to copy than to compute."""
+        cost = self._restore_cost
+        if cost is None:
+            return found
+        longer = self._prefill.get_computed_blocks(group, leader, may_load=True)
+        if longer.num_tokens <= found.num_tokens:
+            return found
+        return longer if cost.pays(longer.num_to_load, longer.num_tokens - found.num_tokens) else found
+
     def _start(
-        self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix, budget: ChunkBudget
-    ) -> ScheduledSequence:
-        """Take the next waiting group, and start it. Return its first chunk."""
+        self,
+        group: SequenceGroup,
+        leader: TokenSequence,
+        prefix: CachedPrefix,
+        budget: ChunkBudget,
+        chunks: list[ScheduledSequence],
+    ) -> None:
+        """Take the next waiting group, and start it, with its first chunk or the loads before it."""
         self._waiting.pop()
         self._prefill.start(group, leader, prefix)
+        if self._cache.tier is not None and self._cache.tier.is_loading(leader):
+            # A token that is copied counts as one that is computed, so that a step's copies have a bound as well.
+            budget.num_tokens = max(0, budget.num_tokens - prefix.num_to_load * self._cache.block_size)
+            return
         chunk = self._prefill.next_chunk(leader, budget)
         if chunk is None:
             raise InvariantViolation(f"{leader!r} was admitted without room for a token")
-        return chunk
+        chunks.append(chunk)
 
     def _split_waiting(self) -> None:
         """Take the last member out of the next group, which does not even fit alone."""

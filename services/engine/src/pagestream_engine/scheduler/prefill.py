@@ -32,9 +32,12 @@ class PrefillSet:
         for group in self._groups_with_followers:
             yield from group.followers
 
-    def get_computed_blocks(self, group: SequenceGroup, leader: TokenSequence) -> CachedPrefix:
+    def get_computed_blocks(
+        self, group: SequenceGroup, leader: TokenSequence, *, may_load: bool = False
+    ) -> CachedPrefix:
         """The cached prefix that a group can start from: of a leader no more than what its followers will share."""
-        return self._cache.get_computed_blocks(leader, leader.num_prompt_tokens if len(group.members) > 1 else None)
+        most = leader.num_prompt_tokens if len(group.members) > 1 else None
+        return self._cache.get_computed_blocks(leader, most, may_load=may_load)
 
     def start(self, group: SequenceGroup, leader: TokenSequence, prefix: CachedPrefix) -> None:
         """Start a group: its leader from its cached prefix, the others when the leader has computed the prompt."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagestream_engine.cache.copies import BlockCopy
+from pagestream_engine.cache.host_tier import PageCopy
 from pagestream_engine.request.sequence import TokenSequence
 
 
@@ -38,10 +39,15 @@ class ScheduledStep:
     copies: list[BlockCopy] = field(default_factory=list)
     """Done before anything is computed, all sources being read before any target is written."""
 
+    saves: list[PageCopy] = field(default_factory=list)
+    """Blocks that are copied to host memory beside the computation, which does not write them."""
+    loads: list[PageCopy] = field(default_factory=list)
+    """Blocks that are copied from host memory beside the computation, which does not read them."""
+
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to run."""
-        return not self.prefills and not self.decodes
+        return not self.prefills and not self.decodes and not self.loads
 
     @property
     def num_tokens(self) -> int:

@@ -12,6 +12,7 @@ from pagestream_engine.scheduler.decode import DecodeSet
 from pagestream_engine.scheduler.policy import SchedulingPolicy, WaitingQueue
 from pagestream_engine.scheduler.prefill import PrefillSet
 from pagestream_engine.scheduler.prefill_budget import ChunkBudget, PrefillBudget
+from pagestream_engine.scheduler.restore_cost import RestoreCost
 from pagestream_engine.scheduler.scheduled_step import ScheduledSequence, ScheduledStep
 from pagestream_engine.scheduler.steps_in_flight import StepsInFlight
 
@@ -44,7 +45,9 @@ class Scheduler:
         self._waiting = WaitingQueue(policy)
         self._prefill = PrefillSet(cache)
         self._decode = DecodeSet(cache)
-        self._admission = Admission(config, cache, self._waiting, self._prefill, self._decode)
+        self.restore_cost = cost = None if cache.tier is None else RestoreCost(cache.tier.load_page_s)
+        """Wants to know what each collected step has taken, where there is a tier."""
+        self._admission = Admission(config, cache, self._waiting, self._prefill, self._decode, restore_cost=cost)
         self._in_flight = StepsInFlight(cache, self._prefill, self._decode)
         bound_ms = config.itl_bound_ms
         self.prefill_budget = PrefillBudget(None if bound_ms is None else bound_ms / 1000)
@@ -128,6 +131,10 @@ class Scheduler:
         if len(self._waiting) and not preempts:
             self._admission.admit(step.prefills, budget)
         step.copies = self._cache.copy_on_write.copies
+        if self._cache.tier is not None:
+            step.loads = self._cache.tier.loads
+            if not step.is_empty:
+                step.saves = self._cache.tier.choose_saves()
         return step
 
     def update_after_schedule(self, step: ScheduledStep) -> None:
@@ -148,6 +155,8 @@ class Scheduler:
     def roll_back(self) -> None:
         """Forget the steps in flight, and requeue all that run: they are computed again from their tokens."""
         self._in_flight.num_steps = 0
+        if self._cache.tier is not None:
+            self._cache.tier.roll_back()
         for seq in self.running():
             seq.num_in_flight_tokens = seq.num_output_placeholders = 0
         for group in reversed(self._groups_by_victim_rank()):
@@ -189,9 +198,12 @@ class Scheduler:
 
     def _continue_prefills(self, chunks: list[ScheduledSequence], budget: ChunkBudget) -> None:
         """Schedule the next chunks of admitted sequences, by rank."""
+        tier = self._cache.tier
         for seq in sorted(self._prefill.sequences, key=lambda seq: (self._policy.rank(seq), seq.arrival)):
             if budget.num_tokens == 0:
                 break
+            if tier is not None and tier.is_loading(seq):
+                continue
             if seq.num_output_placeholders:
                 continue  # Its leader was aborted before its first token has come.
             chunk = self._prefill.next_chunk(seq, budget)

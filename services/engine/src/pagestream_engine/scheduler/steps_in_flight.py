@@ -41,6 +41,8 @@ class StepsInFlight:
             seq, num_sent = entry.seq, entry.num_scheduled_tokens
             seq.num_in_flight_tokens += num_sent
             seq.num_output_placeholders += num_sent
+        if self._cache.tier is not None:
+            self._cache.tier.note_sent()
         if step.copies:
             # Whoever gets a source next writes it in a later step, which runs after the copies.
             self._cache.copy_on_write.note_copied()
@@ -48,6 +50,8 @@ class StepsInFlight:
     def update_from_output(self, step: ScheduledStep, tokens: Sequence[Sequence[int]]) -> None:
         """As `Scheduler.update_from_output`."""
         self.num_steps -= 1
+        if self._cache.tier is not None:
+            self._cache.tier.note_collected()
         samples = iter(tokens)
         for chunk in step.prefills:
             self._update_chunk(chunk, samples)

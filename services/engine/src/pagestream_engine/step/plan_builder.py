@@ -65,6 +65,8 @@ class PlanBuilder:
             added=tuple(added),
             appended=appended,
             copies=_int32(step.copies).reshape(-1, 2) if step.copies else _NO_COPIES,
+            saves=_int32(step.saves) if step.saves else _NO_COPIES,
+            loads=_int32(step.loads) if step.loads else _NO_COPIES,
             rows=all_rows,
             num_new_tokens=_int32(counts),
             num_prefills=num_prefills,

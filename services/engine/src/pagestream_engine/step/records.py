@@ -20,6 +20,11 @@ Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 
 
+def no_copies() -> Int32Array:
+    """Return (0, 2)."""
+    return np.empty((0, 2), np.int32)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class NewSequence:
     """A sequence that enters the persistent batch, or enters it anew after it was preempted."""
@@ -91,6 +96,13 @@ class StepPlan:
     sampled_from: Int32Array
     """(samples,): index into `rows` whose last new token's logits each samples from: its own entry, or its leader's
     for the siblings of a prompt, each of which has noise of its own."""
+    saves: Int32Array = field(default_factory=no_copies)
+    """(saves, 2): blocks, and the host pages that they are copied to, whole as in `copies`. The copies are made beside
+    the computation, which does not write these blocks, after those of the plans before, and are done before the next
+    plan computes."""
+    loads: Int32Array = field(default_factory=no_copies)
+    """(loads, 2): blocks, and the host pages that are copied to them, likewise, after the saves. The computation
+    neither reads nor writes these blocks. A plan with loads may have no `rows`."""
 
     @property
     def num_tokens(self) -> int:

@@ -53,7 +53,7 @@ class StepLimit:
         self._num_rounds = 0
         self._turns = {entry.seq for entry in entries}
         self._max_sequences = max(1, len(entries) // 2)
-        if len(entries) > 1:
+        if len(entries) != 1:
             return []
         (entry,) = entries
         if entry.num_scheduled_tokens > SMALLEST_CHUNK:

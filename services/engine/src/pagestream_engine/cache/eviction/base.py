@@ -26,6 +26,10 @@ class EvictionOrder(ABC):
     def __iter__(self) -> Iterator[int]:
         """The blocks, the one that is used first first."""
 
+    def next_blocks(self) -> Iterator[int]:
+        """About the same, at a cost of O(1) for each: which blocks are used anew before long."""
+        return iter(self)
+
     @abstractmethod
     def pop_front(self) -> int:
         """Take the first block.

@@ -39,6 +39,11 @@ class HeapOrder(EvictionOrder):
         yield from self._empty
         yield from (block for _, number, block in sorted(self._heap) if self._numbers.get(block) == number)
 
+    def next_blocks(self) -> Iterator[int]:
+        """The heap level by level."""
+        yield from self._empty
+        yield from (block for _, number, block in self._heap if self._numbers.get(block) == number)
+
     def pop_front(self) -> int:
         if self._empty:
             block = next(iter(self._empty))

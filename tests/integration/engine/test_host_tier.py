@@ -1,0 +1,98 @@
+"""Blocks in host memory on a real model: the tokens of an engine with room for all, for fewer tokens computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pagestream_engine import LLM, SamplingParams
+from pagestream_engine.errors import ConfigError, UnsupportedOption
+from support.engines.tiny_models import make_model, random_prompts
+
+NUM_TOKENS = 24
+BLOCK_SIZE = 8
+LENGTHS = [70, 3, 64, 41, 55, 17]
+MIB = 2**-10  # GiB
+
+MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+@pytest.fixture
+def make_llm(folder: Path) -> Iterator[MakeLLM]:
+    llms: list[LLM] = []
+
+    def make(**options: Any) -> LLM:
+        defaults = {"dtype": "float32", "device": "cpu", "block_size": BLOCK_SIZE, "max_num_batched_tokens": 32}
+        llms.append(LLM(folder, **{**defaults, **options}))
+        return llms[-1]
+
+    yield make
+    for llm in llms:
+        llm.engine.close()
+
+
+def generate(llm: LLM, prompts: list[list[int]], **params: Any) -> list[list[list[int]]]:
+    given = SamplingParams(**{"max_tokens": NUM_TOKENS, "temperature": 0.9, "seed": 5, "ignore_eos": True, **params})
+    outputs = llm.generate(prompts, given)
+    llm.engine.check_invariants()
+    assert llm.engine.stats().num_free_blocks == llm.engine.stats().num_blocks
+    return [[choice.token_ids for choice in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("executor", "ahead"), [("inline", False), ("inline", True), ("process", True)])
+def test_preempted_sequences_go_on_from_host_memory(make_llm: MakeLLM, executor: str, ahead: bool, n: int) -> None:
+    prompts = random_prompts(LENGTHS)
+    calm = generate(make_llm(num_gpu_blocks_override=256), prompts, n=n)
+    options = {"num_gpu_blocks_override": 16, "executor": executor, "async_scheduling": ahead}
+    plain = make_llm(**options)
+    assert generate(plain, prompts, n=n) == calm
+    tiered = make_llm(**options, swap_space=16 * MIB)
+    assert generate(tiered, prompts, n=n) == calm
+    before, after = plain.engine.stats(), tiered.engine.stats()
+    assert before.num_preemptions > 0
+    assert after.num_preemptions > 0
+    assert after.loaded_bytes > 0
+    assert after.saved_bytes > 0
+    assert after.host_hit_tokens > 0
+    assert after.num_prompt_tokens < before.num_prompt_tokens
+
+
+def test_prompts_that_were_evicted_come_back(make_llm: MakeLLM) -> None:
+    prompts = random_prompts([80, 72, 66, 81, 75])
+    tiered = make_llm(num_gpu_blocks_override=16, swap_space=16 * MIB)
+    first = generate(tiered, prompts)
+    computed = tiered.engine.stats().num_prompt_tokens
+    assert generate(tiered, prompts) == first
+    again = tiered.engine.stats().num_prompt_tokens - computed
+    assert again < computed / 2
+    assert tiered.engine.stats().num_used_host_pages > 16
+
+
+def test_a_tier_that_is_full_forgets_and_computes(make_llm: MakeLLM) -> None:
+    prompts = random_prompts([80, 72, 66, 81, 75])
+    calm = generate(make_llm(num_gpu_blocks_override=256), prompts)
+    page = make_llm(num_gpu_blocks_override=16, swap_space=16 * MIB)
+    host = page.engine._steps.executor.facts.host_memory
+    assert host is not None
+    tiered = make_llm(num_gpu_blocks_override=16, swap_space=3 * host.page_bytes / 2**30)
+    for _ in range(2):
+        assert generate(tiered, prompts) == calm
+    assert tiered.engine.stats().num_host_pages == tiered.engine.stats().num_used_host_pages == 3
+
+
+def test_what_can_not_be_kept_is_refused_by_name(make_llm: MakeLLM, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"swap_space: given .*, expected GiB of at least one block"):
+        make_llm(num_gpu_blocks_override=16, swap_space=1e-9)
+    with pytest.raises(ConfigError, match=r"swap_space: given .* and at most the .* free ones"):
+        make_llm(num_gpu_blocks_override=16, swap_space=1e6)
+    windowed = make_model(tmp_path / "gemma", "gemma2")
+    with pytest.raises(UnsupportedOption, match=r"swap_space: given 1, .*sliding windows"):
+        LLM(windowed, dtype="float32", device="cpu", num_gpu_blocks_override=64, swap_space=1)
