@@ -1,10 +1,39 @@
-"""Fixtures that all tests share."""
+"""Fixtures that all tests share, and how they are given to the processes of pytest-xdist."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pagestream_streams.connection.embedded import EmbeddedRedis
 from support.redis.servers import emptied, running_server
+from xdist.scheduler import LoadFileScheduling
+
+TOGETHER = ("tests/integration/operator/", "tests/integration/chart/")
+"""Folders whose files share an API server, and therefore a process. They take long: they are begun first."""
+
+
+def folder_together(path: str) -> str | None:
+    """Return which of TOGETHER a test, or its file, is in."""
+    return next((folder for folder in TOGETHER if path.startswith(folder)), None)
+
+
+class TogetherScheduling(LoadFileScheduling):
+    """`--dist loadfile`, where a folder of TOGETHER counts as one file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return folder_together(nodeid) or str(super()._split_scope(nodeid))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherScheduling | None:
+    """Take part in `--dist loadfile` alone."""
+    return TogetherScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the folders of TOGETHER first."""
+    root = Path(__file__).resolve().parents[1]
+    items.sort(key=lambda item: folder_together(item.path.relative_to(root).as_posix()) is None)
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def test_an_executor_process_imports_the_family(granite: Path, load: Callable[[s
     """In deterministic mode, which the modelling code of `transformers` refuses: the family has run."""
     options: Any = {"dtype": "float32", "device": "cpu", "deterministic": True, "num_gpu_blocks_override": 8}
     with pytest.raises(ConfigError, match="deterministic: given True, expected False or None for Granite"):
-        LLM(granite, executor="process", **options)
+        LLM(granite, **options)
     load("custom_family")
     llm = LLM(granite, executor="process", plugins=["custom_family"], **options)
     try:
