@@ -199,7 +199,7 @@ class SameBytes(RuleBasedStateMachine):
 
 
 TestSameBytes = SameBytes.TestCase
-TestSameBytes.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestSameBytes.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 def _end(pair: Pair, limit: int) -> int:

@@ -72,19 +72,21 @@ class NativeLogs:
     """
 
     def __init__(self, library: ctypes.PyDLL, limit_bytes: int) -> None:
+        self.library = library
+        self.table: int | None = None
+        """The address of its C++ object."""
         for name, (arguments, result) in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result
-        self.library = library
-        self.table: int | None = library.logs_new()
-        """The address of its C++ object."""
+        self.table = library.logs_new()
         if not self.table:
             raise NativeLogError("there is no memory for the logs")
         self._limit_bytes = limit_bytes
         self._pending = _Pending()
 
     def __del__(self) -> None:
-        self.library.logs_delete(self.table)
+        if self.table is not None:
+            self.library.logs_delete(self.table)
 
     @property
     def held_bytes(self) -> int:
