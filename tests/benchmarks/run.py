@@ -39,6 +39,7 @@ BENCHMARKS = (
     Benchmark("attention_step", "what do options cost attention on a CPU?", has_short_form=False),
     Benchmark("sampler_step", "what do penalties, bias and log probabilities cost a step?", has_short_form=False),
     Benchmark("page_waste", "what do KV blocks waste on a trace?", has_short_form=True),
+    Benchmark("host_tier", "what do blocks in host memory save?", has_short_form=True),
     Benchmark("streams_append", "what does a fenced append cost against plain XADDs?", has_short_form=False),
     Benchmark("streams_claim", "what does a claim cost, and how far is its order off?", has_short_form=False),
     Benchmark("placement", "what does placement keep of the prefix cache?", has_short_form=False),
