@@ -149,18 +149,18 @@ def fingerprint(model_dir: Path, backend: Backend, max_model_len: int, numerics:
         "deterministic" if numerics.deterministic else "default",
         numerics.linears,
         torch.__version__,
-        _device(backend.store.device, numerics),
+        _device(backend.store.device),
         plugin_digest,
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _device(device: torch.device, numerics: Numerics) -> str:
-    """What of a device decides bits. On a GPU in deterministic mode that is its instructions, whatever the number of
-    its processors; without it libraries choose by the chip. The CPU beside a GPU computes nothing."""
+def _device(device: torch.device) -> str:
+    """What of a device decides bits. On a GPU that is its instructions and its name, by which kernels may have other
+    tiles, and outside of deterministic mode libraries other algorithms. The CPU beside a GPU computes nothing."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        chip = f"sm_{major}{minor}" if numerics.deterministic else torch.cuda.get_device_name(device)
+        chip = f"sm_{major}{minor} {torch.cuda.get_device_name(device)}"
         return f"{chip} {torch.version.cuda} {torch.version.hip}"
     identity = hashlib.sha256(processor_identity(read_cpuinfo())).hexdigest()
     return f"{identity} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
