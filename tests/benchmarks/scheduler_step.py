@@ -23,7 +23,7 @@ from pagestream_engine.request.generation import Generation
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import TokenSequence
-from pagestream_engine.scheduler.policy import make_policy
+from pagestream_engine.scheduler.policy_registry import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler
 from pagestream_engine.text.detokenizer import IncrementalDetokenizer, Pieces
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -15,7 +15,7 @@ from pagestream_engine.errors import ConfigError
 from pagestream_engine.models import registry
 from pagestream_engine.models.family_source import FamilySource
 from pagestream_engine.models.select import open_model
-from pagestream_engine.scheduler import policy
+from pagestream_engine.scheduler import policy_registry
 from support.engines.architectures import small_config, write_model
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder
 from support.engines.general_parity import check_parity
@@ -96,7 +96,7 @@ def test_another_version_of_a_family_has_another_fingerprint(
 
 def test_a_custom_policy(load: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sequence at a time: short prompts overtake a long one, but not those that come AGEING tokens too late."""
-    monkeypatch.setattr(policy, "_registered", {})
+    monkeypatch.setattr(policy_registry, "_registered", {})
     load("custom_policy")
     lengths = [9, 40, 3, 30, 2, *[3] * 12]
 

@@ -129,7 +129,7 @@ REFUSALS = {
         options={"plugins": ["nowhere.policies"]},
     ),
     "unknown policy": Refusal(
-        r"scheduling_policy: given 'lottery', expected one of fcfs; a module that plugins names adds others",
+        r"scheduling_policy: given 'lottery', expected one of fcfs, .*fair.*; a module that plugins names adds others",
         options={"scheduling_policy": "lottery"},
     ),
 }

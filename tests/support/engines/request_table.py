@@ -39,8 +39,15 @@ class RequestTable:
         return list(map(to_log_entry, request.pending(100).entries)) if request is not None else []
 
 
-def claim(nonce: str, *, request_id: str = "r", prompts: int = 1, length: int = 2, num_choices: int = 1) -> Claim:
+def claim(
+    nonce: str, *, request_id: str = "r", prompts: int = 1, length: int = 2, num_choices: int = 1, priority: int = 0
+) -> Claim:
     """Return a first claim of a request with so many choices for each prompt."""
-    sampling = SamplingParams(n=num_choices)
-    spec = RequestSpec(request_id=request_id, prompts=[TokenIds(ids=[1] * length)] * prompts, sampling=sampling)
+    spec = RequestSpec(
+        request_id=request_id,
+        tenant="t",
+        prompts=[TokenIds(ids=[1] * length)] * prompts,
+        sampling=SamplingParams(n=num_choices),
+        priority=priority,
+    )
     return Claim(spec=spec, epoch=1, nonce=nonce, next_index=0, digest="", attempts=1, cached_tokens=0, deadline=None)

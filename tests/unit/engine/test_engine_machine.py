@@ -21,6 +21,7 @@ from support.engines.arithmetic_model import (
 )
 from support.engines.kv_layouts import FULL_LAYERS, LAYERS
 from support.engines.kv_waste import check_waste
+from support.engines.policies import POLICIES
 from support.engines.speculating_model import SpeculatingRunner
 
 FACTS = ArithmeticFacts(vocab_size=23)
@@ -54,6 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
         ahead=st.booleans(),
         num_drafts=st.integers(0, 2),
         counts_seed=st.integers(0, 99),
+        policy=st.sampled_from(POLICIES),
     )
     def start(
         self,
@@ -68,6 +70,7 @@ class EngineMachine(RuleBasedStateMachine):
         ahead: bool,
         num_drafts: int,
         counts_seed: int,
+        policy: str,
     ) -> None:
         if num_host_pages:  # half of the runs have a tier, so that it meets everything else
             caching = True
@@ -82,6 +85,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "enable_prefix_caching": caching,
                 "async_scheduling": ahead,
                 "swap_space": num_host_pages * HOST_PAGE_BYTES / 2**30,
+                "scheduling_policy": policy,
             }
         )
 
@@ -97,13 +101,17 @@ class EngineMachine(RuleBasedStateMachine):
         tail=st.lists(st.integers(0, 22), max_size=6),
         max_tokens=st.integers(1, 24),
         ignore_eos=st.booleans(),
+        priority=st.integers(0, 2),
+        tenant=st.sampled_from("ab"),
     )
-    def add(self, prefix: list[int], tail: list[int], max_tokens: int, ignore_eos: bool) -> None:
+    def add(
+        self, *, prefix: list[int], tail: list[int], max_tokens: int, ignore_eos: bool, priority: int, tenant: str
+    ) -> None:
         prompt = [*prefix, *tail]
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
         name = str(self.num_added)
         self.num_added += 1
-        self.engine.add_request(name, prompt, params)
+        self.engine.add_request(name, prompt, params, priority=priority, tenant=tenant)
         self.prompts[name] = (prompt, params)
         self.expected[name] = undisturbed(prompt, params, FACTS, self.engine.max_model_len)
         self.seen[name] = []

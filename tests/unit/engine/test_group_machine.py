@@ -21,6 +21,7 @@ from pagestream_engine.request.sequence import Sibling
 from support.engines.arithmetic_model import HOST_PAGE_BYTES, ArithmeticFacts, SeededRunner, make_folder, undisturbed
 from support.engines.kv_layouts import FULL_LAYERS, LAYERS
 from support.engines.kv_waste import check_waste
+from support.engines.policies import POLICIES
 from support.engines.speculating_model import SpeculatingRunner
 
 FACTS = ArithmeticFacts(vocab_size=23)
@@ -54,6 +55,7 @@ class GroupMachine(RuleBasedStateMachine):
         ahead=st.booleans(),
         num_drafts=st.integers(0, 2),
         counts_seed=st.integers(0, 99),
+        policy=st.sampled_from(POLICIES),
     )
     def start(
         self,
@@ -68,6 +70,7 @@ class GroupMachine(RuleBasedStateMachine):
         ahead: bool,
         num_drafts: int,
         counts_seed: int,
+        policy: str,
     ) -> None:
         if num_host_pages:  # half of the runs have a tier, so that it meets everything else
             caching = True
@@ -82,6 +85,7 @@ class GroupMachine(RuleBasedStateMachine):
                 "enable_prefix_caching": caching,
                 "async_scheduling": ahead,
                 "swap_space": num_host_pages * HOST_PAGE_BYTES / 2**30,
+                "scheduling_policy": policy,
             }
         )
 
@@ -122,7 +126,7 @@ class GroupMachine(RuleBasedStateMachine):
             for child in range(n)
             if f"{number}/{child}" in self.expected
         ]
-        self.engine.add_group(prompt, siblings)
+        self.engine.add_group(prompt, siblings, priority=number % 3, tenant="ab"[number % 2])
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())

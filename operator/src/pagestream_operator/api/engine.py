@@ -61,8 +61,9 @@ class EngineOptions(ApiModel):
     """Milliseconds that a step with prompts may take while sequences decode: chunks of prompts get smaller so that it
     does, by measured times. Default: no bound."""
     scheduling_policy: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """Order in which waiting requests are admitted. Default fcfs, first come first served; others are those that
-    `plugins` register."""
+    """Order in which waiting requests are admitted: fcfs (the default, first come first served), priority (by class;
+    the first class interrupts lower ones), shortest_first, round_robin, fair (equal tokens for all tenants), or one
+    that `plugins` register."""
     plugins: Annotated[list[ModuleName], Field(max_length=32)] | None = None
     """Modules that register scheduling policies and model families, imported first. They are in the image, or in a
     volume that `PYTHONPATH` in `template.env` names."""
@@ -75,8 +76,10 @@ class EngineOptions(ApiModel):
             ".maxNumBatchedTokens",
         ),
         Rule(
-            "!has(self.schedulingPolicy) || self.schedulingPolicy == 'fcfs' || has(self.plugins)",
-            "engine.schedulingPolicy is fcfs or a policy that a plugin registers: name its module in engine.plugins",
+            "!has(self.schedulingPolicy) || has(self.plugins) || "
+            "self.schedulingPolicy in ['fcfs', 'priority', 'shortest_first', 'round_robin', 'fair']",
+            "engine.schedulingPolicy is fcfs, priority, shortest_first, round_robin, fair, or a policy that a plugin "
+            "registers: name its module in engine.plugins",
             ".schedulingPolicy",
         ),
     )

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     )
     from pagestream_engine.request.sampling_params import SamplingParams
     from pagestream_engine.request.sequence import Sibling, TokenSequence
-    from pagestream_engine.scheduler.policy import SchedulingPolicy, register_policy
+    from pagestream_engine.scheduler.policy import SchedulingPolicy
+    from pagestream_engine.scheduler.policy_registry import register_policy
 
 __all__ = [
     "LLM",
@@ -47,7 +48,7 @@ _MODULES = {
     "SchedulingPolicy": "scheduler.policy",
     "Sibling": "request.sequence",
     "TokenSequence": "request.sequence",
-    "register_policy": "scheduler.policy",
+    "register_policy": "scheduler.policy_registry",
     **dict.fromkeys(
         ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "StepOutput", "TokenLogprob"), "request.outputs"
     ),

@@ -111,7 +111,8 @@ class SchedulerConfig:
     """Milliseconds that a step may take while sequences decode, where it also has prompts: their chunks get smaller so
     that it does, by the measured times of steps. None: no bound."""
     scheduling_policy: str = "fcfs"
-    """Name of the policy that orders admission and preemption: fcfs, or one that a plugin registers."""
+    """Name of the policy that orders admission and preemption: fcfs, priority, shortest_first, round_robin, fair
+    (`scheduler/policies.py`), or one that a plugin registers."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)

@@ -27,7 +27,7 @@ from pagestream_engine.request.outputs import EngineStats, StepOutput
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import SequenceState, Sibling, TokenSequence
 from pagestream_engine.scheduler.invariants import check_groups
-from pagestream_engine.scheduler.policy import make_policy
+from pagestream_engine.scheduler.policy_registry import make_policy
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.scheduler.scheduler import Scheduler
 from pagestream_engine.step.output_processor import OutputProcessor, failed_output
@@ -113,6 +113,7 @@ class Engine:
         *,
         output_token_ids: Sequence[int] = (),
         priority: int = 0,
+        tenant: str = "",
         cache_salt: bytes = b"",
     ) -> None:
         """Queue one sequence.
@@ -123,7 +124,8 @@ class Engine:
             params: with `n` 1; several choices of one prompt are a group, see `add_group`.
             output_token_ids: what an earlier run of this request has generated. The next output is the token after
                 them; if they reach the end already, it is that end without a token.
-            priority: kept for policies that look at it.
+            priority: its class, 0 first, for policies that look at it.
+            tenant: whose it is, likewise.
             cache_salt: the prefix cache is shared only with sequences of the same salt.
 
         Raises:
@@ -131,7 +133,7 @@ class Engine:
             PromptTooLong: the prompt leaves no room for a new token.
         """
         siblings = (Sibling(request_id, params, output_token_ids),)
-        self.add_group(prompt_token_ids, siblings, priority=priority, cache_salt=cache_salt)
+        self.add_group(prompt_token_ids, siblings, priority=priority, tenant=tenant, cache_salt=cache_salt)
 
     def add_group(
         self,
@@ -139,6 +141,7 @@ class Engine:
         siblings: Sequence[Sibling],
         *,
         priority: int = 0,
+        tenant: str = "",
         cache_salt: bytes = b"",
     ) -> None:
         """Queue the choices of one prompt: it is computed once, its blocks are shared, and a block that is not full is
@@ -148,13 +151,14 @@ class Engine:
             prompt_token_ids: as for `add_request`.
             siblings: at least one; all are added, or none.
             priority: as for `add_request`.
+            tenant: as for `add_request`.
             cache_salt: as for `add_request`.
 
         Raises:
             InvalidRequest: names what is wrong (a `ValueError`). The engine is unhurt.
             PromptTooLong: the prompt leaves no room for a new token.
         """
-        for _ in self.adding_group(prompt_token_ids, siblings, priority=priority, cache_salt=cache_salt):
+        for _ in self.adding_group(prompt_token_ids, siblings, priority=priority, tenant=tenant, cache_salt=cache_salt):
             pass
 
     def adding_group(
@@ -163,6 +167,7 @@ class Engine:
         siblings: Sequence[Sibling],
         *,
         priority: int = 0,
+        tenant: str = "",
         cache_salt: bytes = b"",
     ) -> Iterator[None]:
         """Do `add_group` in parts, between which steps may run: each takes at most `REPLAY_TOKENS` output tokens.
@@ -178,7 +183,7 @@ class Engine:
         made: list[tuple[Generation, Taken | None]] = []
         for arrival, sibling in enumerate(siblings, first_arrival):
             generation = self._intake.make(
-                prompt_token_ids, sibling, arrival=arrival, priority=priority, cache_salt=cache_salt
+                prompt_token_ids, sibling, arrival=arrival, priority=priority, tenant=tenant, cache_salt=cache_salt
             )
             made.append((generation, (yield from generation.replay(sibling.output_token_ids))))
         self._check_are_new(siblings)

@@ -129,7 +129,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--itl-bound-ms", type=float, metavar="MS", help="that a step with prompts and decodes may take (default: any)"
     )
-    group.add_argument("--scheduling-policy", metavar="NAME")
+    group.add_argument(
+        "--scheduling-policy", metavar="NAME", help="fcfs, priority, shortest_first, round_robin, fair, or a plugin's"
+    )
     group.add_argument("--executor", choices=EXECUTORS, help="where steps run: in the engine's process or in another")
     group.add_argument(
         "--async-scheduling",

@@ -28,6 +28,7 @@ NOT_DECIDING = {
     "pagestream_engine.layers.native.levels": "names how kernels are compiled; the level is part of the fingerprint",
     "pagestream_engine.layers.native.prebuild": "runs when an image is built",
     "pagestream_engine.layers.select": "chooses linear methods; the mode and their level are part of the fingerprint",
+    "pagestream_engine.request.length_predictor": "expects lengths, for the order of requests",
     "pagestream_engine.request.logprob_row": "holds what was decided",
     "pagestream_engine.request.outputs": "holds what was decided",
     "pagestream_engine.runner.fingerprint": "names the bits",

@@ -7,7 +7,9 @@ from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import SequenceState, TokenSequence
 from pagestream_engine.scheduler.invariants import check_groups
-from pagestream_engine.scheduler.policy import FirstComeFirstServed, SchedulingPolicy, make_policy
+from pagestream_engine.scheduler.policies import FirstComeFirstServed
+from pagestream_engine.scheduler.policy import SchedulingPolicy
+from pagestream_engine.scheduler.policy_registry import make_policy
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.scheduler.scheduler import Scheduler
 

@@ -10,7 +10,8 @@ from pagestream_engine.cache.manager import CachedPrefix, CacheManager
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import TokenSequence
-from pagestream_engine.scheduler.policy import FirstComeFirstServed, SchedulingPolicy
+from pagestream_engine.scheduler.policies import FirstComeFirstServed
+from pagestream_engine.scheduler.policy import SchedulingPolicy
 from pagestream_engine.scheduler.scheduler import Scheduler
 from support.engines.kv_layouts import LAYERS
 

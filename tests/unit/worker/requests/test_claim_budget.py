@@ -9,7 +9,8 @@ from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import TokenSequence
 from pagestream_engine.scheduler.admission import Admission
 from pagestream_engine.scheduler.decode import DecodeSet
-from pagestream_engine.scheduler.policy import FirstComeFirstServed, WaitingQueue
+from pagestream_engine.scheduler.policies import FirstComeFirstServed
+from pagestream_engine.scheduler.policy import WaitingQueue
 from pagestream_engine.scheduler.prefill import PrefillSet
 from pagestream_worker.requests.claim_budget import UNLIMITED_TOKENS, ClaimBudget
 
@@ -89,8 +90,10 @@ def test_a_claim_is_admitted_at_once_however_its_tokens_are_divided(name: str) -
         cache = CacheManager(BlockPool(num_blocks), layout_of(name), enable_prefix_caching=False)
         prefill, budget = PrefillSet(cache), new_budget(cache.layout)
         config = SchedulerConfig(max_num_seqs=MOST, max_num_batched_tokens=STEP_TOKENS)
-        waiting = WaitingQueue(FirstComeFirstServed())
-        admission = Admission(config, cache, waiting, prefill, DecodeSet(cache))
+        waiting = WaitingQueue(policy := FirstComeFirstServed())
+        admission = Admission(
+            config, cache, waiting, prefill, DecodeSet(cache), restore_cost=None, on_start=policy.scheduled
+        )
         for number in range(num_running + dice.randint(0, 20)):  # the mean size of requests falls
             budget.reserve(8, [(str(number), 0)])
             budget.note_token(str(number))

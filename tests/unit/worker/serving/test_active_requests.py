@@ -26,6 +26,14 @@ async def test_a_request_that_is_claimed_again_before_its_loss_is_seen_leaves_no
     assert tokens > STEP_TOKENS
 
 
+async def test_the_engine_gets_class_and_tenant_for_its_policy() -> None:
+    table = RequestTable()
+    table.requests.start(claim("n", priority=2))
+    [command] = table.commands
+    assert isinstance(command, AddGroup)
+    assert (command.priority, command.tenant) == (2, "t")
+
+
 async def test_a_request_that_cannot_be_read_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: RunningRequest) -> Iterator[Sequence[Choice]]:
         raise OverflowError("no such number")

@@ -38,6 +38,8 @@ groups = st.builds(
     st.lists(st.integers(0, 2**31), max_size=5),
     st.just([Sibling("a/1/0", SamplingParams(stop=("x",), logit_bias={3: 1.0}), [4, 5])]),
     st.binary(max_size=4),
+    st.just(2),
+    st.just("t"),
     st.booleans(),
 )
 messages = steps | groups | st.just(FIGURES) | st.builds(AbortSequences, st.lists(st.text(max_size=3), max_size=3))

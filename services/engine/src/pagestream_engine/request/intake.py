@@ -59,7 +59,14 @@ class Intake:
         return self._num_arrivals - count
 
     def make(
-        self, prompt_token_ids: Sequence[int], sibling: Sibling, *, arrival: int, priority: int, cache_salt: bytes
+        self,
+        prompt_token_ids: Sequence[int],
+        sibling: Sibling,
+        *,
+        arrival: int,
+        priority: int,
+        tenant: str,
+        cache_salt: bytes,
     ) -> Generation:
         """Make a choice's sequence, and the state of its text before `Generation.replay`.
 
@@ -68,6 +75,7 @@ class Intake:
             sibling: the choice.
             arrival: of the sequence.
             priority: as for `Engine.add_request`.
+            tenant: as for `Engine.add_request`.
             cache_salt: as for `Engine.add_request`.
 
         Raises:
@@ -91,6 +99,7 @@ class Intake:
             max_total_tokens=max_total_tokens,
             output_token_ids=sibling.output_token_ids,
             priority=priority,
+            tenant=tenant,
             cache_salt=cache_salt,
             end_token_ids=end_token_ids,
             num_kv_groups=self._num_kv_groups,

@@ -62,6 +62,7 @@ class TokenSequence:
         "seed",
         "seq_id",
         "state",
+        "tenant",
         "token_ids",
         "wants_prompt_logprobs",
         "was_admitted",
@@ -78,6 +79,7 @@ class TokenSequence:
         max_total_tokens: int,
         output_token_ids: Sequence[int] = (),
         priority: int = 0,
+        tenant: str = "",
         cache_salt: bytes = b"",
         end_token_ids: frozenset[int] = frozenset(),
         num_kv_groups: int = 1,
@@ -91,6 +93,9 @@ class TokenSequence:
         self.arrival = arrival
         """Rises with each sequence and survives preemption."""
         self.priority = priority
+        """Its class; 0 is the first."""
+        self.tenant = tenant
+        """Whose it is, for policies."""
         self.max_total_tokens = max_total_tokens
         """Prompt and output together: where it ends with "length"."""
         self.cache_salt = cache_salt

@@ -12,6 +12,7 @@ Blocks are counted in these words, here and in `cache/`:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pagestream_engine.cache.manager import CachedPrefix, CacheManager
@@ -61,8 +62,11 @@ class Admission:
         decode: DecodeSet,
         *,
         restore_cost: RestoreCost | None,
+        on_start: Callable[[TokenSequence], None],
     ) -> None:
-        """Take groups from `waiting` and start them in `prefill`, within the limits of `config` for all that run."""
+        """Take groups from `waiting` and start them in `prefill`, within the limits of `config` for all that run; call
+        `on_start` for each sequence."""
+        self._on_start = on_start
         self._max_num_seqs = config.max_num_seqs
         self._max_chunk = config.max_num_batched_tokens
         self._cache = cache
@@ -99,6 +103,13 @@ class Admission:
             self._start(group, leader, prefix, budget, chunks)
             coming.add(cache.next_block_hash(leader, found.num_tokens))
             promised = wanted - (num_free - cache.pool.num_free)
+
+    def num_missing(self, group: SequenceGroup) -> tuple[int, int]:
+        """Return the seats and the free blocks that a waiting group lacks to be admitted; 0 or less: none."""
+        num_running, leader = self._num_running, group.choose_leader()
+        wanted = self.num_wanted_blocks(group, leader, self._prefill.get_computed_blocks(group, leader))
+        wanted += self._num_promised_blocks() + self.num_reserved_blocks(num_running)
+        return num_running + len(group.members) - self._max_num_seqs, wanted - self._cache.pool.num_free
 
     def num_reserved_blocks(self, num_running: int) -> int:
         """Blocks to keep free when another is admitted."""
@@ -150,6 +161,8 @@ class Admission:
         """Take the next waiting group, and start it, with its first chunk or the loads before it."""
         self._waiting.pop()
         self._prefill.start(group, leader, prefix)
+        for seq in group.members:
+            self._on_start(seq)
         if self._cache.tier is not None and self._cache.tier.is_loading(leader):
             # A token that is copied counts as one that is computed, so that a step's copies have a bound as well.
             budget.num_tokens = max(0, budget.num_tokens - prefix.num_to_load * self._cache.block_size)

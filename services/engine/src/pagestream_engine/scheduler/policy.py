@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from pagestream_engine.errors import ConfigError
 from pagestream_engine.request.sequence import SequenceGroup, TokenSequence
 
 
-class SchedulingPolicy(ABC):
-    """Decides the order in which sequences are admitted, and which of them is preempted where blocks run out.
+class SequenceEvents:
+    """What a policy may learn of each sequence, siblings included. By default it learns nothing."""
+
+    def arrived(self, seq: TokenSequence) -> None:
+        """Note that a sequence was added; a resumed one has output tokens."""
+
+    def scheduled(self, seq: TokenSequence) -> None:
+        """Note that a sequence was admitted, at first or again."""
+
+    def preempted(self, seq: TokenSequence) -> None:
+        """Note that a running sequence has lost its place, before it is queued again."""
+
+    def ended(self, seq: TokenSequence, *, is_complete: bool) -> None:
+        """Note that a sequence is gone: complete, or aborted."""
+
+
+class SchedulingPolicy(SequenceEvents, ABC):
+    """Decides the order in which sequences are admitted, which of them is preempted where blocks run out, and which
+    loses its place to one that waits.
 
     A group of siblings goes by its first. Of equal ranks the earlier arrival goes first. The ranks of a sequence are
-    numbers other than NaN that never change, and are functions of what it was added with (`num_prompt_tokens`,
-    `params`, `priority`, `arrival`), which a policy does not change. So no two preempt each other in turns.
+    numbers other than NaN. They may depend on what it was added with (`num_prompt_tokens`, `params`, `priority`,
+    `tenant`, `arrival`), which a policy does not change, and on the events before; a sequence's own change only in
+    `arrived` and `preempted`, of that sequence. So no two preempt each other in turns.
     """
+
+    displaces = False
+    """Whether `may_displace` is ever true; without, it is not asked."""
 
     @abstractmethod
     def rank(self, seq: TokenSequence) -> float:
@@ -26,50 +46,13 @@ class SchedulingPolicy(ABC):
         """Return its place in the order of preemption, by default `rank`: the highest is preempted first."""
         return self.rank(seq)
 
+    def may_displace(self, waiting: TokenSequence, running: TokenSequence) -> bool:
+        """Whether the first one that waits, for want of a seat or of blocks, takes the place of one that runs.
 
-class FirstComeFirstServed(SchedulingPolicy):
-    """By arrival: a preempted sequence goes before everything that came after it."""
-
-    def rank(self, seq: TokenSequence) -> float:
-        """Return its arrival."""
-        return seq.arrival
-
-
-_BUILT_IN: dict[str, Callable[[], SchedulingPolicy]] = {"fcfs": FirstComeFirstServed}
-_registered: dict[str, Callable[[], SchedulingPolicy]] = {}
-
-
-def register_policy(name: str, factory: Callable[[], SchedulingPolicy]) -> None:
-    """Let `scheduling_policy` name a policy of one's own, in this process; it comes before a built-in one of that name.
-
-    Call it in a module that `plugins` names: each process that schedules imports that one.
-
-    Args:
-        name: what settings say.
-        factory: makes the policy of one engine, such as the class; replaces an earlier one of the same name.
-
-    Raises:
-        ConfigError: the factory can't be called.
-    """
-    if not callable(factory):
-        raise ConfigError("factory", factory, "a SchedulingPolicy's class, or a function that returns a policy")
-    _registered[name] = factory
-
-
-def make_policy(name: str) -> SchedulingPolicy:
-    """Make the policy of this name.
-
-    Raises:
-        ConfigError: there is none, or its factory makes something else.
-    """
-    factories = _BUILT_IN | _registered
-    if name not in factories:
-        hint = "a module that plugins names adds others by register_policy"
-        raise ConfigError("scheduling_policy", name, f"one of {', '.join(factories)}", hint)
-    policy = factories[name]()
-    if not isinstance(policy, SchedulingPolicy):
-        raise ConfigError("scheduling_policy", policy, f"a SchedulingPolicy from the factory of {name!r}")
-    return policy
+        Those with the highest victim ranks lose theirs, no more than it needs. For two sequences it must not be true
+        both ways without tokens in between: they would take turns for ever.
+        """
+        return False
 
 
 class WaitingQueue:

@@ -9,6 +9,7 @@ from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.request.sequence import NO_ROW, SequenceGroup, SequenceState, TokenSequence
 from pagestream_engine.scheduler.admission import Admission
 from pagestream_engine.scheduler.decode import DecodeSet
+from pagestream_engine.scheduler.displacement import displaced_groups
 from pagestream_engine.scheduler.policy import SchedulingPolicy, WaitingQueue
 from pagestream_engine.scheduler.prefill import PrefillSet
 from pagestream_engine.scheduler.prefill_budget import ChunkBudget, PrefillBudget
@@ -38,7 +39,9 @@ class Scheduler:
         self.num_preemptions = 0
         """Groups that lost their blocks for want of free ones."""
         self.num_requeues = 0
-        """Running groups that went back to the queue: preempted, or rolled back with a failed step."""
+        """Running groups that went back to the queue: preempted, displaced, or rolled back with a failed step."""
+        self.num_displaced = 0
+        """Groups that lost their places to others, by the policy."""
         self._config = config
         self._cache = cache
         self._policy = policy
@@ -47,7 +50,15 @@ class Scheduler:
         self._decode = DecodeSet(cache)
         self.restore_cost = cost = None if cache.tier is None else RestoreCost(cache.tier.load_page_s)
         """Wants to know what each collected step has taken, where there is a tier."""
-        self._admission = Admission(config, cache, self._waiting, self._prefill, self._decode, restore_cost=cost)
+        self._admission = Admission(
+            config,
+            cache,
+            self._waiting,
+            self._prefill,
+            self._decode,
+            restore_cost=cost,
+            on_start=policy.scheduled,
+        )
         self._in_flight = StepsInFlight(cache, self._prefill, self._decode)
         bound_ms = config.itl_bound_ms
         self.prefill_budget = PrefillBudget(None if bound_ms is None else bound_ms / 1000)
@@ -86,15 +97,19 @@ class Scheduler:
 
     def add(self, *seqs: TokenSequence) -> None:
         """Queue sequences with equal prompts as one group. Each of them fits into the pool alone."""
-        self._waiting.push(seqs[0].group if len(seqs) == 1 else SequenceGroup(seqs))
+        group = seqs[0].group if len(seqs) == 1 else SequenceGroup(seqs)
+        for seq in seqs:
+            self._policy.arrived(seq)
+        self._waiting.push(group)
 
     def abort(self, seq: TokenSequence) -> None:
         """End a sequence, wherever it stands; what a step in flight samples for it is dropped."""
         if seq.state is SequenceState.WAITING:
             seq.state = SequenceState.FINISHED
             self._waiting.forget(seq)
+            self._policy.ended(seq, is_complete=False)
         else:
-            self.finish_requests((seq,))
+            self.finish_requests((seq,), is_complete=False)
 
     # -- a step --
 
@@ -104,6 +119,8 @@ class Scheduler:
         It is empty where nothing can run, or not before a step in flight has ended.
         """
         step = ScheduledStep()
+        if self._policy.displaces and not self._displace():
+            return step
         decodes = self._decode.with_next_token()
         needing_block = self._decode.needing_block(decodes)
         preempts = self._lacks_blocks(needing_block)
@@ -112,7 +129,9 @@ class Scheduler:
         if preempts:
             needing_block = self._preempt_until_fits(needing_block)
             decodes = self._decode.with_next_token()
-        self._allocate_next_slots(needing_block)
+        self._cache.allocate_next_slots(needing_block)
+        if self._cache.copy_on_write:
+            self._cache.copy_on_write.assign_own_blocks()
         step.decodes = decodes
         num_tokens = self._config.max_num_batched_tokens - len(step.decodes)
         if self._num_speculative_tokens:
@@ -162,10 +181,11 @@ class Scheduler:
         for group in reversed(self._groups_by_victim_rank()):
             self._requeue(group)
 
-    def finish_requests(self, sequences: Iterable[TokenSequence]) -> None:
-        """Free the blocks of running sequences that have ended, and forget them."""
+    def finish_requests(self, sequences: Iterable[TokenSequence], *, is_complete: bool = True) -> None:
+        """Free the blocks of running sequences that are complete, or aborted, and forget them."""
         stopped = False
         for seq in sequences:
+            self._policy.ended(seq, is_complete=is_complete)
             self._cache.free(seq)
             seq.state = SequenceState.FINISHED
             seq.row = NO_ROW
@@ -176,6 +196,18 @@ class Scheduler:
             self._prefill.drop_stopped()
 
     # -- inside --
+
+    def _displace(self) -> bool:
+        """Requeue the groups whose places the first waiting one takes; return False where steps in flight must end
+        before."""
+        head = self._waiting.peek()
+        displaced = displaced_groups(head, self._groups_by_victim_rank(), self._policy, self._admission) if head else ()
+        if displaced and self._in_flight.num_steps:
+            return False
+        for group in displaced:
+            self._requeue(group)
+            self.num_displaced += 1
+        return True
 
     def _lacks_blocks(self, needing_block: list[TokenSequence]) -> bool:
         """Whether too few blocks are free for the next tokens of `needing_block`, and to part what was forked."""
@@ -189,12 +221,6 @@ class Scheduler:
             self._preempt_last(by_rank)
             needing_block = [seq for seq in needing_block if seq.state is SequenceState.RUNNING]
         return needing_block
-
-    def _allocate_next_slots(self, needing_block: list[TokenSequence]) -> None:
-        """Take blocks for the next tokens of `needing_block`, and part what was forked."""
-        self._cache.allocate_next_slots(needing_block)
-        if self._cache.copy_on_write:
-            self._cache.copy_on_write.assign_own_blocks()
 
     def _continue_prefills(self, chunks: list[ScheduledSequence], budget: ChunkBudget) -> None:
         """Schedule the next chunks of admitted sequences, by rank."""
@@ -232,6 +258,7 @@ class Scheduler:
             self._cache.free(seq)
             seq.state = SequenceState.WAITING
             seq.row = NO_ROW
+            self._policy.preempted(seq)
         self._waiting.push(group)
         self.num_requeues += 1
         self._decode.drop_stopped()

@@ -25,7 +25,11 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--max-num-batched-tokens", "N", "token budget of one step"),
     ("--itl-bound-ms", "MS", "milliseconds that a step with prompts and decodes may take"),
     ("--seed", "N", "seed of the generator that draws seeds for requests without one"),
-    ("--scheduling-policy", "NAME", "order in which waiting requests are taken"),
+    (
+        "--scheduling-policy",
+        "NAME",
+        "fcfs, priority, shortest_first, round_robin, fair, or one of a plugin",
+    ),
     ("--plugins", "MODULES", "modules with policies and model families of your own, such as a.policies,b.families"),
     ("--partitions", "N", "partitions of a model that is new to Redis"),
 )

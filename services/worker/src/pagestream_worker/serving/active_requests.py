@@ -110,7 +110,10 @@ class ActiveRequests:
         siblings = [Sibling(choice.seq_id, choice.params, choice.output_token_ids) for choice in choices]
         self._sequences.update((choice.seq_id, (request, choice.index)) for choice in choices)
         log = request.log.handle if request.is_plain else 0
-        self._submit(AddGroup(prompt, siblings, claim.spec.cache_salt, waits_for_mark=claim.attempts > 1, log=log))
+        spec, was_claimed = claim.spec, claim.attempts > 1
+        self._submit(
+            AddGroup(prompt, siblings, spec.cache_salt, spec.priority, spec.tenant, waits_for_mark=was_claimed, log=log)
+        )
 
     def add_outputs(self, outputs: Iterable[StepOutput], tokens: TokenColumns = NO_TOKENS) -> None:
         """Add a step's plain tokens, then its other outputs, to their requests.

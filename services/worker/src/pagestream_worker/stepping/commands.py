@@ -13,6 +13,8 @@ class AddGroup:
     prompt_token_ids: Sequence[int]
     siblings: Sequence[Sibling]
     cache_salt: bytes = b""
+    priority: int = 0
+    tenant: str = ""
     waits_for_mark: bool = False
     """Whether a step that they enter waits for `StepMarked`: they were claimed before, and may have killed engines."""
     log: int = 0

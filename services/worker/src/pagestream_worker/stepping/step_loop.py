@@ -216,7 +216,13 @@ class StepLoop:
             self._waits_for_mark |= _seq_ids(command)
         if command.log:
             self._plain.add(command.siblings[0].seq_id, command.log)
-        adding = self._engine.adding_group(command.prompt_token_ids, command.siblings, cache_salt=command.cache_salt)
+        adding = self._engine.adding_group(
+            command.prompt_token_ids,
+            command.siblings,
+            priority=command.priority,
+            tenant=command.tenant,
+            cache_salt=command.cache_salt,
+        )
         if sum(len(sibling.output_token_ids) for sibling in command.siblings) > REPLAY_TOKENS:
             self._adding.append((command, adding))
         else:
