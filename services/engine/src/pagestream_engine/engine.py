@@ -57,6 +57,8 @@ class Engine:
     ) -> None:
         import_plugins(config.extensions.plugins)
         policy = make_policy(config.scheduler.scheduling_policy)
+        self.interrupts = policy.interrupts
+        """Whether a request of class 0 that finds no room takes it from lower classes."""
         self.folder = folder = resolve_model(model)
         self.config = config
         self.tokenizer = load_tokenizer(folder)

@@ -48,7 +48,11 @@ class Worker:
         )
         self._outputs = StepOutputs(self._requests, self._budget, telemetry)
         self._claiming = ClaimLoop(
-            self._requests, self._budget, lambda: core.figures.stats.num_claimable_blocks, settings
+            self._requests,
+            self._budget,
+            lambda: core.figures.stats.num_claimable_blocks,
+            settings,
+            interrupts=facts.interrupts,
         )
         self._appending = AppendLoop(self._requests, self._outputs, settings, telemetry, pending)
 

@@ -26,7 +26,7 @@ class IdleCore:
     def __init__(self) -> None:
         self.loaded: Future[Any] = Future()
         self.loaded.set_result(
-            SimpleNamespace(kv_layout=full_attention(16), max_num_seqs=64, max_num_batched_tokens=512)
+            SimpleNamespace(kv_layout=full_attention(16), max_num_seqs=64, max_num_batched_tokens=512, interrupts=False)
         )
         self.figures = SimpleNamespace(stats=SimpleNamespace(num_claimable_blocks=1000))
         self.ended: Future[None] = Future()

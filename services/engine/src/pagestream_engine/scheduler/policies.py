@@ -36,7 +36,7 @@ class PriorityFirst(SchedulingPolicy):
         class_arrivals: arrivals that one class is worth.
     """
 
-    displaces = True
+    displaces = interrupts = True
 
     def __init__(self, class_arrivals: int = CLASS_ARRIVALS) -> None:
         self._class_arrivals = class_arrivals

@@ -38,6 +38,9 @@ class SchedulingPolicy(SequenceEvents, ABC):
     displaces = False
     """Whether `may_displace` is ever true; without, it is not asked."""
 
+    interrupts = False
+    """Whether a sequence of class 0 displaces those of lower classes: it may be added to a full engine."""
+
     @abstractmethod
     def rank(self, seq: TokenSequence) -> float:
         """Return its place: the lowest rank is admitted first, and its prompt computed first."""

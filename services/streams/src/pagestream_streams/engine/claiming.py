@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 _MOST_EMPTY_ROUNDS = 8  # of one claim, in which other engines were faster
 _ASK_AGAIN = 16  # partitions
+MOST_TOKENS = 2**53  # of a request
 _ROWS_AT = 2  # index of the first claim in a reply of claim.lua
 
 
@@ -102,6 +103,27 @@ class Claimer:
             self._doorbell.look_again()
         elif found.unreachable is not None:
             raise found.unreachable
+        return claims
+
+    async def claim_class(self, greatest: int, *, max_requests: int) -> list[Claim]:
+        """Claim waiting requests of the classes up to `greatest` from own partitions; see
+        EngineSession.claim_first_class.
+        """
+        assignment, claims = self._assignment, list[Claim]()
+        if assignment.claims_nothing or assignment.same_fingerprint_only or await self._isolation.is_running():
+            return []
+        connection, nonce = self._broker.connection, secrets.token_hex(8)
+        with self._active_requests.claiming():
+            for number in sorted(assignment.own):
+                take = Take(number, max_requests - len(claims), MOST_TOKENS, None)
+                if take.max_requests < 1:
+                    break
+                # What the reply says of the next ones is said of these classes alone: it is not learnt.
+                call = self._call(take, nonce, greatest_class=greatest)
+                reply = await connection.run(call.script, call.key, *call.arguments)
+                opened = await self._opened(self._where(number), nonce, reply)
+                claims += [claim for _, claim in opened]
+                self.hold([claim for _, claim in opened])
         return claims
 
     async def claim_from(
@@ -185,7 +207,15 @@ class Claimer:
             count += len(reply) - _ROWS_AT
         return count
 
-    def _call(self, take: Take, nonce: str, room: int | None = None, *, idle: bool = False) -> Call:
+    def _call(
+        self,
+        take: Take,
+        nonce: str,
+        room: int | None = None,
+        *,
+        idle: bool = False,
+        greatest_class: int | None = None,
+    ) -> Call:
         """`room`: most tokens of the head that the reply names; None for what this claim leaves of its own."""
         settings, assignment = self._broker.settings, self._assignment
         is_own = take.number in assignment.own
@@ -208,6 +238,7 @@ class Claimer:
             "" if take.bound is None else take.bound,
             "" if room is None else room,
             -1 if assignment.leaves_longer else settings.fingerprint_grace_ms,
+            "" if greatest_class is None else greatest_class,
         )
         return Call(CLAIM, self._where(take.number).prefix, arguments)
 

@@ -184,6 +184,15 @@ class EngineSession:
         """
         return await self.claimer.claim(max_requests=max_requests, max_prompt_tokens=max_prompt_tokens)
 
+    async def claim_first_class(self, *, max_requests: int) -> list[Claim]:
+        """Claim waiting requests of class 0 from own partitions, whatever their size: for an engine without room that
+        takes it from lower classes. Suspects and begun requests are left.
+
+        Raises:
+            Unavailable: what was claimed before is held; the heartbeats hand the rest back.
+        """
+        return await self.claimer.claim_class(0, max_requests=max_requests)
+
     async def wait_for_work(self, timeout_s: float) -> None:
         """Wait until a claim may find something, at most `timeout_s` seconds."""
         await self.doorbell.wait(timeout_s)

@@ -27,6 +27,7 @@ class ClaimBudget:
         self._prefilling: dict[str, int] = {}  # sequence -> blocks that it may not have yet
         self._not_begun: dict[str, int] = {}  # sequence -> prompt tokens that no step has begun to compute
         self._running: set[str] = set()
+        self._first_class: set[str] = set()
         self.changed = asyncio.Event()
         """Set when more may be available than before. The claim loop clears it."""
 
@@ -52,6 +53,13 @@ class ClaimBudget:
             if num_requests == 1 or num_tokens >= num_requests * self._mean_tokens:
                 return num_requests, num_tokens
             num_requests //= 2  # fewer leave more: each one's last block of a group may be nearly empty
+
+    def may_interrupt(self) -> bool:
+        """Return whether a request of class 0 may be claimed without room: the engine takes a seat for it from a lower
+        class. One at a time, so that others go to engines with room.
+        """
+        first = self._first_class
+        return len(first) < min(self._max_num_seqs, len(self._running)) and first.isdisjoint(self._prefilling)
 
     def _tokens_that_fit(self, num_blocks: int, num_requests: int) -> int:
         """Return the tokens that so many sequences may have together and be admitted, however they divide them."""
@@ -82,13 +90,16 @@ class ClaimBudget:
             return by_tokens
         return min(by_tokens, group.max_blocks_held(UNLIMITED_TOKENS, self._step_tokens))
 
-    def reserve(self, prompt_tokens: int, siblings: Sequence[tuple[str, int]]) -> None:
+    def reserve(self, prompt_tokens: int, siblings: Sequence[tuple[str, int]], *, priority: int = 0) -> None:
         """Reserve room for the choices of one prompt.
 
         Args:
             prompt_tokens: length of the prompt.
             siblings: sequence id, and the number of tokens that other engines have generated for it.
+            priority: the request's class.
         """
+        if priority == 0:
+            self._first_class.update(seq_id for seq_id, _ in siblings)
         # The first sequence is counted with the prompt, the others with what they add to it.
         to_compute, num_shared, groups = prompt_tokens, 0, self._layout.groups
         for seq_id, output_tokens in siblings:
@@ -112,6 +123,7 @@ class ClaimBudget:
             self._prefilling.pop(seq_id, None)
             self._not_begun.pop(seq_id, None)
         self._running.difference_update(seq_ids)
+        self._first_class.difference_update(seq_ids)
         self.changed.set()
 
     @property

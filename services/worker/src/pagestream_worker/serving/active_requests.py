@@ -106,7 +106,8 @@ class ActiveRequests:
         One that is claimed for the first time waits for no mark: at worst it is suspected one death later.
         """
         claim, prompt = request.claim, list(choices[0].prompt.ids)
-        self._budget.reserve(len(prompt), [(choice.seq_id, len(choice.output_token_ids)) for choice in choices])
+        sizes = [(choice.seq_id, len(choice.output_token_ids)) for choice in choices]
+        self._budget.reserve(len(prompt), sizes, priority=claim.spec.priority)
         siblings = [Sibling(choice.seq_id, choice.params, choice.output_token_ids) for choice in choices]
         self._sequences.update((choice.seq_id, (request, choice.index)) for choice in choices)
         log = request.log.handle if request.is_plain else 0

@@ -24,6 +24,7 @@ class ClaimLoop:
         requests: runs what was claimed.
         budget: says how much may be claimed.
         num_free_blocks: free KV blocks of the engine that a claimed request would get.
+        interrupts: whether the engine makes room for class 0 by interrupting lower ones.
         settings: for the poll interval and the retry delay.
     """
 
@@ -33,7 +34,10 @@ class ClaimLoop:
         budget: ClaimBudget,
         num_free_blocks: Callable[[], int],
         settings: WorkerSettings,
+        *,
+        interrupts: bool = False,
     ) -> None:
+        self._interrupts = interrupts
         self._requests = requests
         self._budget = budget
         self._num_free_blocks = num_free_blocks
@@ -71,18 +75,26 @@ class ClaimLoop:
             if self._must_hand_back:
                 await self._hand_all_back(session)
             max_requests, max_prompt_tokens = self._budget.available(self._num_free_blocks())
-            if max_requests < 1 or max_prompt_tokens < 1:
+            has_room = max_requests > 0 and max_prompt_tokens > 0
+            may_interrupt = self._interrupts and self._budget.may_interrupt()
+            if not (has_room or may_interrupt):
                 await self._wait_for_room()
                 continue
             try:
                 reach(FaultPoint.QUEUED)
-                claims = await session.claim(max_requests=max_requests, max_prompt_tokens=max_prompt_tokens)
+                claims = []
+                if has_room:
+                    claims = await session.claim(max_requests=max_requests, max_prompt_tokens=max_prompt_tokens)
+                if not claims and may_interrupt:
+                    claims = await session.claim_first_class(max_requests=1)
                 if claims:
                     reach(FaultPoint.CLAIMED)
                 for claim in claims:
                     self._requests.start(claim)
-                if not claims:
+                if not claims and has_room:
                     await session.wait_for_work(self._settings.idle_poll_s)
+                elif not claims:
+                    await self._wait_for_room()
             except Unavailable:
                 await asyncio.sleep(self._settings.retry_delay_s)
 

@@ -20,6 +20,8 @@ class EngineFacts:
     """The KV groups, whose blocks are of one pool."""
     max_num_seqs: int
     max_num_batched_tokens: int
+    interrupts: bool
+    """Whether class 0 takes room from lower classes."""
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -40,6 +42,7 @@ class EngineFacts:
             kv_layout=engine.kv_layout,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            interrupts=engine.interrupts,
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
             eos_token_ids=engine.eos_token_ids,
