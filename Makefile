@@ -27,7 +27,7 @@ ROUNDS ?= 10
 # docker, buildah, or a command: see deploy/images/build.sh.
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
-.PHONY: help setup run test test-fast check bench faults faults-campaign families topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels constraints clean
+.PHONY: help setup run test test-fast check bench faults faults-campaign families topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels kernel-tables constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -88,6 +88,9 @@ cluster-test: $(STAMP) ## Install the chart on a real cluster and disturb it (KU
 
 kernels: $(STAMP) ## Every kernel in every shape, interpreted and compiled ahead of time (long; cached by source)
 	$(BIN)/python tests/campaigns/kernels.py $(ARGS)
+
+kernel-tables: $(STAMP) ## Choose the attention kernels' tile sizes by chip: builds, and times where there is a GPU (minutes)
+	$(BIN)/python -m pagestream_kernels.tuning.write $(ARGS)
 
 gpu: $(STAMP) ## On one GPU: tests/gpu, then all figures, to docs/benchmarks/gpu.md (10 minutes; ARGS=--dry-run without)
 	$(BIN)/python tests/benchmarks/gpu/run.py $(ARGS)

@@ -35,7 +35,7 @@ def path_of(source: str) -> Path:
     """
     package, *names = source.split(".")
     path = FOLDERS[package].joinpath(*names)
-    for suffix in (".py", ".cpp", ".h"):
+    for suffix in (".py", ".cpp", ".h", ".json"):
         if path.with_suffix(suffix).is_file():
             return path.with_suffix(suffix)
     raise FileNotFoundError(
@@ -44,9 +44,12 @@ def path_of(source: str) -> Path:
 
 
 def digest_of(path: Path) -> str:
-    """Return 16 hexadecimal digits that change with the meaning of a Python or C++ source."""
+    """Return 16 hexadecimal digits that change with the meaning of a Python, C++ or JSON source."""
     text = path.read_text()
-    syntax = python_syntax(text) if path.suffix == ".py" else cpp_tokens(text)
+    if path.suffix == ".json":
+        syntax = json.dumps(json.loads(text), sort_keys=True)
+    else:
+        syntax = python_syntax(text) if path.suffix == ".py" else cpp_tokens(text)
     return hashlib.sha256(syntax.encode()).hexdigest()[:16]
 
 

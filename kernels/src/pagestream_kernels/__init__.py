@@ -1,5 +1,6 @@
 """Triton kernels for paged attention and its neighbours, each with a torch reference."""
 
+from pagestream_kernels.cache.copy_blocks import copy_blocks, copy_blocks_reference
 from pagestream_kernels.decode_plan import DecodePlan, plan_decode
 from pagestream_kernels.errors import KernelArgumentError, KernelError, KernelUnavailableError
 from pagestream_kernels.filter_and_draw import filter_and_draw, filter_and_draw_reference
@@ -7,19 +8,27 @@ from pagestream_kernels.linear.fixed_order_matmul import fixed_order_matmul, fix
 from pagestream_kernels.paged_decode import paged_decode_attention, paged_decode_attention_reference
 from pagestream_kernels.paged_prefill import paged_prefill_attention, paged_prefill_attention_reference
 from pagestream_kernels.paging import BLOCK_SIZES, MAX_HEAD_DIM
+from pagestream_kernels.prefill.plan import PrefillPlan, plan_prefill
 from pagestream_kernels.rms_norm import rms_norm, rms_norm_reference
+from pagestream_kernels.rope.rope_and_quantise import rope_and_quantise, rope_and_quantise_reference
+from pagestream_kernels.rope.turn import HeadNorm
 from pagestream_kernels.rope_and_cache import rope_and_cache, rope_and_cache_reference
 from pagestream_kernels.runtime import INTERPRETED
 from pagestream_kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
+from pagestream_kernels.tables.rows import programs_per_processor
 
 __all__ = [
     "BLOCK_SIZES",
     "INTERPRETED",
     "MAX_HEAD_DIM",
     "DecodePlan",
+    "HeadNorm",
     "KernelArgumentError",
     "KernelError",
     "KernelUnavailableError",
+    "PrefillPlan",
+    "copy_blocks",
+    "copy_blocks_reference",
     "filter_and_draw",
     "filter_and_draw_reference",
     "fixed_order_matmul",
@@ -29,10 +38,14 @@ __all__ = [
     "paged_prefill_attention",
     "paged_prefill_attention_reference",
     "plan_decode",
+    "plan_prefill",
+    "programs_per_processor",
     "rms_norm",
     "rms_norm_reference",
     "rope_and_cache",
     "rope_and_cache_reference",
+    "rope_and_quantise",
+    "rope_and_quantise_reference",
     "silu_and_mul",
     "silu_and_mul_reference",
 ]

@@ -33,16 +33,33 @@ class Target:
     arch: int | str  # compute capability times ten, or the gfx name
     warp_size: int  # threads
     shared_limit: int  # bytes of shared memory (LDS) that one program may use
+    shared_total: int  # bytes of it that a processor has
+    registers: int  # of 32 bits that a processor has
     spill_limit: int  # bytes per thread on the stack: a few values kept across the loop, nothing inside it
 
 
 TARGETS: Mapping[str, Target] = {
     target.name: target
     for target in (
-        Target("sm_80", "cuda", 80, 32, shared_limit=163 * 1024, spill_limit=16),
-        Target("sm_90", "cuda", 90, 32, shared_limit=227 * 1024, spill_limit=16),
-        Target("sm_100", "cuda", 100, 32, shared_limit=227 * 1024, spill_limit=16),
-        Target("gfx942", "hip", "gfx942", 64, shared_limit=64 * 1024, spill_limit=0),
+        Target(
+            "sm_80", "cuda", 80, 32, shared_limit=163 * 1024, shared_total=164 * 1024, registers=65536, spill_limit=16
+        ),
+        Target(
+            "sm_90", "cuda", 90, 32, shared_limit=227 * 1024, shared_total=228 * 1024, registers=65536, spill_limit=16
+        ),
+        Target(
+            "sm_100", "cuda", 100, 32, shared_limit=227 * 1024, shared_total=228 * 1024, registers=65536, spill_limit=16
+        ),
+        Target(
+            "gfx942",
+            "hip",
+            "gfx942",
+            64,
+            shared_limit=64 * 1024,
+            shared_total=64 * 1024,
+            registers=131072,
+            spill_limit=0,
+        ),
     )
 }
 

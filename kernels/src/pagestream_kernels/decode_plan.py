@@ -14,15 +14,13 @@ from torch import Tensor
 from pagestream_kernels.checks import check_dtype, check_shape
 from pagestream_kernels.errors import KernelArgumentError
 from pagestream_kernels.runtime import cdiv, num_processors
+from pagestream_kernels.tables.rows import PROGRAMS_PER_PROCESSOR
 
 TILE_TOKENS = 64  # a unit of equal shares; a multiple of every tile
 MIN_SHARE = 4  # units; below this the merge costs more than the cut saves; a GPU has not yet confirmed it
 FIXED_SPLIT_TOKENS = 512
 """Unit of batch-invariant decode: merging its results adds 1.6 % to the traffic of a 16-bit cache."""
 MAX_QUERY_LEN = 16
-PROGRAMS_PER_PROCESSOR = 2
-"""Each has the copies of a tile in flight. A 16-bit cache leaves registers and shared memory for as many at once on
-every target, so that the equal shares of a grid end together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +55,7 @@ def plan_decode(
     window: int | None = None,
     cu_query_lens: Tensor | None = None,
     max_query_len: int = 1,
+    programs_per_processor: int = PROGRAMS_PER_PROCESSOR,
 ) -> DecodePlan:
     """Divide the KV work of `seq_lens` among programs; a plan serves every layer of the step.
 
@@ -70,6 +69,7 @@ def plan_decode(
         window: of the layers that the plan serves: units before it are no work.
         cu_query_lens: (num_seqs + 1,) int32: running sum of the sequences' query rows; None: one each.
         max_query_len: a bound on a sequence's query rows, at most 16.
+        programs_per_processor: that run at a time: as many as `programs_per_processor` says of the layers' cache.
 
     Raises:
         KernelArgumentError: a wrong shape or dtype, or a number out of range.
@@ -83,7 +83,7 @@ def plan_decode(
         raise KernelArgumentError(f"max_query_len: expected 1 to {MAX_QUERY_LEN}, got {max_query_len}")
     is_fixed = split_tokens is not None
     unit, min_share = (TILE_TOKENS, MIN_SHARE) if split_tokens is None else (split_tokens, 1)
-    num_programs = cdiv(PROGRAMS_PER_PROCESSOR * num_processors(device), num_kv_heads)
+    num_programs = cdiv(programs_per_processor * num_processors(device), num_kv_heads)
     num_slots = 2 * num_programs
     if split_tokens is not None:
         num_slots = max(1, num_seqs * _most_splits(split_tokens, max_seq_len, window, max_query_len))

@@ -20,10 +20,12 @@ from pagestream_kernels.paging import (
     check_options,
     check_tables,
     gather_cache,
+    scale_strides,
     score_factors,
     softmax_reference,
 )
 from pagestream_kernels.runtime import cdiv, current_backend, require_launchable
+from pagestream_kernels.tables.rows import programs_per_processor, table_of
 
 
 def paged_decode_attention(
@@ -41,6 +43,8 @@ def paged_decode_attention(
     max_query_len: int = 1,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> Tensor:
     """Attention of the last 1 to 16 tokens of each sequence over everything in its blocks up to each of them.
@@ -66,6 +70,7 @@ def paged_decode_attention(
         out: as query, or None for a new tensor.
         lse: (rows, num_heads) float32 or None: filled with the natural logarithm of each softmax's sum, sinks
             included.
+        key_scales, value_scales: (num_blocks, num_kv_heads) float32 of a cache of float8 (`docs/kernels.md`), or None.
         plan: `plan_decode(seq_lens, ...)` with this window and these query lengths, made once for all layers of a
             step; None makes one.
 
@@ -79,7 +84,9 @@ def paged_decode_attention(
     Source: PagedAttention, https://arxiv.org/abs/2309.06180; Flash-Decoding,
     https://crfm.stanford.edu/2023/10/12/flashdecoding.html; equal shares: Stream-K, https://arxiv.org/abs/2301.03598.
     """
-    geometry, out = _check(query, key_cache, value_cache, block_tables, seq_lens, cu_query_lens, scale, out, lse)
+    geometry, out = _check(
+        query, key_cache, value_cache, block_tables, seq_lens, cu_query_lens, key_scales, value_scales, scale, out, lse
+    )
     options = check_options(window, soft_cap, sinks, query.shape[1])
     check_same_device(("query", query), ("sinks", sinks))
     require_launchable(query.device, reference="paged_decode_attention_reference")
@@ -93,6 +100,7 @@ def paged_decode_attention(
             window=window,
             cu_query_lens=cu_query_lens,
             max_query_len=max_query_len,
+            programs_per_processor=programs_per_processor(query, key_cache, max_query_len),
         )
     check_shape("plan.unit_starts", plan.unit_starts, (num_seqs + 1,), meaning="(num_seqs + 1,)")
     if plan.max_query_len != max_query_len:
@@ -108,7 +116,9 @@ def paged_decode_attention(
     }
     farthest = max(max_query_len * rows.stride(0) + geometry.group_size * rows.stride(1) for rows in (query, out))
     geometry = replace(geometry, is_wide=geometry.is_wide or farthest >= 2**31)
-    attend = attend_variant(geometry, current_backend(), options, max_query_len=max_query_len, **schedule)
+    attend = attend_variant(
+        geometry, current_backend(), options, max_query_len=max_query_len, table=table_of(query.device), **schedule
+    )
     score_factor, cap_factor = score_factors(scale, soft_cap)
     shared = {
         "out_ptr": out,
@@ -134,6 +144,8 @@ def paged_decode_attention(
             "value_cache_ptr": value_cache,
             "block_tables_ptr": block_tables,
             "program_seqs_ptr": plan.program_seqs,
+            "key_scales_ptr": partial_lse if key_scales is None else key_scales,
+            "value_scales_ptr": partial_lse if value_scales is None else value_scales,
             "score_factor": score_factor,
             "cap_factor": cap_factor,
             "max_query_len": max_query_len,
@@ -142,6 +154,7 @@ def paged_decode_attention(
             **{f"key_stride_{axis}": stride for axis, stride in zip("bthd", key_cache.stride(), strict=True)},
             **{f"value_stride_{axis}": stride for axis, stride in zip("bthd", value_cache.stride(), strict=True)},
             "table_stride": block_tables.stride(0),
+            **scale_strides(key_scales),
         },
     )
     merge_variant(head_dim=head_dim, dtype=query.dtype, options=options._replace(soft_cap=False), **schedule).launch(
@@ -165,9 +178,13 @@ def paged_decode_attention_reference(
     max_query_len: int = 1,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     """`paged_decode_attention` in torch, on any device; same arguments, result and errors, without a plan."""
-    geometry, out = _check(query, key_cache, value_cache, block_tables, seq_lens, cu_query_lens, scale, out, lse)
+    geometry, out = _check(
+        query, key_cache, value_cache, block_tables, seq_lens, cu_query_lens, key_scales, value_scales, scale, out, lse
+    )
     check_options(window, soft_cap, sinks, query.shape[1])
     lengths = seq_lens.long()
     if cu_query_lens is not None:  # each row as a sequence that ends with it
@@ -176,8 +193,8 @@ def paged_decode_attention_reference(
         places = torch.arange(len(owners), device=query.device) - cu_query_lens[owners]
         lengths = lengths[owners] - counts[owners] + places + 1
         block_tables = block_tables[owners]
-    keys = gather_cache(key_cache, block_tables).float()
-    values = gather_cache(value_cache, block_tables).float()
+    keys = gather_cache(key_cache, block_tables, key_scales)
+    values = gather_cache(value_cache, block_tables, value_scales)
     places = torch.arange(keys.shape[1], device=query.device)
     valid = places < lengths[:, None]
     if window is not None:
@@ -201,11 +218,13 @@ def _check(
     block_tables: Tensor,
     seq_lens: Tensor,
     cu_query_lens: Tensor | None,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
     scale: float,
     out: Tensor | None,
     lse: Tensor | None,
 ) -> tuple[Geometry, Tensor]:
-    geometry = check_cache(query, key_cache, value_cache)
+    geometry = check_cache(query, key_cache, value_cache, key_scales, value_scales)
     check_shape("seq_lens", seq_lens, (None,), meaning="(num_seqs,)")
     num_seqs = query.shape[0] if cu_query_lens is None else seq_lens.shape[0]
     check_tables(block_tables, seq_lens, num_seqs)
@@ -227,6 +246,8 @@ def _check(
         ("block_tables", block_tables),
         ("seq_lens", seq_lens),
         ("cu_query_lens", cu_query_lens),
+        ("key_scales", key_scales),
+        ("value_scales", value_scales),
         ("out", out),
         ("lse", lse),
     )

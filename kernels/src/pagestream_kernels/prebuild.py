@@ -28,6 +28,7 @@ from pagestream_kernels.rms_norm import rms_norm
 from pagestream_kernels.rope_and_cache import rope_and_cache
 from pagestream_kernels.runtime import INTERPRETED, compiling_only, triton
 from pagestream_kernels.silu_and_mul import silu_and_mul
+from pagestream_kernels.tables.rows import chips, load_table, using_table
 
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Where an image keeps them."""
@@ -90,9 +91,10 @@ def compile_shapes(shapes: Iterable[ModelShape], targets: Sequence[Target]) -> N
     shapes = tuple(shapes)
     for number, target in enumerate(targets):
         triton.runtime.driver.set_active(AbsentGPU(target, number))
-        with compiling_only():
-            for shape in shapes:
-                _call_each(shape)
+        for table in [None, *(table for table in map(load_table, chips()) if table.target == target.name)]:
+            with compiling_only(), using_table(table):
+                for shape in shapes:
+                    _call_each(shape)
 
 
 def _call_each(shape: ModelShape) -> None:
@@ -118,9 +120,7 @@ def _call_each(shape: ModelShape) -> None:
     # Prefills first, then decodes: where a part begins is not part of the key either.
     first, decodes = slice(_PREFILLS), slice(_PREFILLS, _SEQUENCES)
     starts = torch.arange(_PREFILLS + 1, dtype=torch.int32)
-    paged_prefill_attention(
-        query[first], keys, values, tables[first], starts, lengths[first], max_query_len=16, scale=scale
-    )
+    paged_prefill_attention(query[first], keys, values, tables[first], starts, lengths[first], scale=scale)
     plan = plan_decode(lengths[decodes], num_kv_heads=kv_heads)
     paged_decode_attention(query[decodes], keys, values, tables[decodes], lengths[decodes], scale=scale, plan=plan)
     silu_and_mul(tensor(_TOKENS, 2 * shape.intermediate))

@@ -41,7 +41,6 @@ def workloads(device: torch.device, *, smoke: bool = False) -> Iterator[Workload
             partial(
                 paged_prefill_attention,
                 *(query, keys, values, tables, cu_query_lens, seq_lens),
-                max_query_len=int(new.max()),
                 scale=HEAD_DIM**-0.5,
             ),
         )

@@ -21,7 +21,10 @@ import pytest
 import torch
 from pagestream_engine.sampler.draw import DrawParams, draw
 from pagestream_kernels.aot import TARGETS, compile_variant
+from pagestream_kernels.launcher import recorded_launches
 from pagestream_kernels.silu_and_mul import silu_and_mul_variant
+from pagestream_kernels.tables.rows import Row, RowKey
+from pagestream_kernels.tuning.timing import Sizes, fastest
 from support.kernels.matmul import check_fixed_order_matmul, check_fixed_order_matmul_invariance
 from support.pairwise import Case, product
 from torch import Tensor
@@ -70,6 +73,33 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "rotary": ("full", "half"),
         "index": ("int32", "int64"),
         "angles": ("float32", "same"),
+        "norm": (False, True),
+        "interleaved": (False, True),
+    },
+    "rope_and_quantise": {
+        "head_dim": (64, 80, 128),
+        "group_size": (1, 3),
+        "block_size": (64, 128),
+        "dtype": tuple(DTYPES),
+        "rotary": ("full", "half"),
+        "norm": (False, True),
+        "interleaved": (False, True),
+    },
+    "float8_attention": {
+        "operator": ("decode", "rows", "prefill"),
+        "head_dim": (64, 80, 128),
+        "group_size": (1, 3, 8),
+        "block_size": (64, 128),
+        "dtype": tuple(DTYPES),
+        "window": (None, 40),
+        "soft_cap": (None, 2.0),
+        "sinks": (False, True),
+    },
+    "copy_blocks": {
+        "page": (16, 4096, 10000),
+        "dtype": (*DTYPES, "uint8"),
+        "pools": (1, 2),
+        "index": ("int32", "int64"),
     },
     "rms_norm": {
         "shape": ((0, 64), (1, 64), (5, 123), (123, 768), (3, 4096), (5, 8, 128), (7, 3, 80)),
@@ -104,6 +134,9 @@ PRODUCT_FACTORS: Mapping[str, Sequence[str]] = {
     "paged_decode": ("head_dim", "group_size", "block_size", "dtype", "lengths"),
     "paged_prefill": ("head_dim", "group_size", "block_size", "dtype", "chunks"),
     "rope_and_cache": ("head_dim", "group_size", "block_size", "dtype", "tokens"),
+    "rope_and_quantise": ("head_dim", "block_size", "dtype", "rotary", "norm", "interleaved"),
+    "float8_attention": ("operator", "head_dim", "group_size", "block_size", "dtype", "window"),
+    "copy_blocks": ("page", "dtype", "pools"),
     "rms_norm": ("shape", "dtype", "residual", "strided"),
     "silu_and_mul": ("shape", "dtype", "strided"),
     "filter_and_draw": ("shape", "top_k", "top_p", "min_p", "values"),
@@ -270,9 +303,102 @@ def check_paged_prefill(case: Case, device: torch.device) -> None:
         torch.nn.functional.pad(new.cumsum(0), (1, 0)).int().to(device),
         torch.tensor(lengths, dtype=torch.int32, device=device),
     )
-    options = {"max_query_len": int(new.max()), **attention_options(case, device)}
+    options = attention_options(case, device)
     actual = kernels.paged_prefill_attention(*arguments, **options)
     assert_close(actual, kernels.paged_prefill_attention_reference(*arguments, **options), case)
+
+
+def make_float8_cache(cache: Cache) -> tuple[Cache, dict[str, Tensor]]:
+    """A cache of float8 with about the same content, its values transposed within their pages, and its scales.
+
+    What a kernel must not read is NaN there, too: bytes of blocks, and the scales of blocks without tokens.
+    """
+    scales = {}
+    quantised = []
+    for name, tensor in (("key_scales", cache.key), ("value_scales", cache.value)):
+        largest = tensor.float().abs().nan_to_num(0.0).amax(dim=(1, 3))
+        scale = torch.exp2(torch.ceil(torch.log2(largest / 448.0)))
+        scales[name] = scale.masked_fill(largest == 0.0, torch.nan).contiguous()
+        quantised.append((tensor.float() / scale[:, None, :, None]).to(torch.float8_e4m3fn))
+    key, value = quantised
+    value = value.view(torch.uint8).transpose(1, 3).contiguous().transpose(1, 3).view(value.dtype)
+    return Cache(key.contiguous(), value, cache.tables), scales
+
+
+def check_float8_attention(case: Case, device: torch.device) -> None:
+    """Attention over a cache of float8, decode's or prefill's, against its reference, which computes in float32."""
+    case = {"layout": LAYOUTS[0], **case}
+    if case["operator"] == "prefill":
+        chunks = [(0, 5), (60, 90), (70, 1)]
+    else:
+        rows = 1 if case["operator"] == "decode" else 3
+        chunks = [(200 - rows, rows), (64, 1), (5 - rows, rows), (0, 0)]
+    lengths = [cached + count for cached, count in chunks]
+    cache, scales = make_float8_cache(make_cache(case, lengths, device))
+    starts = torch.tensor([0, *accumulate(count for _, count in chunks)], dtype=torch.int32, device=device)
+    query, _, _ = fused_rows(case, int(starts[-1]), device)
+    arguments = (query, cache.key, cache.value, cache.tables)
+    options = {**attention_options(case, device), **scales}
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    if case["operator"] == "prefill":
+        actual = kernels.paged_prefill_attention(*arguments, starts, seq_lens, **options)
+        expected = kernels.paged_prefill_attention_reference(*arguments, starts, seq_lens, **options)
+    else:
+        options.update(cu_query_lens=starts, max_query_len=3)
+        actual = kernels.paged_decode_attention(*arguments, seq_lens, **options)
+        expected = kernels.paged_decode_attention_reference(*arguments, seq_lens, **options)
+    tolerance = max(TOLERANCES["float16"], TOLERANCES[case["dtype"]])
+    torch.testing.assert_close(actual, expected, rtol=2 * tolerance, atol=tolerance)
+
+
+def check_infinite_values(case: Case, device: torch.device) -> None:
+    """A value that is not finite reaches the rows that see it and no others, whose bits it leaves alone."""
+    case = {"head_dim": 64, "group_size": 2, "block_size": 64, "layout": LAYOUTS[0], **case}
+    num_tokens, at = 40, 23
+    cache = make_cache(case, [num_tokens], device)
+    query, _, _ = fused_rows(case, num_tokens, device)
+    first = num_tokens - 16 if case["operator"] == "decode" else 0
+
+    def attend() -> Tensor:
+        count = num_tokens - first
+        lengths = torch.tensor([num_tokens], dtype=torch.int32, device=device)
+        starts = torch.tensor([0, count], dtype=torch.int32, device=device)
+        options = {"scale": 0.125, "window": case["window"]}
+        arguments = (query[first:], cache.key, cache.value, cache.tables)
+        if case["operator"] == "decode":
+            return kernels.paged_decode_attention(
+                *arguments, lengths, **options, cu_query_lens=starts, max_query_len=count
+            )
+        return kernels.paged_prefill_attention(*arguments, starts, lengths, **options)
+
+    before = attend()
+    sees = [token >= at and (case["window"] is None or token < at + case["window"]) for token in range(num_tokens)]
+    reached = torch.zeros(before.shape, dtype=torch.bool, device=device)
+    reached[torch.tensor(sees[first:], device=device), 2:, 7] = True
+    cache.value[cache.tables[0, 0].long(), at, 1, 7] = case["value"]
+    after = attend()
+    assert torch.equal(after[~reached], before[~reached])
+    expected = torch.full_like(after[reached], case["value"])
+    assert torch.equal(after[reached].nan_to_num(nan=1.5), expected.nan_to_num(nan=1.5))
+    assert reached.any()
+
+
+def check_prefill_tiles(case: Case, device: torch.device) -> None:
+    """Every row of every chunk is in one tile of the list, whose launch has no more than a program a chunk without."""
+    chunks = [(int(cached), int(new)) for cached, new in torch.randint(0, 200, (case["num_seqs"], 2))]
+    chunks[-1] = (chunks[-1][0], 0)
+    starts = torch.tensor([0, *accumulate(new for _, new in chunks)], dtype=torch.int32, device=device)
+    seq_lens = torch.tensor([cached + new for cached, new in chunks], dtype=torch.int32, device=device)
+    query = torch.zeros(int(starts[-1]), 6, 64, device=device, dtype=torch.float16)
+    cache = torch.zeros(1, 64, 2, 64, device=device, dtype=torch.float16)
+    plan = kernels.plan_prefill(query, cache, cache, starts, seq_lens)
+    listed = [(seq, row) for seq, row in zip(plan.tile_seqs.tolist(), plan.tile_rows.tolist(), strict=True) if seq >= 0]
+    wanted = {(seq, row) for seq, (_, new) in enumerate(chunks) for row in range(0, 3 * new, plan.rows_per_tile)}
+    assert set(listed) == wanted
+    assert len(listed) == len(wanted)
+    assert len(plan.tile_seqs) - len(listed) <= len(chunks)
+    ends = [seq_lens[seq] - max(0, chunks[seq][1] - (row + plan.rows_per_tile) // 3) for seq, row in listed]
+    assert ends == sorted(ends, reverse=True)
 
 
 def check_rope_and_cache(case: Case, device: torch.device) -> None:
@@ -290,12 +416,73 @@ def check_rope_and_cache(case: Case, device: torch.device) -> None:
     slots[num_tokens // 2] = -1
     key_before, value_before = key.clone(), value.clone()
     expected = (query.clone(), cache.key.clone(), cache.value.clone())
-    kernels.rope_and_cache_reference(expected[0], key, value, cos_sin, positions, *expected[1:], slots)
-    kernels.rope_and_cache(query, key, value, cos_sin, positions, cache.key, cache.value, slots)
+    options = {"norm": head_norm(case, query), "interleaved": case["interleaved"]}
+    kernels.rope_and_cache_reference(expected[0], key, value, cos_sin, positions, *expected[1:], slots, **options)
+    kernels.rope_and_cache(query, key, value, cos_sin, positions, cache.key, cache.value, slots, **options)
     for actual, wanted in zip((query, cache.key, cache.value), expected, strict=True):
         assert_close(actual, wanted, case)
     assert torch.equal(key, key_before)
     assert torch.equal(value, value_before)
+
+
+def head_norm(case: Case, query: Tensor) -> kernels.HeadNorm | None:
+    if not case["norm"]:
+        return None
+    weights = torch.randn(2, query.shape[2]).to(query)
+    return kernels.HeadNorm(weights[0], weights[1], EPS)
+
+
+def check_rope_and_quantise(case: Case, device: torch.device) -> None:
+    """Several steps into pages that begin as NaN: growing scales, fresh blocks, a block's rest, and a padded token."""
+    size, head_dim = case["block_size"], case["head_dim"]
+    shape = (4, size, num_kv_heads(case), head_dim)
+    bytes_of_nan = torch.full(shape, 0x7F, dtype=torch.uint8, device=device)
+    key_cache = bytes_of_nan.clone().view(torch.float8_e4m3fn)
+    value_cache = bytes_of_nan.transpose(1, 3).contiguous().transpose(1, 3).view(torch.float8_e4m3fn)
+    scales = [torch.full((4, shape[2]), torch.nan, device=device) for _ in range(2)]
+    caches = [key_cache, value_cache, *scales]
+    expected = [tensor.view(torch.uint8).clone().view(tensor.dtype) for tensor in caches]
+    rotary_dim = head_dim if case["rotary"] == "full" else head_dim // 2
+    angles = torch.rand(300, rotary_dim // 2) * 6.3
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+    first = [size + token for token in range(5)]
+    fresh = list(range(2 * size, 3 * size))
+    for slots, factor in (first, 1.0), ([size + 5, 3 * size], 9.0), ([*fresh, -1, 0, 1], 1.0), ([size + 6, 2], 0.01):
+        query, key, value = (rows * factor for rows in fused_rows(case, len(slots), device))
+        positions = torch.randint(0, 300, (len(slots),), device=device)
+        slot_mapping = torch.tensor(slots, device=device)
+        options = {"norm": head_norm(case, query), "interleaved": case["interleaved"]}
+        turned = query.clone()
+        kernels.rope_and_quantise_reference(turned, key, value, cos_sin, positions, *expected, slot_mapping, **options)
+        kernels.rope_and_quantise(query, key, value, cos_sin, positions, *caches, slot_mapping, **options)
+        assert_close(query, turned, case)
+    for actual, wanted in zip(scales, expected[2:], strict=True):
+        assert torch.equal(actual.nan_to_num(), wanted.nan_to_num())
+    # A key that lies between two float8 may become either, and a rounding of bfloat16 before is coarser still.
+    spacing = 0.14 + TOLERANCES[case["dtype"]]
+    torch.testing.assert_close(
+        key_cache.float(),
+        expected[0].float(),
+        rtol=spacing,
+        atol=0.002 + 50 * TOLERANCES[case["dtype"]],
+        equal_nan=True,
+    )
+    assert not value_cache[:3].isnan().any()
+
+
+def check_copy_blocks(case: Case, device: torch.device) -> None:
+    dtype = DTYPES.get(case["dtype"], torch.uint8)
+    layers = torch.randint(0, 100, (4, 9, case["page"] + 16), device=device).to(dtype)
+    source = layers[..., : case["page"]]
+    target = source if case["pools"] == 1 else torch.zeros_like(layers)[:, :6, : case["page"]]
+    pairs = torch.tensor([[8, 0], [2, 5], [8, 3]], device=device)
+    pairs = pairs.int() if case["index"] == "int32" else pairs
+    copy = layers.clone()
+    expected = copy[..., : case["page"]] if case["pools"] == 1 else target.clone()
+    kernels.copy_blocks_reference(expected, copy[..., : case["page"]], pairs)
+    kernels.copy_blocks(target, source, pairs)
+    assert torch.equal(target, expected)
+    assert torch.equal(target[:, 3], source[:, 8])
 
 
 def strided_rows(shape: Sequence[int], case: Case, device: torch.device) -> Tensor:
@@ -430,7 +617,6 @@ def check_prefill_invariance(case: Case, device: torch.device) -> None:
             cache.tables[[seq for seq, _, _ in chunks]],
             torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
             torch.tensor([end for _, _, end in chunks], dtype=torch.int32, device=device),
-            max_query_len=max(counts),
             scale=0.125,
             window=case["window"],
             sinks=sinks,
@@ -502,6 +688,22 @@ def check_filter_and_draw_tokens(case: Case, device: torch.device) -> None:
     assert len(token_ids.unique()) > 15
 
 
+def check_fastest_row(case: Case, device: torch.device) -> None:
+    """The times of an operator's candidates are of launches that are cut as they say; the least time wins."""
+    key = RowKey(case["operator"], "float16", 64, 16, 16)
+    candidates = [Row(16, tokens, 4, 1) for tokens in (16, 32, 64)]
+    times, cuts = iter((3.0, 1.0, 2.0)), []
+
+    def measure(run: Callable[[], object]) -> float:
+        with recorded_launches() as keys:
+            run()
+        cuts.extend({dict(constants)["BLOCK_KV"] for _, constants, _ in keys if "BLOCK_KV" in dict(constants)})
+        return next(times)
+
+    assert fastest(key, candidates, device, measure, Sizes(1, 20, 20)) == candidates[1]
+    assert cuts == [16, 32, 64]
+
+
 def check_refuses_to_compile(case: Case, device: torch.device) -> None:
     variant = silu_and_mul_variant(width=64, dtype=DTYPES[case["dtype"]])
     with pytest.raises(kernels.KernelUnavailableError, match="TRITON_INTERPRET"):
@@ -533,6 +735,8 @@ CHECKS: Mapping[str, Callable[[Case, torch.device], None]] = {
     "paged_decode": check_paged_decode,
     "paged_prefill": check_paged_prefill,
     "rope_and_cache": check_rope_and_cache,
+    "rope_and_quantise": check_rope_and_quantise,
+    "copy_blocks": check_copy_blocks,
     "rms_norm": check_rms_norm,
     "silu_and_mul": check_silu_and_mul,
     "filter_and_draw": check_filter_and_draw,
@@ -542,10 +746,14 @@ CHECKS: Mapping[str, Callable[[Case, torch.device], None]] = {
     "filter_and_draw_tokens": check_filter_and_draw_tokens,
     "decode_invariance": check_decode_invariance,
     "decode_shares": check_decode_shares,
+    "float8_attention": check_float8_attention,
+    "infinite_values": check_infinite_values,
+    "prefill_tiles": check_prefill_tiles,
     "prefill_invariance": check_prefill_invariance,
     "decode_wrong_plan": check_decode_wrong_plan,
     "benchmark": check_benchmark,
     "backend": check_backend,
     "wide_offsets": check_wide_offsets,
+    "fastest_row": check_fastest_row,
     "refuses_to_compile": check_refuses_to_compile,
 }

@@ -33,6 +33,7 @@ _ATTENTION = {"query": ROW_AXES, "out": ROW_AXES, "cache": CACHE_AXES}
 WIDE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "paged_decode": _ATTENTION,
     "paged_prefill": _ATTENTION,
+    "copy_blocks": {"rows": ("token", "head")},
     "rope_and_cache": {"query": ROW_AXES, "key": ROW_AXES, "cache": CACHE_AXES},
     "rms_norm": {"rows": ROW_AXES},
     "silu_and_mul": {"rows": ("token",)},
@@ -101,10 +102,8 @@ def _check_prefill(wide: Wide, device: torch.device) -> None:
         torch.tensor([0, 5, 8], dtype=torch.int32, device=device),
         torch.tensor(lengths, dtype=torch.int32, device=device),
     )
-    actual = kernels.paged_prefill_attention(
-        *arguments, max_query_len=max(new), scale=0.125, out=wide("out", torch.zeros_like(query))
-    )
-    expected = kernels.paged_prefill_attention_reference(*arguments, max_query_len=max(new), scale=0.125)
+    actual = kernels.paged_prefill_attention(*arguments, scale=0.125, out=wide("out", torch.zeros_like(query)))
+    expected = kernels.paged_prefill_attention_reference(*arguments, scale=0.125)
     kernel_cases.assert_close(actual, expected, CASE)
 
 
@@ -123,6 +122,14 @@ def _check_rope(wide: Wide, device: torch.device) -> None:
     kernels.rope_and_cache(query, key, value, cos_sin, positions, *caches, slots)
     for actual, wanted in zip((query, *caches), expected, strict=True):
         kernel_cases.assert_close(actual, wanted, CASE)
+
+
+def _check_copy_blocks(wide: Wide, device: torch.device) -> None:
+    blocks, expected = (wide("rows", torch.arange(72.0, device=device).view(3, 3, 8)) for _ in range(2))
+    pairs = torch.tensor([[2, 0]], device=device)
+    kernels.copy_blocks(blocks, blocks, pairs)
+    kernels.copy_blocks_reference(expected, expected, pairs)
+    assert torch.equal(blocks, expected)
 
 
 def _check_rms_norm(wide: Wide, device: torch.device) -> None:
@@ -150,6 +157,7 @@ def _check_filter_and_draw(wide: Wide, device: torch.device) -> None:
 CHECKS: Mapping[str, Callable[[Wide, torch.device], None]] = {
     "paged_decode": _check_decode,
     "paged_prefill": _check_prefill,
+    "copy_blocks": _check_copy_blocks,
     "rope_and_cache": _check_rope,
     "rms_norm": _check_rms_norm,
     "silu_and_mul": _check_silu_and_mul,

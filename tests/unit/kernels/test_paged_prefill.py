@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -32,6 +33,27 @@ def test_chunks_give_a_token_the_same_bits(
     interpreter.run("prefill_invariance", {"dtype": dtype, "block_size": block_size, "window": window})
 
 
+@pytest.mark.parametrize(
+    ("operator", "dtype", "window", "value"),
+    [
+        ("prefill", "float32", None, math.inf),
+        ("prefill", "bfloat16", 5, -math.inf),
+        ("prefill", "float16", None, math.nan),
+        ("decode", "float16", None, math.inf),
+        ("decode", "bfloat16", 5, math.nan),
+    ],
+)
+def test_a_value_that_is_not_finite_reaches_only_who_sees_it(
+    interpreter: KernelWorker, operator: str, dtype: str, window: int | None, value: float
+) -> None:
+    interpreter.run("infinite_values", {"operator": operator, "dtype": dtype, "window": window, "value": value})
+
+
+@pytest.mark.parametrize("num_seqs", [1, 9])
+def test_every_row_is_in_one_tile(interpreter: KernelWorker, num_seqs: int) -> None:
+    interpreter.run("prefill_tiles", {"num_seqs": num_seqs})
+
+
 def arguments(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
     tensors = {
         "query": torch.randn(25, 4, 64),
@@ -46,7 +68,7 @@ def arguments(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def test_reference_matches_contiguous_attention() -> None:
     tensors = arguments()
-    actual = paged_prefill_attention_reference(**tensors, max_query_len=20, scale=0.125)
+    actual = paged_prefill_attention_reference(**tensors, scale=0.125)
     for index, blocks in enumerate(([3, 1], [0, 7, 2])):
         start, end = tensors["cu_query_lens"][index : index + 2].tolist()
         length = int(tensors["seq_lens"][index])
@@ -62,7 +84,7 @@ def test_reference_matches_contiguous_attention() -> None:
 
 def test_reference_of_single_tokens_is_decode() -> None:
     tensors = arguments(query=torch.randn(2, 4, 64), cu_query_lens=torch.tensor([0, 1, 2], dtype=torch.int32))
-    prefill = paged_prefill_attention_reference(**tensors, max_query_len=1, scale=0.125)
+    prefill = paged_prefill_attention_reference(**tensors, scale=0.125)
     del tensors["cu_query_lens"]
     torch.testing.assert_close(prefill, paged_decode_attention_reference(**tensors, scale=0.125))
 
@@ -82,19 +104,14 @@ WRONG = {
 def test_wrong_argument_is_named(function: Callable[..., object], name: str) -> None:
     value, given = WRONG[name]
     with pytest.raises(KernelArgumentError, match=rf"^{name}: expected .*{given}"):
-        function(**arguments(**{name: value}), max_query_len=20, scale=1.0)
-
-
-def test_bound_is_checked() -> None:
-    with pytest.raises(KernelArgumentError, match=r"max_query_len.*got -1"):
-        paged_prefill_attention(**arguments(), max_query_len=-1, scale=1.0)
+        function(**arguments(**{name: value}), scale=1.0)
 
 
 def test_out_is_checked() -> None:
     with pytest.raises(KernelArgumentError, match=r"^out: expected shape \(25, 4, 64\)"):
-        paged_prefill_attention(**arguments(), max_query_len=20, scale=1.0, out=torch.empty(25, 4, 32))
+        paged_prefill_attention(**arguments(), scale=1.0, out=torch.empty(25, 4, 32))
 
 
 def test_compiled_kernel_refuses_host_tensors() -> None:
     with pytest.raises(KernelUnavailableError, match="TRITON_INTERPRET"):
-        paged_prefill_attention(**arguments(), max_query_len=20, scale=1.0)
+        paged_prefill_attention(**arguments(), scale=1.0)

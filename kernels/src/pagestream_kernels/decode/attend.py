@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
-
-import torch
 
 from pagestream_kernels.decode.shares import LOWEST, first_seen, share_begin, shares_of
 from pagestream_kernels.decode_plan import TILE_TOKENS
-from pagestream_kernels.paging import MAX_ALIGNMENT, WIDE_ALIGNMENT, Geometry, Options
+from pagestream_kernels.paging import Geometry, Options
 from pagestream_kernels.runtime import (
     Backend,
     Variant,
-    ieee_dot,
     kernel,
     needs_upcast,
     next_power_of_two,
     pointer_to,
-    soft_capped,
     tl,
 )
-from pagestream_kernels.tiles import aligned, blocks_of, tile_offsets
-
-MIN_DOT = 16  # tl.dot's smallest side
+from pagestream_kernels.tables.rows import MIN_DOT, ChipTable, Row, row_for
+from pagestream_kernels.tiles import aligned, attend_tiles, has_nan
 
 
 @kernel(
@@ -33,15 +27,18 @@ MIN_DOT = 16  # tl.dot's smallest side
     "query_starts_ptr",
     "unit_starts_ptr",
     "program_seqs_ptr",
+    "key_scales_ptr",
+    "value_scales_ptr",
     "sinks_ptr",
     "window",
     "num_seqs",
     "max_query_len",
     "table_stride",
+    "scale_stride",
     pointers=("out_ptr", "query_ptr"),
     strides=("out_stride_n", "out_stride_h", "query_stride_n", "query_stride_h"),
 )
-def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
+def _attend_kernel(  # noqa: PLR0915 - one kernel is one function
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     partial_ptr: tl.tensor,
@@ -54,6 +51,8 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
     query_starts_ptr: tl.tensor,
     unit_starts_ptr: tl.tensor,
     program_seqs_ptr: tl.tensor,
+    key_scales_ptr: tl.tensor,
+    value_scales_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
     score_factor: float,
     cap_factor: float,
@@ -73,6 +72,8 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
     value_stride_h: tl.tensor,
     value_stride_d: tl.tensor,
     table_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    scale_stride_h: tl.tensor,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     CACHE_BLOCK: tl.constexpr,
@@ -85,6 +86,8 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
     WIDE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     UPCAST: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    MEETS_HIDDEN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -115,6 +118,11 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
         key_stride_h, value_stride_h = aligned(key_stride_h, ALIGNMENT), aligned(value_stride_h, ALIGNMENT)
     key_head_ptr = key_cache_ptr + kv_head.to(tl.int64) * key_stride_h
     value_head_ptr = value_cache_ptr + kv_head.to(tl.int64) * value_stride_h
+    key_scales_ptr += kv_head.to(tl.int64) * scale_stride_h
+    value_scales_ptr += kv_head.to(tl.int64) * scale_stride_h
+    key_strides = (key_stride_b, key_stride_t, key_stride_d)
+    strides = key_strides + (value_stride_b, value_stride_t, value_stride_d, scale_stride)  # noqa: RUF005 - Triton's tuples
+    factors = (score_factor, cap_factor, window)
     sinks = tl.full((BLOCK_ROWS,), LOWEST, tl.float32)
     if HAS_SINKS:
         sinks = tl.load(sinks_ptr + first_head + heads) * 1.4426950408889634
@@ -144,49 +152,30 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
         query = tl.load(query_ptrs, mask=row_columns, other=0.0)
         table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
 
-        maximum = tl.full((BLOCK_ROWS,), LOWEST, tl.float32)
-        total = tl.zeros((BLOCK_ROWS,), tl.float32)
-        accumulator = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
-        # A tile's block is read one tile ahead: keys and values are then one load away, and their copies overlap.
-        blocks = blocks_of(table_ptr, begin, seen, end, CACHE_BLOCK, BLOCK_KV)
-        for tile in range(begin, end, BLOCK_KV):
-            next_blocks = blocks_of(table_ptr, tile + BLOCK_KV, seen, end, CACHE_BLOCK, BLOCK_KV)
-            positions = tile + tl.arange(0, BLOCK_KV)
-
-            # -- scores; what a page holds behind the end is read and dropped --
-            first, places = tile_offsets(blocks, tile, key_stride_b, key_stride_t, CACHE_BLOCK, BLOCK_KV, WIDE)
-            key_ptrs = (key_head_ptr + first) + (places[None, :] + columns[:, None] * key_stride_d)
-            if HEAD_DIM == BLOCK_DIM:
-                keys = tl.load(key_ptrs)
-            else:
-                keys = tl.load(key_ptrs, mask=column_mask[:, None], other=0.0)
-            scores = ieee_dot(query, keys, UPCAST) * score_factor
-            if HAS_SOFT_CAP:
-                scores = soft_capped(scores, cap_factor)
-            visible = positions[None, :] <= row_positions[:, None]
-            if HAS_WINDOW:
-                visible = visible & (positions[None, :] > row_positions[:, None] - window)
-            scores = tl.where(visible, scores, float("-inf"))
-
-            # -- online softmax; a row that sees nothing of the tile is unchanged, bit for bit --
-            new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-            rescale = tl.exp2(maximum - new_maximum)
-            weights = tl.exp2(scores - new_maximum[:, None])
-            total = total * rescale + tl.sum(weights, axis=1)
-
-            # -- weighted values --
-            first, places = tile_offsets(blocks, tile, value_stride_b, value_stride_t, CACHE_BLOCK, BLOCK_KV, WIDE)
-            value_ptrs = (value_head_ptr + first) + (places[:, None] + columns[None, :] * value_stride_d)
-            value_mask = (positions < end)[:, None]
-            if HAS_WINDOW:
-                value_mask = value_mask & (positions >= seen)[:, None]
-            if HEAD_DIM != BLOCK_DIM:
-                value_mask = value_mask & column_mask[None, :]
-            values = tl.load(value_ptrs, mask=value_mask, other=0.0)
-            accumulator = accumulator * rescale[:, None]
-            accumulator += ieee_dot(weights.to(values.dtype), values, UPCAST)
-            maximum = new_maximum
-            blocks = next_blocks
+        if HAS_SCALES:
+            query = query.to(tl.float16)
+        state = (
+            tl.full((BLOCK_ROWS,), LOWEST, tl.float32),
+            tl.zeros((BLOCK_ROWS,), tl.float32),
+            tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32),
+        )
+        cache = (key_head_ptr, value_head_ptr, key_scales_ptr, value_scales_ptr, table_ptr)
+        bounds = (begin, seen, end)
+        maximum, total, accumulator = attend_tiles(
+            *(state, query, row_positions, 0, columns, cache, strides, bounds, factors),
+            *(HEAD_DIM, CACHE_BLOCK, BLOCK_DIM, BLOCK_KV, WIDE, UPCAST, HAS_SCALES, HAS_WINDOW, HAS_SOFT_CAP),
+            SKIPS_MASKS=False,
+            IS_EXACT=False,
+        )
+        if MEETS_HIDDEN:  # noqa: SIM102 - the first is decided when the kernel is built
+            # -- a NaN: some value is not finite, and rows that do not see it may have met it --
+            if has_nan(accumulator, row_mask):
+                maximum, total, accumulator = attend_tiles(
+                    *(state, query, row_positions, 0, columns, cache, strides, bounds, factors),
+                    *(HEAD_DIM, CACHE_BLOCK, BLOCK_DIM, BLOCK_KV, WIDE, UPCAST, HAS_SCALES, HAS_WINDOW, HAS_SOFT_CAP),
+                    SKIPS_MASKS=False,
+                    IS_EXACT=True,
+                )
 
         # -- a piece that is a whole sequence is its result; others are merged --
         result = accumulator / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -215,30 +204,6 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
         seq += (unit == seq_end).to(tl.int32)
 
 
-class _Tile(NamedTuple):
-    rows: int
-    tokens: int
-    num_warps: int = 4
-
-
-def _tile(geometry: Geometry, block_dim: int, num_rows: int) -> _Tile:
-    """The largest tile that compiles without spills for every target; speed on a GPU has not decided it yet.
-
-    In float32 the products run on the plain multipliers, whose operands fill the registers early.
-    """
-    if geometry.alignment < WIDE_ALIGNMENT:
-        return _Tile(MIN_DOT, 16, num_warps=8)
-    if geometry.dtype == torch.float32:
-        return _Tile(MIN_DOT, 64) if block_dim <= 64 else _Tile(MIN_DOT, 16, num_warps=4 if block_dim <= 128 else 8)
-    rows, has_whole_rows = max(MIN_DOT, next_power_of_two(num_rows)), geometry.alignment == MAX_ALIGNMENT
-    if block_dim <= 64:
-        return _Tile(min(rows, 64 if has_whole_rows else 32), 64)
-    if block_dim <= 128:
-        rows = min(rows, 32 if has_whole_rows else MIN_DOT)
-        return _Tile(rows, 64 if rows == MIN_DOT or geometry.block_size >= 64 else 32)
-    return _Tile(MIN_DOT, 32 if geometry.block_size >= 32 and has_whole_rows else 16)
-
-
 @lru_cache(maxsize=256)
 def attend_variant(
     geometry: Geometry,
@@ -250,29 +215,41 @@ def attend_variant(
     is_fixed: bool = False,
     has_lse: bool = False,
     max_query_len: int = 1,
+    table: ChipTable | None = None,
+    row: Row | None = None,
 ) -> Variant:
     """How the attention over the shares is built for a cache, a GPU family, a layer's options and a plan.
 
-    With fixed splits the tile has as many rows for one query token as for several: the same bits for each.
+    It is cut as `row` says, or else by the chip's table. With fixed splits the tile has as many rows for one query
+    token as for several: the same bits for each.
     """
     block_dim = max(MIN_DOT, next_power_of_two(geometry.head_dim))
     num_rows = geometry.group_size * (1 if is_fixed else max_query_len)
-    tile = _tile(geometry, block_dim, num_rows)
-    pipelined = backend == "cuda" and geometry.alignment >= WIDE_ALIGNMENT
-    pointer = pointer_to(geometry.dtype)
+    has_rows = is_fixed or max_query_len > 1  # with fixed splits one build serves any number
+    if row is None:
+        row = row_for("paged_decode", geometry, options, num_rows, backend=backend, table=table)
+    most_rows, warps = row.rows, row.warps
+    if has_rows:  # with both forms of the loop, whose registers larger tiles and fewer warps do not always hold
+        is_small = block_dim <= 64 and backend == "cuda"
+        most_rows, warps = min(row.rows, 32 if is_small else MIN_DOT), max(row.warps, 8)
     strides = [f"{name}_stride_{axis}" for name in ("out", "query") for axis in "nh"]
     cache_strides = [f"{name}_stride_{axis}" for name in ("key", "value") for axis in "bthd"]
     return Variant(
         kernel=_attend_kernel,
         signature={
             **dict.fromkeys(("lse_ptr", "partial_ptr", "partial_lse_ptr"), "*fp32"),
-            **dict.fromkeys(("out_ptr", "query_ptr", "key_cache_ptr", "value_cache_ptr"), pointer),
+            **dict.fromkeys(("out_ptr", "query_ptr"), pointer_to(geometry.dtype)),
+            **dict.fromkeys(("key_cache_ptr", "value_cache_ptr"), pointer_to(geometry.cache_dtype)),
             **dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "query_starts_ptr"), "*i32"),
             **dict.fromkeys(("unit_starts_ptr", "program_seqs_ptr"), "*i32"),
-            "sinks_ptr": "*fp32",
+            **dict.fromkeys(("key_scales_ptr", "value_scales_ptr", "sinks_ptr"), "*fp32"),
             **dict.fromkeys(("score_factor", "cap_factor"), "fp32"),
             **dict.fromkeys(
-                ("window", "num_seqs", "max_query_len", *strides, *cache_strides, "table_stride"),
+                ("window", "num_seqs", "max_query_len", *strides, *cache_strides),
+                "i32",
+            ),
+            **dict.fromkeys(
+                ("table_stride", "scale_stride", "scale_stride_h"),
                 "i32",
             ),
         },
@@ -281,20 +258,22 @@ def attend_variant(
             "GROUP": geometry.group_size,
             "CACHE_BLOCK": geometry.block_size,
             "BLOCK_DIM": block_dim,
-            "BLOCK_ROWS": tile.rows,
-            "BLOCK_KV": tile.tokens,
+            "BLOCK_ROWS": min(most_rows, max(MIN_DOT, next_power_of_two(num_rows))),
+            "BLOCK_KV": row.tokens,
             "UNIT_TOKENS": unit_tokens,
             "MIN_SHARE": min_share,
             "IS_FIXED": is_fixed,
             "WIDE": geometry.is_wide,
             "ALIGNMENT": geometry.alignment,
-            "UPCAST": needs_upcast(geometry.dtype),
+            "UPCAST": not geometry.has_scales and needs_upcast(geometry.dtype),
+            "HAS_SCALES": geometry.has_scales,
+            "MEETS_HIDDEN": has_rows or geometry.has_scales,
             "HAS_WINDOW": options.window,
             "HAS_SOFT_CAP": options.soft_cap,
             "HAS_SINKS": options.sinks,
             "HAS_LSE": has_lse,
         },
-        num_warps=tile.num_warps,
-        num_stages=1 if not pipelined else 2 if geometry.dtype == torch.float32 else 3,  # 3: the copies of two tiles
-        unit_strides=("key_stride_d", "value_stride_d"),
+        num_warps=warps,
+        num_stages=row.stages,
+        unit_strides=geometry.unit_strides,
     )

@@ -47,6 +47,10 @@ NOT_DECIDING = {
     "pagestream_kernels.checks": "checks arguments",
     "pagestream_kernels.errors": "exceptions",
     "pagestream_kernels.prebuild": "calls operators to compile them",
+    "pagestream_kernels.tuning.filter": "builds what tables are written from; they are declared",
+    "pagestream_kernels.tuning.sources": "names the code that tables were written from",
+    "pagestream_kernels.tuning.timing": "measures time",
+    "pagestream_kernels.tuning.write": "writes the tables; they are declared",
 }
 """Modules of the deciding folders that FINGERPRINTED_SOURCES leaves out, each with the reason."""
 
@@ -57,7 +61,7 @@ def _sources() -> set[str]:
     for dotted in DECIDING_FOLDERS:
         package, *names = dotted.split(".")
         root = digests.FOLDERS[package]
-        paths = (path for path in root.joinpath(*names).rglob("*") if path.suffix in (".py", ".cpp", ".h"))
+        paths = (path for path in root.joinpath(*names).rglob("*") if path.suffix in (".py", ".cpp", ".h", ".json"))
         found |= {".".join((package, *path.relative_to(root).with_suffix("").parts)) for path in paths}
     return {source for source in found if not source.endswith(".__init__")}
 

@@ -28,8 +28,9 @@ class PrefillMetadata:
     """(prefills + 1,) int32."""
     seq_lens: Tensor
     """(prefills,) int32."""
-    max_query_len: int
     num_tokens: int
+    plans: dict[tuple[int, int], kernels.PrefillPlan]
+    """By numbers of heads and of KV heads, filled when a layer first asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,8 @@ class TritonAttention(Attention[TritonMetadata]):
                 block_tables=tables[:count],
                 cu_query_lens=cu_query_lens[: count + 1],
                 seq_lens=seq_lens[:count],
-                max_query_len=max(batch.query_lens[:count]),
                 num_tokens=batch.num_prefill_tokens,
+                plans={},
             )
         if count == len(batch.seq_lens):
             return TritonMetadata(prefill, ())
@@ -111,6 +112,11 @@ class TritonAttention(Attention[TritonMetadata]):
         end = 0
         if metadata.prefill is not None:
             end = metadata.prefill.num_tokens
+            prefill, heads = metadata.prefill, (query.shape[1], keys.shape[2])
+            if heads not in prefill.plans:
+                prefill.plans[heads] = kernels.plan_prefill(
+                    query[:end], keys, values, prefill.cu_query_lens, prefill.seq_lens
+                )
             kernels.paged_prefill_attention(
                 query[:end],
                 keys,
@@ -118,10 +124,11 @@ class TritonAttention(Attention[TritonMetadata]):
                 metadata.prefill.block_tables,
                 metadata.prefill.cu_query_lens,
                 metadata.prefill.seq_lens,
-                max_query_len=metadata.prefill.max_query_len,
                 out=output[:end],
+                plan=prefill.plans[heads],
                 **options,
             )
+        programs = kernels.programs_per_processor(query, keys)
         for decode in metadata.decodes:
             begin, end = end, end + decode.num_tokens
             kernels.paged_decode_attention(
@@ -133,14 +140,14 @@ class TritonAttention(Attention[TritonMetadata]):
                 cu_query_lens=decode.cu_query_lens,
                 max_query_len=decode.max_query_len,
                 out=output[begin:end],
-                plan=self._plan(decode, spec),
+                plan=self._plan(decode, spec, programs),
                 **options,
             )
         if metadata.places is not None:
             output = output.index_select(0, metadata.places)
         return output.view(query.shape[0], -1)
 
-    def _plan(self, decode: DecodeMetadata, spec: AttentionSpec) -> kernels.DecodePlan:
+    def _plan(self, decode: DecodeMetadata, spec: AttentionSpec, programs: int) -> kernels.DecodePlan:
         """The plan of a launch for layers like this one: made once a step."""
         key = (spec.num_kv_heads, spec.window)
         if key not in decode.plans:
@@ -152,6 +159,7 @@ class TritonAttention(Attention[TritonMetadata]):
                 window=spec.window,
                 cu_query_lens=decode.cu_query_lens,
                 max_query_len=decode.max_query_len,
+                programs_per_processor=programs,
             )
         return decode.plans[key]
 

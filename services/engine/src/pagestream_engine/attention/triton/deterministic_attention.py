@@ -84,7 +84,7 @@ def _prefill(prompts: Int64Array, starts: Int64Array, tables: Tensor) -> Prefill
         block_tables=tables.index_select(0, _to_device(seqs, tables.device)),
         cu_query_lens=_to_device(_running_sum(counts), tables.device),
         seq_lens=_to_device((starts[seqs] + counts).astype(np.int32), tables.device),
-        max_query_len=int(counts.max()),
+        plans={},
         num_tokens=int(counts.sum()),
     )
 

@@ -1,0 +1,1 @@
+"""Writes to the paged cache that belong to no token: copies of blocks."""

@@ -1,0 +1,1 @@
+"""The Triton kernel of prefill attention, and the list of its work."""

@@ -1,0 +1,1 @@
+"""Tile sizes of the attention kernels by chip."""

@@ -1,0 +1,1 @@
+"""`make kernel-tables`: how the tables of tile sizes are written."""
