@@ -1,7 +1,6 @@
 """Fixtures that all tests share, and how they are given to the processes of pytest-xdist."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ TOGETHER = ("tests/integration/operator/", "tests/integration/chart/")
 """Folders whose files share an API server, and therefore a process. They take long: they are begun first."""
 
 
-def folder_together(path: str) -> str | None:
-    """Return which of TOGETHER a test, or its file, is in."""
-    return next((folder for folder in TOGETHER if path.startswith(folder)), None)
+def folder_together(nodeid: str) -> str | None:
+    """Return which of TOGETHER a test is in."""
+    return next((folder for folder in TOGETHER if nodeid.startswith(folder)), None)
 
 
 class TogetherScheduling(LoadFileScheduling):
@@ -32,8 +31,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherSche
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the folders of TOGETHER first."""
-    root = Path(__file__).resolve().parents[1]
-    items.sort(key=lambda item: folder_together(item.path.relative_to(root).as_posix()) is None)
+    items.sort(key=lambda item: folder_together(item.nodeid) is None)
 
 
 @pytest.fixture(scope="module")
