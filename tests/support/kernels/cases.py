@@ -19,6 +19,8 @@ from typing import Any
 import pagestream_kernels as kernels
 import pytest
 import torch
+from pagestream_engine.attention.kv_store import CacheShape
+from pagestream_engine.attention.triton.kv_store import TritonKVStore
 from pagestream_engine.sampler.draw import DrawParams, draw
 from pagestream_kernels.aot import TARGETS, compile_variant
 from pagestream_kernels.launcher import recorded_launches
@@ -485,6 +487,20 @@ def check_copy_blocks(case: Case, device: torch.device) -> None:
     assert torch.equal(target[:, 3], source[:, 8])
 
 
+def check_store_copies(case: Case, device: torch.device) -> None:
+    """The engine's store copies blocks by one launch; where a source is a target, too, it reads all of them before."""
+    store = TritonKVStore([CacheShape((0, 1), 2, 8, 16, torch.float16)], device)
+    store.allocate(5)
+    store.cache.copy_(torch.randn(store.cache.shape))
+    for copies, num_launches in (([(0, 3), (1, 4)], 1), ([(3, 1), (1, 2)], 0)):
+        before = store.cache.clone()
+        with recorded_launches() as keys:
+            store.copy_blocks(copies)
+        assert [name for name, _, _ in keys] == ["_copy_blocks_kernel"] * num_launches
+        for source, target in copies:
+            assert torch.equal(store.cache[:, :, target], before[:, :, source])
+
+
 def strided_rows(shape: Sequence[int], case: Case, device: torch.device) -> Tensor:
     """Rows of a wider tensor when the case asks for strides."""
     extra = 48 if case["strided"] else 0
@@ -737,6 +753,7 @@ CHECKS: Mapping[str, Callable[[Case, torch.device], None]] = {
     "rope_and_cache": check_rope_and_cache,
     "rope_and_quantise": check_rope_and_quantise,
     "copy_blocks": check_copy_blocks,
+    "store_copies": check_store_copies,
     "rms_norm": check_rms_norm,
     "silu_and_mul": check_silu_and_mul,
     "filter_and_draw": check_filter_and_draw,

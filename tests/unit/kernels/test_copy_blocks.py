@@ -18,6 +18,11 @@ def test_kernel_matches_reference(interpreter: KernelWorker, case: Case) -> None
     interpreter.run("copy_blocks", case)
 
 
+@pytest.mark.builds
+def test_the_engines_store_copies_in_one_launch(interpreter: KernelWorker) -> None:
+    interpreter.run("store_copies", {})
+
+
 @pytest.mark.parametrize("function", [copy_blocks, copy_blocks_reference])
 @pytest.mark.parametrize(
     ("target", "source", "pairs", "text"),

@@ -31,7 +31,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.attention.torch.operators": 1,
     "pagestream_engine.attention.triton.attention": 8,
     "pagestream_engine.attention.triton.deterministic_attention": 2,
-    "pagestream_engine.attention.triton.kv_store": 2,
+    "pagestream_engine.attention.triton.kv_store": 3,
     "pagestream_engine.attention.triton.operators": 2,
     "pagestream_engine.layers.attention": 4,
     "pagestream_engine.layers.exact_methods": 3,
