@@ -104,7 +104,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.sampler.stages.token_mask": 1,
     "pagestream_engine.sampler.stages.token_table": 3,
     "pagestream_engine.text.bad_words": 1,
-    "pagestream_engine.text.detokenizer": 2,
+    "pagestream_engine.text.detokenizer": 3,
     "pagestream_engine.text.stop_strings": 1,
     "pagestream_kernels.cache.copy_blocks": 1,
     "pagestream_kernels.decode.attend": 4,

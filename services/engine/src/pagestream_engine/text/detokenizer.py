@@ -85,6 +85,8 @@ class IncrementalDetokenizer:
     kept: the output goes on from the prompt.
     """
 
+    __slots__ = ("_pending", "_pieces")
+
     def __init__(self, pieces: Pieces, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._pieces = pieces.table(skip_special_tokens=skip_special_tokens)
         self._pending = self._unfinished_character(prompt_token_ids)
