@@ -7,7 +7,7 @@ from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import TokenSequence
-from pagestream_engine.scheduler.policy import make_policy
+from pagestream_engine.scheduler.policy_registry import make_policy
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.scheduler.scheduler import Scheduler
 from pagestream_simulator.fleet.profile import StepCost

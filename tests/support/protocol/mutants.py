@@ -58,14 +58,12 @@ MUTANTS = [
         walk=1,
     ),
     Mutant("claim", "print == '' or fingerprint == '' or print == fingerprint, age", "true, age", walk=50),
-    Mutant("claim", "if retired and name ~= 'resume:' .. fingerprint then", "if false then", walk=7),
-    Mutant(
-        "claim", "if retired and name ~= 'resume:' .. fingerprint then", "if retired and tonumber(name) then", walk=17
-    ),
+    Mutant("claim", "if retired and name ~= 'resume:' .. fingerprint or", "if", walk=7),
+    Mutant("claim", "if retired and name ~= 'resume:' .. fingerprint or", "if retired and tonumber(name) or", walk=17),
     Mutant(
         "claim",
-        "if retired and name ~= 'resume:' .. fingerprint then",
-        "if retired and not tonumber(name) then",
+        "if retired and name ~= 'resume:' .. fingerprint or",
+        "if retired and not tonumber(name) or",
         walk=7,
     ),
     Mutant("claim", "class and arrival + class * ageing", "class and arrival - class * ageing", walk=7),

@@ -20,8 +20,8 @@ _OF_LAYERS = {"mkldnn._linear_pointwise", "aten.linear", "aten.t", "aten.mm", "a
     f"aten.{name}" for name in ("empty", "empty_like", "view", "tensor_split", "unsqueeze")
 }
 """Products, by oneDNN or by torch, and what the C++ kernels between them write to and read."""
-_ONCE = {f"aten.{name}" for name in ("index_select", "embedding", "add_", "max", "index_copy_")}
-"""The last token and its embedding, the last residual, the choice of the next token, and where it is kept."""
+_ONCE = {f"aten.{name}" for name in ("index_select", "embedding", "add_", "index_copy_")}
+"""The last token and its embedding, the last residual, and where the next token is kept. C++ chooses it."""
 _OF_HOST_ARRAYS = {f"aten.{name}" for name in ("lift_fresh", "detach", "to", "_to_copy", "resolve_conj", "resolve_neg")}
 """Between numpy and torch."""
 
