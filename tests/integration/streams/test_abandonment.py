@@ -210,7 +210,10 @@ async def test_a_tool_that_looks_on_is_no_gateway(broker: Broker) -> None:
             await die(gateway)
 
             async def deserted() -> bool:
-                return bool(await broker.connection.execute("HEXISTS", f"ps:{{{MODEL}/0}}:meta", "deserted"))
+                # Set already while no gateway has come: then it is this one that must have gone.
+                living = await broker.connection.execute("ZCARD", f"ps:{{{MODEL}/0}}:gateways")
+                is_noted = await broker.connection.execute("HEXISTS", f"ps:{{{MODEL}/0}}:meta", "deserted")
+                return bool(is_noted) and living == 0
 
             await eventually(deserted)
             async with GatewaySession(broker, "tool", serves=False) as tool:
