@@ -89,6 +89,9 @@ class TokenLog(Protocol):
 class TokenLogs(Protocol):
     """The logs of a process. For one thread."""
 
+    limit_bytes: int
+    """Most that the packed entries of all logs may take."""
+
     @property
     def held_bytes(self) -> int:
         """What the packed entries of all logs take."""

@@ -81,7 +81,8 @@ class NativeLogs:
         self.table = library.logs_new()
         if not self.table:
             raise NativeLogError("there is no memory for the logs")
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
+        """See TokenLogs."""
         self._pending = _Pending()
 
     def __del__(self) -> None:
@@ -97,7 +98,7 @@ class NativeLogs:
     @property
     def is_exceeded(self) -> bool:
         """See TokenLogs."""
-        return self.held_bytes > self._limit_bytes
+        return self.held_bytes > self.limit_bytes
 
     def open(self, claim: Claim) -> NativeLog:
         """See TokenLogs."""

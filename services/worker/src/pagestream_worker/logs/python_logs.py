@@ -44,14 +44,15 @@ class PythonLogs:
     def __init__(self, limit_bytes: int) -> None:
         self.held_bytes = 0
         """See TokenLogs."""
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
+        """See TokenLogs."""
         self._logs: dict[int, PythonLog] = {}
         self._handles = count(1)
 
     @property
     def is_exceeded(self) -> bool:
         """See TokenLogs."""
-        return self.held_bytes > self._limit_bytes
+        return self.held_bytes > self.limit_bytes
 
     def open(self, claim: Claim) -> "PythonLog":
         """See TokenLogs."""
@@ -69,8 +70,9 @@ class PythonLogs:
 
     def pending(self, limit: int, without: Collection[int] = ()) -> PendingLogs:
         """See TokenLogs. Each log's are among `others`."""
+        left_out = frozenset(without)
         return PendingLogs(
-            (), [handle for handle, log in self._logs.items() if log.has_pending and handle not in without]
+            (), [handle for handle, log in self._logs.items() if log.has_pending and handle not in left_out]
         )
 
     def acknowledge(self, logs: Sequence[int], next_indexes: Sequence[int]) -> bool:

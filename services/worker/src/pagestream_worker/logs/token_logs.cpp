@@ -222,6 +222,7 @@ struct Table {
 };
 
 void add_entry(Log& log, char kind, Text choice, Text value, Text text, Text extra, bool extra_is_bytes) {
+  if (log.num_tail == TAIL_ENTRIES) throw std::bad_alloc();  // its memory was short before: `offsets` is full
   Header header{uint32_t(choice.length), uint32_t(value.length), uint32_t(text.length), uint32_t(extra.length),
                 kind, char(extra_is_bytes), {}, {}};
   std::memcpy(header.digest, log.digest.chars, DIGEST_CHARS);

@@ -1,5 +1,6 @@
 """The table of the requests that this engine has claimed and not completed."""
 
+import heapq
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from pagestream_worker.stepping.commands import AbortSequences, AddGroup, Comman
 from pagestream_worker.telemetry import WorkerTelemetry
 
 logger = logging.getLogger(__name__)
+
+SPARE_SHARE = 32
+"""At the limit of its memory, one part in so many of what the logs hold goes at once."""
 
 
 class ActiveRequests:
@@ -152,13 +156,23 @@ class ActiveRequests:
     def _bound_memory(self) -> None:
         """Drop acknowledged entries, the longest log's first. In an outage there may be none: then a request goes.
 
-        The heartbeat after the outage hands back what Redis shows as this engine's and isn't here.
+        The heartbeat after the outage hands back what Redis shows as this engine's and isn't here. Once at the limit, a
+        part of what is held goes at once, so that not every step has to look for the longest.
         """
-        while self._logs.is_exceeded and self._requests:
-            longest = max(self._requests.values(), key=lambda request: request.log.num_bytes)
-            if not longest.log.drop_oldest():
-                logger.warning("dropped: too much waits for Redis", extra=_log_fields(longest))
-                self.drop([longest.request_id])
+        if not self._logs.is_exceeded:
+            return
+        by_size = [(-request.log.num_bytes, request_id) for request_id, request in self._requests.items()]
+        heapq.heapify(by_size)
+        least = self._logs.limit_bytes - self._logs.limit_bytes // SPARE_SHARE
+        while self._logs.held_bytes > least and by_size:
+            request = self._requests[by_size[0][1]]
+            if request.log.drop_oldest():
+                heapq.heapreplace(by_size, (-request.log.num_bytes, request.request_id))
+                continue
+            heapq.heappop(by_size)
+            if self._logs.is_exceeded:
+                logger.warning("dropped: too much waits for Redis", extra=_log_fields(request))
+                self.drop([request.request_id])
 
     # -- appends --
 
