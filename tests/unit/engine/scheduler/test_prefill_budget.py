@@ -163,3 +163,16 @@ def test_there_is_no_limit_without_a_bound_or_without_decodes(bound_s: float | N
 def test_a_bound_that_is_none_is_refused(wrong: object) -> None:
     with pytest.raises(ConfigError, match="itl_bound_ms"):
         SchedulerConfig(itl_bound_ms=wrong)  # type: ignore[arg-type]
+
+
+def test_a_step_that_prompts_made_no_longer_leaves_all_tokens_to_the_next_chunk() -> None:
+    """As where other load hides what a prompt costs: the model of step times has a prompt's token for nothing."""
+    budget = PrefillBudget(1.0)
+    seq = TokenSequence("p", [0] * 64, SamplingParams(), seed=0, arrival=0, max_total_tokens=99)
+    for _ in range(8):
+        budget.note(ScheduledStep([], decodes(4)), 0.002)
+        budget.note(ScheduledStep([ScheduledSequence(seq, 16, needs_sample=False)], decodes(4)), 0.002)
+    chunks = budget.begin(4, BUDGET)
+    num_tokens = chunks.num_tokens
+    chunks.take(0, 16)
+    assert chunks.limit(0) == num_tokens - 16

@@ -57,7 +57,7 @@ class ChunkBudget:
         fixed_s = self._times.expected_s(work)
         spare_s = self._bound_s - fixed_s
         if self._taken.num_chunks:
-            return min(self.num_tokens, int(self._times.num_tokens_in(spare_s, context)))
+            return int(min(self.num_tokens, self._times.num_tokens_in(spare_s, context)))  # any number, also infinity
         most = self._times.num_tokens_in(max(spare_s, LEAST_SHARE * fixed_s), context) / (1 + self._is_probe)
         return min(self.num_tokens, max(1, int(min(most, self.num_tokens))))
 
