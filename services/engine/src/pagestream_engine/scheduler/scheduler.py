@@ -201,7 +201,10 @@ class Scheduler:
         """Requeue the groups whose places the first waiting one takes; return False where steps in flight must end
         before."""
         head = self._waiting.peek()
-        displaced = displaced_groups(head, self._groups_by_victim_rank(), self._policy, self._admission) if head else ()
+        if head is None:
+            return True
+        by_rank, pool = self._groups_by_victim_rank(), self._cache.pool
+        displaced = displaced_groups(head, by_rank, self._policy, self._admission, pool)
         if displaced and self._in_flight.num_steps:
             return False
         for group in displaced:
