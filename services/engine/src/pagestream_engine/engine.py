@@ -25,7 +25,7 @@ from pagestream_engine.request.generation import Generation, Taken
 from pagestream_engine.request.intake import Intake
 from pagestream_engine.request.outputs import EngineStats, StepOutput
 from pagestream_engine.request.sampling_params import SamplingParams
-from pagestream_engine.request.sequence import SequenceState, Sibling, TokenSequence
+from pagestream_engine.request.sequence import SequenceState, Sibling
 from pagestream_engine.scheduler.invariants import check_groups
 from pagestream_engine.scheduler.policy_registry import make_policy
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
@@ -191,17 +191,17 @@ class Engine:
         self._check_are_new(siblings)
         if not self._generations:
             self._steps.settle()
-        open_ones: list[TokenSequence] = []
+        open_ones: dict[str, Generation] = {}
         for generation, end in made:
             seq = generation.seq
             if end is None:
-                self._generations[seq.seq_id] = generation
-                open_ones.append(seq)
+                open_ones[seq.seq_id] = generation
             else:
                 ended = StepOutput(seq.seq_id, None, end.text, end.finish_reason, end.stop_reason)
                 self._already_ended.append(ended)
         if open_ones:
-            self._scheduler.add(*open_ones)
+            self._scheduler.add(*(generation.seq for generation in open_ones.values()))
+            self._generations |= open_ones
 
     def abort_request(self, seq_id: str) -> None:
         """Drop one sequence, by its seq_id, and free its blocks; there will be no output. An unknown one is ignored."""

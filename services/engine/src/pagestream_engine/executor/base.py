@@ -203,7 +203,9 @@ def make_tier(pool: BlockPool, facts: ExecutorFacts, limits: SchedulerConfig) ->
     if host is None:
         return None
     most_taken = -(-(limits.max_num_batched_tokens + limits.max_num_seqs) // facts.kv_layout.block_size)
-    return HostTier(pool, host.num_pages, most_taken * len(facts.kv_layout.groups), host.load_page_s)
+    # Not all of few pages: each step would save over what the last one has saved.
+    num_ahead = min(most_taken * len(facts.kv_layout.groups), host.num_pages // 2)
+    return HostTier(pool, host.num_pages, num_ahead, host.load_page_s)
 
 
 def _with_host_pages(facts: ExecutorFacts, runner: Runner, swap_space: float) -> ExecutorFacts:

@@ -89,7 +89,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.sampler.filters": 2,
     "pagestream_engine.sampler.logprobs": 3,
     "pagestream_engine.sampler.native.draw": 1,
-    "pagestream_engine.sampler.native.library": 1,
+    "pagestream_engine.sampler.native.library": 2,
     "pagestream_engine.sampler.noise": 1,
     "pagestream_engine.sampler.pipeline": 2,
     "pagestream_engine.sampler.prompt_logprobs": 1,

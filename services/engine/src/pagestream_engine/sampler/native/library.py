@@ -110,4 +110,4 @@ def native_draws() -> NativeDraws | None:
 
 
 def _results(logits: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
+    return torch.empty(len(logits), dtype=torch.float32), torch.empty(len(logits), dtype=torch.int64)
