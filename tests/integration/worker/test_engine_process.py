@@ -86,6 +86,7 @@ async def test_the_process_imports_a_plugin_and_obeys_its_policy(
 ) -> None:
     """The prompts of one request, computed one after another: the shortest goes first of those that wait."""
     monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.delitem(sys.modules, "custom_policy", raising=False)  # another test may have imported it
     options = {"max_num_seqs": 1, "scheduling_policy": "shortest_prompt_first", "plugins": ["custom_policy"]}
     prompts = [[number + 1] * length for number, length in enumerate((9, 60, 20, 2))]
     async with await Broker.connect(redis_url) as broker, GatewaySession(broker) as gateway:
