@@ -206,12 +206,16 @@ class TokenChunk(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., next_index: _Optional[int] = ..., digest: _Optional[str] = ..., choice: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., error: _Optional[_Union[RequestError, _Mapping]] = ..., stop_reason: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("chunk", "seed")
+    __slots__ = ("chunk", "seed", "queue_position", "expected_wait_ms")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     chunk: TokenChunk
     seed: int
-    def __init__(self, chunk: _Optional[_Union[TokenChunk, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    queue_position: int
+    expected_wait_ms: int
+    def __init__(self, chunk: _Optional[_Union[TokenChunk, _Mapping]] = ..., seed: _Optional[int] = ..., queue_position: _Optional[int] = ..., expected_wait_ms: _Optional[int] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
     __slots__ = ("request_id", "next_index", "digest", "request")

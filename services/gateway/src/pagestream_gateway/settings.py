@@ -178,6 +178,8 @@ class StreamSettings:
     keep_alive_s: float = 15.0
     """Seconds of silence after which an empty line is sent: proxies drop connections that are silent for 30 s to 60 s.
     """
+    queue_comments_s: float = 1.0
+    """Seconds between the comments that say where a queued request stands, in streams that ask for them."""
     disconnect_grace_s: float = 10.0
     """Seconds without a reader after which a request is cancelled, unless its `on_disconnect` is "continue"."""
     whole_answers_bytes: int = 128 * 1024 * 1024

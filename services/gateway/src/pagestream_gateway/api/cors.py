@@ -11,7 +11,15 @@ from starlette.types import Receive, Scope, Send
 from pagestream_gateway.settings import LOCALHOST
 
 _LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
-_READABLE = ["X-Request-Id", "X-Request-Seed", "X-Client-Request-Id", "X-Stream-Verified", "Retry-After"]
+_READABLE = [
+    "X-Request-Id",
+    "X-Request-Seed",
+    "X-Client-Request-Id",
+    "X-Queue-Position",
+    "X-Expected-Wait-Ms",
+    "X-Stream-Verified",
+    "Retry-After",
+]
 _KEPT_S = 600
 
 

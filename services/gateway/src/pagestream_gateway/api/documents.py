@@ -13,6 +13,10 @@ from starlette.responses import HTMLResponse, Response
 
 from pagestream_gateway.api import schemas
 
+_STREAM_SWITCHES = {
+    "X-Stream-Ids": "Give each event its position as its `id`, too.",
+    "X-Queue-Comments": "Say where the request stands as comments of the stream, until its first token.",
+}
 _SCHEMA_PATH = "#/components/schemas/{model}"
 
 
@@ -22,6 +26,15 @@ def body_of(*models: type[BaseModel]) -> dict[str, Any]:
     The framework does not read the body itself, since it has no bounds for it.
     """
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": _any_of(models)}}}}
+
+
+def stream_body_of(*models: type[BaseModel]) -> dict[str, Any]:
+    """Return the same for an operation that may stream its answer, with the headers that change the stream."""
+    parameters = [
+        {"name": name, "in": "header", "schema": {"type": "boolean", "default": False}, "description": text}
+        for name, text in _STREAM_SWITCHES.items()
+    ]
+    return {**body_of(*models), "parameters": parameters}
 
 
 def install(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
@@ -58,8 +71,10 @@ _ALWAYS = (400, 403, 408, 431, 500, 503)
 _RETRIED = {429: ("Retry-After",), 503: ("Retry-After",)}
 _OWN = ("X-Request-Id", "X-Request-Seed", "X-Client-Request-Id")
 _OWNED = {200: _OWN}
+_QUEUED = ("X-Queue-Position", "X-Expected-Wait-Ms")
 _GENERATION_ERRORS = (401, 404, 409, 413, 415, 429)
-_GENERATED = dict.fromkeys((200, 400, 409, 429, 500, 503), _OWN)  # errors too, of what failed after its acceptance
+_FAILED = dict.fromkeys((400, 409, 429, 500, 503), _OWN)  # of what failed after its acceptance
+_GENERATED = {200: (*_OWN, *_QUEUED), **_FAILED}
 _REQUEST = "/v1/requests/{request_id}"
 _EVENT_ERROR = schemas.ErrorEvent
 _EMPTY = _Answers()
@@ -81,7 +96,7 @@ _ANSWERS: Mapping[tuple[str, str], _Answers] = {
     ("get", f"{_REQUEST}/events"): _Answers(
         events=(schemas.ChatChunk, schemas.CompletionChunk, _EVENT_ERROR),
         errors=(401, 404, 409, 416),
-        headers={200: (*_OWN, "X-Stream-Verified")},
+        headers={200: (*_OWN, *_QUEUED, "X-Stream-Verified")},
     ),
     ("get", "/healthz"): _TEXT,
     ("get", "/health"): _EMPTY,
@@ -96,6 +111,8 @@ _HEADERS = {
     "X-Request-Id": ("string", "The request's id, by which it is read, resumed and cancelled."),
     "X-Request-Seed": ("integer", "The request's seed, with which it can be accepted again."),
     "X-Client-Request-Id": ("string", "The caller's own id, where one was given that a header can hold."),
+    "X-Queue-Position": ("integer", "Requests before it; only of streams of queued requests."),
+    "X-Expected-Wait-Ms": ("integer", "Milliseconds until an engine takes it; absent where that is not known."),
     "X-Stream-Verified": ("boolean", "Whether the position's digest was compared with the log."),
     "Retry-After": ("integer", "Seconds after which a retry may succeed; absent where that is not known."),
 }

@@ -1,9 +1,11 @@
 """Accepted requests: look them up, follow their logs, cancel them."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, FinishReason
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
@@ -14,6 +16,17 @@ from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.metrics import Metrics
 
 logger = logging.getLogger(__name__)
+
+_PLACE_LIMIT_S = 0.25  # an answer does not wait for longer to say where its request stands
+
+
+class QueuePlace(NamedTuple):
+    """Where a request stands that no engine has claimed yet."""
+
+    position: int
+    """Requests of its model that go before it."""
+    expected_wait_ms: int | None
+    """Until an engine claims it, by the measured rate; None for unknown."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,15 @@ class AcceptedRequests:
     async def view(self, request_id: str, tenant: str) -> RequestView:
         """Return a request's state. Raises RequestNotFound, Unavailable."""
         return await self.limit.wait(self.broker.view(request_id, tenant))
+
+    async def place(self, spec: RequestSpec) -> QueuePlace | None:
+        """Return where a queued request stands; None where an engine has it, or Redis does not tell at once."""
+        try:
+            async with asyncio.timeout(_PLACE_LIMIT_S):
+                found = await self.broker.place(spec.request_id, spec.tenant)
+        except (TimeoutError, StreamsError):
+            return None  # an answer is worth more than its place
+        return None if found is None else QueuePlace(found.requests, found.wait_ms)
 
     async def fingerprint(self, spec: RequestSpec) -> str:
         """Return the fingerprint of the engine that runs or ran a request; "" where Redis does not tell it now."""

@@ -124,11 +124,7 @@ class Broker:
         if found is None:
             raise RequestNotFound(request_id)
         spec, state, reason, next_index, digest, prompt, completion, cached, attempts, queue, entry, print_ = found
-        place: Place | None = None
-        if with_position and queue:
-            place = await self.positions.place(where.model, queue.decode(), EntryId.parse(entry))
-        elif state == b"queued" and not queue:
-            place = Place(0, None)  # a suspect waits for an idle engine, before all queues
+        place = await self._place(where.model, state, queue, entry) if with_position or not queue else None
         return RequestView(
             request_id=request_id,
             model=where.model,
@@ -144,6 +140,21 @@ class Broker:
             spec=RequestSpec.FromString(spec),
             fingerprint=print_.decode(),
         )
+
+    async def place(self, request_id: str, tenant: str) -> Place | None:
+        """Return what goes before a queued request: one short command, and an outline that callers share. Unavailable.
+
+        None where it does not wait in a queue, is not the tenant's, or a part of the queue can't be read now.
+        """
+        where = await self.directory.locate(request_id)
+        fields = "tenant", "state", "queue", "entry"
+        owner, state, queue, entry = await self.connection.execute("HMGET", where.request(request_id), *fields)
+        return await self._place(where.model, state, queue, entry) if owner == tenant.encode() else None
+
+    async def _place(self, model: str, state: bytes, queue: bytes | None, entry: bytes | None) -> Place | None:
+        if queue and entry:
+            return await self.positions.place(model, queue.decode(), EntryId.parse(entry))
+        return Place(0, None) if state == b"queued" else None  # a suspect waits for an idle engine, before all queues
 
     async def spec(self, request_id: str, tenant: str) -> RequestSpec:
         """Return a request as it was accepted. RequestNotFound, Unavailable."""

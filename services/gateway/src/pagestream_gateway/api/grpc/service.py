@@ -58,10 +58,16 @@ class InferenceServicer:
         return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
 
     async def generate(self, context: Context, tenant: str, call: Call) -> None:
-        """Accept a request and stream its log. The first message has the request id and no token."""
+        """Accept a request and stream its log. The first message has the request id, its place, and no token."""
         await self._gateway.turns.take()
         spec = await self._accept(context, tenant, call)
-        first = api.GenerateResponse(chunk=api.TokenChunk(request_id=spec.request_id), seed=spec.sampling.seed)
+        place = await self._gateway.requests.place(spec)
+        first = api.GenerateResponse(
+            chunk=api.TokenChunk(request_id=spec.request_id),
+            seed=spec.sampling.seed,
+            queue_position=None if place is None else place.position,
+            expected_wait_ms=None if place is None else place.expected_wait_ms,
+        )
         await context.write(first)  # type: ignore[arg-type]
         await self._stream(context, spec, call, message=api.GenerateResponse)
 

@@ -17,6 +17,7 @@ from pagestream_gateway.api.openai.writer import AnswerWriter
 from pagestream_gateway.api.runs import Run
 from pagestream_gateway.core.calls import DISCONNECTED, Call
 from pagestream_gateway.core.gateway import Gateway
+from pagestream_gateway.core.requests import QueuePlace
 from pagestream_gateway.core.text.token_bytes import TokenBytes
 from pagestream_gateway.errors import GatewayError, GenerationFailed, NoEngine
 
@@ -39,6 +40,8 @@ class Reading:
     """Whether the chunk before the first entry is still to be sent."""
     with_ids: bool = True
     """Whether each event has its position as its `id` too, as an EventSource needs it."""
+    with_queue_comments: bool = False
+    """Whether comments say where the request stands until an engine's first entry."""
     is_complete: bool = False
     """Whether the log has ended at `start`."""
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -76,9 +79,10 @@ class LogAnswer(Response):
         """Return the headers of this answer that name its request."""
         return {**request_headers(self._reading.spec), **self._reading.headers}
 
-    def header_pairs(self) -> list[tuple[bytes, bytes]]:
-        """Return the same as the server takes them."""
-        return [(name.lower().encode(), value.encode()) for name, value in self.request_headers().items()]
+    def header_pairs(self, **more: str) -> list[tuple[bytes, bytes]]:
+        """Return the same, and `more`, as the server takes them."""
+        headers = {**self.request_headers(), **more}
+        return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Write the whole answer; return the outcome for the metrics."""
@@ -153,6 +157,16 @@ def request_headers(spec: RequestSpec) -> dict[str, str]:
     own = spec.client_request_id
     if own and own.isascii() and own.isprintable():
         headers["X-Client-Request-Id"] = own
+    return headers
+
+
+def queue_headers(place: QueuePlace | None) -> dict[str, str]:
+    """Return the headers of a stream whose request is queued: what goes before it, and how long that may take."""
+    if place is None:
+        return {}
+    headers = {"X-Queue-Position": str(place.position)}
+    if place.expected_wait_ms is not None:
+        headers["X-Expected-Wait-Ms"] = str(place.expected_wait_ms)
     return headers
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagestream_gateway.api.documents import body_of
+from pagestream_gateway.api.documents import stream_body_of
 from pagestream_gateway.api.openai import generation
 from pagestream_gateway.api.openai.generation import (
     GenerationBody,
@@ -156,7 +156,7 @@ def router(gateway: Gateway) -> APIRouter:
     """Return the resource's route."""
     routes = APIRouter(tags=["generation"])
 
-    @routes.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), summary="Answer a conversation")
+    @routes.post("/v1/chat/completions", openapi_extra=stream_body_of(ChatBody), summary="Answer a conversation")
     async def chat_completions(request: Request) -> Response:
         call = gateway.calls.begin("chat", CHAT, request.headers)
         return await generation.generate(gateway, request, call, parse, ChatWriter)

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagestream_gateway.api.documents import body_of
+from pagestream_gateway.api.documents import stream_body_of
 from pagestream_gateway.api.openai import generation
 from pagestream_gateway.api.openai.generation import GenerationBody, ParsedRequest, shared_draft, without_unsupported
 from pagestream_gateway.api.openai.logprobs import CompletionLogprobs
@@ -94,7 +94,7 @@ def router(gateway: Gateway) -> APIRouter:
     """Return the resource's route."""
     routes = APIRouter(tags=["generation"])
 
-    @routes.post("/v1/completions", openapi_extra=body_of(CompletionBody), summary="Go on with a prompt")
+    @routes.post("/v1/completions", openapi_extra=stream_body_of(CompletionBody), summary="Go on with a prompt")
     async def completions(request: Request) -> Response:
         call = gateway.calls.begin("completions", TEXT_COMPLETION, request.headers)
         return await generation.generate(gateway, request, call, parse, CompletionWriter)

@@ -163,10 +163,11 @@ async def generate(
     """
     try:
         tenant = gateway.tenant(request.headers.get("authorization"))
-        with_ids = _wants_ids(request.headers)
+        with_ids = switch(request.headers, "X-Stream-Ids")
+        with_comments = switch(request.headers, "X-Queue-Comments")
         async with parsed_request(gateway, request, parse) as parsed:
             spec = await gateway.submission.submit(parsed.draft, tenant, call)
-        reading = Reading(spec, tenant, call, writer(spec), with_ids=with_ids)
+        reading = Reading(spec, tenant, call, writer(spec), with_ids=with_ids, with_queue_comments=with_comments)
         return EventStream(gateway, reading) if parsed.stream else WholeAnswer(gateway, reading)
     except asyncio.CancelledError:
         call.end(DISCONNECTED)
@@ -227,11 +228,11 @@ async def _parsed(gateway: Gateway, data: bytes, headers: Headers, parse: Parser
         return await gateway.pool.run(work)
 
 
-def _wants_ids(headers: Mapping[str, str]) -> bool:
-    """Return whether a stream's events are to have `id:` lines. Raises InvalidRequest."""
-    text = headers.get("x-stream-ids", "false")
+def switch(given: Mapping[str, str], name: str) -> bool:
+    """Return a header's or a query parameter's value: true, or false where it is not given. Raises InvalidRequest."""
+    text = given.get(name, "false")
     if text.lower() not in ("true", "false"):
-        raise InvalidRequest("X-Stream-Ids", f"must be true or false, got {text[:40]!r}")
+        raise InvalidRequest(name, f"must be true or false, got {text[:40]!r}")
     return text.lower() == "true"
 
 

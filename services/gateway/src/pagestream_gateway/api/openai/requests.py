@@ -19,7 +19,7 @@ from pagestream_gateway.api.openai.answers import Reading, request_headers
 from pagestream_gateway.api.openai.chat_completions import ChatWriter
 from pagestream_gateway.api.openai.completions import CompletionWriter
 from pagestream_gateway.api.openai.errors import error_response
-from pagestream_gateway.api.openai.generation import ParsedRequest, parsed_request
+from pagestream_gateway.api.openai.generation import ParsedRequest, parsed_request, switch
 from pagestream_gateway.api.openai.position import Position
 from pagestream_gateway.api.openai.streaming import EventStream
 from pagestream_gateway.api.openai.writer import AnswerWriter, finish_reason_body, usage_body
@@ -43,6 +43,12 @@ _EVENTS_PARAMETERS: dict[str, Any] = {
             "in": "query",
             "schema": {"type": "integer", "minimum": 0},
             "description": "The index of the first log entry wanted. Neither this nor Last-Event-ID: from the start.",
+        },
+        {
+            "name": "queue_comments",
+            "in": "query",
+            "schema": {"type": "boolean", "default": False},
+            "description": "Say where the request stands as comments of the stream, until its first token.",
         },
     ]
 }
@@ -132,6 +138,7 @@ def router(gateway: Gateway) -> APIRouter:
     async def events(request: Request, request_id: str) -> Response:
         tenant = gateway.tenant(request.headers.get("authorization"))
         position = _position(request, request_id)
+        with_comments = switch(request.query_params, "queue_comments")
         try:
             view, is_complete = await gateway.requests.resume(
                 request_id, tenant, from_index=position.next_index, digest=position.digest
@@ -150,6 +157,7 @@ def router(gateway: Gateway) -> APIRouter:
             writer_of(view.spec),
             start=position,
             with_opening=with_opening,
+            with_queue_comments=with_comments,
             is_complete=is_complete,
             headers={"X-Stream-Verified": "true" if position.is_verified else "false"},
         )

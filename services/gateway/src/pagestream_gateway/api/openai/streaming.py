@@ -1,14 +1,17 @@
 """Server-sent events of a request's log, from any position."""
 
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 
 from pagestream.v1.inference_pb2 import FINISH_REASON_ERROR
 from pagestream.v1.records_pb2 import LogEntry
 from pagestream_streams.errors import StreamsError
+from pagestream_streams.tasks import cancel
 from starlette.types import Receive, Scope, Send
 
 from pagestream_gateway.api.error_codes import error_report
-from pagestream_gateway.api.openai.answers import LogAnswer, Reading, failure
+from pagestream_gateway.api.openai.answers import LogAnswer, Reading, failure, queue_headers
 from pagestream_gateway.api.openai.errors import error_data
 from pagestream_gateway.api.openai.position import position_after
 from pagestream_gateway.api.runs import split_runs
@@ -53,23 +56,49 @@ class EventStream(LogAnswer):
             await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
 
     async def _start(self, send: Send) -> None:
-        """Send the headers, which name the request, before there is any event."""
+        """Send the headers, which name the request and its place in the queue, before there is any event."""
+        is_read_from = self._position.next_index or self._reading.is_complete
+        place = None if is_read_from else await self._gateway.requests.place(self._reading.spec)
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            *self.header_pairs(),
+            *self.header_pairs(**queue_headers(place)),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._headers_sent = True
+
+    @asynccontextmanager
+    async def _queue_comments(self, send: Send) -> AsyncIterator[asyncio.Task[None] | None]:
+        """Write comments meanwhile, where the reader asks for them; the caller cancels them at the first entry."""
+        if not self._reading.with_queue_comments:
+            yield None
+            return
+        comments = asyncio.create_task(self._write_comments(send), name="queue comments")
+        try:
+            yield comments
+        finally:
+            await cancel(comments)
+
+    async def _write_comments(self, send: Send) -> None:
+        """Write where the request stands, each time that it is asked for, while it is queued."""
+        while True:
+            place = await self._gateway.requests.place(self._reading.spec)
+            if place is not None:
+                wait = "unknown" if place.expected_wait_ms is None else place.expected_wait_ms
+                text = f": queue_position={place.position} expected_wait_ms={wait}\n\n"
+                await self._send(send, text.encode())
+            await asyncio.sleep(self._gateway.settings.stream.queue_comments_s)
 
     async def _send_log(self, send: Send) -> None:
         with self._gateway.streams.entered():
             if self._writer.needs_history and self._position.next_index:
                 await self._read_history()
-            async with aclosing(self.follow()) as batches:
+            async with self._queue_comments(send) as comments, aclosing(self.follow()) as batches:
                 async for batch in batches:
                     if not self._has_fingerprint:  # now an engine has claimed the request
+                        if comments is not None:
+                            await cancel(comments)
                         self._writer.set_fingerprint(await self._gateway.requests.fingerprint(self._reading.spec))
                         self._has_fingerprint = True
                     body = self._events(batch).encode()
