@@ -3,9 +3,9 @@
     PYTHONPATH=tests python tests/benchmarks/wait_forecast.py azure_llm_2023_conv.csv [--loads 80 110] [--seconds 120]
 
 Real time, a real Redis, the gateway's and the engines' sessions; the engines have seats in place of a model, and a
-request holds one for as long as its tokens take. Arrivals are the trace's, at the rate that makes the load. The forecast
-is that of the answer's headers. "last" says what the request that was claimed last has waited, "mean" what all until
-then have on average. Errors are in seconds.
+request holds one for as long as its tokens take. Arrivals are the trace's, at the rate that makes the load. The
+forecast is that of the answer's headers. "last" says what the request that was claimed last has waited, "mean" what all
+until then have on average. Errors are in seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from pagestream.v1.inference_pb2 import SamplingParams, TokenIds
@@ -122,9 +123,9 @@ async def accept(gateway: GatewaySession, broker: Broker, row: TraceRow, seen: S
 
 async def measure(url: str, rows: Sequence[TraceRow], load: int, seconds: float) -> list[str]:
     """Serve a trace's first requests at a load in percent; return the rows of the table."""
-    rate = load / 100 * ENGINES * SEATS / statistics.mean(map(seat_s, rows))
-    rows = rows[: round(rate * seconds)]
-    pace = len(rows) / rate / rows[-1].arrival_s
+    busy = accumulate(seat_s(row) / (load / 100 * ENGINES * SEATS) for row in rows)
+    rows = [row for row, until in zip(rows, busy, strict=True) if until <= seconds]
+    pace = seconds / rows[-1].arrival_s
     seen = Seen()
     async with AsyncExitStack() as stack:
         broker = await stack.enter_async_context(await Broker.connect(url))
@@ -142,7 +143,7 @@ async def measure(url: str, rows: Sequence[TraceRow], load: int, seconds: float)
             for row in rows:
                 await asyncio.sleep(begin + row.arrival_s * pace - time.monotonic())
                 tasks.create_task(accept(gateway, broker, row, seen))
-        while len(seen.waits) < len(rows):
+        while len(seen.waits) < len(rows):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         for each in serving:
             each.cancel()
