@@ -39,6 +39,8 @@ class ArithmeticFacts:
     eos_token_ids: tuple[int, ...] = (EOS,)
     kv_specs: tuple[KVSpec, ...] = (KVSpec(1, 1),)
     """Of each layer."""
+    separates_outputs: bool = False
+    """As a runner's whose prefill has other bits than its decode."""
 
 
 @dataclass
@@ -69,9 +71,9 @@ class ArithmeticRunner:
         self.num_steps = 0
         self.rows: dict[int, Row] = {}
         self._config = config
-        self.kv_layout = make_layout(
-            facts.kv_specs, config.cache.block_size or DEFAULT_BLOCK_SIZE, facts.max_position_embeddings
-        )
+        block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
+        layout = make_layout(facts.kv_specs, block_size, facts.max_position_embeddings)
+        self.kv_layout = replace(layout, separates_outputs=facts.separates_outputs)
         self._pages: list[Page] = []
         self._host_pages: list[Page] = []
 

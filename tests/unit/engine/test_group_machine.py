@@ -56,6 +56,7 @@ class GroupMachine(RuleBasedStateMachine):
         num_drafts=st.integers(0, 2),
         counts_seed=st.integers(0, 99),
         policy=st.sampled_from(POLICIES),
+        separates_outputs=st.booleans(),
     )
     def start(
         self,
@@ -71,11 +72,12 @@ class GroupMachine(RuleBasedStateMachine):
         num_drafts: int,
         counts_seed: int,
         policy: str,
+        separates_outputs: bool,
     ) -> None:
         if num_host_pages:  # half of the runs have a tier, so that it meets everything else
             caching = True
             layers = FULL_LAYERS[len(layers) % len(FULL_LAYERS)]
-        self.facts = replace(FACTS, kv_specs=LAYERS[layers])
+        self.facts = replace(FACTS, kv_specs=LAYERS[layers], separates_outputs=separates_outputs)
         config = EngineConfig.from_options(
             {
                 "block_size": block_size,

@@ -1,5 +1,7 @@
 """The checker must notice what it is there for: each test breaks one thing."""
 
+from dataclasses import replace
+
 import pytest
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.invariants import check_cache
@@ -58,6 +60,21 @@ def test_a_hash_without_an_entry(cache: CacheManager, seq: TokenSequence) -> Non
 def test_other_tokens_under_a_cached_block(cache: CacheManager, seq: TokenSequence) -> None:
     seq.token_ids[0] = 9
     broken(cache, seq, "other tokens")
+
+
+def test_a_block_with_outputs_under_the_hash_of_a_prompts() -> None:
+    layout = replace(LAYOUT, separates_outputs=True)
+    cache = CacheManager(BlockPool(4), layout, enable_prefix_caching=True)
+    seq = TokenSequence("a", [1], SamplingParams(), seed=0, arrival=0, max_total_tokens=9, output_token_ids=[2, 3])
+    seq.state = SequenceState.RUNNING
+    cache.allocate_slots(seq, 3)
+    seq.num_computed_tokens = 2
+    cache.note_full_block(seq)
+    cache.cache_queued_blocks(2)
+    check_cache(cache.pool, layout, [seq])
+    seq.num_prompt_tokens = 2
+    with pytest.raises(InvariantViolation, match="other tokens"):
+        check_cache(cache.pool, layout, [seq])
 
 
 def test_blocks_ahead_of_the_tokens(cache: CacheManager, seq: TokenSequence) -> None:

@@ -40,9 +40,13 @@ class BlockHasher:
         """
         hashes, size = seq.block_hashes, self.block_size
         while len(hashes) * size < num_tokens:
-            parent = hashes[-1] if hashes else self.root(seq.cache_salt)
-            start = len(hashes) * size
-            if self._separates_outputs and start <= seq.num_prompt_tokens < start + size:
-                parent += seq.num_prompt_tokens.to_bytes(8, "little")
-            hashes.append(self.hash_block_tokens(parent, seq.token_ids[start : start + size]))
+            hashes.append(self.hash_next_block(seq, len(hashes) * size, hashes[-1] if hashes else None))
         return hashes[num_tokens // size - 1]
+
+    def hash_next_block(self, seq: TokenSequence, start: int, parent: bytes | None) -> bytes:
+        """Return the hash of a sequence's full block that begins with token `start`, after the one with the hash
+        `parent`; None: the first."""
+        parent = self.root(seq.cache_salt) if parent is None else parent
+        if self._separates_outputs and start <= seq.num_prompt_tokens < start + self.block_size:
+            parent += seq.num_prompt_tokens.to_bytes(8, "little")
+        return self.hash_block_tokens(parent, seq.token_ids[start : start + self.block_size])

@@ -97,9 +97,9 @@ def _check_table(seq: TokenSequence, table: list[int], group: KVGroup, finest_bl
 def _check_hashes(pool: BlockPool, seq: TokenSequence, table: list[int], group: KVGroup, hasher: BlockHasher) -> None:
     end_of_cached = seq.num_cached_blocks * hasher.block_size
     _require(end_of_cached <= seq.num_computed_tokens, f"{seq!r} cached a block too early")
-    block_hash = hasher.root(seq.cache_salt)
+    block_hash = None
     for end in range(hasher.block_size, end_of_cached + 1, hasher.block_size):
-        block_hash = hasher.hash_block_tokens(block_hash, seq.token_ids[end - hasher.block_size : end])
+        block_hash = hasher.hash_next_block(seq, end - hasher.block_size, block_hash)
         if end % group.block_size == 0 and table[end // group.block_size - 1] != NO_BLOCK:
             known = pool.hashes[table[end // group.block_size - 1]]
             _require(known is None or known.startswith(block_hash), f"{seq!r} shares a block of other tokens")
