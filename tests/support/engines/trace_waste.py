@@ -8,9 +8,10 @@ from pagestream_engine.cache.fragmentation import fragmentation
 from pagestream_engine.cache.kv_groups import full_attention
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.config import SchedulerConfig
+from pagestream_simulator.engine.step_contents import StepContents
+from pagestream_simulator.engine.virtual_engine import VirtualEngine, VirtualRequest
 from pagestream_simulator.fleet.profile import packaged_profile, read_profile
 from pagestream_simulator.traces.files import TraceRow
-from support.engines.virtual_engine import VirtualEngine
 
 POOL_TOKENS = 1 << 18
 """As an 80 GB card has beside a model of 13 billion parameters."""
@@ -37,7 +38,8 @@ def waste(rows: Sequence[TraceRow], block_size: int) -> tuple[float, float]:
         seconds that it took.
     """
     cache = CacheManager(BlockPool(POOL_TOKENS // block_size), full_attention(block_size), enable_prefix_caching=True)
-    engine = VirtualEngine(cache, SchedulerConfig(), read_profile(packaged_profile()).cost)
+    cost = read_profile(packaged_profile()).cost
+    engine = VirtualEngine(SchedulerConfig(), cache, lambda step: StepContents.of(step).seconds(cost))
     wasted_s = busy_s = 0.0
 
     def note(seconds: float) -> None:
@@ -45,5 +47,5 @@ def waste(rows: Sequence[TraceRow], block_size: int) -> tuple[float, float]:
         wasted_s += seconds * fragmentation(cache, engine.scheduler.running())
         busy_s += seconds
 
-    engine.run(rows, note)
+    engine.run([VirtualRequest(row.arrival_s, row.input_tokens, row.output_tokens) for row in rows], note)
     return wasted_s / busy_s, engine.now_s

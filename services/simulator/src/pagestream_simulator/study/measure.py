@@ -16,13 +16,14 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pagestream_simulator.engine.step_contents import StepContents
 from pagestream_simulator.fleet.profile import EngineProfile, StepCost, write_profile
 
 Matrix = npt.NDArray[np.float64]
@@ -37,15 +38,12 @@ OUTPUT_TOKENS = (4, 80)
 class MeasuredStep:
     """A step's contents and its seconds."""
 
-    prefill_tokens: int
-    prefill_pairs: int
-    decodes: int
-    decode_context: int
+    contents: StepContents
     seconds: float
 
     def row(self) -> tuple[float, ...]:
         """Return the contents in the order of StepCost's fields."""
-        return (1, self.prefill_tokens, self.prefill_pairs, self.decodes, self.decode_context)
+        return (1, *self.contents)
 
 
 def measure(engine: Any, vocab_size: int, context: int, seed: int = 0) -> list[MeasuredStep]:
@@ -54,8 +52,8 @@ def measure(engine: Any, vocab_size: int, context: int, seed: int = 0) -> list[M
 
     rng = random.Random(seed)
     steps: list[MeasuredStep] = []
-    content: list[tuple[int, int, int, int]] = []
-    engine.on_schedule = lambda step: content.append(contents(step))
+    contents: list[StepContents] = []
+    engine.on_schedule = lambda step: contents.append(StepContents.of(step))
     for concurrency in CONCURRENCIES:
         left = REQUESTS * concurrency
         while left or engine.has_unfinished_requests():
@@ -69,16 +67,8 @@ def measure(engine: Any, vocab_size: int, context: int, seed: int = 0) -> list[M
                 stats = engine.stats()
             begun = time.process_time()
             engine.step()
-            steps.append(MeasuredStep(*content.pop(), time.process_time() - begun))
+            steps.append(MeasuredStep(contents.pop(), time.process_time() - begun))
     return steps
-
-
-def contents(step: Any) -> tuple[int, int, int, int]:
-    """Return a ScheduledStep's prefill tokens and pairs, decoding sequences and their context tokens."""
-    chunks = [(chunk.num_scheduled_tokens, chunk.seq.num_computed_tokens) for chunk in step.prefills]
-    pairs = sum(new * done + new * (new + 1) // 2 for new, done in chunks)
-    context = sum(entry.seq.num_computed_tokens + 1 for entry in step.decodes)
-    return sum(new for new, _ in chunks), pairs, len(step.decodes), context
 
 
 def fit(steps: Sequence[MeasuredStep]) -> StepCost:
@@ -97,17 +87,11 @@ def fit(steps: Sequence[MeasuredStep]) -> StepCost:
     return StepCost(*map(float, found))
 
 
-def step_seconds(cost: StepCost, step: MeasuredStep) -> float:
-    """Return the seconds that the costs predict for a step."""
-    costs: tuple[float, ...] = astuple(cost)
-    return sum(value * each for value, each in zip(costs, step.row(), strict=True))
-
-
 def residuals(cost: StepCost, steps: Sequence[MeasuredStep]) -> dict[str, float]:
     """Return the relative errors of the prediction, per step and in total."""
-    errors = [abs(step_seconds(cost, step) / step.seconds - 1) for step in steps]
+    errors = [abs(step.contents.seconds(cost) / step.seconds - 1) for step in steps]
     total = sum(step.seconds for step in steps)
-    modelled = sum(step_seconds(cost, step) for step in steps)
+    modelled = sum(step.contents.seconds(cost) for step in steps)
     return {
         "relative_error_p50": float(np.percentile(errors, 50)),
         "relative_error_p90": float(np.percentile(errors, 90)),
