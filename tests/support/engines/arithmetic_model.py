@@ -17,9 +17,11 @@ import numpy as np
 from pagestream_engine.cache.host_tier import HostMemory
 from pagestream_engine.cache.kv_groups import KVSpec, make_layout
 from pagestream_engine.config import DEFAULT_BLOCK_SIZE, EngineConfig
+from pagestream_engine.request.beam_search import BeamSearch
+from pagestream_engine.request.logprob_row import LogprobRow
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.step.pending import PendingResult
-from pagestream_engine.step.records import StepPlan, StepResult
+from pagestream_engine.step.records import StepLogprobs, StepPlan, StepResult
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 EOS = 0
@@ -115,9 +117,29 @@ class ArithmeticRunner:
             row = self.rows[number]
             _require(tokens[source] == row.token_ids, "a row samples from other tokens than its own")
             sampled.append(self.choose(row, tokens[source]))
+        logprobs = self.logprobs(plan)
         for number, token_id in zip(plan.sampled_rows.tolist(), sampled, strict=True):
             self.rows[number].token_ids.append(token_id)
-        return as_result(plan, sampled)
+        return replace(as_result(plan, sampled), logprobs=logprobs)
+
+    def logprobs(self, plan: StepPlan) -> StepLogprobs | None:
+        """Return the likeliest next tokens of the rows that asked for them, before they get a token."""
+        asked = [
+            (place, count, self.rows[number].token_ids)
+            for place, number in enumerate(plan.sampled_rows.tolist())
+            if (count := self.rows[number].params.logprobs) is not None
+        ]
+        if not asked:
+            return None
+        most = max(count for _, count, _ in asked)
+        rows = [likeliest(token_ids, self.model_info.vocab_size, most) for _, _, token_ids in asked]
+        return StepLogprobs(
+            samples=np.array([place for place, _, _ in asked], np.int32),
+            counts=np.array([count for _, count, _ in asked], np.int32),
+            token_ids=np.array([row.token_ids for row in rows], np.int32),
+            logprobs=np.array([row.logprobs for row in rows], np.float32),
+            ranks=np.ones(len(rows), np.int32),
+        )
 
     def choose(self, row: Row, read: list[int]) -> int:
         """Return the next token of a row, from the tokens that were read back."""
@@ -229,6 +251,29 @@ def next_token(token_ids: Sequence[int], vocab_size: int, *, seed: int = 0) -> i
     for token_id in token_ids:
         state = (state * 31 + token_id + 1) % _MODULUS
     return state % vocab_size
+
+
+def likeliest(token_ids: Sequence[int], vocab_size: int, count: int) -> LogprobRow:
+    """Return the likeliest next tokens, the first of them twice; all are a function of every token and its position."""
+    state = next_token(token_ids, _MODULUS)
+    logits = np.array([(state * (3 * token_id + 7) + token_id) % 1009 / 250 for token_id in range(vocab_size)])
+    logprobs = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+    order = np.argsort(-logprobs, kind="stable")[:count]
+    order = np.concatenate((order[:1], order))
+    return LogprobRow(order.tolist(), logprobs[order].tolist(), 1)
+
+
+def searched(
+    prompt: Sequence[int], params: SamplingParams, facts: ArithmeticFacts, max_model_len: int
+) -> list[list[int]]:
+    """Return the outputs of a beam search, the best first, from the whole tokens of each beam in each step."""
+    ends = frozenset(params.stop_token_ids or ()) | frozenset(() if params.ignore_eos else facts.eos_token_ids)
+    most = max_model_len - len(prompt) if params.max_tokens is None else params.max_tokens
+    search = BeamSearch(params, ends, min(most, max_model_len - len(prompt)))
+    beams = [list(prompt)]
+    while steps := search.advance([likeliest(beam, facts.vocab_size, search.num_candidates) for beam in beams]):
+        beams = [[*beams[step.parent], step.token_id] for step in steps]
+    return [[beam.token_id for beam in hypothesis.beam.path()] for hypothesis in search.hypotheses]
 
 
 def undisturbed(

@@ -6,8 +6,9 @@ from dataclasses import replace
 from random import Random
 
 import numpy as np
+from numpy.typing import NDArray
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.step.records import StepPlan, StepResult
+from pagestream_engine.step.records import StepLogprobs, StepPlan, StepResult
 from support.engines.arithmetic_model import ArithmeticFacts, Row, SeededRunner, SlotError
 
 WRONG = -1
@@ -36,6 +37,7 @@ class SpeculatingRunner(SeededRunner):
             self._write(row, count)
             self._read(row, count)
             row.num_computed_tokens += count
+        logprobs = self.logprobs(plan)
         given = [
             self._sample(self.rows[number], counts[source] if source >= plan.num_prefills else 0)
             for number, source in zip(plan.sampled_rows.tolist(), plan.sampled_from.tolist(), strict=True)
@@ -43,7 +45,8 @@ class SpeculatingRunner(SeededRunner):
         token_ids = np.full((len(given), 1 + self.num_speculative_tokens), WRONG, np.int32)
         for place, tokens in enumerate(given):
             token_ids[place, : len(tokens)] = tokens
-        return StepResult(plan.step_id, token_ids, np.array([len(tokens) for tokens in given], np.int32))
+        counts_given = np.array([len(tokens) for tokens in given], np.int32)
+        return StepResult(plan.step_id, token_ids, counts_given, _of_those_with_tokens(logprobs, counts_given))
 
     def _sample(self, row: Row, num_decoded: int) -> list[int]:
         """Return a row's next tokens; `num_decoded` tokens are computed for them, 0 after a prefill."""
@@ -72,3 +75,12 @@ class SpeculatingRunner(SeededRunner):
                 raise SlotError("a chunk samples before its end, or not at it")
             if index >= plan.num_prefills and not 0 < count <= most:
                 raise SlotError(f"a decode of {count} tokens")
+
+
+def _of_those_with_tokens(given: StepLogprobs | None, counts: NDArray[np.int32]) -> StepLogprobs | None:
+    """Without the samples that got no token. Those that ask for log probabilities have no drafts, so one at most."""
+    if given is None:
+        return None
+    kept = counts[given.samples] > 0
+    columns = (given.samples, given.counts, given.token_ids, given.logprobs, given.ranks)
+    return StepLogprobs(*(column[kept] for column in columns))

@@ -9,16 +9,25 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
+from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import Sibling
-from support.engines.arithmetic_model import HOST_PAGE_BYTES, ArithmeticFacts, SeededRunner, make_folder, undisturbed
+from support.engines.arithmetic_model import (
+    HOST_PAGE_BYTES,
+    ArithmeticFacts,
+    SeededRunner,
+    make_folder,
+    searched,
+    undisturbed,
+)
 from support.engines.kv_layouts import FULL_LAYERS, LAYERS
 from support.engines.kv_waste import check_waste
 from support.engines.policies import POLICIES
@@ -120,11 +129,37 @@ class GroupMachine(RuleBasedStateMachine):
             self.seen[name] = []
         self.submit(number)
 
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        tail=st.lists(st.integers(0, 22), max_size=6),
+        width=st.integers(1, 4),
+        n=st.integers(1, 2),
+        max_tokens=st.integers(1, 12),
+        min_tokens=st.integers(0, 2),
+        early_stopping=st.sampled_from([True, False, "never"]),
+        length_penalty=st.sampled_from([0.0, 1.0, 2.0]),
+    )
+    def add_search(self, prefix: list[int], tail: list[int], width: int, n: int, **given: Any) -> None:
+        number, prompt = len(self.groups), [*prefix, *tail]
+        given["min_tokens"] = min(given["min_tokens"], given["max_tokens"])
+        params = SamplingParams(n=n, beam_width=max(n, width), use_beam_search=True, seed=number, **given)
+        self.groups[number] = (prompt, params, n)
+        best = searched(prompt, params, FACTS, self.engine.max_model_len)
+        names = [f"{number}/{child}" for child in range(n)]
+        self.expected.update(zip(names, best, strict=False))
+        self.seen.update({name: [] for name in names})
+        try:
+            self.submit(number)
+        except InvalidRequest:  # the pool can't hold all beams, or there are not as many seats
+            assert params.width > 1, "a search of one beam is a sequence like others"
+            for name in names:
+                del self.expected[name]
+
     def submit(self, number: int) -> None:
         """Adds the siblings that have not ended, with what was seen of them."""
         prompt, params, n = self.groups[number]
         siblings = [
-            Sibling(f"{number}/{child}", params.for_child(number, child), self.seen[f"{number}/{child}"])
+            Sibling(f"{number}/{child}", params.for_child(number, child), self.seen[f"{number}/{child}"], child)
             for child in range(n)
             if f"{number}/{child}" in self.expected
         ]

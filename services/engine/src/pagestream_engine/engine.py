@@ -30,9 +30,12 @@ from pagestream_engine.scheduler.invariants import check_groups
 from pagestream_engine.scheduler.policy_registry import make_policy
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.scheduler.scheduler import Scheduler
-from pagestream_engine.step.output_processor import OutputProcessor, failed_output
+from pagestream_engine.step.output_processor import OutputProcessor
 from pagestream_engine.step.plan_builder import PlanBuilder
+from pagestream_engine.step.search_intake import SearchLimits, make_search
+from pagestream_engine.step.searches import Searches
 from pagestream_engine.step.step_counts import StepCounts
+from pagestream_engine.step.texts import failed_output
 from pagestream_engine.text.detokenizer import Pieces
 
 _log = logging.getLogger(__name__)
@@ -88,7 +91,15 @@ class Engine:
         self._steps = StepPipeline(self._scheduler, plans, executor, num_ahead)
         self._pieces = Pieces(self.tokenizer) if self.tokenizer is not None else None
         self._generations: dict[str, Generation] = {}
-        self._outputs = OutputProcessor(self._scheduler, self._generations, self._pieces)
+        self._searches = Searches(self._scheduler, self._cache, self._pieces)
+        self._search_limits = SearchLimits(
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            vocab_size=self.vocab_size,
+            num_blocks=facts.num_blocks,
+            layout=facts.kv_layout,
+        )
+        self._outputs = OutputProcessor(self._scheduler, self._generations, self._searches, self._pieces)
         self._already_ended: list[StepOutput] = []
         self._seeds = random.Random(config.model.seed)
         self._intake = Intake(
@@ -149,6 +160,9 @@ class Engine:
         """Queue the choices of one prompt: it is computed once, its blocks are shared, and a block that is not full is
         copied when they part. They are admitted, preempted and resumed together, and end one by one.
 
+        Siblings with `use_beam_search` are the best hypotheses of one search, by their places: their outputs come
+        together, when it ends. What an earlier run has put out of them is found again, and not put out again.
+
         Args:
             prompt_token_ids: as for `add_request`.
             siblings: at least one; all are added, or none.
@@ -181,16 +195,25 @@ class Engine:
         if not seq_ids or len(set(seq_ids)) < len(seq_ids):
             raise InvalidRequest(f"siblings: given sequence ids {seq_ids}, expected at least one, and all different")
         self._check_are_new(siblings)
+
+        def make(sibling: Sibling, arrival: int) -> Generation:
+            return self._intake.make(
+                prompt_token_ids, sibling, arrival=arrival, priority=priority, tenant=tenant, cache_salt=cache_salt
+            )
+
+        if siblings[0].params.use_beam_search:
+            first_arrival = self._intake.take_arrivals(siblings[0].params.width)
+            search = make_search(make, siblings, first_arrival, self._search_limits)
+            self._settle_if_idle()
+            self._searches.add(search)
+            return
         first_arrival = self._intake.take_arrivals(len(siblings))
         made: list[tuple[Generation, Taken | None]] = []
         for arrival, sibling in enumerate(siblings, first_arrival):
-            generation = self._intake.make(
-                prompt_token_ids, sibling, arrival=arrival, priority=priority, tenant=tenant, cache_salt=cache_salt
-            )
+            generation = make(sibling, arrival)
             made.append((generation, (yield from generation.replay(sibling.output_token_ids))))
         self._check_are_new(siblings)
-        if not self._generations:
-            self._steps.settle()
+        self._settle_if_idle()
         open_ones: dict[str, Generation] = {}
         for generation, end in made:
             seq = generation.seq
@@ -209,10 +232,12 @@ class Engine:
         generation = self._generations.pop(seq_id, None)
         if generation is not None:
             self._scheduler.abort(generation.seq)
+        elif seq_id in self._searches:
+            self._searches.abort(seq_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a request waits for outputs. False where all have been aborted, although a step may be in flight."""
-        return bool(self._generations or self._already_ended)
+        return bool(self._generations or self._searches or self._already_ended)
 
     def draw_seed(self) -> int:
         """Draw a seed for a request that has none; the draws are a function of the engine's own seed."""
@@ -253,8 +278,9 @@ class Engine:
             if self._scheduler.restore_cost is not None:
                 self._scheduler.restore_cost.note(step, counts.last_step_s)
             outputs = outputs + taken
-        elif not launched and not outputs and self._generations:
-            raise InvariantViolation(f"{len(self._generations)} requests wait and nothing can run")
+        elif not launched and not outputs and (self._generations or self._searches):
+            num_waiting = len(self._generations) + len(self._searches)
+            raise InvariantViolation(f"{num_waiting} requests wait and nothing can run")
         self._already_ended = []  # Not before `collect`: an error that it raises loses none of them.
         return outputs
 
@@ -343,16 +369,20 @@ class Engine:
         cache = self._cache
         check_cache(self._pool, cache.layout, sequences, cache.copy_on_write, num_drafts=drafts, tier=cache.tier)
         check_groups(sequences)
-        if {seq.seq_id for seq in sequences} != self._generations.keys():
+        if {seq.seq_id for seq in sequences} != self._generations.keys() | set(self._searches.beam_ids()):
             raise InvariantViolation("the scheduler's sequences are not the engine's requests")
         if len(sequences) != self._scheduler.num_running + self._scheduler.num_waiting:
             raise InvariantViolation("the scheduler's counts do not match its sequences")
 
     # -- inside --
 
+    def _settle_if_idle(self) -> None:
+        if not self._generations and not self._searches:
+            self._steps.settle()
+
     def _check_are_new(self, siblings: Sequence[Sibling]) -> None:
         for sibling in siblings:
-            if sibling.seq_id in self._generations:
+            if sibling.seq_id in self._generations or sibling.seq_id in self._searches:
                 raise InvalidRequest(f"seq_id: given {sibling.seq_id!r}, which is running; expected a new one")
 
     def _end_unfit(self, error: OutOfMemory) -> list[StepOutput]:
@@ -360,7 +390,11 @@ class Engine:
         _log.warning("%s; smaller steps follow", error)
         outputs, self._already_ended = self._already_ended, []
         unfit = [seq for seq in self._steps.unfit if seq.state is not SequenceState.FINISHED]
-        for seq in unfit:
-            self.abort_request(seq.seq_id)
         reason = f"out of memory, although it ran alone: {error}"
-        return outputs + [failed_output(seq, reason) for seq in unfit]
+        for seq in unfit:
+            if seq.seq_id in self._searches:
+                outputs += self._searches.fail(seq.seq_id, reason)
+            elif not seq.params.use_beam_search:  # else its search has failed with another beam
+                self.abort_request(seq.seq_id)
+                outputs.append(failed_output(seq, reason))
+        return outputs

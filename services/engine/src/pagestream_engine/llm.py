@@ -139,7 +139,10 @@ class _Request:
 
     @classmethod
     def make(cls, request_id: str, text: str | None, token_ids: list[int], params: SamplingParams) -> _Request:
-        outputs = [CompletionOutput(index) for index in range(params.best_of or params.n)]
+        outputs = [
+            CompletionOutput(index)
+            for index in range(params.n if params.use_beam_search else params.best_of or params.n)
+        ]
         output = RequestOutput(request_id, text, token_ids, outputs, finished=False)
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]
@@ -178,6 +181,8 @@ class _Request:
         if step.finish_reason is None:
             return False
         choice.text = "".join(self.texts[step.seq_id])
+        if step.cumulative_logprob is not None:
+            choice.cumulative_logprob = step.cumulative_logprob
         choice.finish_reason, choice.stop_reason, choice.error = step.finish_reason, step.stop_reason, step.error
         self.output.finished = all(other.finish_reason is not None for other in self.choices.values())
         if self.output.finished and self._is_contest:

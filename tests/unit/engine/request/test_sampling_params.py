@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 from pagestream_engine.errors import InvalidSamplingParams, UnsupportedSamplingParams
-from pagestream_engine.request.sampling_params import SamplingParams, child_seed
+from pagestream_engine.request.sampling_params import MAX_BEAM_WIDTH, SamplingParams, child_seed
 
 
 def test_defaults_are_vllms() -> None:
@@ -158,3 +158,44 @@ def test_choices_have_unrelated_seeds() -> None:
 def test_the_parameters_of_a_choice() -> None:
     child = SamplingParams(n=3, seed=5, top_k=4).for_child(5, 2)
     assert (child.n, child.seed, child.top_k) == (1, child_seed(5, 2), 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("temperature", 0.7),
+        ("top_p", 0.9),
+        ("top_k", 5),
+        ("min_p", 0.1),
+        ("presence_penalty", 0.5),
+        ("repetition_penalty", 1.1),
+        ("logit_bias", {3: 1.0}),
+        ("allowed_token_ids", [3]),
+        ("bad_words", ["no"]),
+        ("prompt_logprobs", 1),
+        ("stop", "."),
+        ("early_stopping", "maybe"),
+        ("early_stopping", 1),
+        ("length_penalty", math.inf),
+        ("beam_width", 1),
+        ("beam_width", MAX_BEAM_WIDTH + 1),
+        ("use_beam_search", 1),
+    ],
+)
+def test_what_makes_no_sense_in_a_beam_search_is_refused(field: str, given: object) -> None:
+    with pytest.raises(InvalidSamplingParams) as caught:
+        SamplingParams(**{"n": 2, "use_beam_search": True, field: given})  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("field", "given"), [("length_penalty", 2.0), ("early_stopping", True), ("beam_width", 4)])
+def test_parameters_of_a_search_need_one(field: str, given: object) -> None:
+    with pytest.raises(InvalidSamplingParams, match=f"{field}: .* without beam search; set use_beam_search"):
+        SamplingParams(n=2, **{field: given})  # type: ignore[arg-type]
+
+
+def test_the_width_of_a_search_is_beam_width_or_best_of_or_n() -> None:
+    assert SamplingParams(n=2, use_beam_search=True).width == 2
+    assert SamplingParams(n=2, best_of=4, use_beam_search=True).width == 4
+    child = SamplingParams(n=2, best_of=4, beam_width=8, use_beam_search=True).for_child(1, 1)
+    assert (child.n, child.best_of, child.width) == (1, None, 8)

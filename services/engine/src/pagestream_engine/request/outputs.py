@@ -51,6 +51,8 @@ class StepOutput:
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
     """Of an output without a token, before those of the first tokens: for each token of the prompt from the second on,
     as `logprobs`. A group has one such output, of the choice that computed the prompt."""
+    cumulative_logprob: float | None = None
+    """Of a finishing output of a beam search: the sum over its tokens."""
 
 
 @dataclass
@@ -61,7 +63,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    """Sum over the chosen tokens, where log probabilities were asked for."""
+    """Sum over the chosen tokens, where log probabilities were asked for, or by a beam search."""
     logprobs: list[dict[int, Logprob]] | None = None
     """For each token: the chosen one, then the likeliest ones, by id."""
     finish_reason: str | None = None

@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pagestream_engine.errors import InvalidSamplingParams, UnsupportedSamplingParams
+from pagestream_engine.request import checks
 
 _INT64 = 1 << 63
-_MAX_BIAS = 100.0
-_MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
-"""Of the device's numbers."""
 GREEDY_BELOW = 1e-5
 """As vLLM: a logit divided by a lower temperature may exceed float32's range."""
 ALL_LOGPROBS = -1
 """Value of `logprobs` that asks for the whole vocabulary."""
+MAX_BEAM_WIDTH = 64
+"""Beams of one request. A step chooses among width x (width + end tokens) candidates on the host."""
+_MOST_BEAMS = f"at most {MAX_BEAM_WIDTH} with use_beam_search"
+_MAX_LENGTH_PENALTY = 10.0
+"""Length to the power of it stays a finite number for any context."""
+_OF_SEARCH_ALONE: dict[str, object] = {"beam_width": None, "length_penalty": 1.0, "early_stopping": False}
+_ALLOWED_IN_SEARCH: dict[str, tuple[object, ...]] = {
+    "temperature": (0.0, 1.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": (None,),
+    "allowed_token_ids": (None,),
+    "bad_words": ((),),
+    "bad_words_token_ids": ((),),
+    "prompt_logprobs": (None,),
+    "stop": ((),),
+}
+"""Values that do not change what a search finds. Both temperatures are defaults: of the library and of greedy calls."""
 _NOT_YET: dict[str, object] = {"structured_outputs": None}
 """Known fields that only their default is supported for."""
 
@@ -33,7 +52,7 @@ class SamplingParams:
     n: int = 1
     """Choices for each prompt."""
     best_of: int | None = None
-    """Choices that are generated to return the n of highest cumulative log probability; offline only. None is n."""
+    """Choices that are generated to return the n of highest cumulative log probability. None is n."""
     presence_penalty: float = 0.0
     """Taken from the logits of tokens that are in the output, in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -75,6 +94,16 @@ class SamplingParams:
     bad_words_token_ids: Sequence[Sequence[int]] = ()
     """Their tokens: the last one of each is banned where the output ends with those before it. The engine adds those of
     `bad_words`. Kept as tuples."""
+    use_beam_search: bool = False
+    """Search for the likeliest outputs instead of drawing them; see `request/beam_search.py`."""
+    beam_width: int | None = None
+    """Beams of a search, of which the best n are returned; None is best_of, or n."""
+    length_penalty: float = 1.0
+    """Of a search: a beam's score is its cumulative log probability over its length to the power of this. Above 0
+    longer outputs are preferred."""
+    early_stopping: bool | str = False
+    """Of a search: True ends it with as many complete beams as its width; False when the best open beam, at its
+    present length, can't beat the worst complete one; "never" when it can't at any length (as `transformers`)."""
     structured_outputs: object | None = None
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
@@ -82,50 +111,73 @@ class SamplingParams:
     """Whether any of the three penalties does something."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _strings("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", _biases("logit_bias", self.logit_bias))
-        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words))
-        object.__setattr__(self, "bad_words_token_ids", _words("bad_words_token_ids", self.bad_words_token_ids))
+        object.__setattr__(self, "stop", checks.strings("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", checks.token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", checks.biases("logit_bias", self.logit_bias))
+        object.__setattr__(self, "bad_words", checks.strings("bad_words", self.bad_words))
+        object.__setattr__(self, "bad_words_token_ids", checks.words("bad_words_token_ids", self.bad_words_token_ids))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", checks.token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
                 raise InvalidSamplingParams(
                     "allowed_token_ids", (), "at least one token id", "leave it out to allow all"
                 )
         if self.prompt_logprobs is not None:
-            _whole("prompt_logprobs", self.prompt_logprobs, low=ALL_LOGPROBS)
+            checks.whole("prompt_logprobs", self.prompt_logprobs, low=ALL_LOGPROBS)
         self._check_support()
-        _whole("n", self.n, low=1)
+        checks.whole("n", self.n, low=1)
         if self.best_of is not None:
-            _whole("best_of", self.best_of, low=1)
+            checks.whole("best_of", self.best_of, low=1)
             if self.best_of < self.n:
                 raise InvalidSamplingParams("best_of", self.best_of, f"at least n ({self.n})")
         self._set_real("presence_penalty", low=-2.0, high=2.0)
         self._set_real("frequency_penalty", low=-2.0, high=2.0)
         self._set_real("repetition_penalty", low=0.0, above=True)
         if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, low=ALL_LOGPROBS)
+            checks.whole("logprobs", self.logprobs, low=ALL_LOGPROBS)
         self._set_real("temperature", low=0.0)
         self._set_real("top_p", low=0.0, high=1.0, above=True)
-        _whole("top_k", self.top_k, low=-1)
+        checks.whole("top_k", self.top_k, low=-1)
         self._set_real("min_p", low=0.0, high=1.0)
         if self.seed is not None:
-            _whole("seed", self.seed, low=-_INT64, high=_INT64 - 1)
-        _whole("min_tokens", self.min_tokens, low=0, high=_INT64 - 1)
+            checks.whole("seed", self.seed, low=-_INT64, high=_INT64 - 1)
+        checks.whole("min_tokens", self.min_tokens, low=0, high=_INT64 - 1)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, low=1)
+            checks.whole("max_tokens", self.max_tokens, low=1)
             if self.min_tokens > self.max_tokens:
                 raise InvalidSamplingParams("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidSamplingParams(name, getattr(self, name), "True or False")
+        self._check_beam_search()
         has_penalties = bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
         object.__setattr__(self, "has_penalties", has_penalties)
 
-    def _set_real(self, name: str, *, low: float, high: float = _MAX_FLOAT32, above: bool = False) -> None:
-        _real(name, getattr(self, name), low=low, high=high, above=above)
+    def _set_real(self, name: str, *, low: float, high: float = checks.MAX_FLOAT32, above: bool = False) -> None:
+        checks.real(name, getattr(self, name), low=low, high=high, above=above)
         object.__setattr__(self, name, float(getattr(self, name)))
+
+    def _check_beam_search(self) -> None:
+        self._set_real("length_penalty", low=-_MAX_LENGTH_PENALTY, high=_MAX_LENGTH_PENALTY)
+        if not isinstance(self.use_beam_search, bool):
+            raise InvalidSamplingParams("use_beam_search", self.use_beam_search, "True or False")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidSamplingParams("early_stopping", self.early_stopping, 'True, False or "never"')
+        if self.beam_width is not None:
+            checks.whole("beam_width", self.beam_width, low=self.n, high=MAX_BEAM_WIDTH)
+        if not self.use_beam_search:
+            for name, default in _OF_SEARCH_ALONE.items():
+                if getattr(self, name) != default:
+                    hint = "set use_beam_search, or leave it out"
+                    raise InvalidSamplingParams(name, getattr(self, name), f"{default!r} without beam search", hint)
+            return
+        if self.width > MAX_BEAM_WIDTH:
+            raise InvalidSamplingParams("n" if self.best_of is None else "best_of", self.width, _MOST_BEAMS)
+        for name, allowed in _ALLOWED_IN_SEARCH.items():
+            if getattr(self, name) not in allowed:
+                expected = f"{' or '.join(map(repr, allowed))} with use_beam_search"
+                hint = "a search takes the likeliest tokens by the model's own probabilities"
+                raise InvalidSamplingParams(name, getattr(self, name), expected, hint)
 
     def _check_support(self) -> None:
         for name, default in _NOT_YET.items():
@@ -144,9 +196,15 @@ class SamplingParams:
         """Whether the likeliest token is always taken."""
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def width(self) -> int:
+        """Beams of a search."""
+        return self.beam_width or self.best_of or self.n
+
     def for_child(self, seed: int, child: int) -> SamplingParams:
         """The parameters of choice `child` of a request whose noise starts from `seed`."""
-        return replace(self, n=1, best_of=None, seed=child_seed(seed, child))
+        beam_width = self.width if self.use_beam_search else None
+        return replace(self, n=1, best_of=None, beam_width=beam_width, seed=child_seed(seed, child))
 
 
 def child_seed(seed: int, child: int) -> int:
@@ -155,64 +213,3 @@ def child_seed(seed: int, child: int) -> int:
         return seed
     digest = hashlib.sha256(f"{seed}:{child}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
-
-
-def _strings(field: str, given: object) -> tuple[str, ...]:
-    if given is None:
-        return ()
-    if isinstance(given, str):
-        given = (given,)
-    if not isinstance(given, (list, tuple)) or not all(isinstance(text, str) for text in given):
-        raise InvalidSamplingParams(field, given, "a string or a list of strings")
-    if not all(given):
-        raise InvalidSamplingParams(field, given, "no empty string")
-    return tuple(given)
-
-
-def _token_ids(field: str, given: object) -> tuple[int, ...]:
-    if given is None:
-        return ()
-    if not isinstance(given, (list, tuple)):
-        raise InvalidSamplingParams(field, given, "a list of token ids")
-    for token_id in given:
-        _whole(field, token_id, low=0)
-    return tuple(given)
-
-
-def _words(field: str, given: object) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(given, (list, tuple)) or not all(isinstance(word, (list, tuple)) and word for word in given):
-        raise InvalidSamplingParams(field, given, "a list of lists of token ids, none of them empty")
-    return tuple(_token_ids(field, word) for word in given)
-
-
-def _biases(name: str, given: object) -> Mapping[int, float] | None:
-    """A copy with the token ids as numbers (JSON has them as strings), clamped."""
-    if given is None:
-        return None
-    if not isinstance(given, Mapping):
-        raise InvalidSamplingParams(name, given, "token ids and the bias of each")
-    biases: dict[int, float] = {}
-    for token_id, bias in given.items():
-        number = int(token_id) if isinstance(token_id, str) and token_id.isdecimal() else token_id
-        _whole(name, number, low=0)
-        _real(name, bias, low=-math.inf, high=math.inf)
-        biases[number] = float(min(_MAX_BIAS, max(-_MAX_BIAS, bias)))
-    return biases
-
-
-def _whole(field: str, given: object, *, low: int, high: int | None = None) -> None:
-    limits = f"a whole number of at least {low}" + (f" and at most {high}" if high is not None else "")
-    if isinstance(given, bool) or not isinstance(given, int) or given < low or (high is not None and given > high):
-        raise InvalidSamplingParams(field, given, limits)
-
-
-def _real(field: str, given: object, *, low: float, high: float, above: bool = False) -> None:
-    """Check low <= given <= high, or low < given with `above`; NaN and infinity never pass."""
-    limits = "a finite number"
-    limits += f" {'above' if above else 'of at least'} {low}" if low != -math.inf else ""
-    limits += f" and at most {high}" if high < _MAX_FLOAT32 else ""
-    if isinstance(given, bool) or not isinstance(given, (int, float)):
-        raise InvalidSamplingParams(field, given, limits)
-    is_outside = given < low or given > high or (above and given == low)
-    if is_outside or (isinstance(given, float) and not math.isfinite(given)):
-        raise InvalidSamplingParams(field, given, limits)

@@ -19,6 +19,8 @@ class Sibling:
     """With `n` 1 and a seed of its own (see `SamplingParams.for_child`)."""
     output_token_ids: Sequence[int] = ()
     """What an earlier run has generated: its next output is the token after them."""
+    index: int | None = None
+    """Its place among the choices of its request; None: its place among those that are given together."""
 
 
 NO_ROW = -1
@@ -97,7 +99,7 @@ class TokenSequence:
         self.tenant = tenant
         """Whose it is, for policies."""
         self.max_total_tokens = max_total_tokens
-        """Prompt and output together: where it ends with "length"."""
+        """Prompt and output together: where it ends with "length". Of a beam what its search allows: see `Searches`."""
         self.cache_salt = cache_salt
         """Adapter, tenant: what must not share blocks although the tokens are equal."""
         self.end_token_ids = end_token_ids
@@ -148,6 +150,11 @@ class TokenSequence:
         """Tokens that are neither computed nor in flight; the last of them may be a placeholder."""
         return len(self) - self.num_sent_tokens
 
+    def forget_unsettled(self) -> None:
+        """Drop what was sampled for a beam and not chosen yet: its search allows it one token at a time."""
+        if self.params.use_beam_search:
+            del self.token_ids[self.max_total_tokens - 1 :]
+
     def __repr__(self) -> str:
         done, total = self.num_computed_tokens, len(self.token_ids)
         return f"TokenSequence({self.seq_id!r}, {self.state.name.lower()}, {done}/{total} tokens computed)"
@@ -179,6 +186,11 @@ class SequenceGroup:
         self.members.remove(seq)
         if seq in self.followers:
             self.followers.remove(seq)
+
+    @property
+    def is_search(self) -> bool:
+        """Whether the members are the beams of a search, which must not part: each step chooses among all."""
+        return self.members[0].params.use_beam_search
 
     def split(self) -> SequenceGroup:
         """Take the last member that does not lead others into a group of its own, and return that."""

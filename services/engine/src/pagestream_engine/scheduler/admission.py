@@ -95,7 +95,7 @@ class Admission:
                 if self._num_running:
                     self._note_shortage(group, leader, prefix)
                     return
-                if len(group.members) > 1:
+                if len(group.members) > 1 and not group.is_search:
                     self._split_waiting()
                     continue
                 # Alone it always fits, if in smaller chunks than `wanted` reckons with.

@@ -53,6 +53,9 @@ class DecodeSet:
         drafted = []
         for entry in entries:
             seq = entry.seq
+            if seq.params.use_beam_search:
+                drafted.append(entry)  # Its next token is chosen by the host.
+                continue
             most = min(num_drafts, budget, seq.max_total_tokens - len(seq) - 1)
             count = self._cache.num_fitting_tokens(seq, 1 + most)
             self._cache.allocate_slots(seq, seq.num_sent_tokens + count)

@@ -248,7 +248,7 @@ class Scheduler:
     def _preempt_last(self, by_rank: list[SequenceGroup]) -> None:
         """Preempt the last of these groups, or where only one is left, one member of it."""
         group = by_rank.pop()
-        if not by_rank and len(group.members) > 1:
+        if not by_rank and len(group.members) > 1 and not group.is_search:
             by_rank.append(group)
             group = group.split()
         self._requeue(group)
@@ -259,6 +259,7 @@ class Scheduler:
         group.followers.clear()
         for seq in group.members:
             self._cache.free(seq)
+            seq.forget_unsettled()
             seq.state = SequenceState.WAITING
             seq.row = NO_ROW
             self._policy.preempted(seq)

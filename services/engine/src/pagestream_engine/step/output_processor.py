@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from pagestream_engine.request.generation import Generation
@@ -13,10 +12,9 @@ from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.scheduler.scheduler import Scheduler
 from pagestream_engine.step.logprobs import logprob_rows, prompt_logprob_rows
 from pagestream_engine.step.records import StepPromptLogprobs, StepResult
+from pagestream_engine.step.searches import RunningSearch, Searches
+from pagestream_engine.step.texts import failed_output, output_of, with_logprobs, with_prompt_logprobs
 from pagestream_engine.text.detokenizer import Pieces
-from pagestream_engine.text.faults import is_fault_of_request
-
-_log = logging.getLogger(__name__)
 
 
 class OutputProcessor:
@@ -25,12 +23,16 @@ class OutputProcessor:
     Args:
         scheduler: frees what a finished sequence holds.
         generations: the text and stop state of each unfinished sequence, by its seq_id; finished ones are taken out.
+        searches: the beam searches, whose beams have no text.
         pieces: makes the texts of log probabilities; None without a tokenizer.
     """
 
-    def __init__(self, scheduler: Scheduler, generations: dict[str, Generation], pieces: Pieces | None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, generations: dict[str, Generation], searches: Searches, pieces: Pieces | None
+    ) -> None:
         self._scheduler = scheduler
         self._generations = generations
+        self._searches = searches
         self._pieces = pieces
 
     def process(self, step: ScheduledStep, tokens: Sequence[Sequence[int]], result: StepResult) -> list[StepOutput]:
@@ -59,9 +61,17 @@ class OutputProcessor:
         errors, logprobs = result.errors, logprob_rows(result.logprobs)
         outputs: list[StepOutput] = []
         ended: list[TokenSequence] = []
+        searches: dict[int, RunningSearch] = {}
         for place, (seq, token_ids) in enumerate(zip(sampled, tokens, strict=True)):
             if seq.state is not SequenceState.RUNNING:
                 continue  # It ended while the step was in flight.
+            if seq.params.use_beam_search:
+                if place in errors:
+                    outputs += self._searches.fail(seq.seq_id, errors[place])
+                elif token_ids:
+                    running = self._searches.note(seq, logprobs[place][0])
+                    searches[id(running)] = running
+                continue
             if place in errors:
                 taken = [failed_output(seq, errors[place])]
             else:
@@ -70,6 +80,9 @@ class OutputProcessor:
             if taken and taken[-1].finish_reason is not None:
                 ended.append(seq)
         self._finish(ended)
+        for running in searches.values():
+            if running.is_due:
+                outputs += self._searches.advance(running)
         return outputs
 
     def _take_some(
@@ -79,9 +92,9 @@ class OutputProcessor:
         generation = self._generations[seq.seq_id]
         outputs: list[StepOutput] = []
         for index, token_id in enumerate(token_ids):
-            output = _take(generation, token_id, seq.num_output_tokens - len(token_ids) + index + 1)
+            output = output_of(generation, token_id, seq.num_output_tokens - len(token_ids) + index + 1)
             if logprobs is not None:
-                output = _with_logprobs(output, logprobs[index], seq, self._pieces)
+                output = with_logprobs(output, logprobs[index], seq, self._pieces)
             outputs.append(output)
             if output.finish_reason is not None:
                 break
@@ -95,7 +108,7 @@ class OutputProcessor:
         for seq, (token_id,) in zip(sampled, tokens, strict=True):
             if seq.state is not running:
                 continue  # It ended while the step was in flight.
-            output = _take(generations[seq.seq_id], token_id, len(seq.token_ids) - seq.num_prompt_tokens)
+            output = output_of(generations[seq.seq_id], token_id, len(seq.token_ids) - seq.num_prompt_tokens)
             outputs.append(output)
             if output.finish_reason is not None:
                 ended.append(seq)
@@ -114,7 +127,7 @@ class OutputProcessor:
             if len(rows) == seq.num_prompt_tokens - 1:
                 for member in seq.group.members:
                     member.wants_prompt_logprobs = False
-                outputs.append(_with_prompt_logprobs(seq, rows, self._pieces))
+                outputs.append(with_prompt_logprobs(seq, rows, self._pieces))
                 rows.clear()
                 if outputs[-1].finish_reason is not None:
                     self._finish([seq])
@@ -124,44 +137,3 @@ class OutputProcessor:
         for seq in ended:
             del self._generations[seq.seq_id]
         self._scheduler.finish_requests(ended)
-
-
-def _take(generation: Generation, token_id: int, num_output_tokens: int) -> StepOutput:
-    seq = generation.seq
-    try:
-        plain = generation.take_plain(token_id, num_output_tokens)
-        if plain is not None:
-            return StepOutput(seq.seq_id, token_id, plain, None, None, seq.num_cached_tokens)
-        text, finish, stop = generation.take(token_id, num_output_tokens)
-    except BaseException as error:  # noqa: BLE001 - what one request's text raises must not fail its neighbours
-        return _failed_by(error, seq, token_id)
-    return StepOutput(seq.seq_id, token_id, text, finish, stop, seq.num_cached_tokens)
-
-
-def _with_logprobs(output: StepOutput, row: LogprobRow, seq: TokenSequence, pieces: Pieces | None) -> StepOutput:
-    try:
-        output.logprobs = row.with_texts(pieces)
-    except BaseException as error:  # noqa: BLE001 - as for the text
-        return _failed_by(error, seq, output.token_id)
-    return output
-
-
-def _with_prompt_logprobs(seq: TokenSequence, rows: list[LogprobRow], pieces: Pieces | None) -> StepOutput:
-    try:
-        prompt_logprobs = tuple(row.with_texts(pieces) for row in rows)
-    except BaseException as error:  # noqa: BLE001 - as for the text
-        return _failed_by(error, seq, None)
-    return StepOutput(seq.seq_id, None, "", prompt_logprobs=prompt_logprobs)
-
-
-def failed_output(seq: TokenSequence, error: str, token_id: int | None = None) -> StepOutput:
-    """Return the end of a sequence that failed, with the token that it failed at, if there is one."""
-    return StepOutput(seq.seq_id, token_id, "", "error", None, seq.num_cached_tokens, error)
-
-
-def _failed_by(error: BaseException, seq: TokenSequence, token_id: int | None) -> StepOutput:
-    """Return the end of a sequence whose text has raised; raise what is no request's fault."""
-    if not is_fault_of_request(error):
-        raise error
-    _log.error("request %s failed", seq.seq_id, exc_info=error)
-    return failed_output(seq, f"{type(error).__name__}: {error}", token_id)
