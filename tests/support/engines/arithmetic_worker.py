@@ -128,6 +128,7 @@ async def running_worker(
         load=worker.load,
         on_hand_back_all=worker.hand_all_back,
         fingerprint=fingerprint,
+        policy=engine.queue_order,
     ) as session:
         task = asyncio.create_task(worker.run(session, stop))
         running = Running(worker, core, task, stop)

@@ -17,6 +17,7 @@ COVER: Mapping[str, tuple[str, ...]] = {
     "test_scripts": (OLDEST, NEWEST, CLUSTER, SENTINELS),
     "test_append": (OLDEST, NEWEST),
     "test_models": (OLDEST, CLUSTER),
+    "test_policies": (OLDEST, CLUSTER),
     "test_reading": (OLDEST, SENTINELS),
 }
 """Where a module's tests run in `make test`; those of other modules run on the oldest server.

@@ -318,7 +318,7 @@ class Protocol:
     def _front(self, engine: str, nonce: str, limits: Sequence[Any]) -> int | None:
         """Ask for the key of the next request; check that this, and a claim bounded below it, takes nothing."""
         before = _but_for_empty_queues(self.state)
-        [_, [_, _, _, *heads]] = self.call("claim", engine, nonce, 0, *limits)
+        [_, [_, _, _, _, *heads]] = self.call("claim", engine, nonce, 0, *limits)
         front: int | None = heads[0] if heads else None
         if front is not None and not limits[5]:
             self.call("claim", engine, nonce, 4, *limits, 0, 1, front - 1)

@@ -62,6 +62,8 @@ class Engine:
         policy = make_policy(config.scheduler.scheduling_policy)
         self.interrupts = policy.interrupts
         """Whether a request of class 0 that finds no room takes it from lower classes."""
+        self.queue_order = policy.queue_order
+        """See SchedulingPolicy."""
         self.folder = folder = resolve_model(model)
         self.config = config
         self.tokenizer = load_tokenizer(folder)

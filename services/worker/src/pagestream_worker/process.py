@@ -154,6 +154,7 @@ async def _serve(process: ProcessSettings, core: EngineCore, stop: asyncio.Event
             on_hand_back_all=worker.hand_all_back,
             card=card,
             max_model_len=engine.max_model_len,
+            policy=engine.queue_order,
         )
         await _unless_stopped(_when_redis_answers(lambda: stack.enter_async_context(session)), stop)
         readers = EngineReaders(lambda: core.figures, engine.memory_bytes, lambda: session.num_reclaimed)

@@ -59,6 +59,8 @@ class ShortestFirst(SchedulingPolicy):
         token_arrivals: tokens that one arrival is worth.
     """
 
+    queue_order = "shortest_first"
+
     def __init__(self, token_arrivals: int = TOKEN_ARRIVALS) -> None:
         self._token_arrivals = token_arrivals
         self.predictor = LengthPredictor()
@@ -140,6 +142,8 @@ class FairByTenant(SchedulingPolicy):
     Args:
         weights: of tenants; 1 for those that are not named.
     """
+
+    queue_order = "fair"
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})

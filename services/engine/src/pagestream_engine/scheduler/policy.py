@@ -41,6 +41,10 @@ class SchedulingPolicy(SequenceEvents, ABC):
     interrupts = False
     """Whether a sequence of class 0 displaces those of lower classes: it may be added to a full engine."""
 
+    queue_order = "fcfs"
+    """The built-in policy by which requests go that wait in a queue outside of the engine, which several engines share:
+    "fcfs" (by arrival and class), "shortest_first" or "fair"."""
+
     @abstractmethod
     def rank(self, seq: TokenSequence) -> float:
         """Return its place: the lowest rank is admitted first, and its prompt computed first."""

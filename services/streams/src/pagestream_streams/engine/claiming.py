@@ -78,6 +78,8 @@ class Claimer:
         self._doorbell = doorbell
         self._on_lost = on_lost
         self._had_same_fingerprint_only = False
+        self._virtual_time = 0
+        """The latest of all partitions, which it takes from each to the others; see the policy "fair" in accept.lua."""
 
     async def claim(self, *, max_requests: int, max_prompt_tokens: int) -> list[Claim]:
         """Claim requests that fit into the given room; see EngineSession.claim."""
@@ -239,6 +241,7 @@ class Claimer:
             "" if room is None else room,
             -1 if assignment.leaves_longer else settings.fingerprint_grace_ms,
             "" if greatest_class is None else greatest_class,
+            self._virtual_time,
         )
         return Call(CLAIM, self._where(take.number).prefix, arguments)
 
@@ -247,7 +250,8 @@ class Claimer:
 
     def _learn(self, number: int, reply: Sequence[Any], asked_at: float) -> None:
         """Note what a reply says about the partition's head."""
-        has_suspects, ripens_ms, room, *heads = reply[1]
+        has_suspects, ripens_ms, room, virtual_time, *heads = reply[1]
+        self._virtual_time = max(self._virtual_time, virtual_time)
         if has_suspects:
             self._assignment.with_suspects.add(number)
         first = Head(heads[0], heads[1], bool(heads[2])) if heads else None

@@ -169,6 +169,8 @@ class Heartbeat:
             settings.fingerprint_grace_ms,
             self._identity.max_model_len,
             -1 if self._assignment.leaves_longer else settings.fingerprint_grace_ms,
+            self._identity.policy,
+            self._identity.started_ms,
         )
 
     async def _reconcile(self, before: Mapping[str, tuple[int, str]], owned: set[str]) -> None:

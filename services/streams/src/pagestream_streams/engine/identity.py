@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,15 +24,20 @@ class EngineIdentity:
     max_model_len: int
     """Longest context in tokens that the engine holds; 0 for no limit."""
     keyspace: Keyspace
+    policy: str = ""
+    """Its scheduling policy, by which the model's queue goes as well; "" leaves the queue as it is."""
+    started_ms: int = 0
+    """When it started, in Unix milliseconds: of engines with different policies the last one decides."""
 
     @classmethod
     def create(
-        cls, name: str, *, model: str, fingerprint: str, max_model_len: int, keyspace: Keyspace
+        cls, name: str, *, model: str, fingerprint: str, max_model_len: int, keyspace: Keyspace, policy: str = ""
     ) -> EngineIdentity:
         """Add a boot nonce to a name. ValueError for a name with white space or a colon."""
         if any(character.isspace() or character == ":" for character in name):
             raise ValueError(f"expected an engine id without spaces and colons, got {name!r}")
-        return cls(f"{name}:{secrets.token_hex(8)}", model, fingerprint, max_model_len, keyspace)
+        engine_id, started_ms = f"{name}:{secrets.token_hex(8)}", time.time_ns() // 1_000_000
+        return cls(engine_id, model, fingerprint, max_model_len, keyspace, policy, started_ms)
 
     def partition(self, number: int) -> Partition:
         """Return a partition of the engine's model."""

@@ -46,6 +46,7 @@ class EngineSession:
         on_hand_back_all: Callable[[], None] | None = None,
         card: ModelCard | None = None,
         max_model_len: int = 0,
+        policy: str = "",
     ) -> None:
         """Create a session; nothing is sent before `async with`. ValueError for an id with white space or a colon.
 
@@ -66,6 +67,8 @@ class EngineSession:
             card: published again where Redis has lost the model's card.
             max_model_len: longest context in tokens; 0 for no limit. Requests that need more are left to engines that
                 hold it, for settings.fingerprint_grace_ms.
+            policy: the engine's scheduling policy, by which the model's queue goes as well (docs/decisions/0205); ""
+                leaves it as it is.
         """
         connection, settings = broker.connection, broker.settings
         self._broker = broker
@@ -75,6 +78,7 @@ class EngineSession:
             fingerprint=fingerprint,
             max_model_len=max_model_len,
             keyspace=connection.keyspace,
+            policy=policy,
         )
         self.assignment = Assignment()
         self.active_requests = ActiveRequests()

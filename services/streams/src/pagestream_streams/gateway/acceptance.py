@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
 from pagestream.v1.records_pb2 import RequestSpec
@@ -19,6 +20,8 @@ from pagestream_streams.settings import StreamsSettings
 
 _SHORTEST_SPAN_S = 1.0  # shorter spans give no meaningful rate
 
+_MOST_TENANT_TIMES = 4096
+
 _FULL, _ACCEPTED, _WRONG_TENANT, _REMOVED = 0, 1, 3, 4  # accept.lua's replies; 2: it had been accepted before
 
 
@@ -30,6 +33,8 @@ class Acceptor:
         self._broker = broker
         self._reader_id = reader_id
         self.placer = Placer(broker.settings, broker.connection.keyspace)
+        self._tenant_times: dict[tuple[str, str], int] = {}
+        """Virtual times by model and tenant: what a tenant has in one partition counts in all (accept.lua, "fair")."""
 
     async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str, cache_salt: bytes) -> str:
         """Create a request id; see GatewaySession.place."""
@@ -81,10 +86,11 @@ class Acceptor:
             settings.retention_s * 1000,
         )
         connection = self._broker.connection
-        reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments)
+        order = (0, self._tenant_times.get((spec.model, spec.tenant), 0), settings.ageing_ms)
+        reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments, "", *order)
         if reply[0] == _REMOVED:  # this process' view of the models is old, or the model was published anew
             await self._broker.directory.check_published(spec.request_id)
-            reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments, reply[1])
+            reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments, reply[1], *order)
         if reply[0] == _REMOVED:
             raise ModelNotFound(spec.model)
         if reply[0] == _FULL:
@@ -92,7 +98,15 @@ class Acceptor:
         if reply[0] == _WRONG_TENANT:
             raise RequestNotFound(spec.request_id)
         reach(FaultPoint.ACCEPTED)
+        if reply[1]:
+            self._note_tenant_time((spec.model, spec.tenant), reply[1])
         return bool(reply[0] == _ACCEPTED)
+
+    def _note_tenant_time(self, key: tuple[str, str], time: int) -> None:
+        self._tenant_times[key] = max(time, self._tenant_times.pop(key, 0))
+        if len(self._tenant_times) > _MOST_TENANT_TIMES:
+            for oldest in list(islice(self._tenant_times, _MOST_TENANT_TIMES // 2)):
+                del self._tenant_times[oldest]
 
     async def _locate(self, spec: RequestSpec) -> Partition:
         try:

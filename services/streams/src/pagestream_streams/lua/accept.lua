@@ -19,7 +19,11 @@
 --            retention of any request)
 --       [21] whether it ends as it is accepted, with no tokens (0 or none: it runs), and [22] its retention in ms then
 --       [23] the removal after which the model was published again, see forget.lua ('' or none: unknown)
--- Returns: {1} accepted; {2} was accepted before; {3} the id is another tenant's; {4, removal} the model was removed;
+--       [24] the output tokens that are expected of it (none: 0)
+--       [25] the greatest virtual time of the tenant that the caller knows (none: 0), see the policy "fair"
+--       [26] how far behind its arrival the policy "shortest_first" ranks a request at most, in ms (none: 0)
+-- Returns: {1, virtual time of the tenant (0: none)} accepted; {2} was accepted before; {3} the id is another tenant's;
+--          {4, removal} the model was removed;
 --          {0, requests, tokens, drained, drain window in ms, bound of requests, bound of tokens, whose bound it is
 --          (0: all tenants', 1: this tenant's)} beyond a bound.
 -- Retry: harmless, a record that exists is only read.
@@ -48,7 +52,22 @@ local function write_record()
     'grace', grace, 'continue', continue, 'context', ARGV[19] or 0, 'kept', kept)
 end
 
-local known = call('HMGET', req, 'state', 'readers', 'tenant', 'kept')
+-- The place of a new request in the order of a policy that ranks. "fair" is start-time fair queueing: the sorted set
+-- `fair` has the virtual time of each tenant that is ahead of the partition's, which claim.lua moves on. What a tenant
+-- has in other partitions the caller knows, as far as it went through it.
+local function rank_of(policy, entry, virtual_time)
+  local work, fair = tokens + tonumber(ARGV[24] or 0), prefix .. 'fair'
+  if policy == 'shortest_first' then
+    return rank_by_work(entry, work, tonumber(ARGV[26] or 0)), 0
+  end
+  local start = math.max(virtual_time, tonumber(ARGV[25] or 0), tonumber(call('ZSCORE', fair, tenant) or 0))
+  local ends = start + math.max(1, math.ceil(work / weight))
+  call('ZREMRANGEBYSCORE', fair, '-inf', virtual_time)
+  call('ZADD', fair, ends, tenant)
+  return start, ends
+end
+
+local known, tenant_time = call('HMGET', req, 'state', 'readers', 'tenant', 'kept'), 0
 if known[3] and known[3] ~= tenant then
   return {3}
 end
@@ -74,10 +93,10 @@ elseif ARGV[21] == '1' then
   if removed then
     call('DEL', prefix .. 'removed')
   end
-  return {1}
+  return {1, 0}
 else
   local requests = call('XLEN', prefix .. 'queue:' .. class)
-  local state = call('HMGET', meta, 'tokens:' .. class, 'classes', 'drain_from', 'drained')
+  local state = call('HMGET', meta, 'tokens:' .. class, 'classes', 'drain_from', 'drained', 'policy', 'virtual')
   local queued = tonumber(state[1] or 0)
   local window = drain_span(state[3], now)
   local drained = window and tonumber(state[4] or 0) or 0
@@ -98,7 +117,12 @@ else
   if bounded then
     call('HINCRBY', meta, 'tokens:' .. class, tokens)
     charge(class, tenant, tokens, weight)
-    enqueue(id, class, tokens)
+    local entry = enqueue(id, class, tokens)
+    if RANKED[state[5]] then
+      local rank
+      rank, tenant_time = rank_of(state[5], entry, tonumber(state[6] or 0))
+      call('ZADD', prefix .. 'ranks:' .. class, rank, entry)
+    end
   else
     enqueue(id, 'resume', tokens)
   end
@@ -114,4 +138,4 @@ if gateway ~= '' and known[1] ~= 'finished' then
   call('ZADD', prefix .. 'gateways', now + lease, gateway)
 end
 call('PUBLISH', ARGV[14], ARGV[15])
-return {known[1] and 2 or 1}
+return {known[1] and 2 or 1, tenant_time}

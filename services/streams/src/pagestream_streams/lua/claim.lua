@@ -1,8 +1,9 @@
 -- Claim requests for an engine: take them from their queues, raise their epochs, record owner, nonce and lease.
 --
 -- The queues of begun requests ("resume") come first; then the entry with the earliest virtual arrival, which is its
--- arrival plus class * ageing. Both are one number, the entry's key (see order_key in prelude.lua), so that an engine
--- can compare the heads of partitions and claim only what comes before a bound (docs/decisions/0120). An engine that
+-- arrival plus class * ageing, or as the engines' policy ranks them (docs/decisions/0205). Both are one number, the
+-- entry's key (see order_key in prelude.lua), so that an engine can compare the heads of partitions and claim only what
+-- comes before a bound (docs/decisions/0120). An engine that
 -- holds nothing gets a suspect before all that, and then nothing else (docs/decisions/0024). One that needs a longer
 -- context than the engine holds is left to other engines for ARGV[18]. Entries are looked at until LOOK_BEHIND more
 -- than the first were too large for the room, or MOST_LEFT were left to other engines.
@@ -21,11 +22,13 @@
 --       [17] most tokens of the entry that the reply names as the next one ('' or none: what is left of [4])
 --       [18] how long requests that need a longer context are left to others, in ms (negative: for ever)
 --       [19] the greatest class to claim, and then no begun requests ('' or none: all)
+--       [20] the virtual time that the engine knows from all partitions (none: 0), see the policy "fair" in accept.lua
 -- Returns: {now, what is next, {id, spec, epoch, next index, digest, attempts, deadline, isolated (0 | 1), cached
 --          tokens, ms in its queue, key}...}. What is next: {whether a suspect waits that this engine may run (0 | 1),
---          ms until an entry may be taken that is left to other engines (-1: none), the room that the rest is about;
---          where entries may be taken: key and tokens of the first one, whether it must not be overtaken (0 | 1); where
---          that is larger than the room, but another one isn't: key and tokens of the first that isn't}.
+--          ms until an entry may be taken that is left to other engines (-1: none), the room that the rest is about,
+--          the partition's virtual time; where entries may be taken: key and tokens of the first one, whether it must
+--          not be overtaken (0 | 1); where that is larger than the room, but another one isn't: key and tokens of the
+--          first that isn't}.
 -- Retry: claims more. Requests of a lost reply are owned by the engine, whose heartbeats hand them back.
 local engine, nonce, max_requests, max_tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local min_age, ageing, lease, window = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
@@ -38,6 +41,9 @@ local meta, now, drained = prefix .. 'meta', now_ms(), 0
 local claims, HEAD = {now, {}}, 2
 local drained_tokens, drained_longest, drained_of = 0, 0, {}
 local LOOK_BEHIND, MOST_LEFT = 16, 256
+local known = call('HMGET', meta, 'classes', 'prints', 'policy', 'virtual')
+local policy, virtual_time = known[3], math.max(tonumber(known[4] or 0), tonumber(ARGV[20] or 0))
+local class_step = policy == 'fair' and 0 or ageing -- tenants, not classes
 
 -- Makes a queued request this engine's; false where it is not queued any more.
 local function own(id, alone, since, key)
@@ -81,8 +87,8 @@ local function candidate(queue, entry)
   if is_foreign then
     least = math.max(least, patience)
   end
-  local is_last = waited < least -- those behind it are younger
-  if not is_last and context > 0 and tonumber(call('HGET', prefix .. 'req:' .. id, 'context') or 0) > context then
+  local is_last = waited < least and not queue.ranks -- those behind it are younger
+  if waited >= least and context > 0 and tonumber(call('HGET', prefix .. 'req:' .. id, 'context') or 0) > context then
     least = context_patience < 0 and math.huge or math.max(least, context_patience)
   end
   if waited < least then
@@ -92,7 +98,45 @@ local function candidate(queue, entry)
     return nil, is_last
   end
   return {queue = queue, entry = entry[1], id = id, tokens = tonumber(entry[2][4]), arrival = arrival,
-    key = order_key(queue.name, arrival, ageing), stays = queue.begun or waited >= ageing}
+    key = order_key(queue.name, entry[3] or arrival, class_step), stays = queue.begun or waited >= ageing}
+end
+
+-- Ranks the entries of a queue that have no rank, where the numbers of both show that there are some: a gateway of a
+-- version without ranks may have added them, and a new policy begins with none.
+local function index(queue)
+  local name, known = prefix .. 'queue:' .. queue.name, {}
+  if call('ZCARD', queue.ranks) == call('XLEN', name) then
+    return
+  end
+  local ranks = call('ZRANGE', queue.ranks, 0, -1, 'WITHSCORES')
+  for i = 1, #ranks, 2 do
+    known[ranks[i]] = ranks[i + 1]
+  end
+  call('DEL', queue.ranks)
+  for _, entry in ipairs(call('XRANGE', name, '-', '+')) do
+    local rank = policy == 'fair' and virtual_time or rank_by_work(entry[1], tonumber(entry[2][4]), ageing)
+    call('ZADD', queue.ranks, known[entry[1]] or rank, entry[1])
+  end
+end
+
+-- Up to `count` entries of a queue in its order, from a position on: an index among the ranks, or the least entry id.
+-- Those of a queue with ranks have theirs as their third value.
+local function entries_from(queue, from, count)
+  local name, found = prefix .. 'queue:' .. queue.name, {}
+  if not queue.ranks then
+    return call('XRANGE', name, from, '+', 'COUNT', count)
+  end
+  local ranks = call('ZRANGE', queue.ranks, from, from + count - 1, 'WITHSCORES')
+  for i = 1, #ranks, 2 do
+    local entry = call('XRANGE', name, ranks[i], ranks[i])[1]
+    if not entry then -- an engine of a version without ranks took it
+      call('ZREM', queue.ranks, ranks[i])
+      index(queue)
+      return entries_from(queue, from, count)
+    end
+    entry[3], found[#found + 1] = tonumber(ranks[i + 1]), entry
+  end
+  return found
 end
 
 -- Finds a queue's first entry that this engine may take, and the first of those that fits into the room. Returns
@@ -101,10 +145,10 @@ local function look(queue)
   local from, count, seen, large, left = queue.from, 1, 0, 0, queue.left
   queue.first, queue.fit = nil, nil
   repeat
-    local entries = call('XRANGE', prefix .. 'queue:' .. queue.name, from, '+', 'COUNT', count)
+    local entries = entries_from(queue, from, count)
     for _, entry in ipairs(entries) do
       local found, is_last = candidate(queue, entry)
-      queue.first, from = queue.first or found, '(' .. entry[1]
+      queue.first, from = queue.first or found, queue.ranks and from + 1 or '(' .. entry[1]
       if found and found.tokens <= max_tokens then
         queue.fit = found
         return true
@@ -127,12 +171,16 @@ local function look(queue)
   return seen > 0
 end
 
-local known, queues = call('HMGET', meta, 'classes', 'prints'), {}
+local queues = {}
 local function add(name, print)
   local queue = {name = name, print = print, begun = string.sub(name, 1, 6) == 'resume', from = '-', left = 0}
   local class = tonumber(name)
   if retired and name ~= 'resume:' .. fingerprint or greatest_class and (not class or class > greatest_class) then
     return call('EXISTS', prefix .. 'queue:' .. name) == 1
+  end
+  if class and RANKED[policy] then
+    queue.ranks, queue.from = prefix .. 'ranks:' .. name, 0
+    index(queue)
   end
   queues[#queues + 1] = queue
   return look(queue)
@@ -195,6 +243,10 @@ while not alone and #claims - HEAD < max_requests do
   call('XACK', queue, GROUP, best.entry) -- where another consumer has read it
   call('XDEL', queue, best.entry)
   uncount(best.id, best.queue.name, best.tokens)
+  if best.queue.ranks then
+    call('ZREM', best.queue.ranks, best.entry)
+    virtual_time = policy == 'fair' and math.max(virtual_time, best.key) or virtual_time
+  end
   if not best.queue.begun then
     drained, drained_tokens = drained + 1, drained_tokens + best.tokens
     drained_longest = math.max(drained_longest, best.tokens)
@@ -207,6 +259,9 @@ while not alone and #claims - HEAD < max_requests do
 end
 if #claims > HEAD then
   call('ZADD', prefix .. 'leases', now + lease, engine)
+end
+if virtual_time > tonumber(known[4] or 0) then
+  call('HSET', meta, 'virtual', virtual_time)
 end
 if drained > 0 then
   local from, before, tokens, longest = unpack(call('HMGET', meta, 'drain_from', 'drained', 'drained_tokens',
@@ -241,13 +296,13 @@ end
 local first, fit = choose()
 local suspects = not retired and call('ZCARD', prefix .. 'suspects') > 0 and control_is_over(now, control)
   and first_suspect(fingerprint, context, patience, context_patience, now)
-local next_one = {suspects and 1 or 0, ripens, max_tokens}
+local next_one = {suspects and 1 or 0, ripens, max_tokens, virtual_time}
 if first then
   -- Where a later one stays, the engine's room is kept from the first one on.
   local stays = first.stays or keeps_room and reserved() < math.huge
-  next_one[4], next_one[5], next_one[6] = first.key, first.tokens, stays and 1 or 0
+  next_one[5], next_one[6], next_one[7] = first.key, first.tokens, stays and 1 or 0
   if fit and fit ~= first then
-    next_one[7], next_one[8] = fit.key, fit.tokens
+    next_one[8], next_one[9] = fit.key, fit.tokens
   end
 end
 claims[2] = next_one

@@ -52,6 +52,7 @@ if found[5] then
   local queue = prefix .. 'queue:' .. found[5]
   if call('XDEL', queue, found[6]) == 1 then
     uncount(id, found[5], found[7])
+    call('ZREM', prefix .. 'ranks:' .. found[5], found[6])
   end
 end
 next_index = write_end(id, reason, message)

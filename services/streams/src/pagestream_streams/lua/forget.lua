@@ -20,7 +20,7 @@ local function add(id)
 end
 
 local names = {'meta', 'gateways', 'graces', 'deadlines', 'deaths', 'alone', 'suspects', 'verdicts', 'vacating',
-  'waited', 'leases'}
+  'waited', 'leases', 'fair'}
 local function add_queue(name)
   for _, entry in ipairs(call('XRANGE', prefix .. 'queue:' .. name, '-', '+', 'COUNT', most)) do
     add(entry[2][2])
@@ -32,6 +32,7 @@ add_queue('resume')
 for class in string.gmatch(known[1] or '', '%S+') do
   add_queue(class)
   names[#names + 1] = 'tenants:' .. class
+  names[#names + 1] = 'ranks:' .. class
 end
 for print in string.gmatch(known[2] or '', '%S+') do
   add_queue('resume:' .. print)

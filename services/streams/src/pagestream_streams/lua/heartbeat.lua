@@ -11,6 +11,8 @@
 --       [7] how long begun requests wait for an engine with their fingerprint, in ms
 --       [8] the context that the engine holds (0 or none: any)
 --       [9] how long suspects that need a longer context are left to others, in ms (negative: for ever)
+--       [10] the engine's policy, by which requests are claimed ('' or none: unknown), and [11] when it started: of
+--            several engines with different ones the last that started decides
 -- Returns: for each partition {the ids that it owns, whether a suspect that it may run waits here (0: no, 1: yes, for
 --          an idle engine, 2: yes, and this engine was chosen to become idle)}.
 -- Retry: harmless, the lease is renewed again.
@@ -19,6 +21,23 @@ local control, now = tonumber(ARGV[5]), now_ms()
 although_full()
 call('ZADD', prefix .. 'leases', now + lease, engine)
 call('HSETNX', prefix .. 'meta', 'up', now)
+
+-- Has the queues go by this engine's policy, unless they go by that of one that started later.
+local function set_policy(policy, started)
+  local found = call('HMGET', prefix .. 'meta', 'policy', 'policy_from', 'classes')
+  if tonumber(found[2] or 0) >= tonumber(started) then
+    return
+  end
+  call('HSET', prefix .. 'meta', 'policy', policy, 'policy_from', started)
+  if found[1] ~= policy then
+    for class in string.gmatch(found[3] or '', '%d+') do
+      call('DEL', prefix .. 'ranks:' .. class)
+    end
+  end
+end
+if (ARGV[10] or '') ~= '' then
+  set_policy(ARGV[10], ARGV[11])
+end
 
 -- A list of engine ids without this engine's.
 local function without(text)

@@ -69,14 +69,26 @@ local function enqueue(id, name, tokens)
   end
   local entry = call('XADD', queue, '*', 'id', id, 't', tokens)
   call('HSET', prefix .. 'req:' .. id, 'queue', name, 'entry', entry)
+  return entry
 end
 
 -- Orders the entries of all queues and partitions: the smaller key is claimed first. Begun requests come before all
--- others, in the order in which they were requeued; the others by their virtual arrival (docs/decisions/0022, 0120).
+-- others, in the order in which they were requeued; the others by their virtual arrival (docs/decisions/0022, 0120),
+-- or by their rank and class under a policy that ranks them (docs/decisions/0205).
 local BEGUN = 10000000000000 -- 317 years in ms
 local function order_key(queue, arrival, ageing)
   local class = tonumber(queue)
   return class and arrival + class * ageing or arrival - BEGUN
+end
+
+-- The field "policy" of meta names the engines' policy. Under one of these the sorted set ranks:<class> has each entry
+-- of that class' queue by its rank; under all others an entry's rank is its arrival.
+local RANKED = {shortest_first = true, fair = true}
+
+-- The rank by expected work: the arrival, later by TOKEN_MS for each token and at most by `most`, all in ms.
+local TOKEN_MS = 10
+local function rank_by_work(entry, tokens, most)
+  return tonumber(string.match(entry, '^%d+')) + math.min(math.ceil(tokens * TOKEN_MS), most)
 end
 
 -- For how long claims have been counted in the drain rate, in ms; nothing where none was, or where that lies ahead of

@@ -22,6 +22,8 @@ class EngineFacts:
     max_num_batched_tokens: int
     interrupts: bool
     """Whether class 0 takes room from lower classes."""
+    queue_order: str
+    """The policy by which the model's queue goes."""
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -43,6 +45,7 @@ class EngineFacts:
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             interrupts=engine.interrupts,
+            queue_order=engine.queue_order,
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
             eos_token_ids=engine.eos_token_ids,

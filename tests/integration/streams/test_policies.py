@@ -1,0 +1,157 @@
+"""The engines' policy orders the queue: over all partitions, gateways and engines (docs/decisions/0205)."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from pagestream_streams import Broker, EngineSession, GatewaySession
+from support.protocol.token_streams import MODEL, STILL, card, spec
+
+AGEING_MS = 1000
+APART_S = 0.12  # more than claim_order.SLACK_MS, as are 110 tokens
+PARTITIONS = 4
+CALM = dataclasses.replace(STILL, steal_after_ms=0, ageing_ms=AGEING_MS, tenant_weights={"heavy": 3})
+
+
+class Fleet:
+    """Engines of one policy that take turns to claim one request each, and the gateways that accept for them."""
+
+    def __init__(self, broker: Broker, gateways: Sequence[GatewaySession], engines: Sequence[EngineSession]) -> None:
+        self.broker = broker
+        self.gateways = gateways
+        self.engines = engines
+        self._num_accepted = 0
+
+    async def accept(self, tenant: str = "a", *, tokens: int = 10, priority: int = 0, partition: int = -1) -> str:
+        """Accept by the next gateway, into the next partition."""
+        number = self._num_accepted
+        self._num_accepted += 1
+        place = number * 7 // len(self.gateways) % PARTITIONS if partition < 0 else partition
+        request = spec(tenant=tenant, prompt=range(tokens), priority=priority, partition=place)
+        assert await self.gateways[number % len(self.gateways)].accept(request)
+        return request.request_id
+
+    async def claim(self, count: int) -> list[str]:
+        """Return the ids of the next claims, in order."""
+        claimed: list[str] = []
+        for number in range(count):
+            engine = self.engines[number % len(self.engines)]
+            engine.doorbell.ring_all()
+            engine.claim_order.forget()
+            claimed += [each.request_id for each in await engine.claim(max_requests=1, max_prompt_tokens=10**6)]
+        return claimed
+
+
+@asynccontextmanager
+async def fleet(url: str, policy: str, *, engines: int = 1, gateways: int = 1) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        broker = await stack.enter_async_context(await Broker.connect(url, CALM))
+        await broker.publish_model(card(), partitions=PARTITIONS)
+        sessions = [
+            await stack.enter_async_context(EngineSession(broker, model=MODEL, on_lost=lambda _: None, policy=policy))
+            for _ in range(engines)
+        ]
+        for session in sessions:
+            await session.heartbeat.beat()  # all of them know each other
+        entries = [await stack.enter_async_context(GatewaySession(broker)) for _ in range(gateways)]
+        yield Fleet(broker, entries, sessions)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_the_shortest_goes_first(redis_url: str, engines: int) -> None:
+    async with fleet(redis_url, "shortest_first", engines=engines) as world:
+        lengths = (80, 1, 53, 27, 66, 14, 40, 92)
+        accepted = {await world.accept(tokens=tokens): tokens for tokens in lengths}
+        assert [accepted[each] for each in await world.claim(len(lengths))] == sorted(lengths)
+
+
+async def test_none_waits_longer_for_short_ones_than_a_class_is_worth(redis_url: str) -> None:
+    async with fleet(redis_url, "shortest_first") as world:
+        long = await world.accept(tokens=1000)
+        soon = await world.accept(tokens=1)
+        await asyncio.sleep(AGEING_MS / 1000)
+        late = await world.accept(tokens=1)
+        assert await world.claim(3) == [soon, long, late]
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("gateways", [1, 2])
+async def test_one_request_waits_for_no_flood_of_another_tenant(redis_url: str, engines: int, gateways: int) -> None:
+    async with fleet(redis_url, "fair", engines=engines, gateways=gateways) as world:
+        for _ in range(24):
+            await world.accept("flood", tokens=110)
+        await world.claim(4)
+        single = await world.accept("single")
+        assert single in await world.claim(1 + gateways)  # one request of the flood for each gateway
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_tenants_get_tokens_by_their_weights(redis_url: str, engines: int) -> None:
+    async with fleet(redis_url, "fair", engines=engines) as world:
+        tenants = {await world.accept("light", tokens=20): "light" for _ in range(12)}
+        tenants |= {await world.accept("heavy", tokens=10): "heavy" for _ in range(24)}
+        claimed = [tenants[each] for each in await world.claim(21)]
+        assert abs(claimed.count("heavy") - 18) <= 2  # three times the tokens, in requests of half the size
+
+
+async def test_what_a_tenant_had_while_it_was_alone_is_not_held_against_it(redis_url: str) -> None:
+    async with fleet(redis_url, "fair") as world:
+        for _ in range(12):
+            await world.accept("early")
+        await world.claim(12)
+        tenants = {await world.accept("late"): "late" for _ in range(8)}
+        tenants |= {await world.accept("early"): "early" for _ in range(8)}
+        claimed = [tenants[each] for each in await world.claim(8)]
+        assert abs(claimed.count("early") - 4) <= 1
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "round_robin"])
+async def test_the_others_go_by_arrival_and_class(redis_url: str, policy: str) -> None:
+    async with fleet(redis_url, policy, engines=2) as world:
+        second = await world.accept("flood", tokens=20, priority=1)
+        await asyncio.sleep(APART_S)
+        first = await world.accept("flood", tokens=30)
+        third = await world.accept(tokens=1, priority=1)
+        await asyncio.sleep(AGEING_MS / 1000 + APART_S)
+        last = await world.accept(tokens=1)
+        assert await world.claim(4) == [first, second, third, last]
+
+
+async def test_the_engine_that_started_last_decides(redis_url: str) -> None:
+    """What waits is ranked anew; the others' beats change nothing, nor does an engine of a version without policies."""
+    async with fleet(redis_url, "fcfs") as world:
+        long, short = await world.accept(tokens=30, partition=0), await world.accept(tokens=1, partition=0)
+        await asyncio.sleep(0.002)  # a later start in ms
+        async with EngineSession(world.broker, model=MODEL, on_lost=lambda _: None, policy="shortest_first"):
+            await world.engines[0].heartbeat.beat()
+            async with EngineSession(world.broker, model=MODEL, on_lost=lambda _: None):
+                assert await world.claim(2) == [short, long]
+
+
+async def test_entries_that_an_earlier_version_adds_and_takes(redis_url: str) -> None:
+    """Such a gateway ranks nothing, and such an engine leaves the ranks of what it takes."""
+    async with fleet(redis_url, "shortest_first") as world:
+        long, gone, short = [await world.accept(tokens=tokens, partition=0) for tokens in (30, 1, 2)]
+        where = await world.broker.directory.locate(gone)
+        execute = world.broker.connection.execute
+        entry = await execute("HGET", where.request(gone), "entry")
+        await execute("XDEL", f"{where.prefix}queue:0", entry)
+        await execute("HSET", where.request(gone), "state", "running")
+        added = await world.accept(tokens=12, partition=0)
+        entry = await execute("HGET", where.request(added), "entry")
+        await execute("ZREM", f"{where.prefix}ranks:0", entry)
+        assert await world.claim(4) == [short, added, long]
+        assert await execute("EXISTS", f"{where.prefix}ranks:0") == 0
+
+
+async def test_what_is_cancelled_leaves_the_order(redis_url: str) -> None:
+    async with fleet(redis_url, "fair") as world:
+        request = await world.accept(partition=1)
+        where = await world.broker.directory.locate(request)
+        ranks = f"{where.prefix}ranks:0"
+        assert await world.broker.connection.execute("ZCARD", ranks) == 1
+        await world.broker.cancel(request, "a")
+        assert await world.broker.connection.execute("EXISTS", ranks) == 0
+        assert await world.claim(1) == []
