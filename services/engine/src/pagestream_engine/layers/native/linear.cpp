@@ -40,6 +40,7 @@ constexpr int VECTORS = 2;                           // of a register tile's wid
 constexpr int MAX_ROWS = LANES == 16 ? 14 : 6;       // of a register tile: of 32 or 16 registers, 28 or 12 accumulate
 constexpr int64_t PANEL = VECTORS * LANES;           // outputs
 constexpr int64_t GROUP_BYTES = 384 << 10;           // of rows that meet a panel before the next one: they stay in L2
+constexpr int FEW_ROWS = 3;                          // up to so many, memory alone sets the pace
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
@@ -79,11 +80,25 @@ inline Floats add_step<bf16>(Floats sum, Words x, Words weight) {
 #endif
 }
 
+// Memory that will be read soon: a step fetches a panel's width of it into L2, and moves on by `stride` bytes.
+struct Ahead {
+  const char* from;
+  int64_t stride;
+
+  void fetch_step() {
+    for (int64_t byte = 0; byte < PANEL * WORD_BYTES; byte += LINE_BYTES) __builtin_prefetch(from + byte, 0, 2);
+    from += stride;
+  }
+};
+
 // A register tile: x (steps, ROWS), a panel of the weight (steps, PANEL) -> sums (ROWS, PANEL).
+// Not inlined: in a larger function GCC 12 has no registers left for three of the sums.
 template <class T, int ROWS>
-void multiply(const uint32_t* x, const uint32_t* panel, int64_t steps, float* sums) {
+__attribute__((noinline)) void multiply(const uint32_t* x, const uint32_t* panel, int64_t steps, Ahead ahead,
+                                        float* sums) {
   Floats total[ROWS][VECTORS] = {};
   for (int64_t step = 0; step < steps; ++step, x += ROWS, panel += PANEL) {
+    if constexpr (ROWS > FEW_ROWS) ahead.fetch_step();
     const Words weights[VECTORS] = {load(panel), load(panel + LANES)};
 #pragma GCC unroll 14
     for (int row = 0; row < ROWS; ++row) {
@@ -96,9 +111,9 @@ void multiply(const uint32_t* x, const uint32_t* panel, int64_t steps, float* su
 }
 
 template <class T, int ROWS = MAX_ROWS>
-void multiply_rows(int64_t rows, const uint32_t* x, const uint32_t* panel, int64_t steps, float* sums) {
-  if (rows == ROWS) return multiply<T, ROWS>(x, panel, steps, sums);
-  if constexpr (ROWS > 1) multiply_rows<T, ROWS - 1>(rows, x, panel, steps, sums);
+void multiply_rows(int64_t rows, const uint32_t* x, const uint32_t* panel, int64_t steps, Ahead ahead, float* sums) {
+  if (rows == ROWS) return multiply<T, ROWS>(x, panel, steps, ahead, sums);
+  if constexpr (ROWS > 1) multiply_rows<T, ROWS - 1>(rows, x, panel, steps, ahead, sums);
 }
 
 template <class T>
@@ -159,11 +174,13 @@ struct VectorProduct : Product<T> {
 
   void multiply_group(int64_t group, int64_t output, const uint32_t* panel) const {
     const uint32_t* tiled = packs_rows() ? scratch : reinterpret_cast<const uint32_t*>(x);
-    const int64_t end = num_tiles() * (group + 1) / num_groups();
-    for (int64_t tile = num_tiles() * group / num_groups(); tile < end; ++tile) {
+    const int64_t begin = num_tiles() * group / num_groups(), end = num_tiles() * (group + 1) / num_groups();
+    // The group's tiles fetch the next panel together, each its share.
+    Ahead ahead{reinterpret_cast<const char*>(panel + PANEL * steps()), PANEL * WORD_BYTES / (end - begin)};
+    for (int64_t tile = begin; tile < end; ++tile, ahead.from += ahead.stride * steps()) {
       const int64_t row = first_row(tile), count = first_row(tile + 1) - row;
       alignas(64) float sums[MAX_ROWS * PANEL];
-      multiply_rows<T>(count, tiled + row * steps(), panel, steps(), sums);
+      multiply_rows<T>(count, tiled + row * steps(), panel, steps(), ahead, sums);
       this->template finish<PANEL>(sums, row, count, output);
     }
   }

@@ -13,6 +13,7 @@
 namespace {
 
 constexpr int64_t WORD_BYTES = 4;
+constexpr int64_t LINE_BYTES = 64;  // of a cache
 
 struct bf16 {
   uint16_t bits;
@@ -58,7 +59,7 @@ template <class T>
 void pack(const T* from, int64_t inputs, int64_t count, int64_t steps, int64_t width, uint32_t* to) {
   constexpr int64_t INPUTS = INPUTS_OF_WORD<T>;
   const int64_t whole = inputs / INPUTS;
-  constexpr int64_t LINE = 16;  // words of a cache line: a line of each row is read at once
+  constexpr int64_t LINE = LINE_BYTES / WORD_BYTES;  // of each row is read at once
   if (count < width || whole < steps) std::memset(to, 0, steps * width * WORD_BYTES);
   const auto copy = [&](int64_t column, int64_t step) {
     std::memcpy(to + step * width + column, from + column * inputs + step * INPUTS, WORD_BYTES);
