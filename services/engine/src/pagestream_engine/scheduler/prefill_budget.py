@@ -12,7 +12,10 @@ the bound is exceeded by no more than it has to be and a quarter."""
 FIRST_TOKENS = 32
 """Of the first step with prompts and decodes, whose cost nobody knows."""
 GROWTH = 2
-"""A step has at most so many times the prompt tokens of the largest one before it: costs are not known far beyond."""
+"""A step has at most so many times the prompt tokens of the largest of the last ones: beyond, costs are not known."""
+RECENT = 0.9
+"""What the largest of them counts for with each step more: after a long prompt, whose chunks were small at its end, the
+next one begins with small ones."""
 LOOK_EVERY = 32
 """After so many steps in a row with prompts, one has none: it shows what the decodes take by now."""
 PROBE_EVERY = 8
@@ -91,8 +94,8 @@ class PrefillBudget:
         self._times = StepTimes()
         self._num_mixed = 0
         """Steps with prompts and decodes since the last one with decodes alone."""
-        self._most_tokens = 0
-        """Of chunks in a step that was noted."""
+        self._most_tokens = 0.0
+        """Of chunks in one of the last steps."""
 
     def begin(self, num_decodes: int, num_tokens: int) -> ChunkBudget:
         """Return the budget of a step with so many decodes, of `num_tokens` at most."""
@@ -100,7 +103,7 @@ class PrefillBudget:
             return ChunkBudget(num_tokens)
         if self._num_mixed >= LOOK_EVERY:
             return ChunkBudget(0)
-        num_tokens = min(num_tokens, max(FIRST_TOKENS, GROWTH * self._most_tokens))
+        num_tokens = min(num_tokens, max(FIRST_TOKENS, int(GROWTH * self._most_tokens)))
         if not self._times.knows_prompts:
             return ChunkBudget(num_tokens)
         is_probe = self._num_mixed % PROBE_EVERY == PROBE_EVERY - 1
@@ -115,4 +118,5 @@ class PrefillBudget:
         work = StepWork.of(step)
         if work is not None:
             self._times.note(work, seconds)
-            self._most_tokens = max(self._most_tokens, work.num_tokens)
+            if step.prefills:
+                self._most_tokens = max(RECENT * self._most_tokens, work.num_tokens)
