@@ -2,8 +2,10 @@
 
 32 streams of the reference model (engine_throughput.py, its context raised) decode; then a prompt of 8,000 tokens
 comes. The bound is twice a step of decodes alone, measured in the same run. Times are taken at each step's outputs:
-what a client of a stream would wait for. Rounds with the bound and without alternate. With `--processor-time` one
-thread computes, and its processor time stands for time everywhere, in the engine, too: for a machine with other load.
+what a client of a stream would wait for. Rounds with the bound and without alternate, and each has streams anew, since
+decodes take longer the longer the streams are; steps of decodes alone are measured before and after each arrival. With
+`--processor-time` one thread computes, and its processor time stands for time everywhere, in the engine, too: for a
+machine with other load.
 
     PYTHONPATH=tests python tests/benchmarks/itl_bound.py [--short] [--rounds 3] [--processor-time]
     PYTHONPATH=tests python tests/benchmarks/itl_bound.py --by-chunk --processor-time: a step by chunk and context
@@ -19,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, Self
 
 import torch
 from engine_throughput import DTYPES, SHAPE
@@ -46,12 +48,28 @@ CLOCK = Clock()
 
 
 @dataclass(frozen=True)
+class Times:
+    """Of steps."""
+
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> Self:
+        """Return those of steps that took so long."""
+        cuts = quantiles(seconds, n=100, method="inclusive")
+        return cls(cuts[49] * 1e3, cuts[98] * 1e3, max(seconds) * 1e3)
+
+    def __str__(self) -> str:
+        return f"p50 {self.p50_ms:.1f}, p99 {self.p99_ms:.1f}, max {self.max_ms:.1f} ms"
+
+
+@dataclass(frozen=True)
 class Round:
     """One arrival of the long prompt."""
 
-    itl_p50_ms: float
-    itl_p99_ms: float
-    itl_max_ms: float
+    itl: Times
     ttft_s: float
 
 
@@ -74,9 +92,11 @@ def make_engine(folder: Path, bound_ms: float | None) -> Any:
 
 
 def start_streams(engine: Any) -> None:
-    """Bring all streams to where they decode."""
+    """End the streams of an earlier round, and bring new ones to where they decode."""
     from pagestream_engine import SamplingParams
 
+    for number in range(NUM_STREAMS):
+        engine.abort_request(str(number))
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     for number in range(NUM_STREAMS):
         engine.add_request(str(number), [3 + number] * STREAM_PROMPT_TOKENS, params)
@@ -87,14 +107,14 @@ def start_streams(engine: Any) -> None:
         engine.step()
 
 
-def decode_step_ms(engine: Any, count: int = 30) -> float:
-    """Return the median of a step of decodes alone, in ms."""
+def decode_steps(engine: Any, count: int = 100) -> Times:
+    """Return the times of steps of decodes alone."""
     seconds = []
     for _ in range(count):
         started = CLOCK.now()
         engine.step()
         seconds.append(CLOCK.now() - started)
-    return median(seconds) * 1e3
+    return Times.of(seconds)
 
 
 def arrival(engine: Any, num_tokens: int) -> Round:
@@ -113,8 +133,7 @@ def arrival(engine: Any, num_tokens: int) -> Round:
         if any(output.seq_id != LONG for output in outputs):
             intervals.append(now - last)
             last = now
-    cuts = quantiles(intervals, n=100, method="inclusive")
-    return Round(cuts[49] * 1e3, cuts[98] * 1e3, max(intervals) * 1e3, CLOCK.now() - started)
+    return Round(Times.of(intervals), CLOCK.now() - started)
 
 
 class FixedChunks:
@@ -189,22 +208,20 @@ def main() -> None:
         if options.by_chunk:
             print_by_chunk(free, num_tokens)
             return
-        decode_ms = decode_step_ms(free)
+        decode_ms = decode_steps(free).p50_ms
         bound_ms = BOUND_STEPS * decode_ms
         bounded = make_engine(folder, bound_ms)
-        start_streams(bounded)
         print(f"{NUM_STREAMS} streams, a step of decodes alone {decode_ms:.1f} ms, the bound {bound_ms:.1f} ms")
         shares = []
         for _ in range(rounds):
             for what, engine in (("without", free), ("with", bounded)):
+                start_streams(engine)
+                before = decode_steps(engine)
                 found = arrival(engine, num_tokens)
-                decode_step_ms(engine)
-                print(
-                    f"{what:>7} the bound: ITL p50 {found.itl_p50_ms:.1f}, p99 {found.itl_p99_ms:.1f}, "
-                    f"max {found.itl_max_ms:.1f} ms; TTFT of {num_tokens} tokens {found.ttft_s:.2f} s",
-                    flush=True,
-                )
-            shares.append(found.itl_p99_ms / bound_ms)
+                after = decode_steps(engine)
+                print(f"{what:>7} the bound: ITL {found.itl}; TTFT of {num_tokens} tokens {found.ttft_s:.2f} s")
+                print(f"    decodes alone before: {before}; after: {after}", flush=True)
+            shares.append(found.itl.p99_ms / bound_ms)
     print_goal(f"p99 of ITL while {num_tokens} tokens arrive", f"{GOAL} bounds", f"{median(shares):.2f} bounds")
 
 
