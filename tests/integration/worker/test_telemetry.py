@@ -91,10 +91,14 @@ async def test_gauges_follow_what_the_engine_holds(
             broker, tmp_path, w.SlowRunner, telemetry=telemetry, engine_core=engine_core, **options
         ) as running:
             core = running.core
-            readers = EngineReaders(lambda: core.figures, {"kv_pool": 5}, lambda: 7)
+            ladder = running.worker.degradation
+            readers = EngineReaders(
+                lambda: core.figures, {"kv_pool": 5}, lambda: 7, lambda: (ladder.rung, ladder.shares)
+            )
             process.registry.on_collect(EngineGauges(process.registry, w.MODEL, readers, health).update)
             idle = {point.attributes["state"]: point.value for point in points(process, "pagestream.kv.blocks")}
             assert idle == {"used": 0, "cached": 0, "free": 32}
+            assert {each.value for each in points(process, "pagestream.degradation.rung")} == {0}
             spec = await w.accepted(gateway, list(range(1, 20)), max_tokens=200)
             await eventually(lambda: value(process, "pagestream.requests.running") == 1)
             await eventually(lambda: value(process, "pagestream.kv.blocks", state="used") >= 3)

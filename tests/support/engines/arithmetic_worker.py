@@ -23,6 +23,8 @@ from pagestream_telemetry.process import silent_telemetry
 from pagestream_telemetry.settings import TelemetrySettings
 from pagestream_worker.card import build_card
 from pagestream_worker.health import Health
+from pagestream_worker.ladder.settings import DegradationSettings
+from pagestream_worker.serving.degradation import HostShare
 from pagestream_worker.settings import WorkerSettings
 from pagestream_worker.stepping.engine_core import EngineCore
 from pagestream_worker.stepping.engine_process import EngineProcess
@@ -105,6 +107,8 @@ async def running_worker(
     fingerprint: str = "",
     finish_timeout_s: float = 0.0,
     engine_core: str = "inline",
+    degradation: DegradationSettings | None = None,
+    host: HostShare = lambda: 0.0,
     **options: Any,
 ) -> AsyncIterator[Running]:
     make_folder(folder, byte_level_tokenizer())
@@ -118,6 +122,8 @@ async def running_worker(
         settings,
         Health(settings.stall_timeout_s),
         telemetry or WorkerTelemetry(silent_telemetry(), MODEL, "worker"),
+        degradation=degradation,
+        host=host,
     )
     stop = asyncio.Event()
     async with EngineSession(

@@ -99,6 +99,27 @@ def test_preemption_changes_no_token(tmp_path: Path) -> None:
     }
 
 
+def test_a_lowered_limit_stops_nothing_and_admits_nothing_more(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, max_num_seqs=3)
+    for name in "abc":
+        engine.add_request(name, [1, 2, 3], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    engine.step()
+    engine.set_limits(1)
+    engine.add_request("d", [4, 5], GREEDY)
+    engine.add_request("e", [5, 6], GREEDY)
+    engine.step()
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (3, 2)
+    while engine.stats().num_running == 3:
+        engine.step()
+    running = {engine.stats().num_running for _ in iter(engine.step, [])}
+    assert running == {0, 1}
+    engine.set_limits(99)
+    for name in "fghi":
+        engine.add_request(name, [1, 2, 3], GREEDY)
+    engine.step()
+    assert engine.stats().num_running == 3, "the configured limit holds again"
+
+
 def test_a_repeated_prompt_is_found_in_the_cache(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     prompt = list(range(1, 18))

@@ -8,6 +8,7 @@ EXPECTED = [
     "AppendOutcome",
     "Broker",
     "Claim",
+    "ClassRefused",
     "DigestMismatch",
     "EmbeddedRedis",
     "EngineSession",

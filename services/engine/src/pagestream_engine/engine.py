@@ -245,6 +245,18 @@ class Engine:
         """Draw a seed for a request that has none; the draws are a function of the engine's own seed."""
         return self._seeds.getrandbits(63)
 
+    def set_limits(self, max_num_seqs: int, *, saves_blocks: bool = True) -> None:
+        """Change what the next steps may take. Nothing that runs is stopped: more sequences than allowed run to their
+        ends, and none is admitted before.
+
+        Args:
+            max_num_seqs: sequences that run at once; from 1 to the configured limit; beyond, the nearer end holds.
+            saves_blocks: whether evicted blocks go to host memory; those that are there stay.
+        """
+        self._scheduler.admission.max_num_seqs = max(1, min(max_num_seqs, self.config.scheduler.max_num_seqs))
+        if self._cache.tier is not None:
+            self._cache.tier.saves_blocks = saves_blocks
+
     # -- steps --
 
     def step(self) -> list[StepOutput]:
@@ -321,14 +333,16 @@ class Engine:
         pool, counts, tier = self._pool, self._counts, self._cache.tier
         host = self._steps.executor.facts.host_memory
         page_bytes = 0 if host is None else host.page_bytes
+        num_preempted_blocks = self._scheduler.admission.num_preempted_blocks
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
-            num_claimable_blocks=self._scheduler.num_claimable_blocks,
+            num_claimable_blocks=self._scheduler.admission.num_claimable_blocks(num_preempted_blocks),
             kv_utilization=1.0 - pool.num_free / pool.num_blocks,
+            kv_demand=1.0 + (num_preempted_blocks - pool.num_free) / pool.num_blocks,
             prefix_query_tokens=self._cache.num_query_tokens,
             prefix_hit_tokens=self._cache.num_hit_tokens,
             host_hit_tokens=self._cache.num_host_hit_tokens,
@@ -337,6 +351,7 @@ class Engine:
             saved_bytes=0 if tier is None else tier.num_saved * page_bytes,
             loaded_bytes=0 if tier is None else tier.num_loaded * page_bytes,
             num_preemptions=self._scheduler.num_preemptions,
+            num_displaced=self._scheduler.num_displaced,
             num_steps=counts.num_steps,
             num_prompt_tokens=counts.num_prompt_tokens,
             num_generated_tokens=counts.num_generated_tokens,

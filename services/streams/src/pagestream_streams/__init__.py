@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pagestream_streams.connection.embedded import EmbeddedRedis, ServerBinary, find_server, server_command
     from pagestream_streams.engine.session import EngineSession
     from pagestream_streams.errors import (
+        ClassRefused,
         DigestMismatch,
         IdempotencyConflict,
         LogsFull,
@@ -49,6 +50,7 @@ __all__ = [
     "AppendOutcome",
     "Broker",
     "Claim",
+    "ClassRefused",
     "DigestMismatch",
     "EmbeddedRedis",
     "EngineSession",
@@ -93,6 +95,7 @@ _MODULES = {
     "EngineSession": "engine.session",
     **dict.fromkeys(
         (
+            "ClassRefused",
             "DigestMismatch",
             "IdempotencyConflict",
             "LogsFull",

@@ -39,6 +39,20 @@ class QueueFull(StreamsError):
         self.retry_after_s = retry_after_s
 
 
+class ClassRefused(QueueFull):
+    """All engines of the model are short of memory and ask for no more requests of this class (decision 0214)."""
+
+    def __init__(self, *, priority: int, least_refused: int, retry_after_s: float) -> None:
+        """`least_refused`: the first class that is refused; those after it are, too."""
+        super().__init__(limit="requests", bound=0, queued=0, retry_after_s=retry_after_s)
+        self.args = (
+            f"the engines are short of memory and take no requests of priority {least_refused} and lower now, given "
+            f"{priority}; try again in {retry_after_s:.1f} s",
+        )
+        self.priority = priority
+        self.least_refused = least_refused
+
+
 class LogsFull(StreamsError):
     """What a tenant's logs may take in Redis is used up, or too little for this request alone."""
 

@@ -121,6 +121,25 @@ TOKENS_PROMPT = _counter(
 )
 TOKENS_GENERATED = _counter("pagestream.tokens.generated", "{token}", "Tokens generated.")
 PREEMPTIONS = _counter("pagestream.preemptions", "{request}", "Groups of sequences that lost their blocks to others.")
+DISPLACEMENTS = _counter(
+    "pagestream.displacements", "{request}", "Groups of sequences that lost their places to requests of class 0."
+)
+DEGRADATION_RUNG = _gauge(
+    "pagestream.degradation.rung", "1", "1 while the engine gives up what the rung says, else 0.", "rung"
+)
+DEGRADATION_TRANSITIONS = _counter(
+    "pagestream.degradation.transitions",
+    "{transition}",
+    "Rungs climbed (up) and left again (down).",
+    "rung",
+    "direction",
+)
+DEGRADATION_SHARE = _gauge(
+    "pagestream.degradation.share",
+    "1",
+    "In use / all of device (KV blocks; above 1 with what preempted sequences need again), host (memory), redis.",
+    "resource",
+)
 RESUMES = _counter("pagestream.resumes", "{request}", "Claimed requests that were claimed before.")
 MEMORY_USAGE = _gauge("pagestream.memory.usage", "By", "Memory of the device by use: model, kv_pool.", "kind")
 GPU_UTILIZATION = _gauge("pagestream.gpu.utilization", "1", "Share of the last moments in which the GPU computed.")
@@ -242,6 +261,10 @@ ENGINE_METRICS = (
     TOKENS_PROMPT,
     TOKENS_GENERATED,
     PREEMPTIONS,
+    DISPLACEMENTS,
+    DEGRADATION_RUNG,
+    DEGRADATION_TRANSITIONS,
+    DEGRADATION_SHARE,
     RESUMES,
     RECLAIMS,
     CANCELLATIONS,

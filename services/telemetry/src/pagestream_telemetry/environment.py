@@ -22,6 +22,7 @@ SEPARATOR = "__"
 GROUPS: Mapping[str, str] = {
     "WORKER": "an engine process",
     "ENGINE": "the engine inside it, under the names of its options",
+    "DEGRADATION": "what the engine gives up while memory is short",
     "GATEWAY": "a gateway process",
     "LIMITS": "what one request may take at a gateway",
     "CONNECTIONS": "what one connection to a gateway may take",

@@ -7,6 +7,7 @@ from pagestream_telemetry import catalog
 from pagestream_telemetry.instruments import Registry
 
 from pagestream_worker.health import Health
+from pagestream_worker.ladder.ladder import Rung, Shares
 from pagestream_worker.stepping.reports import Figures
 
 
@@ -18,6 +19,8 @@ class EngineReaders:
     memory_bytes: Mapping[str, int]
     """Device memory by use; fixed once the model is loaded."""
     num_reclaimed: Callable[[], int]
+    degradation: Callable[[], tuple[Rung, Shares]]
+    """The rung in force, and what is in use of each resource."""
 
 
 class EngineGauges:
@@ -44,6 +47,7 @@ class EngineGauges:
             (catalog.TOKENS_PROMPT, stats.num_prompt_tokens),
             (catalog.TOKENS_GENERATED, stats.num_generated_tokens),
             (catalog.PREEMPTIONS, stats.num_preemptions),
+            (catalog.DISPLACEMENTS, stats.num_displaced),
             (catalog.DRAINING, int(self._health.is_draining)),
         ):
             self._number(metric).series(self._model).set(value)
@@ -60,6 +64,13 @@ class EngineGauges:
             self._number(catalog.HOST_TIER_PAGES).series(self._model, state).set(count)
         for direction, size in (("saved", stats.saved_bytes), ("loaded", stats.loaded_bytes)):
             self._number(catalog.HOST_TIER_COPIES).series(self._model, direction).set(size)
+        rung, shares = self._readers.degradation()
+        for each in Rung:
+            if each is not Rung.NORMAL:
+                self._number(catalog.DEGRADATION_RUNG).series(self._model, each.name.lower()).set(int(each <= rung))
+        for resource, share in shares.items():
+            if share is not None:
+                self._number(catalog.DEGRADATION_SHARE).series(self._model, resource.value).set(share)
         for kind, size in self._readers.memory_bytes.items():
             self._number(catalog.MEMORY_USAGE).series(self._model, kind).set(size)
         if figures.gpu is not None:

@@ -143,7 +143,7 @@ async def _serve(process: ProcessSettings, core: EngineCore, stop: asyncio.Event
         publishing = _when_redis_answers(lambda: broker.publish_model(card, partitions=settings.partitions))
         await _unless_stopped(publishing, stop)
         telemetry = WorkerTelemetry(instruments.telemetry, settings.served_model_name, settings.engine_id)
-        worker = Worker(core, settings, instruments.health, telemetry)
+        worker = Worker(core, settings, instruments.health, telemetry, degradation=process.degradation)
         session = EngineSession(
             broker,
             model=settings.served_model_name,
@@ -157,7 +157,13 @@ async def _serve(process: ProcessSettings, core: EngineCore, stop: asyncio.Event
             policy=engine.queue_order,
         )
         await _unless_stopped(_when_redis_answers(lambda: stack.enter_async_context(session)), stop)
-        readers = EngineReaders(lambda: core.figures, engine.memory_bytes, lambda: session.num_reclaimed)
+        ladder = worker.degradation
+        readers = EngineReaders(
+            lambda: core.figures,
+            engine.memory_bytes,
+            lambda: session.num_reclaimed,
+            lambda: (ladder.rung, ladder.shares),
+        )
         registry = instruments.telemetry.registry
         registry.on_collect(EngineGauges(registry, settings.served_model_name, readers, instruments.health).update)
         logger.info("ready", extra={"model": settings.served_model_name, "engine_id": session.engine_id})

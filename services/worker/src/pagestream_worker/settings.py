@@ -5,7 +5,7 @@ import dataclasses
 import math
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import getpid
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from pagestream_streams.protocol.ids import DEFAULT_PARTITIONS, MAX_PARTITIONS
 from pagestream_telemetry.environment import fields_of, out_of_range, read_environment, split_names, variable_of
 from pagestream_telemetry.errors import VariableError
 from pagestream_telemetry.settings import TelemetrySettings, telemetry_settings
+
+from pagestream_worker.ladder.settings import DegradationSettings, degradation_settings
 
 WORKER, ENGINE = "WORKER", "ENGINE"
 ENGINE_CORES = ("process", "inline")
@@ -272,6 +274,7 @@ class ProcessSettings:
     engine: EngineConfig
     streams: StreamsSettings
     telemetry: TelemetrySettings
+    degradation: DegradationSettings = field(default_factory=DegradationSettings)
 
 
 def load_settings(arguments: Sequence[str] | None, environ: Mapping[str, str]) -> ProcessSettings:
@@ -286,4 +289,5 @@ def load_settings(arguments: Sequence[str] | None, environ: Mapping[str, str]) -
     # Misspelt variables are reported before missing ones, which they may have caused.
     telemetry, streams = telemetry_settings(environ, flags), settings_from_environment(environ)
     engine = engine_config(options, environ)
-    return ProcessSettings(worker_settings(options, environ), engine, streams, telemetry)
+    degradation = degradation_settings(environ)
+    return ProcessSettings(worker_settings(options, environ), engine, streams, telemetry, degradation)

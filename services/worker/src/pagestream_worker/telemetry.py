@@ -53,6 +53,7 @@ class WorkerTelemetry:
         self._resumes = registry.number(catalog.RESUMES).series(model)
         self._cancellations = registry.number(catalog.CANCELLATIONS).series(model)
         self._errors = registry.number(catalog.ERRORS)
+        self._transitions = registry.number(catalog.DEGRADATION_TRANSITIONS)
 
     def ready(self) -> None:
         """Record the startup's duration: the engine claims from now on."""
@@ -66,6 +67,10 @@ class WorkerTelemetry:
     def error(self, error_type: str) -> None:
         """Count an error that belongs to no single request."""
         self._errors.series(self._model, error_type).add()
+
+    def moved(self, rung: str, direction: str) -> None:
+        """Count a rung of the ladder that was climbed ("up"), or left again ("down")."""
+        self._transitions.series(self._model, rung, direction).add()
 
     # -- a request's phases --
 

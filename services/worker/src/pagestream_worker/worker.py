@@ -7,11 +7,14 @@ from typing import Any
 from pagestream_streams import EngineSession
 
 from pagestream_worker.health import Health, watchdog
+from pagestream_worker.ladder.host_memory import host_share
+from pagestream_worker.ladder.settings import DegradationSettings
 from pagestream_worker.logs.opening import open_logs
 from pagestream_worker.requests.claim_budget import ClaimBudget
 from pagestream_worker.serving.active_requests import ActiveRequests
 from pagestream_worker.serving.appending import AppendLoop
 from pagestream_worker.serving.claiming import ClaimLoop, PrefillLookahead
+from pagestream_worker.serving.degradation import Degradation, HostShare
 from pagestream_worker.serving.outputs import StepOutputs
 from pagestream_worker.serving.shutdown import Shutdown
 from pagestream_worker.serving.step_marks import StepMarks
@@ -29,9 +32,20 @@ class Worker:
         settings: names and limits.
         health: gets heartbeats of the event loop, and the begin and end of serving.
         telemetry: gets the phases of requests.
+        degradation: of the ladder; None for its defaults.
+        host: reads the share of the host's memory that is in use.
     """
 
-    def __init__(self, core: EngineCore, settings: WorkerSettings, health: Health, telemetry: WorkerTelemetry) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        settings: WorkerSettings,
+        health: Health,
+        telemetry: WorkerTelemetry,
+        *,
+        degradation: DegradationSettings | None = None,
+        host: HostShare = host_share,
+    ) -> None:
         facts = core.loaded.result(timeout=0)
         self._core = core
         self._settings = settings
@@ -54,6 +68,16 @@ class Worker:
             settings,
             interrupts=facts.interrupts,
         )
+        self.degradation = Degradation(
+            degradation or DegradationSettings(),
+            core=core,
+            max_num_seqs=facts.max_num_seqs,
+            budget=self._budget,
+            requests=self._requests,
+            kept_log_bytes=settings.kept_log_bytes,
+            telemetry=telemetry,
+            host=host,
+        )
         self._appending = AppendLoop(self._requests, self._outputs, settings, telemetry, pending)
 
     async def run(self, session: EngineSession, stop: asyncio.Event) -> None:
@@ -70,6 +94,8 @@ class Worker:
             asyncio.create_task(watchdog(self._health), name="watchdog"),
         ]
         stopping = asyncio.create_task(stop.wait(), name="stop")
+        watch = self.degradation.watch(session)
+        watch.start()
         self._health.serve(self._core.step_age_s)
         self._telemetry.ready()
         shutdown = Shutdown(
@@ -91,6 +117,7 @@ class Worker:
         finally:
             self._health.drain()
             stopping.cancel()
+            await watch.stop()
             results = await self._stop([self._claiming.task, *tasks], marks)
             await shutdown.drain()
         for result in results:
@@ -146,4 +173,5 @@ class Worker:
             "kv_utilization": round(stats.kv_utilization, 4),
             "free_blocks": stats.num_free_blocks,
             "preemptions": stats.num_preemptions,
+            "degradation_rung": int(self.degradation.rung),
         }

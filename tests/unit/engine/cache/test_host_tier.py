@@ -133,3 +133,13 @@ def test_pages_that_a_step_was_to_get_which_was_never_sent_are_free_again() -> N
     for _ in range(3):
         assert {copy.block for copy in tiered.tier.choose_saves()} == {0, 1}
     tiered.check()
+
+
+def test_a_tier_that_saves_nothing_gives_back_what_it_has() -> None:
+    tiered = Tiered(num_blocks=2)
+    tiered.serve(FIRST)
+    tiered.tier.saves_blocks = False
+    assert tiered.serve(SECOND) == []
+    assert tiered.cache.get_computed_blocks(make_seq(FIRST), may_load=True).num_to_load == 2
+    tiered.tier.saves_blocks = True
+    assert len(tiered.step()) == 2

@@ -61,6 +61,17 @@ def test_nothing_is_claimed_while_a_whole_step_waits_here() -> None:
     assert not budget.has_prefilling
 
 
+def test_without_lookahead_nothing_is_claimed_until_all_have_a_token() -> None:
+    budget = new_budget()
+    budget.reserve(20, [("a", 0)])
+    assert budget.available(BLOCKS)[0] >= 1
+    budget.limit_lookahead(claims_ahead=False)
+    budget.note_prefill_step({"a": 0})
+    assert budget.available(BLOCKS) == (0, 0)
+    budget.note_token("a")
+    assert budget.available(BLOCKS)[0] >= 1
+
+
 def test_the_mean_size_of_requests_and_max_num_seqs_bound_a_claim() -> None:
     budget = new_budget()
     for number in range(MOST - 1):

@@ -121,3 +121,23 @@ async def test_what_is_kept_to_be_sent_again_is_bounded_in_bytes(make_logs: Call
     assert table.requests.ids() == ["short"]
     table.requests.drop(["short"])
     assert table.logs.held_bytes == 0
+
+
+@pytest.mark.parametrize("make_logs", KINDS)
+async def test_a_small_cache_keeps_what_redis_lacks(make_logs: Callable[[int], TokenLogs]) -> None:
+    table = RequestTable(make_logs=make_logs)
+    for request_id in ("acknowledged", "pending"):
+        table.requests.start(claim("n", request_id=request_id))
+        table.requests.add_outputs([StepOutput(f"{request_id}/n/0", number, " word") for number in range(200)])
+    acknowledged, pending = table.requests.get("acknowledged"), table.requests.get("pending")
+    assert acknowledged is not None
+    assert pending is not None
+    acknowledged.log.acknowledge(200)
+    held = table.logs.held_bytes
+    table.requests.drop_acknowledged(held)
+    assert table.logs.held_bytes == held
+    table.requests.drop_acknowledged(0)
+    assert 0 < table.logs.held_bytes < held
+    assert not acknowledged.log.can_send_from(100)
+    assert pending.log.can_send_from(0)
+    assert set(table.requests.ids()) == {"acknowledged", "pending"}

@@ -17,6 +17,7 @@ _CODES = {
     "wrong_content_type": Code.INVALID_ARGUMENT,
     "overloaded": Code.RESOURCE_EXHAUSTED,
     "queue_full": Code.RESOURCE_EXHAUSTED,
+    "class_refused": Code.RESOURCE_EXHAUSTED,
     "storage_full": Code.RESOURCE_EXHAUSTED,
     "gateway_stopping": Code.UNAVAILABLE,
     "unavailable": Code.UNAVAILABLE,

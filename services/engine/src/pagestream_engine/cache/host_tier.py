@@ -78,6 +78,8 @@ class HostTier:
         self._loading: set[TokenSequence] = set()
         self._saves: list[Save] = []
         self._in_flight: deque[tuple[list[Save], list[Load]]] = deque()
+        self.saves_blocks = True
+        """Whether steps save blocks; those that are saved stay."""
         self.num_saved = 0
         """Blocks that were sent to pages."""
         self.num_loaded = 0
@@ -138,6 +140,8 @@ class HostTier:
     def choose_saves(self) -> list[PageCopy]:
         """Choose what the step that is about to be sent saves: blocks that are evicted next, and that no page holds."""
         self._drop_unsent_saves()
+        if not self.saves_blocks:
+            return []
         pages, hashes = self._pages, self._pool.hashes
         for block in islice(self._pool.free_blocks.next_blocks(), self._num_ahead):
             block_hash = hashes[block]

@@ -104,6 +104,9 @@ class EngineStats:
     """Free blocks beyond what preempted sequences need again, and what admission keeps for the growth of others."""
     kv_utilization: float
     """Referenced blocks / all blocks, in [0, 1]."""
+    kv_demand: float
+    """(Referenced blocks + blocks that preempted sequences need again) / all blocks; above 1 the pool does not hold
+    what was admitted."""
     prefix_query_tokens: int
     """Tokens that were looked up in the prefix cache."""
     prefix_hit_tokens: int
@@ -120,6 +123,8 @@ class EngineStats:
     """Copied from host memory to blocks."""
     num_preemptions: int
     """Groups of running sequences that lost their blocks for want of free ones."""
+    num_displaced: int
+    """Groups of running sequences that lost their places to class 0, by the policy."""
     num_steps: int
     num_prompt_tokens: int
     """Prompt tokens computed, those of a recomputation included."""

@@ -67,7 +67,8 @@ class Admission:
         """Take groups from `waiting` and start them in `prefill`, within the limits of `config` for all that run; call
         `on_start` for each sequence."""
         self._on_start = on_start
-        self._max_num_seqs = config.max_num_seqs
+        self.max_num_seqs = config.max_num_seqs
+        """Sequences that run at once. It may be set to less while they run, from 1 on."""
         self._max_chunk = config.max_num_batched_tokens
         self._cache = cache
         self._waiting = waiting
@@ -81,7 +82,7 @@ class Admission:
         cache = self._cache
         promised = self._num_promised_blocks()
         coming = self._coming_hashes()
-        while budget.limit(0) > 0 and self._num_running < self._max_num_seqs:
+        while budget.limit(0) > 0 and self._num_running < self.max_num_seqs:
             group = self._waiting.peek()
             if group is None or self._surely_lacks_room(group, promised):
                 return
@@ -109,7 +110,19 @@ class Admission:
         num_running, leader = self._num_running, group.choose_leader()
         wanted = self.num_wanted_blocks(group, leader, self._prefill.get_computed_blocks(group, leader))
         wanted += self._num_promised_blocks() + self.num_reserved_blocks(num_running)
-        return num_running + len(group.members) - self._max_num_seqs, wanted - self._cache.pool.num_free
+        return num_running + len(group.members) - self.max_num_seqs, wanted - self._cache.pool.num_free
+
+    @property
+    def num_preempted_blocks(self) -> int:
+        """Blocks that preempted sequences need again."""
+        num_blocks_for = self._cache.layout.num_blocks_for
+        return sum(num_blocks_for(len(seq)) for seq in list(self._waiting) if seq.was_admitted)
+
+    def num_claimable_blocks(self, num_preempted_blocks: int) -> int:
+        """Return the free blocks that a sequence from outside would get: those of preempted sequences come before it,
+        and so does what is kept free for the growth of all."""
+        kept = self.num_reserved_blocks(self._num_running + len(self._waiting))
+        return max(0, self._cache.pool.num_free - num_preempted_blocks - kept)
 
     def num_reserved_blocks(self, num_running: int) -> int:
         """Blocks to keep free when another is admitted."""
@@ -121,7 +134,7 @@ class Admission:
 
     def _has_room(self, group: SequenceGroup, num_wanted_blocks: int) -> bool:
         num_running = self._num_running
-        if num_running + len(group.members) > self._max_num_seqs:
+        if num_running + len(group.members) > self.max_num_seqs:
             return False
         return num_wanted_blocks + self.num_reserved_blocks(num_running) <= self._cache.pool.num_free
 

@@ -50,7 +50,7 @@ class Scheduler:
         self._decode = DecodeSet(cache)
         self.restore_cost = cost = None if cache.tier is None else RestoreCost(cache.tier.load_page_s)
         """Wants to know what each collected step has taken, where there is a tier."""
-        self._admission = Admission(
+        self.admission = Admission(
             config,
             cache,
             self._waiting,
@@ -68,15 +68,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences that are not admitted, or were preempted."""
         return len(self._waiting)
-
-    @property
-    def num_claimable_blocks(self) -> int:
-        """Free blocks that a sequence from outside would get: those of preempted sequences come before it, and so does
-        what admission keeps free for the growth of all."""
-        num_blocks_for = self._cache.layout.num_blocks_for
-        needed = sum(num_blocks_for(len(seq)) for seq in list(self._waiting) if seq.was_admitted)
-        kept = self._admission.num_reserved_blocks(self.num_running + self.num_waiting)
-        return max(0, self._cache.pool.num_free - needed - kept)
 
     @property
     def num_running(self) -> int:
@@ -148,7 +139,7 @@ class Scheduler:
                 preempts = True
                 self._continue_prefills(step.prefills, budget)
         if len(self._waiting) and not preempts:
-            self._admission.admit(step.prefills, budget)
+            self.admission.admit(step.prefills, budget)
         step.copies = self._cache.copy_on_write.copies
         if self._cache.tier is not None:
             step.loads = self._cache.tier.loads
@@ -204,7 +195,7 @@ class Scheduler:
         if head is None:
             return True
         by_rank, pool = self._groups_by_victim_rank(), self._cache.pool
-        displaced = displaced_groups(head, by_rank, self._policy, self._admission, pool)
+        displaced = displaced_groups(head, by_rank, self._policy, self.admission, pool)
         if displaced and self._in_flight.num_steps:
             return False
         for group in displaced:

@@ -52,7 +52,7 @@ CLAIM = _load("claim", repeat=False)  # a second run would claim more
 APPEND = _load("append")
 END = _load("end")
 HAND_BACK = _load("hand_back")
-HEARTBEAT = _load("heartbeat", num_arguments=11)
+HEARTBEAT = _load("heartbeat", num_arguments=12)
 ISOLATE = _load("isolate")
 LEAVE = _load("leave")
 MARK = _load("mark")

@@ -80,6 +80,14 @@ class Claimer:
         self._had_same_fingerprint_only = False
         self._virtual_time = 0
         """The latest of all partitions, which it takes from each to the others; see the policy "fair" in accept.lua."""
+        self._greatest_class: int | None = None
+
+    def limit_class(self, greatest: int | None) -> None:
+        """Claim only requests of the classes up to `greatest` from now on, and begun ones of any; None: of all."""
+        if greatest != self._greatest_class:
+            self._greatest_class = greatest
+            self._order.forget()
+            self._doorbell.ring_all()
 
     async def claim(self, *, max_requests: int, max_prompt_tokens: int) -> list[Claim]:
         """Claim requests that fit into the given room; see EngineSession.claim."""
@@ -242,6 +250,7 @@ class Claimer:
             -1 if assignment.leaves_longer else settings.fingerprint_grace_ms,
             "" if greatest_class is None else greatest_class,
             self._virtual_time,
+            "" if self._greatest_class is None else self._greatest_class,
         )
         return Call(CLAIM, self._where(take.number).prefix, arguments)
 

@@ -60,6 +60,8 @@ class Heartbeat:
         self._on_lost = on_lost
         self._load = load
         self._card = card
+        self.refused_class: int | None = None
+        """The least class that gateways are asked to refuse, once all living engines ask for it; None: none."""
         self._contexts = LivingContexts(broker, identity, assignment)
         self._timer = Periodic("engine heartbeat", self._settings.heartbeat_ms / 1000, self._beat_in_time)
 
@@ -171,6 +173,7 @@ class Heartbeat:
             -1 if self._assignment.leaves_longer else settings.fingerprint_grace_ms,
             self._identity.policy,
             self._identity.started_ms,
+            "" if self.refused_class is None else self.refused_class,
         )
 
     async def _reconcile(self, before: Mapping[str, tuple[int, str]], owned: set[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Self
 from pagestream.v1.records_pb2 import ModelCard
 
 from pagestream_streams.admin.broker import Broker
+from pagestream_streams.admin.memory import MemoryUse, memory_use
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.subscription import Subscription
 from pagestream_streams.engine.active_requests import ActiveRequests
@@ -196,6 +197,23 @@ class EngineSession:
             Unavailable: what was claimed before is held; the heartbeats hand the rest back.
         """
         return await self.claimer.claim_class(0, max_requests=max_requests)
+
+    def limit_classes(self, *, claimed: int | None, refused: int | None) -> None:
+        """Leave lower classes to other engines, or to better times. Begun requests of any class are claimed.
+
+        Args:
+            claimed: the greatest class to claim; None: all.
+            refused: the least class that gateways are asked to refuse, from the next heartbeat on. They do when all
+                living engines ask for it; None: none.
+        """
+        self.claimer.limit_class(claimed)
+        if refused != self.heartbeat.refused_class:
+            self.heartbeat.refused_class = refused
+            self.heartbeat.nudge()
+
+    async def redis_memory(self) -> MemoryUse:
+        """Return the memory of the fullest Redis server. Unavailable."""
+        return await memory_use(self._broker.connection)
 
     async def wait_for_work(self, timeout_s: float) -> None:
         """Wait until a claim may find something, at most `timeout_s` seconds."""

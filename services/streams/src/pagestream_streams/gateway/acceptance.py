@@ -10,7 +10,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.scripts import ACCEPT
-from pagestream_streams.errors import ModelNotFound, PartitionGone, QueueFull, RequestNotFound
+from pagestream_streams.errors import ClassRefused, ModelNotFound, PartitionGone, QueueFull, RequestNotFound
 from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.gateway.placing import Placer
 from pagestream_streams.gateway.reservations import Reservation, record_ms, reserve
@@ -22,7 +22,8 @@ _SHORTEST_SPAN_S = 1.0  # shorter spans give no meaningful rate
 
 _MOST_TENANT_TIMES = 4096
 
-_FULL, _ACCEPTED, _WRONG_TENANT, _REMOVED = 0, 1, 3, 4  # accept.lua's replies; 2: it had been accepted before
+_FULL, _ACCEPTED, _WRONG_TENANT, _REMOVED, _REFUSED = 0, 1, 3, 4, 5  # accept.lua's replies; 2: was accepted before
+_REFUSED_RETRY_S = 5.0  # engines take a class again some seconds after they have memory
 
 
 class Acceptor:
@@ -95,6 +96,8 @@ class Acceptor:
             raise ModelNotFound(spec.model)
         if reply[0] == _FULL:
             raise _queue_full(settings, spec.tenant, reply[1:])
+        if reply[0] == _REFUSED:
+            raise ClassRefused(priority=spec.priority, least_refused=reply[1], retry_after_s=_REFUSED_RETRY_S)
         if reply[0] == _WRONG_TENANT:
             raise RequestNotFound(spec.request_id)
         reach(FaultPoint.ACCEPTED)

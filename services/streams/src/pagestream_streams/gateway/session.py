@@ -114,6 +114,7 @@ class GatewaySession:
 
         Raises:
             QueueFull: the queue's bound, or the tenant's share of it, is reached.
+            ClassRefused: a QueueFull; all engines are short of memory and take no more of this class.
             LogsFull: the tenant's logs take what they may.
             RequestNotFound: the id is of an unknown model or another tenant.
             ModelNotFound: the model was removed.

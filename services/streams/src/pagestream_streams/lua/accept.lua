@@ -25,7 +25,8 @@
 -- Returns: {1, virtual time of the tenant (0: none)} accepted; {2} was accepted before; {3} the id is another tenant's;
 --          {4, removal} the model was removed;
 --          {0, requests, tokens, drained, drain window in ms, bound of requests, bound of tokens, whose bound it is
---          (0: all tenants', 1: this tenant's)} beyond a bound.
+--          (0: all tenants', 1: this tenant's)} beyond a bound; {5, class} every living engine asks to refuse this
+--          class and the lower ones, from `class` on, see docs/decisions/0214.
 -- Retry: harmless, a record that exists is only read.
 local id, spec, tenant, class, tokens, choices = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5]), ARGV[6]
 local deadline, grace, continue, gateway, lease = tonumber(ARGV[7]), ARGV[8], ARGV[9], ARGV[10], ARGV[11]
@@ -43,6 +44,22 @@ local function portion()
   local share = others > 0 and weight / (weight + others) or alone_share
   local most = math.max(1, math.floor(max_requests * share))
   return {tonumber(mine[1] or 0), tonumber(mine[2] or 0), most, math.floor(max_tokens * share)}
+end
+
+-- The least class that every living engine asks to refuse; nothing where there is none.
+local function refused_class()
+  if call('EXISTS', prefix .. 'refusals') == 0 then
+    return nil
+  end
+  local least
+  for _, engine in ipairs(call('ZRANGEBYSCORE', prefix .. 'leases', now, '+inf')) do
+    local wanted = tonumber(call('HGET', prefix .. 'refusals', engine) or '')
+    if not wanted then
+      return nil
+    end
+    least = math.max(least or wanted, wanted)
+  end
+  return least
 end
 
 local function write_record()
@@ -103,6 +120,10 @@ else
   window = window or 0
   if bounded and (requests + 1 > max_requests or queued + tokens > max_tokens) then
     return {0, requests, queued, drained, window, max_requests, max_tokens, 0}
+  end
+  local refused = bounded and refused_class()
+  if refused and tonumber(class) >= refused then
+    return {5, refused}
   end
   local mine = portion()
   -- A tenant's first request may have any size.

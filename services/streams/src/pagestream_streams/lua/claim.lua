@@ -23,6 +23,7 @@
 --       [18] how long requests that need a longer context are left to others, in ms (negative: for ever)
 --       [19] the greatest class to claim, and then no begun requests ('' or none: all)
 --       [20] the virtual time that the engine knows from all partitions (none: 0), see the policy "fair" in accept.lua
+--       [21] the greatest class to claim of requests that are not begun ('' or none: all)
 -- Returns: {now, what is next, {id, spec, epoch, next index, digest, attempts, deadline, isolated (0 | 1), cached
 --          tokens, ms in its queue, key}...}. What is next: {whether a suspect waits that this engine may run (0 | 1),
 --          ms until an entry may be taken that is left to other engines (-1: none), the room that the rest is about,
@@ -36,7 +37,7 @@ local idle, fingerprint, patience, control = ARGV[9] == '1', ARGV[10], tonumber(
 local retired, context = ARGV[13] == '1', tonumber(ARGV[14] or 0)
 local context_patience = tonumber(ARGV[18])
 local keeps_room, bound = ARGV[15] == '1', tonumber(ARGV[16] or '') or math.huge
-local greatest_class = tonumber(ARGV[19] or '')
+local greatest_class, greatest_new_class = tonumber(ARGV[19] or ''), tonumber(ARGV[21] or '')
 local meta, now, drained = prefix .. 'meta', now_ms(), 0
 local claims, HEAD = {now, {}}, 2
 local drained_tokens, drained_longest, drained_of = 0, 0, {}
@@ -175,7 +176,8 @@ local queues = {}
 local function add(name, print)
   local queue = {name = name, print = print, begun = string.sub(name, 1, 6) == 'resume', from = '-', left = 0}
   local class = tonumber(name)
-  if retired and name ~= 'resume:' .. fingerprint or greatest_class and (not class or class > greatest_class) then
+  if retired and name ~= 'resume:' .. fingerprint or greatest_class and (not class or class > greatest_class)
+    or greatest_new_class and class and class > greatest_new_class then
     return call('EXISTS', prefix .. 'queue:' .. name) == 1
   end
   if class and RANKED[policy] then

@@ -13,6 +13,7 @@
 --       [9] how long suspects that need a longer context are left to others, in ms (negative: for ever)
 --       [10] the engine's policy, by which requests are claimed ('' or none: unknown), and [11] when it started: of
 --            several engines with different ones the last that started decides
+--       [12] the least class that the engine asks gateways to refuse ('': none), see accept.lua
 -- Returns: for each partition {the ids that it owns, whether a suspect that it may run waits here (0: no, 1: yes, for
 --          an idle engine, 2: yes, and this engine was chosen to become idle)}.
 -- Retry: harmless, the lease is renewed again.
@@ -21,6 +22,11 @@ local control, now = tonumber(ARGV[5]), now_ms()
 although_full()
 call('ZADD', prefix .. 'leases', now + lease, engine)
 call('HSETNX', prefix .. 'meta', 'up', now)
+if (ARGV[12] or '') == '' then
+  call('HDEL', prefix .. 'refusals', engine)
+else
+  call('HSET', prefix .. 'refusals', engine, ARGV[12])
+end
 
 -- Has the queues go by this engine's policy, unless they go by that of one that started later.
 local function set_policy(policy, started)

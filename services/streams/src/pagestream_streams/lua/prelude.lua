@@ -256,9 +256,11 @@ local function first_suspect(fingerprint, context, patience, context_patience, n
   end
 end
 
--- Removes an engine's lease. The field "up" of meta is since when an engine lives; it goes with the last one.
+-- Removes an engine's lease, and what it asks gateways to refuse.
+-- The field "up" of meta is since when an engine lives; it goes with the last one.
 local function drop_lease(engine, now)
   call('ZREM', prefix .. 'leases', engine)
+  call('HDEL', prefix .. 'refusals', engine)
   if call('ZCOUNT', prefix .. 'leases', now, '+inf') == 0 then
     call('HDEL', prefix .. 'meta', 'up')
   end

@@ -28,6 +28,7 @@ class ClaimBudget:
         self._not_begun: dict[str, int] = {}  # sequence -> prompt tokens that no step has begun to compute
         self._running: set[str] = set()
         self._first_class: set[str] = set()
+        self._claims_ahead = True
         self.changed = asyncio.Event()
         """Set when more may be available than before. The claim loop clears it."""
 
@@ -41,7 +42,10 @@ class ClaimBudget:
         """
         if not self._running:
             return 1, UNLIMITED_TOKENS
-        ahead = self._step_tokens - sum(self._not_begun.values())
+        not_begun = sum(self._not_begun.values())
+        if not_begun and not self._claims_ahead:
+            return 0, 0
+        ahead = self._step_tokens - not_begun
         if ahead <= 0:
             return 0, 0
         num_requests = min(max(1, int(ahead / self._mean_tokens)), self._max_num_seqs - len(self._running))
@@ -53,6 +57,16 @@ class ClaimBudget:
             if num_requests == 1 or num_tokens >= num_requests * self._mean_tokens:
                 return num_requests, num_tokens
             num_requests //= 2  # fewer leave more: each one's last block of a group may be nearly empty
+
+    def limit_sequences(self, most: int) -> None:
+        """Claim for at most so many sequences at once from now on; what is claimed stays."""
+        self._max_num_seqs = most
+        self.changed.set()
+
+    def limit_lookahead(self, *, claims_ahead: bool) -> None:
+        """Claim nothing while a claimed prompt is not computed to its end, unless `claims_ahead`."""
+        self._claims_ahead = claims_ahead
+        self.changed.set()
 
     def may_interrupt(self) -> bool:
         """Return whether a request of class 0 may be claimed without room: the engine takes a seat for it from a lower
@@ -137,6 +151,8 @@ class ClaimBudget:
 
     def note_prefill_step(self, remaining: Mapping[str, int]) -> None:
         """Note that a step with prompts has begun, and the tokens that each of its sequences needs after it."""
+        if not self._claims_ahead:
+            return  # they count until their first token
         for seq_id, num_tokens in remaining.items():
             if seq_id in self._not_begun:
                 self._not_begun[seq_id] = num_tokens

@@ -174,6 +174,14 @@ class ActiveRequests:
                 logger.warning("dropped: too much waits for Redis", extra=_log_fields(request))
                 self.drop([request.request_id])
 
+    def drop_acknowledged(self, most_bytes: int) -> None:
+        """Drop entries that Redis has, the longest log's first, until no more than `most_bytes` are kept. Where Redis
+        loses them, their requests are handed back and generated again from there.
+        """
+        for request in sorted(self._requests.values(), key=lambda request: request.log.num_bytes, reverse=True):
+            while self._logs.held_bytes > most_bytes and request.log.drop_oldest():
+                pass
+
     # -- appends --
 
     @property

@@ -30,6 +30,14 @@ class AbortSequences:
 
 
 @dataclass(frozen=True)
+class SetLimits:
+    """Change what `Engine.set_limits` does."""
+
+    max_num_seqs: int
+    saves_blocks: bool
+
+
+@dataclass(frozen=True)
 class StepMarked:
     """Let the step of a `StepBegun` that waits run: Redis has the mark of its requests."""
 
@@ -48,4 +56,4 @@ class Stop:
     """End after the current step."""
 
 
-Command = AddGroup | AbortSequences | StepMarked | StartProfile | Stop
+Command = AddGroup | AbortSequences | SetLimits | StepMarked | StartProfile | Stop

@@ -19,7 +19,7 @@ from pagestream_engine.request.sequence import Sibling
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 
 from pagestream_worker.logs.token_columns import PlainSequences
-from pagestream_worker.stepping.commands import AbortSequences, AddGroup, StepMarked, Stop
+from pagestream_worker.stepping.commands import AbortSequences, AddGroup, SetLimits, StepMarked, Stop
 from pagestream_worker.stepping.gpu import GpuMonitor
 from pagestream_worker.stepping.profiler import StepProfiler
 from pagestream_worker.stepping.reports import Figures, Refused, Report, StepBegun, StepDone
@@ -33,14 +33,15 @@ FRAGMENTATION_PERIOD_S = 0.5  # between two readings of the fragmentation, which
 ADD_LIMIT_S = 0.005  # of replaying outputs before a step; 524,288 tokens with stop strings take 7 s in all
 MARK_LIMIT_S = 0.25  # longest wait of a step for `StepMarked`
 
-LoopCommand = AddGroup | AbortSequences | StepMarked | Stop
+QueuedCommand = AddGroup | AbortSequences | SetLimits | Stop
+LoopCommand = QueuedCommand | StepMarked
 
 
 class CommandQueue:
     """Commands on their way to the loop. `put` may be called on any thread, the rest is the loop's."""
 
     def __init__(self) -> None:
-        self._commands: queue.SimpleQueue[AddGroup | AbortSequences | Stop] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[QueuedCommand] = queue.SimpleQueue()
         self._marks: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def put(self, command: LoopCommand) -> None:
@@ -50,7 +51,7 @@ class CommandQueue:
         else:
             self._commands.put(command)
 
-    def get(self, timeout_s: float) -> AddGroup | AbortSequences | Stop | None:
+    def get(self, timeout_s: float) -> QueuedCommand | None:
         """Return the next command; None where none comes within the time."""
         try:
             return self._commands.get(block=timeout_s > 0, timeout=timeout_s)
@@ -196,7 +197,10 @@ class StepLoop:
             command = self._commands.get(0.0)
         return True
 
-    def _execute(self, command: AddGroup | AbortSequences) -> None:
+    def _execute(self, command: AddGroup | AbortSequences | SetLimits) -> None:
+        if isinstance(command, SetLimits):
+            self._engine.set_limits(command.max_num_seqs, saves_blocks=command.saves_blocks)
+            return
         self._is_changed = True
         self._num_commands += 1
         if isinstance(command, AddGroup):
