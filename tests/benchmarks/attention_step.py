@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--float8", action="store_true", help="keep keys and values in float8")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     dtype: torch.dtype = getattr(torch, given.dtype)
@@ -67,10 +68,15 @@ def main() -> None:
         "decode with drafts": make_batch(seq_lens, 4, prefill=False),
         "prefill": make_batch([512], 256, prefill=True),
     }
-    shape = CacheShape(tuple(range(LAYERS)), KV_HEADS, HEAD_DIM, BLOCK_SIZE, dtype)
+    kept = torch.float8_e4m3fn if given.float8 else None
+    shape = CacheShape(tuple(range(LAYERS)), KV_HEADS, HEAD_DIM, BLOCK_SIZE, dtype, kept)
     backend = select_backend("auto", [shape], torch.device("cpu"))
     backend.store.allocate(max(int(batch.block_tables.max()) for batch in batches.values()) + 1)
-    backend.store.cache.normal_()
+    if given.float8:
+        backend.store.cache.random_(0, 126)
+        backend.store.parts[1].fill_(2.0**-6)
+    else:
+        backend.store.cache.normal_()
     print(f"{backend.name}, {given.dtype}, {given.threads} threads")
     print("| batch | layers | ms | share |\n|---|---|---|---|")
     for kind, batch in batches.items():

@@ -20,6 +20,7 @@ from pagestream_engine.attention import (
     AttentionSpec,
     Backend,
     CacheShape,
+    KVStore,
     Rotation,
     StepContext,
     select_backend,
@@ -31,6 +32,9 @@ from torch import Tensor
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Inputs are standard normal: a few roundings of the dtype."""
+CACHE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+CACHE_TOLERANCES = {"auto": 0.0, "bfloat16": 3e-2, "fp8": 0.25}
+"""What rounding keys and values to the cache's dtype adds: float8 is off by up to a sixteenth of an element."""
 
 FACTORS: Mapping[str, Sequence[Any]] = {
     "dtype": tuple(DTYPES),
@@ -43,6 +47,9 @@ FACTORS: Mapping[str, Sequence[Any]] = {
     "rotation": (None, "neox", "interleaved", "partial"),
     "scale": (None, 0.3),
 }
+
+_NAN_BYTE = 0x7F
+"""Of float8."""
 
 Span = tuple[int, int, int]
 """A sequence, its first new token, and the end of its new tokens."""
@@ -87,7 +94,9 @@ class Sequences:
     def shape(self) -> CacheShape:
         """Of the layer's cache, alone in its group."""
         kv_heads, case = self.case["heads"][1], self.case
-        return CacheShape((self.group,), kv_heads, case["head_dim"], case["block_size"], DTYPES[case["dtype"]])
+        kept, dtype = CACHE_DTYPES[case.get("cache", "auto")], DTYPES[case["dtype"]]
+        kept = None if kept == dtype else kept
+        return CacheShape((self.group,), kv_heads, case["head_dim"], case["block_size"], dtype, kept)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -139,7 +148,9 @@ class Sequences:
         for seq, first, _ in spans:
             for place in range(self.first_seen(first)):
                 for cache in backend.store.layers[self.group]:
-                    cache[self.tables[seq][place // size], :, place % size] = math.nan
+                    rows = cache.view(torch.uint8) if backend.store.has_scales else cache
+                    nan = _NAN_BYTE if backend.store.has_scales else math.nan
+                    rows[self.tables[seq][place // size], :, place % size] = nan
 
     def attend(self, backend: Backend, context: StepContext, spans: Sequence[Span]) -> list[Tensor]:
         """Run the layer; each span's output, (tokens, num_heads * head_dim)."""
@@ -191,12 +202,18 @@ def make_backend(name: str, shapes: Sequence[CacheShape], device: torch.device) 
     return backend
 
 
+def fill_with_nan(store: KVStore) -> None:
+    """Make every element of a cache NaN, and every scale."""
+    for part in store.parts:
+        part.fill_(_NAN_BYTE if part.dtype == torch.uint8 else math.nan)
+
+
 def outputs_in_chunks(seqs: Sequences, backend: Backend, borders: list[int]) -> list[Tensor]:
     """Outputs of all tokens of the sequences, computed in chunks between borders, single tokens as decodes. What they
     must not read is NaN.
     """
     backend.store.allocate(seqs.num_blocks)
-    backend.store.cache.fill_(math.nan)
+    fill_with_nan(backend.store)
     outputs: list[list[Tensor]] = [[] for _ in seqs.lengths]
     for begin, end in pairwise(borders):
         spans: list[Span] = [
@@ -214,8 +231,8 @@ def check_case(case: Case, device: torch.device) -> None:
     seqs = Sequences(case, LENGTHS)
     backend = make_backend(case["backend"], [seqs.shape], device)
     backend.store.allocate(seqs.num_blocks)
-    backend.store.cache.fill_(math.nan)
-    tolerance = TOLERANCES[case["dtype"]]
+    fill_with_nan(backend.store)
+    tolerance = TOLERANCES[case["dtype"]] + CACHE_TOLERANCES[case.get("cache", "auto")]
     for spans, num_prefills in STEPS:
         seqs.forget(backend, spans)
         context = backend.prepare_step([seqs.batch(spans, num_prefills)])

@@ -22,7 +22,7 @@ def test_flat_names_reach_their_groups() -> None:
 def test_every_option_is_a_field_or_refused() -> None:
     config = EngineConfig()
     names = {name for group in vars(config).values() for name in vars(group)}
-    assert set(EngineOptions.__annotations__) == names | {"cpu_offload_gb", "kv_cache_dtype"}
+    assert set(EngineOptions.__annotations__) == names | {"cpu_offload_gb"}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,7 @@ def test_every_option_is_a_field_or_refused() -> None:
         ("enable_prefix_caching", "yes"),
         ("eviction_policy", "fifo"),
         ("swap_space", -1),
+        ("kv_cache_dtype", "fp8_e5m2"),
         ("swap_space", "4"),
         ("swap_space", float("nan")),
         ("max_num_seqs", 0),
@@ -66,10 +67,16 @@ def test_a_malformed_option_is_named(field: str, value: Any) -> None:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(("field", "value"), [("cpu_offload_gb", 1.5), ("kv_cache_dtype", "fp8")])
-def test_vllms_other_options_only_at_their_defaults(field: str, value: Any) -> None:
-    with pytest.raises(UnsupportedOption, match=f"^{field}: given .*not supported yet"):
-        EngineConfig.from_options({field: value})
+def test_vllms_other_options_only_at_their_defaults() -> None:
+    with pytest.raises(UnsupportedOption, match=r"^cpu_offload_gb: given .*not supported yet"):
+        EngineConfig.from_options({"cpu_offload_gb": 1.5})
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+def test_a_cache_of_float8_is_not_deterministic(name: str) -> None:
+    assert EngineConfig.from_options({"kv_cache_dtype": name}).cache.kv_cache_dtype == name
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype: given '{name}', expected auto or bfloat16 with determin"):
+        EngineConfig.from_options({"kv_cache_dtype": name, "deterministic": True})
 
 
 def test_a_host_tier_needs_the_prefix_cache() -> None:
@@ -79,9 +86,9 @@ def test_a_host_tier_needs_the_prefix_cache() -> None:
 
 
 def test_vllms_other_options_at_their_defaults() -> None:
-    given = {"swap_space": 0, "cpu_offload_gb": 0.0, "kv_cache_dtype": "auto"}
+    given = {"swap_space": 0, "cpu_offload_gb": 0.0}
     assert EngineConfig.from_options(given) == EngineConfig()
-    assert len(given) == 3, "the caller's dictionary is not touched"
+    assert len(given) == 2, "the caller's dictionary is not touched"
 
 
 def test_a_small_budget_alone_lowers_the_number_of_sequences() -> None:

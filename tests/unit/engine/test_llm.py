@@ -151,7 +151,7 @@ def test_unknown_and_unsupported_options_are_named(tmp_path: Path) -> None:
         make_llm(tmp_path, tensor_parallel=2)
     with pytest.raises(UnsupportedOption, match="cpu_offload_gb: given 4"):
         make_llm(tmp_path, cpu_offload_gb=4)
-    make_llm(tmp_path, swap_space=0, cpu_offload_gb=0, kv_cache_dtype="auto")
+    make_llm(tmp_path, swap_space=0, cpu_offload_gb=0)
 
 
 def test_a_model_that_is_not_there() -> None:

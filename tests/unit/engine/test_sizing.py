@@ -29,8 +29,10 @@ def test_bytes_of_a_token(name: str, kib: int) -> None:
     assert size_config(ConfigFile(model["config"]), EngineConfig()).kv_bytes_per_token == kib * 1024
 
 
-def test_a_checkpoint_and_its_engine_have_what_was_counted() -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_a_checkpoint_and_its_engine_have_what_was_counted(kv_cache_dtype: str) -> None:
     options = {"dtype": "float32", "device": "cpu", "block_size": 16, "num_gpu_blocks_override": 64}
+    options |= {"kv_cache_dtype": kv_cache_dtype, "attention_backend": "torch"}
     sized = size_model(DEMO_MODEL, EngineConfig.from_options(options))
     engine = Engine(DEMO_MODEL, EngineConfig.from_options(options))
     pool_bytes = engine.memory_bytes()["kv_pool"]

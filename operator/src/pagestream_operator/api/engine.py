@@ -50,6 +50,9 @@ class EngineOptions(ApiModel):
     eviction_policy: Literal["lru", "slru", "lfu", "cost"] | None = None
     """Which cached block is used anew first: the least recently used one, of those never found again first (slru, the
     default) or of all (lru), the least often used one (lfu), or the one that is cheapest to compute again (cost)."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3"] | None = None
+    """What keys and values are kept as: auto (the default) is the model's dtype; fp8, or fp8_e4m3, takes half of the
+    memory of 16 bits, gives other tokens, and is not deterministic."""
     swap_space: Annotated[float, Field(ge=0, le=65_536)] | None = None
     """GiB of host memory for KV blocks that the pool evicts, those of preempted sequences too; they are copied back
     when they are needed again. Part of the pod's memory. Default 0: such blocks are computed again."""
@@ -81,6 +84,13 @@ class EngineOptions(ApiModel):
             "engine.schedulingPolicy is fcfs, priority, shortest_first, round_robin, fair, or a policy that a plugin "
             "registers: name its module in engine.plugins",
             ".schedulingPolicy",
+        ),
+        Rule(
+            "!has(self.deterministic) || !self.deterministic || !has(self.kvCacheDtype) || "
+            "!(self.kvCacheDtype in ['fp8', 'fp8_e4m3'])",
+            "engine.kvCacheDtype is auto or bfloat16 with engine.deterministic: in fp8 a key is rounded to a scale "
+            "that later tokens may raise",
+            ".kvCacheDtype",
         ),
     )
 

@@ -14,6 +14,8 @@ DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
 EXECUTORS = ("inline", "process")
 EVICTION_POLICIES = ("lru", "slru", "lfu", "cost")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3")
+SCALED_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 
 DEFAULT_BLOCK_SIZE = 16
 TRITON_BLOCK_SIZE = 64
@@ -25,7 +27,8 @@ class ModelConfig:
     """What is loaded and how it computes."""
 
     dtype: str = "auto"
-    """Of weights, activations and KV cache; auto is the checkpoint's own."""
+    """Of weights and activations, and of the KV cache unless `kv_cache_dtype` says otherwise; auto is the checkpoint's
+    own."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; None is what the model and the block pool allow."""
     device: str = "auto"
@@ -77,6 +80,9 @@ class CacheConfig:
     found again before the others, lfu the least often used one, with ageing, cost the same, weighed by what attention
     takes to compute it again. slru finds most on a real trace: docs/benchmarks/prefix-cache.md."""
 
+    kv_cache_dtype: str = "auto"
+    """What keys and values are kept as. auto: the model's dtype. fp8, or fp8_e4m3: float8 with a scale for each block
+    and KV head, half of the memory of 16 bits; tokens differ from those of auto, and there is no deterministic mode."""
     swap_space: float = 0.0
     """GiB of host memory for blocks that the pool evicts, of preempted sequences too; they come back by their content.
     0: such blocks are computed again."""
@@ -92,6 +98,7 @@ class CacheConfig:
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError("enable_prefix_caching", self.enable_prefix_caching, "True or False")
         _choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
+        _choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if not (_is_number(self.swap_space) and 0.0 <= self.swap_space < inf):
             raise ConfigError("swap_space", self.swap_space, "GiB of at least 0")
         if self.swap_space and not self.enable_prefix_caching:
@@ -203,13 +210,18 @@ class EngineConfig:
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     extensions: ExtensionConfig = field(default_factory=ExtensionConfig)
 
+    def __post_init__(self) -> None:
+        if self.model.deterministic and self.cache.kv_cache_dtype in SCALED_CACHE_DTYPES:
+            hint = "a token's key is rounded to a scale that later tokens of its block may raise"
+            raise ConfigError("kv_cache_dtype", self.cache.kv_cache_dtype, "auto or bfloat16 with deterministic", hint)
+
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
         """Build the groups from vLLM's flat option names, as `LLM` and the command line take them.
 
         Raises:
             ConfigError: an option is unknown or malformed.
-            UnsupportedOption: `cpu_offload_gb` or `kv_cache_dtype` asks for more than the default.
+            UnsupportedOption: `cpu_offload_gb` asks for more than the default.
         """
         options = dict(options)
         _refuse_unsupported(options)
@@ -240,9 +252,8 @@ _GROUPS = {
 }
 _ONLY_DEFAULT: dict[str, tuple[object, ...]] = {
     "cpu_offload_gb": (0, None),
-    "kv_cache_dtype": ("auto", None),
 }
-"""vLLM's options that are accepted at these values only: weights stay on the device, and the cache has their dtype."""
+"""vLLM's options that are accepted at these values only: weights stay on the device."""
 
 
 def _refuse_unsupported(options: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from pagestream_engine.attention.kv_store import block_bytes
 from pagestream_engine.cache.kv_groups import KVLayout
 from pagestream_engine.config import TRITON_BLOCK_SIZE, EngineConfig
 from pagestream_engine.errors import UnsupportedModel
@@ -21,7 +22,7 @@ from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.registry import find_family, fused_architectures
 from pagestream_engine.models.weights import LinearWeight, TensorWeight, Weight, WeightMap
-from pagestream_engine.runner.backends import kv_layout
+from pagestream_engine.runner.backends import cache_shapes, kv_layout
 
 GB = 10**9
 CARDS: Mapping[str, int] = {
@@ -102,16 +103,15 @@ def size_config(file: ConfigFile, config: EngineConfig) -> ModelSize:
     longest = config.model.max_model_len or decoder.info.max_position_embeddings
     block_size = config.cache.block_size or TRITON_BLOCK_SIZE
     layout = kv_layout(family.attention_specs(decoder, longest), block_size, longest)
-    spec = layout.groups[0].spec
-    block_bytes = 2 * layout.num_slots * layout.groups[0].block_size * spec.elements_per_token * dtype.itemsize
+    of_block = block_bytes(cache_shapes(layout, dtype, config.cache.kv_cache_dtype))
     num_parameters = count_parameters(family.weights(decoder))
     return ModelSize(
         architecture=decoder.info.architecture,
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=num_parameters,
         weight_bytes=num_parameters * dtype.itemsize,
-        kv_bytes_per_token=_kv_bytes_per_token(layout, block_bytes),
-        block_bytes=block_bytes,
+        kv_bytes_per_token=_kv_bytes_per_token(layout, of_block),
+        block_bytes=of_block,
         activation_bytes=_activation_bytes(decoder, config, dtype),
         max_model_len=longest,
         layout=layout,
@@ -143,8 +143,8 @@ def _num_elements(weight: Weight) -> int:
     return 0  # tied: counted where it belongs
 
 
-def _kv_bytes_per_token(layout: KVLayout, block_bytes: int) -> float:
-    return sum(block_bytes / group.block_size for group in layout.groups if group.spec.window is None)
+def _kv_bytes_per_token(layout: KVLayout, of_block: int) -> float:
+    return sum(of_block / group.block_size for group in layout.groups if group.spec.window is None)
 
 
 def _activation_bytes(decoder: DecoderConfig, config: EngineConfig, dtype: torch.dtype) -> int:

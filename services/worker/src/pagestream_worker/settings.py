@@ -16,6 +16,7 @@ from pagestream_engine.config import (
     DTYPES,
     EVICTION_POLICIES,
     EXECUTORS,
+    KV_CACHE_DTYPES,
     EngineConfig,
     EngineOptions,
 )
@@ -92,6 +93,7 @@ _ENGINE_OPTIONS = (
     "gpu_memory_utilization",
     "enable_prefix_caching",
     "eviction_policy",
+    "kv_cache_dtype",
     "swap_space",
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -106,7 +108,7 @@ _ENGINE_OPTIONS = (
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the engine's options, named as vLLM's; one that is not given keeps the engine's default."""
     group = parser.add_argument_group("engine", "defaults are the engine's own", argument_default=argparse.SUPPRESS)
-    group.add_argument("--dtype", choices=DTYPES, help="of weights, activations and KV cache")
+    group.add_argument("--dtype", choices=DTYPES, help="of weights and activations")
     group.add_argument("--device", choices=DEVICES)
     group.add_argument(
         "--enforce-eager", action=argparse.BooleanOptionalAction, help="launch each kernel of a GPU's decodes anew"
@@ -125,6 +127,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
     group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     group.add_argument("--eviction-policy", choices=EVICTION_POLICIES, help="which cached block is used anew first")
+    group.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="what keys and values are kept as")
     group.add_argument("--swap-space", type=float, metavar="GIB", help="of host memory for blocks that are evicted")
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
     group.add_argument("--max-num-batched-tokens", type=int, metavar="TOKENS", help="in one step")

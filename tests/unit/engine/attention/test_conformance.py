@@ -30,6 +30,13 @@ TRITON = [
     for index, case in enumerate(pairwise(FACTORS))
 ]
 """The interpreter takes seconds for each; the first are those that cover most pairs."""
+KEPT = [
+    {**case, "cache": cache}
+    for cache, factors in (("fp8", {**FACTORS, "head_dim": (80,)}), ("bfloat16", {**FACTORS, "head_dim": (16,)}))
+    for case in pairwise({"backend": ON_CPU, **factors})
+]
+"""Caches of another dtype than the model's. A size of a head each: the C++ kernels are compiled for it."""
+FLOAT8_TRITON = {"backend": "triton", "cache": "fp8", "dtype": "bfloat16", "head_dim": 16, "heads": (6, 2)}
 OPTIONS = {"window": (None, 1, 20), "soft_cap": (None, 3.0), "sinks": (False, True)}
 
 
@@ -49,6 +56,18 @@ def test_attends_as_plain_attention_does(case: Case) -> None:
 @pytest.mark.parametrize("case", TRITON, ids=case_id)
 def test_triton_attends_as_plain_attention_does(interpreter: KernelWorker, case: Case) -> None:
     interpreter.run("backend", case)
+
+
+@pytest.mark.parametrize("case", KEPT, ids=case_id)
+def test_attends_to_a_cache_of_another_dtype(case: Case) -> None:
+    check_case(case, CPU)
+
+
+@pytest.mark.builds
+@pytest.mark.parametrize("rotation", [None, "interleaved"])
+def test_triton_attends_to_a_cache_of_float8(interpreter: KernelWorker, rotation: str | None) -> None:
+    options = {"block_size": 64, "window": 37, "soft_cap": None, "sinks": True, "scale": None, "rotation": rotation}
+    interpreter.run("backend", {**FLOAT8_TRITON, **options})
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -2,7 +2,7 @@
 
 from pagestream_engine.attention.backend import Backend
 from pagestream_engine.attention.base import AttentionBatch, AttentionSpec, DecodeBatch, DeviceLengths, StepContext
-from pagestream_engine.attention.kv_store import CacheShape
+from pagestream_engine.attention.kv_store import CacheShape, KVStore
 from pagestream_engine.attention.operators import Angles, Operators, Rotation
 from pagestream_engine.attention.select import prefers_triton, select_backend
 
@@ -14,6 +14,7 @@ __all__ = [
     "CacheShape",
     "DecodeBatch",
     "DeviceLengths",
+    "KVStore",
     "Operators",
     "Rotation",
     "StepContext",

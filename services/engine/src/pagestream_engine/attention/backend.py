@@ -37,8 +37,8 @@ class Backend:
     @property
     def is_deterministic(self) -> bool:
         """Whether a token's results have the same bits in any batch, in any chunk, and whenever they are computed
-        again."""
-        return self.attention.is_deterministic
+        again. With scales a block's later tokens may change what an earlier one is rounded to."""
+        return self.attention.is_deterministic and not self.store.has_scales
 
     def prepare_step(self, batches: Sequence[AttentionBatch]) -> StepContext:
         """Prepare a step; `batches` has one entry for each KV group, all of the same tokens."""

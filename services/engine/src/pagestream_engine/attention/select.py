@@ -74,7 +74,7 @@ def _native(shapes: Sequence[CacheShape], device: torch.device) -> Backend | Non
     kernels: dict[int, NativeKernels] = {}
     versions = []
     for head_dim in sorted({shape.head_dim for shape in shapes}):
-        library = load_library(head_dim)
+        library = load_library(head_dim, shapes[0].cache_dtype)
         if library is None:
             return None
         kernels[head_dim] = NativeKernels(library, dtype)

@@ -11,6 +11,14 @@ from pagestream_engine.cache.kv_groups import KVLayout, KVSpec, make_layout
 from pagestream_engine.config import DEFAULT_BLOCK_SIZE, TRITON_BLOCK_SIZE, EngineConfig
 from pagestream_engine.errors import ConfigError
 
+CACHE_DTYPES = {
+    "auto": None,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+"""By `CacheConfig.kv_cache_dtype`; None is the model's own."""
+
 
 def block_size_for(config: EngineConfig, device: torch.device) -> int:
     """Tokens a block of the layers that keep most: what the options say, else what suits the backend."""
@@ -29,10 +37,18 @@ def kv_layout(specs: Sequence[AttentionSpec], block_size: int, max_model_len: in
     return make_layout(kept, block_size, max_model_len)
 
 
-def cache_shapes(layout: KVLayout, dtype: torch.dtype) -> list[CacheShape]:
-    """Return the shape of each KV group's cache."""
+def cache_shapes(layout: KVLayout, dtype: torch.dtype, kv_cache_dtype: str) -> list[CacheShape]:
+    """Return the shape of each KV group's cache.
+
+    Args:
+        layout: of the model's layers.
+        dtype: of queries.
+        kv_cache_dtype: `CacheConfig.kv_cache_dtype`.
+    """
+    kept = CACHE_DTYPES[kv_cache_dtype]
+    kept = None if kept == dtype else kept
     return [
-        CacheShape(group.layers, group.spec.num_kv_heads, group.spec.head_dim, group.block_size, dtype)
+        CacheShape(group.layers, group.spec.num_kv_heads, group.spec.head_dim, group.block_size, dtype, kept)
         for group in layout.groups
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from time import perf_counter
 
@@ -31,13 +31,15 @@ class HostPages:
             num_pages: at least 1.
         """
         self._store = store
-        size = (num_pages, *store.cache[:, :, 0].shape)
+        self._num_pages = num_pages
         self._stream: torch.cuda.Stream | None = None
+        sizes = [(num_pages, *part[:, :, 0].shape) for part in store.parts]
         if store.device.type == "cuda":
-            self._pages = torch.empty(size, dtype=store.dtype, pin_memory=True)
+            pairs = zip(sizes, store.parts, strict=True)
+            self._parts = [torch.empty(size, dtype=part.dtype, pin_memory=True) for size, part in pairs]
             self._stream = torch.cuda.Stream(store.device)  # type: ignore[no-untyped-call]
         else:
-            self._pages = host_tensor(size, store.dtype)
+            self._parts = [host_tensor(size, part.dtype) for size, part in zip(sizes, store.parts, strict=True)]
 
     def launch(self, saves: Sequence[Sequence[int]], loads: Sequence[Sequence[int]]) -> None:
         """Begin a step's copies, and let what is launched from now on wait for those of the steps before.
@@ -58,7 +60,7 @@ class HostPages:
 
     def measure_load_s(self) -> float:
         """Return the seconds of copying one page to the device, before any block is used."""
-        num_pages = min(_TRIAL_PAGES, len(self._pages), self._store.cache.shape[2])
+        num_pages = min(_TRIAL_PAGES, self._num_pages, self._store.cache.shape[2])
         copies = [(index, index) for index in range(num_pages)]
         seconds = []
         self._copy(copies, copies)
@@ -72,13 +74,16 @@ class HostPages:
 
     def _copy(self, saves: Sequence[Sequence[int]], loads: Sequence[Sequence[int]]) -> None:
         for block, page in saves:
-            self._pages[page].copy_(self._block(block), non_blocking=True)
+            for of_block, of_page in self._pairs(block, page):
+                of_page.copy_(of_block, non_blocking=True)
         for block, page in loads:
-            self._block(block).copy_(self._pages[page], non_blocking=True)
+            for of_block, of_page in self._pairs(block, page):
+                of_block.copy_(of_page, non_blocking=True)
 
-    def _block(self, block: int) -> Tensor:
-        """(2, layer slots, page_size)"""
-        return self._store.cache[:, :, block]
+    def _pairs(self, block: int, page: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each part of a block, (2, layer slots, ...), and its place in host memory."""
+        for of_blocks, of_pages in zip(self._store.parts, self._parts, strict=True):
+            yield of_blocks[:, :, block], of_pages[page]
 
     def _synchronize(self) -> None:
         if self._stream is not None:

@@ -83,7 +83,7 @@ class ModelRunner:
         with torch.inference_mode():
             specs = source.attention_specs(target)
             self.kv_layout = kv_layout(specs, block_size_for(config, device), self.max_model_len)
-            shapes = cache_shapes(self.kv_layout, self.dtype)
+            shapes = cache_shapes(self.kv_layout, self.dtype, config.cache.kv_cache_dtype)
             self._backend = backend_for(
                 config.model.attention_backend, specs, shapes, device, deterministic=wanted is True
             )

@@ -20,6 +20,7 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--num-gpu-blocks-override", "N", "KV blocks, instead of what memory allows"),
     ("--gpu-memory-utilization", "X", "fraction of the GPU's memory that an engine may use"),
     ("--eviction-policy", "NAME", "which cached KV block is used anew first: lru, slru, lfu or cost"),
+    ("--kv-cache-dtype", "TYPE", "what keys and values are kept as: auto, bfloat16 or fp8"),
     ("--swap-space", "GIB", "host memory of each engine for KV blocks that are evicted"),
     ("--max-num-seqs", "N", "most sequences in one step"),
     ("--max-num-batched-tokens", "N", "token budget of one step"),

@@ -49,7 +49,7 @@ class NativeAttention(Attention[NativeMetadata]):
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec, metadata: NativeMetadata) -> Tensor:
         query = with_contiguous_heads(query)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        paged = PagedLayer(self.store.layers[layer], metadata.tables, spec)
+        paged = PagedLayer(self.store.layers[layer], metadata.tables, spec, self.store.scales.get(layer))
         self._kernels[spec.head_dim].attend(output, query, paged, metadata.tiles)
         return output.view(query.shape[0], -1)
 

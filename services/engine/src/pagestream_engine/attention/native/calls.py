@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.attention.base import AttentionSpec
-from pagestream_engine.attention.kv_store import LayerCache
+from pagestream_engine.attention.kv_store import LayerCache, LayerScales
 from pagestream_engine.attention.operators import Rotation
 
 _P, _N, _F, _I, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int, ctypes.c_bool
@@ -40,6 +40,8 @@ class Write(NamedTuple):
     """(tokens,) int64; needed by a rotation."""
     rotation: Rotation | None = None
     """Of query and key, on the way."""
+    scales: LayerScales | None = None
+    """Of a cache of float8."""
 
 
 class PagedLayer(NamedTuple):
@@ -50,13 +52,15 @@ class PagedLayer(NamedTuple):
     """(rows, most blocks) int32, rows contiguous."""
     spec: AttentionSpec
     """Its sinks, if any, float32 on the CPU and contiguous."""
+    scales: LayerScales | None = None
+    """Of a cache of float8."""
 
 
 class NativeKernels:
-    """The kernels of one library for one dtype. Every tensor is on the CPU."""
+    """The kernels of one library for one dtype of queries. Every tensor is on the CPU."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        """`library` is of the model's head size, `dtype` one that `supports` knows."""
+        """`library` is of the model's head size and of the cache's dtype, `dtype` one that `supports` knows."""
 
         def bind(name: str, *arguments: type) -> Kernel:
             function: Any = getattr(library, f"{name}_{_SUFFIXES[dtype]}")
@@ -67,8 +71,8 @@ class NativeKernels:
         self._rms_norm = bind("rms_norm", *[_P] * 4, *[_N] * 5, _F)
         gated = ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")
         self._gated = {name: bind(name, *[_P] * 2, *[_N] * 2) for name in gated}
-        self._rope_and_cache = bind("rope_and_cache", *[_P] * 6, _N, _B, *[_P] * 2, *[_N] * 8)
-        self._attention = bind("attention", *[_P] * 5, *[_N] * 6, _F, _F, _N, _P, _P, _N)
+        self._rope_and_cache = bind("rope_and_cache", *[_P] * 6, _N, _B, *[_P] * 4, *[_N] * 9)
+        self._attention = bind("attention", *[_P] * 6, _N, _P, *[_N] * 6, _F, _F, _N, _P, _P, _N)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """(..., dim) of at most three dimensions -> the same shape, contiguous."""
@@ -137,6 +141,7 @@ class NativeKernels:
             to.rotation is not None and to.rotation.interleaved,
             keys.data_ptr(),
             values.data_ptr(),
+            *_scale_arguments(to.scales),
             query.shape[0],
             query.shape[1],
             key.shape[1],
@@ -158,6 +163,7 @@ class NativeKernels:
             query.data_ptr(),
             keys.data_ptr(),
             layer.cache.values.data_ptr(),
+            *_scale_arguments(layer.scales),
             layer.tables.data_ptr(),
             layer.tables.stride(0),
             query.shape[1],
@@ -173,3 +179,10 @@ class NativeKernels:
             tiles.shape[0],
             torch.get_num_threads(),
         )
+
+
+def _scale_arguments(scales: LayerScales | None) -> tuple[int | None, int | None, int]:
+    """Pointers to scales, and the distance of their rows."""
+    if scales is None:
+        return None, None, 0
+    return scales.keys.data_ptr(), scales.values.data_ptr(), scales.keys.stride(0)

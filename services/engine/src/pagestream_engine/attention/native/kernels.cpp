@@ -24,6 +24,7 @@ typedef float Vec __attribute__((vector_size(W * 4)));
 typedef int32_t IVec __attribute__((vector_size(W * 4)));
 typedef uint32_t UVec __attribute__((vector_size(W * 4)));
 typedef uint16_t HVec __attribute__((vector_size(W * 2)));
+typedef uint8_t BVec __attribute__((vector_size(W)));
 
 struct bf16 {
   uint16_t bits;
@@ -31,6 +32,18 @@ struct bf16 {
 struct fp16 {
   uint16_t bits;
 };
+struct fp8 {  // e4m3fn: no infinity, the largest number is 448; of a cache, with a scale for each block and head
+  uint8_t bits;
+};
+
+// What keys and values are kept as, of a model of dtype T. The compiler's command line may name another type.
+#ifdef PAGESTREAM_CACHE
+template <typename T>
+using Stored = PAGESTREAM_CACHE;
+#else
+template <typename T>
+using Stored = T;
+#endif
 
 inline float widen(float x) { return x; }
 inline float widen(bf16 x) {
@@ -121,6 +134,27 @@ inline void store(fp16* to, float x) {
 }
 
 inline Vec splat(float x) { return (Vec){} + x; }
+
+inline Vec load(const fp8* from) {
+  BVec bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  const UVec bits = __builtin_convertvector(bytes, UVec), size = bits & 0x7f;
+  const Vec small = __builtin_convertvector((IVec)size, Vec) * 0x1p-9f;
+  UVec wide = size < 8 ? (UVec)small : (size << 20) + 0x3c000000;  // the exponent's bias differs by 120
+  wide = size == 0x7f ? (size & 0) + 0x7fc00000 : wide;
+  return (Vec)(wide | (bits & 0x80) << 24);
+}
+// What is too large becomes the largest.
+inline void store(fp8* to, Vec x) {
+  x = x > 448.0f ? splat(448.0f) : (x < -448.0f ? splat(-448.0f) : x);
+  const UVec bits = (UVec)x, size = bits & 0x7fffffff;
+  const UVec normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - 0x3c0;
+  const UVec subnormal = (UVec)((Vec)size + 16384.0f) - 0x46800000;  // 2^14 aligns the bits that stay, and rounds
+  UVec narrow = size < 0x3c800000 ? subnormal : normal;
+  narrow = x == x ? narrow : (size & 0) + 0x7f;
+  const BVec bytes = __builtin_convertvector(narrow | (bits >> 24 & 0x80), BVec);
+  std::memcpy(to, &bytes, sizeof bytes);
+}
 template <typename T>
 inline Vec rounded(Vec x) {
   T narrow[W];
@@ -322,19 +356,78 @@ struct Rotation {
 };
 
 // Where keys and values go: blocks of (kv_heads, block_size, head_dim), `block_stride` elements apart.
-template <typename T>
+template <typename S>
 struct Target {
-  T* keys;
-  T* values;
+  S* keys;
+  S* values;
+  float* key_scales;  // of float8: (blocks, kv_heads), rows `scale_stride` apart
+  float* value_scales;
+  int64_t scale_stride;
   const int64_t* slots;
   int64_t kv_heads, head_dim, block_size, block_stride;
 };
 
+template <typename S, typename T>
+void narrow(S* to, const T* from, int64_t count) {
+  if constexpr (std::is_same_v<S, T>)
+    std::memcpy(to, from, count * sizeof(T));
+  else
+    for (int64_t i = 0; i < count; i += W) store(to + i, load(from + i));
+}
+
+// Tokens of a step in consecutive slots of one block.
+struct Run {
+  int64_t token, count, block, offset;
+};
+
+inline std::vector<Run> runs_of(const int64_t* slots, int64_t tokens, int64_t block_size) {
+  std::vector<Run> runs;
+  for (int64_t token = 0; token < tokens; ++token) {
+    const int64_t slot = slots[token];
+    if (token && slot % block_size && slot == slots[token - 1] + 1)
+      ++runs.back().count;
+    else
+      runs.push_back({token, 1, slot / block_size, slot % block_size});
+  }
+  return runs;
+}
+
+// The least power of two by which numbers of at most this size are float8s, within 2^-60 and 2^60; 448 is 1.75 * 2^8.
+inline float scale_for(float largest) {
+  int32_t bits;
+  std::memcpy(&bits, &largest, sizeof bits);
+  const int32_t exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7fffff) > 0x600000);
+  return std::ldexp(1.0f, std::max(-60, std::min(exponent, 60)));
+}
+
+// Appends rows to the `offset` that one head of a block has. Where they need a larger scale, what is there shrinks.
 template <typename T>
+void append_scaled(fp8* page, float* scale, int64_t offset, const T* rows, int64_t row_stride, int64_t count,
+                   int64_t dim) {
+  Vec most = splat(0.0f);
+  for (int64_t row = 0; row < count; ++row)
+    for (int64_t i = 0; i < dim; i += W) {
+      const Vec x = load(rows + row * row_stride + i), size = x < 0.0f ? -x : x;
+      most = (size > most) & (size < INFINITY) ? size : most;
+    }
+  float lane[W], largest = 0.0f;
+  store(lane, most);
+  for (int64_t i = 0; i < W; ++i) largest = std::max(largest, lane[i]);
+  const float held = offset ? *scale : 0.0f, now = std::max(held, scale_for(largest));
+  if (now > held)
+    for (int64_t i = 0; i < offset * dim; i += W) store(page + i, load(page + i) * (held / now));
+  for (int64_t row = 0; row < count; ++row)
+    for (int64_t i = 0; i < dim; i += W)
+      store(page + (offset + row) * dim + i, load(rows + row * row_stride + i) * (1.0f / now));
+  *scale = now;
+}
+
+template <typename T, typename S>
 void rope_and_cache(T* query, const T* key, const T* value, const int64_t* positions, const Rotation& rotation,
-                    const Target<T>& target, int64_t tokens, int64_t heads, int64_t query_stride, int64_t key_stride,
+                    const Target<S>& target, int64_t tokens, int64_t heads, int64_t query_stride, int64_t key_stride,
                     int64_t value_stride, int threads) {
   const int64_t dim = target.head_dim, rest = dim - rotation.dim;
+  constexpr bool is_scaled = std::is_same_v<S, fp8>;
 #pragma omp parallel for num_threads(threads) schedule(static) if (tokens > 8)
   for (int64_t token = 0; token < tokens; ++token) {
     if (rotation.dim)
@@ -342,13 +435,42 @@ void rope_and_cache(T* query, const T* key, const T* value, const int64_t* posit
         T* row = query + token * query_stride + head * dim;
         rotation.apply(row, row, positions[token]);
       }
+    if constexpr (is_scaled) continue;
     const int64_t slot = target.slots[token], block = slot / target.block_size, offset = slot % target.block_size;
+    T rotated[PAGESTREAM_HEAD_DIM];
     for (int64_t head = 0; head < target.kv_heads; ++head) {
       const int64_t to = block * target.block_stride + (head * target.block_size + offset) * dim;
       const T* from = key + token * key_stride + head * dim;
-      if (rotation.dim) rotation.apply(target.keys + to, from, positions[token]);
-      std::memcpy(target.keys + to + rotation.dim, from + rotation.dim, rest * sizeof(T));
-      std::memcpy(target.values + to, value + token * value_stride + head * dim, dim * sizeof(T));
+      if constexpr (std::is_same_v<S, T>) {
+        if (rotation.dim) rotation.apply(target.keys + to, from, positions[token]);
+        std::memcpy(target.keys + to + rotation.dim, from + rotation.dim, rest * sizeof(T));
+      } else {
+        std::memcpy(rotated, from, sizeof rotated);
+        if (rotation.dim) rotation.apply(rotated, from, positions[token]);
+        narrow(target.keys + to, rotated, dim);
+      }
+      narrow(target.values + to, value + token * value_stride + head * dim, dim);
+    }
+  }
+  if constexpr (is_scaled) {
+    const std::vector<Run> runs = runs_of(target.slots, tokens, target.block_size);
+#pragma omp parallel num_threads(threads) if (tokens > 8)
+    {
+      std::vector<T> rotated(target.block_size * dim);
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < int64_t(runs.size()) * target.kv_heads; ++i) {
+        const Run& run = runs[i / target.kv_heads];
+        const int64_t head = i % target.kv_heads, scale = run.block * target.scale_stride + head;
+        const int64_t page = run.block * target.block_stride + head * target.block_size * dim;
+        for (int64_t row = 0; row < run.count; ++row) {
+          const T* from = key + (run.token + row) * key_stride + head * dim;
+          std::memcpy(rotated.data() + row * dim, from, dim * sizeof(T));
+          if (rotation.dim) rotation.apply(rotated.data() + row * dim, from, positions[run.token + row]);
+        }
+        append_scaled(target.keys + page, target.key_scales + scale, run.offset, rotated.data(), dim, run.count, dim);
+        append_scaled(target.values + page, target.value_scales + scale, run.offset,
+                      value + run.token * value_stride + head * dim, value_stride, run.count, dim);
+      }
     }
   }
 }
@@ -368,18 +490,25 @@ struct Tile {
   int64_t table_row, row, position, count;
 };
 
-// `tables` is (rows, table_stride); blocks are `block_stride` elements apart.
+// `tables` is (rows, table_stride); blocks are `block_stride` elements apart, their scales `scale_stride`.
 struct Cache {
-  const void* keys;
-  const void* values;
   const int32_t* tables;
-  int64_t table_stride, heads, kv_heads, dim, block_size, block_stride;
+  int64_t table_stride, heads, kv_heads, dim, block_size, block_stride, scale_stride;
 
   int64_t group() const { return heads / kv_heads; }
-  int64_t place(int64_t table_row, int64_t token, int64_t kv_head) const {
-    const int64_t block = tables[table_row * table_stride + token / block_size];
-    return block * block_stride + (kv_head * block_size + token % block_size) * dim;
+  int64_t block(int64_t table_row, int64_t token) const {
+    return tables[table_row * table_stride + token / block_size];
   }
+  int64_t place(int64_t table_row, int64_t token, int64_t kv_head) const {
+    return block(table_row, token) * block_stride + (kv_head * block_size + token % block_size) * dim;
+  }
+};
+
+// All keys, or all values, as they are kept.
+template <typename S>
+struct Half {
+  const S* elements;
+  const float* scales;  // of float8
 };
 
 // An AttentionSpec: no soft cap is 0, no window is the largest number, no sinks are null.
@@ -392,19 +521,64 @@ struct Options {
   int64_t begin(int64_t end) const { return end > window ? end - window : 0; }
 };
 
+// `count` elements as attention computes with them: exact, as a scale is a power of two.
+template <typename T, typename S>
+inline void widen_row(T* to, const S* from, int64_t count, float scale) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, bf16> && std::is_same_v<S, fp8>) {
+    // On the bits, 32 at a time: the scale is a number to add to the exponent. Below 2^-6 a table has them.
+    uint32_t scale_bits;
+    std::memcpy(&scale_bits, &scale, sizeof scale_bits);
+    const __m512i added = _mm512_set1_epi16(short((int(scale_bits >> 23) - 127) * 128));
+    const __m512i shift = _mm512_add_epi16(added, _mm512_set1_epi16(120 * 128));
+    const __m512i smalls = _mm512_castsi128_si512(  // 0, 1, ... 7 times 2^-9
+        _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+    const __m512i table = _mm512_mask_add_epi16(smalls, 0xfe, smalls, added);
+    const auto wide = [&](__m256i bytes) {
+      const __m512i bits = _mm512_cvtepu8_epi16(bytes), size = _mm512_and_si512(bits, _mm512_set1_epi16(0x7f));
+      __m512i made = _mm512_add_epi16(_mm512_slli_epi16(size, 4), shift);
+      made = _mm512_mask_permutexvar_epi16(made, _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(8)), size, table);
+      made = _mm512_mask_mov_epi16(made, _mm512_cmpeq_epi16_mask(size, _mm512_set1_epi16(0x7f)),
+                                   _mm512_set1_epi16(0x7fc0));
+      return _mm512_or_si512(made, _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), bits), 8));
+    };
+    int64_t i = 0;
+    for (; i + 32 <= count; i += 32) _mm512_storeu_si512(to + i, wide(_mm256_loadu_si256((const __m256i*)(from + i))));
+    if (i < count)
+      _mm256_storeu_si256((__m256i*)(to + i), _mm512_castsi512_si256(wide(_mm256_castsi128_si256(
+                                                  _mm_loadu_si128((const __m128i*)(from + i))))));
+    return;
+  }
+#endif
+  for (int64_t i = 0; i < count; i += W) store(to + i, load(from + i) * scale);
+}
+
 // 16 keys or values of a KV head from token `first` on, as rows: a pointer into the cache, or to `scratch`. Before
 // `begin` and from `end` on the scratch repeats the nearest token between them, whose weight there is zero: other
 // places of a block are not read.
-template <int64_t V, typename T>
-inline const T* sixteen(const void* base, const Cache& cache, int64_t table_row, int64_t kv_head, int64_t first,
+template <int64_t V, typename T, typename S>
+inline const T* sixteen(const Half<S>& half, const Cache& cache, int64_t table_row, int64_t kv_head, int64_t first,
                         int64_t begin, int64_t end, T* scratch) {
   constexpr int64_t dim = V * W;
-  const T* elements = (const T*)base;
-  if (first % cache.block_size + W <= cache.block_size && first >= begin && first + W <= end)
-    return elements + cache.place(table_row, first, kv_head);
+  const bool is_whole = first % cache.block_size + W <= cache.block_size && first >= begin && first + W <= end;
+  const auto scale_of = [&](int64_t token) {
+    return half.scales ? half.scales[cache.block(table_row, token) * cache.scale_stride + kv_head] : 1.0f;
+  };
+  if (is_whole) {
+    const S* rows = half.elements + cache.place(table_row, first, kv_head);
+    if constexpr (std::is_same_v<S, T>)
+      return rows;
+    else
+      widen_row(scratch, rows, W * dim, scale_of(first));
+    return scratch;
+  }
   for (int64_t t = 0; t < W; ++t) {
     const int64_t token = std::max(begin, std::min(first + t, end - 1));
-    std::memcpy(scratch + t * dim, elements + cache.place(table_row, token, kv_head), dim * sizeof(T));
+    const S* row = half.elements + cache.place(table_row, token, kv_head);
+    if constexpr (std::is_same_v<S, T>)
+      std::memcpy(scratch + t * dim, row, dim * sizeof(T));
+    else
+      widen_row(scratch + t * dim, row, dim, scale_of(token));
   }
   return scratch;
 }
@@ -412,9 +586,9 @@ inline const T* sixteen(const void* base, const Cache& cache, int64_t table_row,
 // Asks for a key or value, to be in the second cache when it is read. Blocks lie scattered, which no processor expects,
 // and a core has few places for misses: asking for 16 rows at once stalls. So a loop over 16 rows asks for one of the
 // next 16 in each of its turns.
-template <int64_t V, typename T>
-inline void prefetch_row(const T* row) {
-  constexpr int64_t line = 64 / sizeof(T);
+template <int64_t V, typename S>
+inline void prefetch_row(const S* row) {
+  constexpr int64_t line = 64 / sizeof(S);
   for (int64_t i = 0; i < V * W; i += line) __builtin_prefetch(row + i, 0, 2);
 }
 
@@ -465,8 +639,8 @@ struct WideMath {
   }
 
   // Lane sums of R query rows and each of 16 keys.
-  template <int64_t R>
-  static void score_keys(Vec (*total)[W], const float* query, const float* keys, const T* next) {
+  template <int64_t R, typename S>
+  static void score_keys(Vec (*total)[W], const float* query, const float* keys, const S* next) {
     for (int64_t r = 0; r < R; ++r) {
       Vec held[V];
       for (int64_t i = 0; i < V; ++i) held[i] = load(query + (r * V + i) * W);
@@ -478,7 +652,8 @@ struct WideMath {
     }
   }
   // (16, LENGTH) as (LENGTH, 16).
-  static void take_lanes(float* to, const float* keys, const T* next) {
+  template <typename S>
+  static void take_lanes(float* to, const float* keys, const S* next) {
     for (int64_t i = 0; i < V; ++i) {
       Vec part[W];
       for (int64_t t = 0; t < W; ++t) {
@@ -504,7 +679,8 @@ struct WideMath {
     for (int64_t i = 0; i < W * V; ++i) store(to + i * W, load(from + i * W));
     return to;
   }
-  static const float* take_values(float* to, const T* from, const T* next) {
+  template <typename S>
+  static const float* take_values(float* to, const T* from, const S* next) {
     for (int64_t t = 0; t < W; ++t) prefetch_row<V>(next + t * V * W);
     return take_keys(to, from);
   }
@@ -569,8 +745,8 @@ struct PairMath {
   static const bf16* take_keys(bf16*, const bf16* from) { return from; }
 
   // Lane sums of R query rows and each of 16 keys.
-  template <int64_t R>
-  static void score_keys(Vec (*total)[W], const bf16* query, const bf16* keys, const bf16* next) {
+  template <int64_t R, typename S>
+  static void score_keys(Vec (*total)[W], const bf16* query, const bf16* keys, const S* next) {
     for (int64_t t = 0; t < W; ++t) {
       prefetch_row<V>(next + t * V * W);
       for (int64_t r = 0; r < R; ++r) {
@@ -581,7 +757,8 @@ struct PairMath {
     }
   }
   // (16, LENGTH) as (LENGTH / 2, 16, 2).
-  static void take_lanes(bf16* to, const bf16* keys, const bf16* next) {
+  template <typename S>
+  static void take_lanes(bf16* to, const bf16* keys, const S* next) {
     for (int64_t c = 0; c < C; ++c) {
       Vec part[W];
       for (int64_t t = 0; t < W; ++t) {
@@ -604,7 +781,8 @@ struct PairMath {
   }
 
   // (16, V * 16) as (8, C, 2, 16, 2): pairs of tokens, whose elements `put` brings into their order.
-  static const bf16* take_values(bf16* to, const bf16* from, const bf16* next) {
+  template <typename S>
+  static const bf16* take_values(bf16* to, const bf16* from, const S* next) {
     for (int64_t t = 0; t < W; t += 2) {
       prefetch_row<V>(next + t * V * W);
       prefetch_row<V>(next + (t + 1) * V * W);
@@ -707,7 +885,7 @@ struct Task {
   int64_t partial;  // place of what the segment gives, or -1: the task has all segments, and makes the result
 };
 
-template <int64_t V, typename T>
+template <int64_t V, typename T, typename S>
 class Attention {
   using M = Math<V, T>;
   static constexpr int64_t dim = V * W, LENGTH = M::LENGTH;
@@ -716,6 +894,7 @@ class Attention {
  public:
   T* out;
   const T* query;
+  Half<S> keys, values;
   Cache cache;
   Options options;
   int64_t query_stride;
@@ -856,13 +1035,13 @@ class Attention {
   int64_t origin_of(const Tile& tile, int64_t segment) const {
     return std::max(segment * SEGMENT, options.begin(tile.position + 1) / W * W);
   }
-  const T* keys_of(const Task& task, int64_t segment) const {
+  const S* keys_of(const Task& task, int64_t segment) const {
     const Tile& tile = *task.tile;
-    return (const T*)cache.keys + cache.place(tile.table_row, origin_of(tile, segment), task.first_head);
+    return keys.elements + cache.place(tile.table_row, origin_of(tile, segment), task.first_head);
   }
 
   // One segment of a task's rows: scratch.parts and scratch.mixed. `after` are the keys that are read after it.
-  void reduce(const Task& task, int64_t segment, const T* after, Scratch& scratch) {
+  void reduce(const Task& task, int64_t segment, const S* after, Scratch& scratch) {
     const Tile& tile = *task.tile;
     const int64_t rows = rows_of(task), each = rows / task.num_heads, stride = cache.block_size * dim;
     const int64_t begin = options.begin(tile.position + 1), end = tile.position + tile.count;
@@ -870,14 +1049,12 @@ class Attention {
     const int64_t width = (std::min((segment + 1) * SEGMENT, end) - origin + W - 1) / W * W;
     float* scores = scratch.scores.data();
     typename M::Weight* weights = scratch.weights.data();
-    const T* const all_keys = (const T*)cache.keys;
-    const T* const all_values = (const T*)cache.values;
     for (int64_t i = 0; i < width; i += W) {
-      const T* next = i + W < width ? all_keys + cache.place(tile.table_row, origin + i + W, task.first_head)
-                                    : all_values + cache.place(tile.table_row, origin, task.first_head);
+      const S* next = i + W < width ? keys.elements + cache.place(tile.table_row, origin + i + W, task.first_head)
+                                    : values.elements + cache.place(tile.table_row, origin, task.first_head);
       for (int64_t head = 0; head < task.num_heads; ++head) {
-        const T* found = sixteen<V, T>(cache.keys, cache, tile.table_row, task.first_head + head, origin + i, begin,
-                                       end, scratch.sixteen.data());
+        const T* found = sixteen<V>(keys, cache, tile.table_row, task.first_head + head, origin + i, begin, end,
+                                    scratch.sixteen.data());
         score(scores + head * each * width + i, width, scratch.query.data() + head * each * LENGTH,
               M::take_keys(scratch.rows.data(), found), next + head * stride, each, scratch);
       }
@@ -900,22 +1077,22 @@ class Attention {
         const int64_t first = origin + i, count = std::min(tokens, width - i), kv_head = task.first_head + head;
         bool is_safe = true;
         const auto take = [&](int64_t from, int64_t to) {
-          const typename M::Element* values = nullptr;
+          const typename M::Element* rows_of_values = nullptr;
           for (int64_t t = 0; t < count; t += W) {
-            const T* found = sixteen<V, T>(cache.values, cache, tile.table_row, kv_head, first + t, from, to,
-                                           scratch.sixteen.data());
+            const T* found =
+                sixteen<V>(values, cache, tile.table_row, kv_head, first + t, from, to, scratch.sixteen.data());
             if (hides(tile, first + t) && !all_finite(found, W * dim)) is_safe = false;
-            const T* next = i + t + W < width ? all_values + cache.place(tile.table_row, first + t + W, kv_head)
+            const S* next = i + t + W < width ? values.elements + cache.place(tile.table_row, first + t + W, kv_head)
                                               : after + head * stride;
             const typename M::Element* taken = M::take_values(scratch.values.data() + t * LENGTH, found, next);
-            if (t == 0) values = taken;
+            if (t == 0) rows_of_values = taken;
           }
-          return values;
+          return rows_of_values;
         };
-        const typename M::Element* values = take(begin, end);
+        const typename M::Element* taken_values = take(begin, end);
         const auto mix = [&](auto R, int64_t r) {
           const int64_t row = head * each + r;
-          M::template mix<R>(scratch.mixed.data() + row * LENGTH, weights + row * width + i, width, values, count);
+          M::template mix<R>(scratch.mixed.data() + row * LENGTH, weights + row * width + i, width, taken_values, count);
         };
         if (is_safe) {
           in_blocks(each, mix);
@@ -924,7 +1101,7 @@ class Attention {
         // A weight of 0 times an infinite value is no 0: no row may meet a value that it does not see.
         for (int64_t r = 0; r < each; ++r) {
           const int64_t visible = tile.position + r / cache.group() + 1;
-          values = take(options.begin(visible), visible);
+          taken_values = take(options.begin(visible), visible);
           mix(std::integral_constant<int64_t, 1>{}, r);
         }
       }
@@ -937,7 +1114,7 @@ class Attention {
 
   // Scores of a KV head's rows against 16 keys; `next` is read next.
   void score(float* scores, int64_t stride, const typename M::Element* queries, const typename M::Element* keys,
-             const T* next, int64_t rows, Scratch& scratch) {
+             const S* next, int64_t rows, Scratch& scratch) {
     const float scale = options.scale;
     if (rows <= FEW_ROWS) {
       in_blocks(rows, [&](auto R, int64_t r) {
@@ -977,23 +1154,28 @@ static_assert(PAGESTREAM_HEAD_DIM % W == 0, "head_dim must be a multiple of 16")
     gate_and_mul<GELU_TANH>(out, gate_up, rows, dim, threads);                                                         \
   }                                                                                                                    \
   void rope_and_cache_##NAME(T* query, const T* key, const T* value, const int64_t* positions, const int64_t* slots,   \
-                             const float* cos_sin, int64_t rotary_dim, bool interleaved, T* key_cache,                 \
-                             T* value_cache, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t block_size,      \
+                             const float* cos_sin, int64_t rotary_dim, bool interleaved, Stored<T>* key_cache,         \
+                             Stored<T>* value_cache, float* key_scales, float* value_scales, int64_t scale_stride,     \
+                             int64_t tokens, int64_t heads, int64_t kv_heads, int64_t block_size,                      \
                              int64_t block_stride, int64_t query_stride, int64_t key_stride, int64_t value_stride,     \
                              int threads) {                                                                            \
     const Rotation rotation{cos_sin, rotary_dim, interleaved};                                                         \
-    const Target<T> target{key_cache, value_cache, slots, kv_heads, VECTORS * W, block_size, block_stride};            \
+    const Target<Stored<T>> target{key_cache, value_cache, key_scales,  value_scales, scale_stride,                    \
+                                   slots,     kv_heads,    VECTORS * W, block_size,   block_stride};                   \
     rope_and_cache(query, key, value, positions, rotation, target, tokens, heads, query_stride, key_stride,            \
                    value_stride, threads);                                                                             \
   }                                                                                                                    \
-  void attention_##NAME(T* out, const T* query, const T* keys, const T* values, const int32_t* tables,                 \
-                        int64_t table_stride, int64_t heads, int64_t kv_heads, int64_t block_size,                     \
+  void attention_##NAME(T* out, const T* query, const Stored<T>* keys, const Stored<T>* values,                        \
+                        const float* key_scales, const float* value_scales, int64_t scale_stride,                      \
+                        const int32_t* tables, int64_t table_stride, int64_t heads, int64_t kv_heads, int64_t block_size, \
                         int64_t block_stride, int64_t query_stride, float scale, float soft_cap, int64_t window,       \
                         const float* sinks, const int64_t* tiles, int64_t num_tiles, int threads) {                    \
-    const Cache cache{keys, values, tables, table_stride, heads, kv_heads, VECTORS * W, block_size, block_stride};     \
-    Attention<VECTORS, T> attention;                                                                                   \
+    Attention<VECTORS, T, Stored<T>> attention;                                                                        \
+    attention.keys = {keys, key_scales}, attention.values = {values, value_scales};                                    \
     attention.out = out, attention.query = query, attention.query_stride = query_stride;                               \
-    attention.cache = cache, attention.options = {scale, soft_cap, window, sinks};                                     \
+    attention.cache = {tables,      table_stride, heads,        kv_heads,                                              \
+                       VECTORS * W, block_size,   block_stride, scale_stride};                                         \
+    attention.options = {scale, soft_cap, window, sinks};                                                              \
     attention.run((const Tile*)tiles, num_tiles, threads);                                                             \
   }
 

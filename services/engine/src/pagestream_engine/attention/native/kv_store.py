@@ -24,7 +24,8 @@ class NativeKVStore(KVStore):
 
     def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         key, value = with_contiguous_heads(key), with_contiguous_heads(value)
-        self._kernels[key.shape[2]].rope_and_cache(key, key, value, Write(self.layers[layer], slots))
+        to = Write(self.layers[layer], slots, scales=self.scales.get(layer))
+        self._kernels[key.shape[2]].rope_and_cache(key, key, value, to)
 
     def rotates(self, rotation: Rotation, head_dim: int) -> bool:
         return rotation.rotary_dim <= head_dim
@@ -33,6 +34,6 @@ class NativeKVStore(KVStore):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, slots: Tensor, angles: Angles
     ) -> Tensor:
         query, key, value = with_contiguous_heads(query), with_contiguous_heads(key), with_contiguous_heads(value)
-        to = Write(self.layers[layer], slots, angles.positions, angles.rotation)
+        to = Write(self.layers[layer], slots, angles.positions, angles.rotation, self.scales.get(layer))
         self._kernels[key.shape[2]].rope_and_cache(query, key, value, to)
         return query

@@ -33,6 +33,14 @@ LEVELS = {
 """By `platform.machine()`, the best first. Below them the engine runs on torch's operations."""
 
 
-def find_prebuilt(head_dim: int, folder: Path = PREBUILT, flags: frozenset[str] | None = None) -> Path | None:
-    """Return the best library for a head size that this processor, or one with `flags`, can run; None without one."""
-    return find_library(folder, f"kernels-{head_dim}", LEVELS.get(platform.machine(), ()), flags)
+def library_name(head_dim: int, cache: str) -> str:
+    """Return the beginning of a library's file name: of a head size, and what keys and values are kept as, if that is
+    not the model's dtype."""
+    return f"kernels-{head_dim}{cache and '-'}{cache}"
+
+
+def find_prebuilt(
+    head_dim: int, cache: str = "", folder: Path = PREBUILT, flags: frozenset[str] | None = None
+) -> Path | None:
+    """Return the best library that this processor, or one with `flags`, can run; None without one."""
+    return find_library(folder, library_name(head_dim, cache), LEVELS.get(platform.machine(), ()), flags)

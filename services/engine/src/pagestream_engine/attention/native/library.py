@@ -12,7 +12,9 @@ import logging
 from functools import cache
 from pathlib import Path
 
-from pagestream_engine.attention.native.levels import NATIVE, AttentionLevel, find_prebuilt
+import torch
+
+from pagestream_engine.attention.native.levels import NATIVE, AttentionLevel, find_prebuilt, library_name
 from pagestream_engine.errors import NativeBuildError
 from pagestream_engine.native_build import NativeLibrary, cached
 
@@ -20,16 +22,21 @@ SOURCE = Path(__file__).parent / "kernels.cpp"
 HEAD_DIM_MULTIPLE = 16
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 
+_CACHES = {None: "", torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
+"""What keys and values are kept as, where it is not the model's dtype, by its name in the C++ source."""
+
 _log = logging.getLogger(__name__)
 
 
 @cache
-def load_library(head_dim: int) -> ctypes.CDLL | None:
-    """Load the library for a head size, compiled if need be; return None (and log one warning) where that fails."""
+def load_library(head_dim: int, cache_dtype: torch.dtype | None = None) -> ctypes.CDLL | None:
+    """Load the library for a head size and a dtype of the cache, None being the model's, compiled if need be; return
+    None (and log one warning) where that fails."""
+    name = _CACHES[cache_dtype]
     if head_dim % HEAD_DIM_MULTIPLE:
         return None
     try:
-        path = find_prebuilt(head_dim) or cached(library_for(head_dim, NATIVE))
+        path = find_prebuilt(head_dim, name) or cached(library_for(head_dim, NATIVE, name))
         # Torch is loaded by now, so that the OpenMP runtime that this resolves to is torch's own: one pool of threads.
         return ctypes.CDLL(str(path))
     except (OSError, NativeBuildError) as error:
@@ -37,7 +44,10 @@ def load_library(head_dim: int) -> ctypes.CDLL | None:
         return None
 
 
-def library_for(head_dim: int, level: AttentionLevel) -> NativeLibrary:
-    """Return what to compile for a head size and a level of instructions."""
+def library_for(head_dim: int, level: AttentionLevel, cache: str = "") -> NativeLibrary:
+    """Return what to compile for a head size, a level of instructions, and a type of the cache, "" being the model's
+    own, fp8 or bf16."""
     flags = (*_FLAGS, *level.options, f"-DPAGESTREAM_HEAD_DIM={head_dim}")
-    return NativeLibrary(f"kernels-{head_dim}-{level.name}", SOURCE, flags)
+    if cache:
+        flags = (*flags, f"-DPAGESTREAM_CACHE={cache}")
+    return NativeLibrary(f"{library_name(head_dim, cache)}-{level.name}", SOURCE, flags)

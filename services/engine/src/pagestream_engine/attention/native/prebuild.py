@@ -18,9 +18,13 @@ from pagestream_engine.native_build import compile_into, find_compiler
 HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 """Those of published models of the families that the engine runs, and of the models in its tests."""
 
+CACHES = ("", "fp8")
+"""What keys and values are kept as. A model of 32 or 16 other bits with a cache of bfloat16 needs a compiler, or runs
+on torch's operations."""
+
 
 def prebuild(compiler: str, head_dims: Sequence[int], folder: Path) -> Iterator[Path]:
-    """Compile each level of this architecture for each head size into `folder`; yield the libraries.
+    """Compile each level of this architecture for each head size and kind of cache into `folder`; yield the libraries.
 
     Raises:
         NativeBuildError: the compiler failed, or took longer than its limit.
@@ -29,9 +33,10 @@ def prebuild(compiler: str, head_dims: Sequence[int], folder: Path) -> Iterator[
     folder.mkdir(parents=True, exist_ok=True)
     for level in LEVELS.get(platform.machine(), ()):
         for head_dim in head_dims:
-            made = compile_into(folder, library_for(head_dim, level), compiler)
-            made.chmod(0o755)
-            yield made
+            for cache in CACHES:
+                made = compile_into(folder, library_for(head_dim, level, cache), compiler)
+                made.chmod(0o755)
+                yield made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -62,7 +62,7 @@ class TorchAttention(Attention[TorchMetadata]):
         return output.reshape(query.shape[0], -1)
 
     def _attend_chunk(self, layer: int, query: Tensor, spec: AttentionSpec, chunk: PrefillChunk) -> Tensor:
-        key, value = (_gather(cache, chunk)[None] for cache in self.store.layers[layer])
+        key, value = (_in_order(rows, chunk)[None] for rows in self.store.gather(layer, chunk.blocks))
         query = query.transpose(0, 1)[None]
         if spec.soft_cap is None and spec.sinks is None:
             causal = chunk.mask is None
@@ -75,11 +75,11 @@ class TorchAttention(Attention[TorchMetadata]):
 
     def _attend_decodes(self, layer: int, query: Tensor, spec: AttentionSpec, reads: BlockReads) -> Tensor:
         """Softmax over each query token's blocks: the largest score, then the sums, are reduced by owner."""
-        cache = self.store.layers[layer]
-        _, num_kv_heads, size, dim = cache.keys.shape
+        _, num_kv_heads, size, dim = self.store.layers[layer].keys.shape
         group, used = spec.num_heads // num_kv_heads, len(reads.blocks)
-        keys = cache.keys.index_select(0, reads.blocks).view(-1, size, dim)
-        values = reads.gather(cache.values).view(-1, size, dim)
+        gathered = self.store.gather(layer, reads.blocks)
+        keys = gathered.keys.view(-1, size, dim)
+        values = reads.clear_hidden(gathered.values).view(-1, size, dim)
         queries = query.reshape(len(query), -1).index_select(0, reads.owners).view(-1, group, dim)
         scores = torch.bmm(queries, keys.transpose(1, 2)).view(used, num_kv_heads, group, size)
         scores = capped(scores.float().mul_(spec.scale), spec).masked_fill_(reads.hidden, -torch.inf)
@@ -116,9 +116,9 @@ def _attend_with_options(query: Tensor, key: Tensor, value: Tensor, spec: Attent
     return weights.to(value.dtype) @ value
 
 
-def _gather(cache: Tensor, chunk: PrefillChunk) -> Tensor:
-    """(num_kv_heads, seen tokens, head_dim): keys or values in the sequence's order."""
-    rows = cache.index_select(0, chunk.blocks).transpose(0, 1)
+def _in_order(gathered: Tensor, chunk: PrefillChunk) -> Tensor:
+    """(num_kv_heads, seen tokens, head_dim): keys or values of the chunk's blocks in the sequence's order."""
+    rows = gathered.transpose(0, 1)
     return rows.reshape(rows.shape[0], -1, rows.shape[-1])[:, chunk.places]
 
 

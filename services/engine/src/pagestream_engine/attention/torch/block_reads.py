@@ -22,11 +22,8 @@ class BlockReads:
     """(rows,) int64: the rows with a hidden token."""
     num_owners: int
 
-    def gather(self, cache: Tensor) -> Tensor:
-        """(num_blocks, num_kv_heads, block_size, head_dim) -> (used, num_kv_heads, block_size, head_dim), 0 where
-        hidden.
-        """
-        rows = cache.index_select(0, self.blocks)
+    def clear_hidden(self, rows: Tensor) -> Tensor:
+        """(used, num_kv_heads, block_size, head_dim): put 0 where hidden, in place."""
         if len(self.partial):
             hidden = self.hidden.index_select(0, self.partial).transpose(2, 3)
             rows.index_copy_(0, self.partial, rows.index_select(0, self.partial).masked_fill_(hidden, 0))

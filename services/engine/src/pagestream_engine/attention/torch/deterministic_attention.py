@@ -59,10 +59,10 @@ class DeterministicTorchAttention(Attention[DeterministicTorchMetadata]):
         return output.view(query.shape[0], -1)
 
     def _attend_slice(self, layer: int, query: Tensor, spec: AttentionSpec, reads: BlockReads) -> Tensor:
-        cache = self.store.layers[layer]
-        _, num_kv_heads, size, dim = cache.keys.shape
+        _, num_kv_heads, size, dim = self.store.layers[layer].keys.shape
         group, used = spec.num_heads // num_kv_heads, len(reads.blocks)
-        keys, values = (reads.gather(each).view(-1, size, dim) for each in cache)
+        gathered = self.store.gather(layer, reads.blocks)
+        keys, values = (reads.clear_hidden(each).view(-1, size, dim) for each in gathered)
         queries = query.reshape(len(query), -1).index_select(0, reads.owners).view(-1, group, dim)
         scores = _products(queries, keys, transpose=True).view(used, num_kv_heads, group, size).float()
         scores = _capped(scores.mul_(spec.scale), spec).masked_fill_(reads.hidden, -torch.inf)

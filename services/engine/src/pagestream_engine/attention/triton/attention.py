@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pagestream_kernels as kernels
 import torch
 from pagestream_kernels.decode_plan import MAX_QUERY_LEN
-from pagestream_kernels.paging import BLOCK_SIZES, MAX_HEAD_DIM
+from pagestream_kernels.paging import BLOCK_SIZES, FLOAT8_BLOCK_SIZES, MAX_HEAD_DIM
 from pagestream_kernels.runtime import INTERPRETED
 from torch import Tensor
 
@@ -103,7 +103,10 @@ class TritonAttention(Attention[TritonMetadata]):
         if metadata.order is not None:
             query = query.index_select(0, metadata.order)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        scales = self.store.scales.get(layer)
+        of_cache = {} if scales is None else {"key_scales": scales.keys, "value_scales": scales.values}
         options: dict[str, Any] = {
+            **of_cache,
             "scale": spec.scale,
             "window": spec.window,
             "soft_cap": spec.soft_cap,
@@ -115,7 +118,7 @@ class TritonAttention(Attention[TritonMetadata]):
             prefill, heads = metadata.prefill, (query.shape[1], keys.shape[2])
             if heads not in prefill.plans:
                 prefill.plans[heads] = kernels.plan_prefill(
-                    query[:end], keys, values, prefill.cu_query_lens, prefill.seq_lens
+                    query[:end], keys, values, prefill.cu_query_lens, prefill.seq_lens, **of_cache
                 )
             kernels.paged_prefill_attention(
                 query[:end],
@@ -193,9 +196,17 @@ def check_supported(shapes: Sequence[CacheShape], device: torch.device) -> None:
         raise ConfigError(
             "attention_backend", "triton", "torch on a CPU", "Triton needs a GPU, or TRITON_INTERPRET=1 at the start"
         )
+    has_scales = shapes[0].has_scales
+    if shapes[0].stored_dtype != shapes[0].dtype and not has_scales:
+        given, expected = shapes[0].stored_dtype, f"auto or fp8 with Triton and a model of {shapes[0].dtype}"
+        raise ConfigError("kv_cache_dtype", str(given).removeprefix("torch."), expected)
+    if has_scales and len({shape.num_kv_heads for shape in shapes}) > 1:
+        raise ConfigError("kv_cache_dtype", "fp8", "auto with Triton", "the model's layers differ in their KV heads")
+    sizes, kind = (FLOAT8_BLOCK_SIZES, " and a cache of fp8") if has_scales else (BLOCK_SIZES, "")
     for shape in shapes:
-        if shape.block_size not in BLOCK_SIZES:
-            raise ConfigError("block_size", shape.block_size, f"one of {', '.join(map(str, BLOCK_SIZES))} with Triton")
+        if shape.block_size not in sizes:
+            expected = f"one of {', '.join(map(str, sizes))} with Triton{kind}"
+            raise ConfigError("block_size", shape.block_size, expected)
         if shape.head_dim > MAX_HEAD_DIM:
             raise ConfigError(
                 "attention_backend",

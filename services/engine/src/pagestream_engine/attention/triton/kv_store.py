@@ -8,30 +8,64 @@ import pagestream_kernels as kernels
 import torch
 from torch import Tensor
 
-from pagestream_engine.attention.kv_store import KVStore
+from pagestream_engine.attention.kv_store import CacheShape, KVStore
 from pagestream_engine.attention.operators import Angles, Rotation
 from pagestream_engine.transfers import to_device
 
 
 class TritonKVStore(KVStore):
-    """Rotates and writes in one pass, and copies blocks of all layers in one launch."""
+    """Rotates and writes in one pass, and copies blocks of all layers in one launch. Values of float8 lie transposed in
+    their pages."""
+
+    def _view_values(self, pages: Tensor, shape: CacheShape) -> Tensor:
+        if not shape.has_scales:
+            return super()._view_values(pages, shape)
+        return pages.view(len(pages), shape.num_kv_heads, shape.head_dim, shape.block_size).transpose(2, 3)
+
+    def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        if not self.has_scales:
+            super().write(layer, key, value, slots)
+            return
+        # The kernel that quantises turns on its way: by no angle, and a query that nobody reads.
+        key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
+        still = torch.tensor([[1.0, 0.0]], device=key.device)
+        self._quantise(layer, (key.clone(), key, value), slots, Angles(Rotation(still), torch.zeros_like(slots)))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         sources, targets = zip(*copies, strict=True)
         if not set(sources).isdisjoint(targets):  # the kernel reads and writes at once
             super().copy_blocks(copies)
             return
-        layers = self.cache.flatten(0, 1)
-        kernels.copy_blocks(layers, layers, to_device(torch.tensor(copies), self.device))
+        pairs = to_device(torch.tensor(copies), self.device)
+        for part in self.parts:
+            layers = part.flatten(0, 1)
+            kernels.copy_blocks(layers, layers, pairs)
 
     def rotates(self, rotation: Rotation, head_dim: int) -> bool:
-        return not rotation.interleaved and rotation.rotary_dim <= head_dim
+        return (self.has_scales or not rotation.interleaved) and rotation.rotary_dim <= head_dim
 
     def rotate_and_write(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, slots: Tensor, angles: Angles
     ) -> Tensor:
         # The kernels name the token's dimension before the head's.
-        keys, values = (cache.transpose(1, 2) for cache in self.layers[layer])
         query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+        if self.has_scales:
+            self._quantise(layer, (query, key, value), slots, angles)
+            return query
+        keys, values = (cache.transpose(1, 2) for cache in self.layers[layer])
         kernels.rope_and_cache(query, key, value, angles.rotation.cos_sin, angles.positions, keys, values, slots)
         return query
+
+    def _quantise(self, layer: int, rows: tuple[Tensor, Tensor, Tensor], slots: Tensor, angles: Angles) -> None:
+        keys, values = (cache.transpose(1, 2) for cache in self.layers[layer])
+        rotation = angles.rotation
+        kernels.rope_and_quantise(
+            *rows,
+            rotation.cos_sin,
+            angles.positions,
+            keys,
+            values,
+            *self.scales[layer],
+            slots,
+            interleaved=rotation.interleaved,
+        )
