@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 LENGTHS = [70, 3, 64, 41, 55, 17]
 HOST_GIB = 4 / 2**10
-NEAR = 0.8
-"""Most that a token's log probability is below the best one, by the plain cache: 0.5 was seen. A cache whose scales are
-lost is off by several."""
+NEAR = 0.25
+"""Most that log probabilities of a sequence's tokens are below the best ones in the mean, by the plain cache.
+0.02 to 0.09 were seen, and above 3 for tokens of another prompt."""
 
 MakeLLM = Callable[..., LLM]
 
@@ -53,17 +53,17 @@ def generate(llm: LLM, prompts: list[list[int]], **params: Any) -> list[list[lis
     return [[list(choice.token_ids) for choice in output.outputs] for output in outputs]
 
 
-def largest_gap(plain: LLM, prompt: list[int], choices: Sequence[list[int]]) -> float:
-    """How far the log probability of a choice's token is below the best one at its place, at most."""
-    gap = 0.0
+def mean_gap(plain: LLM, prompt: list[int], choices: Sequence[list[int]]) -> float:
+    """How far log probabilities of the choices' tokens are below the best ones at their places, in the mean."""
+    gaps = []
     for choice in choices:
         params = SamplingParams(max_tokens=1, prompt_logprobs=1)
         (output,) = plain.generate([[*prompt, *choice]], params)
         assert output.prompt_logprobs is not None
         for token_id, entries in zip(choice, output.prompt_logprobs[-len(choice) :], strict=True):
             assert entries is not None
-            gap = max(gap, max(entry.logprob for entry in entries.values()) - entries[token_id].logprob)
-    return gap
+            gaps.append(max(entry.logprob for entry in entries.values()) - entries[token_id].logprob)
+    return sum(gaps) / len(gaps)
 
 
 def test_neighbours_change_no_token(make_llm: MakeLLM) -> None:
@@ -91,7 +91,7 @@ def test_what_is_found_again_is_what_was_computed(make_llm: MakeLLM, backend: st
     assert stats.loaded_bytes > 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_tokens_stay_near_the_plain_caches(make_llm: MakeLLM, seed: int) -> None:
     """Preemption, host memory, copies on write, and chunks that end anywhere, composed at random."""
     chance = Random(seed)
@@ -107,9 +107,10 @@ def test_tokens_stay_near_the_plain_caches(make_llm: MakeLLM, seed: int) -> None
     plain = make_llm(kv_cache_dtype="auto")
     tokens = generate(llm, prompts, n=2)
     assert llm.engine.stats().num_preemptions > 0
-    gap = max(largest_gap(plain, prompt, choices) for prompt, choices in zip(prompts, tokens, strict=True))
-    print(f"seed {seed}: {gap:.2f}")
-    assert gap < NEAR
+    gaps = [mean_gap(plain, prompt, choices) for prompt, choices in zip(prompts, tokens, strict=True)]
+    others = [mean_gap(plain, prompt, choices) for prompt, choices in zip(prompts, tokens[1:], strict=False)]
+    print(f"seed {seed}: {max(gaps):.3f} beside {min(others):.3f} of another prompt's tokens")
+    assert max(gaps) < NEAR < min(others)
 
 
 @pytest.mark.parametrize("kept", [torch.float8_e4m3fn, None])

@@ -77,7 +77,7 @@ def test_the_model_may_come_from_the_environment_and_names_have_defaults() -> No
         ("PAGESTREAM_ENGINE__MAX_NUM_SEQ", "8"),
         ("PAGESTREAM_ENGINE__MAX_NUM_SEQS", "eight"),
         ("PAGESTREAM_ENGINE__MAX_NUM_SEQS", "0"),
-        ("PAGESTREAM_ENGINE__KV_CACHE_DTYPE", "fp8"),
+        ("PAGESTREAM_ENGINE__KV_CACHE_DTYPE", "int8"),
         ("PAGESTREAM_ENGINE__PLUGINS", "my-module"),
         ("PAGESTREAM_BROKER__NOTHING", "8"),
         ("PAGESTREAM_WROKER__REDIS", "redis://x"),
