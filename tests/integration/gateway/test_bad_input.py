@@ -54,7 +54,10 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": "x"}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
-    ({"best_of": 3}, "best_of"),
+    ({"n": 2, "best_of": 1}, "best_of"),
+    ({"use_beam_search": True, "top_p": 0.5}, "top_p"),
+    ({"length_penalty": 2.0}, "length_penalty"),
+    ({"early_stopping": "soon"}, "early_stopping"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
 ]
 

@@ -117,13 +117,14 @@ class ArithmeticRunner:
             row = self.rows[number]
             _require(tokens[source] == row.token_ids, "a row samples from other tokens than its own")
             sampled.append(self.choose(row, tokens[source]))
-        logprobs = self.logprobs(plan)
+        logprobs = self.logprobs(plan, sampled)
         for number, token_id in zip(plan.sampled_rows.tolist(), sampled, strict=True):
             self.rows[number].token_ids.append(token_id)
         return replace(as_result(plan, sampled), logprobs=logprobs)
 
-    def logprobs(self, plan: StepPlan) -> StepLogprobs | None:
-        """Return the likeliest next tokens of the rows that asked for them, before they get a token."""
+    def logprobs(self, plan: StepPlan, sampled: Sequence[int | None]) -> StepLogprobs | None:
+        """Return the likeliest next tokens of the rows that asked for them, before they get a token; None: the
+        likeliest is sampled."""
         asked = [
             (place, count, self.rows[number].token_ids)
             for place, number in enumerate(plan.sampled_rows.tolist())
@@ -132,7 +133,8 @@ class ArithmeticRunner:
         if not asked:
             return None
         most = max(count for _, count, _ in asked)
-        rows = [likeliest(token_ids, self.model_info.vocab_size, most) for _, _, token_ids in asked]
+        vocab_size = self.model_info.vocab_size
+        rows = [likeliest(token_ids, vocab_size, most, sampled[place]) for place, _, token_ids in asked]
         return StepLogprobs(
             samples=np.array([place for place, _, _ in asked], np.int32),
             counts=np.array([count for _, count, _ in asked], np.int32),
@@ -253,13 +255,13 @@ def next_token(token_ids: Sequence[int], vocab_size: int, *, seed: int = 0) -> i
     return state % vocab_size
 
 
-def likeliest(token_ids: Sequence[int], vocab_size: int, count: int) -> LogprobRow:
-    """Return the likeliest next tokens, the first of them twice; all are a function of every token and its position."""
+def likeliest(token_ids: Sequence[int], vocab_size: int, count: int, sampled: int | None = None) -> LogprobRow:
+    """Return the sampled token, or the likeliest, then the likeliest ones: a function of every token and its place."""
     state = next_token(token_ids, _MODULUS)
     logits = np.array([(state * (3 * token_id + 7) + token_id) % 1009 / 250 for token_id in range(vocab_size)])
     logprobs = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
-    order = np.argsort(-logprobs, kind="stable")[:count]
-    order = np.concatenate((order[:1], order))
+    order = np.argsort(-logprobs, kind="stable")
+    order = np.concatenate((order[:1] if sampled is None else [sampled], order[:count]))
     return LogprobRow(order.tolist(), logprobs[order].tolist(), 1)
 
 

@@ -37,7 +37,7 @@ class SpeculatingRunner(SeededRunner):
             self._write(row, count)
             self._read(row, count)
             row.num_computed_tokens += count
-        logprobs = self.logprobs(plan)
+        logprobs = self.logprobs(plan, [None] * len(plan.sampled_rows))
         given = [
             self._sample(self.rows[number], counts[source] if source >= plan.num_prefills else 0)
             for number, source in zip(plan.sampled_rows.tolist(), plan.sampled_from.tolist(), strict=True)

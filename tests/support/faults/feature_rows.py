@@ -102,6 +102,21 @@ FEATURE_ROWS = (
         {"temperature": 0.0, "min_tokens": 30, "logit_bias": {EOS_TOKEN_ID: 100.0}, "ignore_eos": False},
         finish="stop",
     ),
+    FeatureRow(
+        "beam search",
+        "The captain told the cat",
+        # Nothing comes before the end, so that every death of its engine begins it anew.
+        {
+            "seed": 59,
+            "n": 2,
+            "use_beam_search": True,
+            "beam_width": 4,
+            "length_penalty": 0.7,
+            "early_stopping": "never",
+            "logprobs": 1,
+        },
+    ),
+    FeatureRow("best_of", "A letter came to", {"temperature": 0.9, "seed": 61, "n": 2, "best_of": 5}),
     FeatureRow("logit_bias", "In the harbour", {"temperature": 0.8, "seed": 29, "logit_bias": {261: 3.0, 300: -100.0}}),
     FeatureRow(
         "all at once",
@@ -130,7 +145,10 @@ def sampling_of(row: FeatureRow, seed: int | None = None) -> dict[str, Any]:
 
 def grpc_request(row: FeatureRow, *, model: str, key: str, seed: int | None = None) -> pb.GenerateRequest:
     """Return the row's gRPC request."""
-    sampling = pb.SamplingParams(**sampling_of(row, seed))
+    options = sampling_of(row, seed)
+    if options.get("early_stopping") == "never":
+        options["early_stopping"] = pb.EARLY_STOPPING_NEVER
+    sampling = pb.SamplingParams(**options)
     request = pb.GenerateRequest(model=model, sampling=sampling, idempotency_key=key)
     if row.is_chat:
         request.chat.messages.add(role="user", content=str(row.prompt))

@@ -21,12 +21,16 @@ from support.engines.arithmetic_model import (
     as_result,
     byte_level_tokenizer,
     make_folder,
+    searched,
     undisturbed,
 )
 from support.engines.speculating_model import SpeculatingRunner
 from tokenizers import Tokenizer, decoders, models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SEARCH = SamplingParams(
+    use_beam_search=True, beam_width=3, max_tokens=12, ignore_eos=True, stop_token_ids=list(range(20, 36))
+)
 TEXT_FACTS = ArithmeticFacts(vocab_size=257)
 
 
@@ -476,7 +480,12 @@ def test_a_resumed_group_goes_on_exactly(tmp_path: Path, cut: int) -> None:
         ([Sibling("a", GREEDY), Sibling("good", GREEDY)], "seq_id: given 'good', which is running"),
         ([Sibling("a", GREEDY), Sibling("b", GREEDY, [99])], "output_token_ids: given token 99"),
         ([Sibling("a", GREEDY), Sibling("b", SamplingParams(n=2))], "n: given 2"),
-        ([Sibling("a", SamplingParams(best_of=2))], "best_of: given 2"),
+        ([Sibling("a", SamplingParams(best_of=2))], "best_of .2., and a seed"),
+        ([Sibling("a", SamplingParams(best_of=2, seed=1), index=2)], "siblings: given choice 2, expected one of best"),
+        ([Sibling("a", SEARCH), Sibling("b", GREEDY)], "siblings: given different parameters"),
+        ([Sibling("a", SEARCH, index=3)], "siblings: given choice 3, expected one of 3 beams"),
+        ([Sibling("a", replace(SEARCH, beam_width=32))], "beam_width: given 32 and 16 tokens that end an output, exp"),
+        ([Sibling("a", replace(SEARCH, max_tokens=90))], "beam_width: given 3 beams of up to 9. tokens, which take"),
         ([Sibling("a", SamplingParams(logprobs=21))], "logprobs: given 21, expected at most 20"),
         ([Sibling("a", SamplingParams(logit_bias={47: 1}))], "logit_bias: given token 47, expected 0 to 46"),
         ([Sibling("a", SamplingParams(allowed_token_ids=[3, 47]))], "allowed_token_ids: given token 47, expected 0 to"),
@@ -617,3 +626,47 @@ def test_statistics(tmp_path: Path) -> None:
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_utilization) == (0, 0, 0.0)
     assert (stats.num_steps, stats.num_prompt_tokens, stats.num_generated_tokens) == (24, 10, 24)
+
+
+def test_a_search_goes_on_after_what_an_earlier_run_has_put_out(tmp_path: Path) -> None:
+    """Its answers come whole at its end; a log may have a part of them when an engine dies between two appends."""
+    prompt, params = [1, 2, 3], replace(SEARCH, stop_token_ids=[])
+    best = searched(prompt, params, ArithmeticFacts(), 128)
+    engine = make_engine(tmp_path)
+    given = [Sibling("b", params, best[1][:5], index=1), Sibling("c", params, [1, 1], index=2)]
+    engine.add_group(prompt, given)
+    outputs = run(engine)
+    assert tokens(outputs["b"]) == best[1][5:]
+    assert outputs["b"][-1].finish_reason == "length"
+    assert [output.error is not None for output in outputs["c"]] == [True], "it has put out other tokens"
+    assert engine.stats().num_free_blocks == 32
+
+
+def test_a_search_whose_only_wanted_choices_are_aborted_ends(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    engine.add_group([1, 2, 3], [Sibling("a", SEARCH), Sibling("b", SEARCH)])
+    engine.step()
+    engine.abort_request("a")
+    assert engine.has_unfinished_requests()
+    engine.abort_request("b")
+    assert not engine.has_unfinished_requests()
+    engine.check_invariants()
+    assert engine.stats().num_free_blocks == 32
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_likeliest_of_a_contest_come_at_its_end(tmp_path: Path, ahead: bool) -> None:
+    params = SamplingParams(best_of=4, seed=7, max_tokens=6, ignore_eos=True)
+    engine = make_engine(tmp_path, async_scheduling=ahead)
+    engine.add_group([5], [Sibling("a", params), Sibling("b", params)])
+    while not (outputs := engine.step()):
+        engine.check_invariants()
+    assert [output.seq_id for output in outputs] == ["a"] * 6 + ["b"] * 6
+    assert all(output.logprobs is None for output in outputs)
+    first, second = (outputs[place].cumulative_logprob for place in (5, 11))
+    assert first is not None
+    assert second is not None
+    assert first >= second
+    assert engine.stats().num_free_blocks == 32
+    engine.add_group([5], [Sibling("c", params, tokens(outputs)[6:9], index=1)])
+    assert tokens(run(engine)["c"]) == tokens(outputs)[9:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from pagestream_client.errors import InvalidRequest
 
@@ -43,6 +43,10 @@ class SamplingOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     include_stop_str_in_output: bool | None
     skip_special_tokens: bool | None
+    use_beam_search: bool | None
+    beam_width: int | None
+    length_penalty: float | None
+    early_stopping: bool | Literal["never"] | None
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from pagestream_engine.scheduler.invariants import check_groups
 from pagestream_engine.scheduler.policy_registry import make_policy
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
 from pagestream_engine.scheduler.scheduler import Scheduler
+from pagestream_engine.step.contests import Contests, make_contest
 from pagestream_engine.step.output_processor import OutputProcessor
 from pagestream_engine.step.plan_builder import PlanBuilder
 from pagestream_engine.step.search_intake import SearchLimits, make_search
@@ -101,6 +102,7 @@ class Engine:
             num_blocks=facts.num_blocks,
             layout=facts.kv_layout,
         )
+        self._contests = Contests()
         self._outputs = OutputProcessor(self._scheduler, self._generations, self._searches, self._pieces)
         self._already_ended: list[StepOutput] = []
         self._seeds = random.Random(config.model.seed)
@@ -164,6 +166,7 @@ class Engine:
 
         Siblings with `use_beam_search` are the best hypotheses of one search, by their places: their outputs come
         together, when it ends. What an earlier run has put out of them is found again, and not put out again.
+        Siblings with `best_of` are the likeliest of so many choices, by their places, and come together likewise.
 
         Args:
             prompt_token_ids: as for `add_request`.
@@ -209,6 +212,9 @@ class Engine:
             self._settle_if_idle()
             self._searches.add(search)
             return
+        contest = None
+        if siblings[0].params.is_contest:
+            contest, siblings = make_contest(siblings)
         first_arrival = self._intake.take_arrivals(len(siblings))
         made: list[tuple[Generation, Taken | None]] = []
         for arrival, sibling in enumerate(siblings, first_arrival):
@@ -216,6 +222,8 @@ class Engine:
             made.append((generation, (yield from generation.replay(sibling.output_token_ids))))
         self._check_are_new(siblings)
         self._settle_if_idle()
+        if contest is not None:
+            self._contests.add(contest)
         open_ones: dict[str, Generation] = {}
         for generation, end in made:
             seq = generation.seq
@@ -230,6 +238,8 @@ class Engine:
 
     def abort_request(self, seq_id: str) -> None:
         """Drop one sequence, by its seq_id, and free its blocks; there will be no output. An unknown one is ignored."""
+        if self._contests.abort(seq_id, self.abort_request):
+            return
         self._already_ended = [output for output in self._already_ended if output.seq_id != seq_id]
         generation = self._generations.pop(seq_id, None)
         if generation is not None:
@@ -282,7 +292,7 @@ class Engine:
             try:
                 step, result = steps.collect()
             except OutOfMemory as error:
-                return self._end_unfit(error)
+                return self._contests.take(self._end_unfit(error))
             with counts.scheduling:
                 tokens = result.tokens()
                 self._scheduler.update_from_output(step, tokens)
@@ -296,7 +306,7 @@ class Engine:
             num_waiting = len(self._generations) + len(self._searches)
             raise InvariantViolation(f"{num_waiting} requests wait and nothing can run")
         self._already_ended = []  # Not before `collect`: an error that it raises loses none of them.
-        return outputs
+        return self._contests.take(outputs) if self._contests else outputs
 
     def check_executor(self) -> None:
         """Notice that the executor has died while nothing runs; a step notices it by itself.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Unpack
 
@@ -139,24 +139,14 @@ class _Request:
 
     @classmethod
     def make(cls, request_id: str, text: str | None, token_ids: list[int], params: SamplingParams) -> _Request:
-        outputs = [
-            CompletionOutput(index)
-            for index in range(params.n if params.use_beam_search else params.best_of or params.n)
-        ]
+        outputs = [CompletionOutput(index) for index in range(params.n)]
         output = RequestOutput(request_id, text, token_ids, outputs, finished=False)
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]
         return cls(output, params, {f"{request_id}/{choice.index}": choice for choice in outputs})
 
-    @property
-    def _is_contest(self) -> bool:
-        """Whether more choices are generated than are returned."""
-        return len(self.choices) > self.params.n
-
     def add_to(self, engine: Engine) -> None:
         params = self.params
-        if self._is_contest and params.logprobs is None:
-            params = replace(params, logprobs=0)
         seed = engine.draw_seed() if params.seed is None else params.seed
         siblings = [Sibling(seq_id, params.for_child(seed, choice.index)) for seq_id, choice in self.choices.items()]
         self.texts = {seq_id: [] for seq_id in self.choices}
@@ -185,22 +175,7 @@ class _Request:
             choice.cumulative_logprob = step.cumulative_logprob
         choice.finish_reason, choice.stop_reason, choice.error = step.finish_reason, step.stop_reason, step.error
         self.output.finished = all(other.finish_reason is not None for other in self.choices.values())
-        if self.output.finished and self._is_contest:
-            self._keep_best()
         return self.output.finished
-
-    def _keep_best(self) -> None:
-        """Keep the n choices of highest cumulative log probability, the best first; one that failed comes last."""
-
-        def rank(choice: CompletionOutput) -> tuple[bool, float]:
-            return choice.error is not None, -(choice.cumulative_logprob or 0.0)
-
-        best = sorted(self.output.outputs, key=rank)[: self.params.n]
-        for index, choice in enumerate(best):
-            choice.index = index
-            if self.params.logprobs is None:
-                choice.logprobs = None
-        self.output.outputs[:] = best
 
 
 def _take_logprobs(choice: CompletionOutput, tokens: Sequence[TokenLogprob]) -> None:

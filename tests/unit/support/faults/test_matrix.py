@@ -59,7 +59,7 @@ def test_an_injection_follows_from_seed_and_number_alone() -> None:
 
 
 def test_every_sampling_parameter_has_a_row() -> None:
-    refused = {"best_of", "prompt_logprobs"}  # refused by the gateway for streams
+    refused = {"prompt_logprobs"}  # refused by the gateway for streams
     fields = {field.name for field in SamplingParams.DESCRIPTOR.fields} - refused
     assert {name for row in FEATURE_ROWS for name in sampling_of(row)} == fields
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
-from pagestream.v1.inference_pb2 import SamplingParams
+from pagestream.v1.inference_pb2 import EARLY_STOPPING_NEVER, SamplingParams
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.request.sampling_params import child_seed
@@ -49,9 +49,20 @@ def test_the_features_of_a_request_reach_the_engine() -> None:
     assert (params.logit_bias, params.min_tokens, params.logprobs) == ({3: 2.0}, 2, 0)
 
 
-def test_the_best_of_more_choices_can_not_be_streamed() -> None:
-    with pytest.raises(InvalidRequest, match=r"best_of: given 3, expected n \(2\)"):
-        sampling_from_message(SamplingParams(seed=1, n=2, best_of=3), sibling=0)
+def test_the_choices_of_a_contest_have_their_prompts_seed() -> None:
+    message = SamplingParams(seed=5, n=2, best_of=3)
+    found = [sampling_from_message(message, sibling=sibling) for sibling in range(4)]
+    assert [(params.n, params.best_of) for params in found] == [(1, 3)] * 4
+    assert [params.seed for params in found] == [5, 5, child_seed(5, 2), child_seed(5, 2)]
+
+
+def test_a_beam_search_reaches_the_engine() -> None:
+    message = SamplingParams(
+        seed=5, n=2, use_beam_search=True, beam_width=4, length_penalty=0.5, early_stopping=EARLY_STOPPING_NEVER
+    )
+    params = sampling_from_message(message, sibling=1)
+    assert (params.use_beam_search, params.n, params.width) == (True, 1, 4)
+    assert (params.length_penalty, params.early_stopping) == (0.5, "never")
 
 
 def test_prompts_share_a_clients_seed_and_siblings_never_do() -> None:
@@ -69,6 +80,7 @@ OTHER_VALUES = {
     FieldDescriptor.CPPTYPE_UINT32: 2,
     FieldDescriptor.CPPTYPE_STRING: "x",
     FieldDescriptor.CPPTYPE_BOOL: True,
+    FieldDescriptor.CPPTYPE_ENUM: EARLY_STOPPING_NEVER,
 }
 SPLIT_BEFORE = {"n", "best_of"}
 """Fields that say how many sequences there are, not how one of them is sampled."""

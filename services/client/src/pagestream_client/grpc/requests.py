@@ -65,6 +65,13 @@ def _add_message(chat: api.ChatInput, path: str, given: Mapping[str, str]) -> No
         _set(message, name, value, path=f"{path}.{name}")
 
 
+_EARLY_STOPPING = {
+    False: api.EARLY_STOPPING_UNSPECIFIED,
+    True: api.EARLY_STOPPING_TRUE,
+    "never": api.EARLY_STOPPING_NEVER,
+}
+
+
 def _set_option(sampling: api.SamplingParams, name: str, value: Any) -> None:
     if value is None:
         return
@@ -77,6 +84,10 @@ def _set_option(sampling: api.SamplingParams, name: str, value: Any) -> None:
             sampling.logit_bias.update(value)
         except (TypeError, ValueError) as error:
             raise InvalidRequest(name, f"expected numbers by token id: {error}") from error
+    elif name == "early_stopping":
+        if value not in _EARLY_STOPPING:
+            raise InvalidRequest(name, f"expected True, False or 'never', got {value!r:.80}")
+        sampling.early_stopping = _EARLY_STOPPING[value]
     elif name in SamplingOptions.__annotations__:
         _set(sampling, name, value)
     else:

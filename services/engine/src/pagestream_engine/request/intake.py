@@ -149,8 +149,6 @@ class Intake:
             raise PromptTooLong(len(prompt), self._max_model_len)
 
     def _check_params(self, params: SamplingParams) -> None:
-        if params.best_of not in (None, 1):
-            raise InvalidRequest(f"best_of: given {params.best_of}, expected n (1); only LLM.generate chooses the best")
         most = self._max_logprobs
         for name, given in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if given is not None and most != ALL_LOGPROBS and not 0 <= given <= most:

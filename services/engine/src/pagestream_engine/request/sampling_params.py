@@ -197,12 +197,20 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def is_contest(self) -> bool:
+        """Whether more choices are generated than are returned."""
+        return not self.use_beam_search and self.best_of is not None and self.best_of > self.n
+
+    @property
     def width(self) -> int:
-        """Beams of a search."""
+        """Sequences that the choices of a prompt come from: beams of a search, or those of a contest."""
         return self.beam_width or self.best_of or self.n
 
     def for_child(self, seed: int, child: int) -> SamplingParams:
-        """The parameters of choice `child` of a request whose noise starts from `seed`."""
+        """The parameters of choice `child` of a request whose noise starts from `seed`; of a contest they are those of
+        all choices that take part."""
+        if self.is_contest:
+            return replace(self, n=1, seed=seed)
         beam_width = self.width if self.use_beam_search else None
         return replace(self, n=1, best_of=None, beam_width=beam_width, seed=child_seed(seed, child))
 

@@ -23,6 +23,25 @@ class Sibling:
     """Its place among the choices of its request; None: its place among those that are given together."""
 
 
+_EXTRA = "~"
+
+
+def with_extra_ids(siblings: Sequence[Sibling], count: int) -> list[str]:
+    """Return ids of `count` sequences: those of the siblings, then others, which stand for the first one."""
+    ids = [sibling.seq_id for sibling in siblings]
+    return ids + [f"{ids[0]}{_EXTRA}{place}" for place in range(len(ids), count)]
+
+
+def sibling_id(seq_id: str) -> str:
+    """Return the id of the sibling that a sequence is, or stands for."""
+    return seq_id.partition(_EXTRA)[0]
+
+
+def choice_indexes(siblings: Sequence[Sibling]) -> list[int]:
+    """Return the place of each sibling among the choices of its request."""
+    return [place if sibling.index is None else sibling.index for place, sibling in enumerate(siblings)]
+
+
 NO_ROW = -1
 
 

@@ -9,7 +9,7 @@ from pagestream_engine.cache.kv_groups import KVLayout
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.request.beam_search import BeamSearch
 from pagestream_engine.request.generation import Generation
-from pagestream_engine.request.sequence import Sibling, TokenSequence
+from pagestream_engine.request.sequence import Sibling, TokenSequence, choice_indexes, with_extra_ids
 from pagestream_engine.step.searches import Answer, RunningSearch
 
 
@@ -77,12 +77,11 @@ def make_search(
     params = replace(siblings[0].params, seed=0)
     if any(replace(sibling.params, seed=0) != params for sibling in siblings):
         raise InvalidRequest("siblings: given different parameters, expected equal ones for the choices of one search")
-    indexes = [place if sibling.index is None else sibling.index for place, sibling in enumerate(siblings)]
+    indexes = choice_indexes(siblings)
     if max(indexes) >= params.width:
         raise InvalidRequest(f"siblings: given choice {max(indexes)}, expected one of {params.width} beams")
-    names = [sibling.seq_id for sibling in siblings]
-    names += [f"{names[0]}~{place}" for place in range(len(names), params.width)]
-    made = [make(Sibling(name, params), arrival) for arrival, name in enumerate(names, first_arrival)]
+    ids = with_extra_ids(siblings, params.width)
+    made = [make(Sibling(seq_id, params), arrival) for arrival, seq_id in enumerate(ids, first_arrival)]
     beams = [generation.seq for generation in made]
     max_total_tokens = beams[0].max_total_tokens
     search = BeamSearch(params, beams[0].end_token_ids, max_total_tokens - beams[0].num_prompt_tokens)

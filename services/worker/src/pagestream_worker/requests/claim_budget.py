@@ -27,6 +27,7 @@ class ClaimBudget:
         self._prefilling: dict[str, int] = {}  # sequence -> blocks that it may not have yet
         self._not_begun: dict[str, int] = {}  # sequence -> prompt tokens that no step has begun to compute
         self._running: set[str] = set()
+        self._extra: dict[str, int] = {}  # sequence -> others that it stands for
         self._first_class: set[str] = set()
         self._claims_ahead = True
         self.changed = asyncio.Event()
@@ -48,7 +49,7 @@ class ClaimBudget:
         ahead = self._step_tokens - not_begun
         if ahead <= 0:
             return 0, 0
-        num_requests = min(max(1, int(ahead / self._mean_tokens)), self._max_num_seqs - len(self._running))
+        num_requests = min(max(1, int(ahead / self._mean_tokens)), self._max_num_seqs - self._num_running)
         num_blocks = num_free_blocks - sum(self._prefilling.values())
         if num_requests < 1 or num_blocks < 1:
             return 0, 0
@@ -68,12 +69,18 @@ class ClaimBudget:
         self._claims_ahead = claims_ahead
         self.changed.set()
 
+    @property
+    def _num_running(self) -> int:
+        return len(self._running) + sum(self._extra.values())
+
     def may_interrupt(self) -> bool:
         """Return whether a request of class 0 may be claimed without room: the engine takes a seat for it from a lower
         class. One at a time, so that others go to engines with room.
         """
         first = self._first_class
-        return len(first) < min(self._max_num_seqs, len(self._running)) and first.isdisjoint(self._prefilling)
+        return len(first) < min(self._max_num_seqs, self._num_running) and not any(
+            self._prefilling.get(seq_id) for seq_id in first
+        )
 
     def _tokens_that_fit(self, num_blocks: int, num_requests: int) -> int:
         """Return the tokens that so many sequences may have together and be admitted, however they divide them."""
@@ -104,14 +111,19 @@ class ClaimBudget:
             return by_tokens
         return min(by_tokens, group.max_blocks_held(UNLIMITED_TOKENS, self._step_tokens))
 
-    def reserve(self, prompt_tokens: int, siblings: Sequence[tuple[str, int]], *, priority: int = 0) -> None:
+    def reserve(
+        self, prompt_tokens: int, siblings: Sequence[tuple[str, int]], *, priority: int = 0, num_extra: int = 0
+    ) -> None:
         """Reserve room for the choices of one prompt.
 
         Args:
             prompt_tokens: length of the prompt.
             siblings: sequence id, and the number of tokens that other engines have generated for it.
             priority: the request's class.
+            num_extra: sequences beside them: beams, or choices of which the best are kept. They go with the first.
         """
+        if num_extra:
+            self._extra[siblings[0][0]] = num_extra
         if priority == 0:
             self._first_class.update(seq_id for seq_id, _ in siblings)
         # The first sequence is counted with the prompt, the others with what they add to it.
@@ -122,6 +134,8 @@ class ClaimBudget:
             self._prefilling[seq_id] = sum(self._blocks_beside(group, num_shared, num_tokens) for group in groups)
             self._running.add(seq_id)
             to_compute, num_shared = self._layout.block_size, prompt_tokens
+        own = sum(self._blocks_beside(group, prompt_tokens, prompt_tokens + 1) for group in groups)
+        self._prefilling[siblings[0][0]] += num_extra * own
         self._mean_tokens += (prompt_tokens - self._mean_tokens) / MEAN_OVER_REQUESTS
 
     def _blocks_beside(self, group: KVGroup, num_shared_tokens: int, num_tokens: int) -> int:
@@ -136,6 +150,7 @@ class ClaimBudget:
         for seq_id in seq_ids:
             self._prefilling.pop(seq_id, None)
             self._not_begun.pop(seq_id, None)
+            self._extra.pop(seq_id, None)
         self._running.difference_update(seq_ids)
         self._first_class.difference_update(seq_ids)
         self.changed.set()
@@ -156,6 +171,8 @@ class ClaimBudget:
         for seq_id, num_tokens in remaining.items():
             if seq_id in self._not_begun:
                 self._not_begun[seq_id] = num_tokens
+            if not num_tokens and seq_id in self._extra:  # Its first token comes at its end.
+                self._prefilling[seq_id] = 0
         self.changed.set()
 
     def note_token(self, seq_id: str) -> bool:

@@ -105,9 +105,16 @@ class RunningRequest:
             yield list(choices)
 
     @property
+    def num_siblings(self) -> int:
+        """Choices of each prompt."""
+        return self._siblings
+
+    @property
     def is_plain(self) -> bool:
         """Whether an output between its first and its last one is nothing but a token: `TokenLogs.take` writes it."""
-        return self._num_choices == 1 and not self.claim.spec.sampling.HasField("logprobs")
+        sampling = self.claim.spec.sampling
+        comes_at_end = sampling.use_beam_search or sampling.HasField("best_of")
+        return self._num_choices == 1 and not sampling.HasField("logprobs") and not comes_at_end
 
     def running_seq_ids(self) -> list[str]:
         """Return the sequences that run in the engine, once: the caller aborts them."""

@@ -1,8 +1,9 @@
 """The engine's sampling parameters of a request from its wire message."""
 
+from pagestream.v1.inference_pb2 import EARLY_STOPPING_NEVER, EARLY_STOPPING_TRUE, EARLY_STOPPING_UNSPECIFIED
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import RequestSpec
-from pagestream_engine.errors import InvalidSamplingParams, UnsupportedSamplingParams
+from pagestream_engine.errors import UnsupportedSamplingParams
 from pagestream_engine.request.sampling_params import SamplingParams, child_seed
 
 FIELDS_WITH_PRESENCE = (
@@ -16,7 +17,14 @@ FIELDS_WITH_PRESENCE = (
     "min_tokens",
     "max_tokens",
     "logprobs",
+    "beam_width",
+    "length_penalty",
 )
+_EARLY_STOPPING: dict[int, bool | str] = {
+    EARLY_STOPPING_UNSPECIFIED: False,
+    EARLY_STOPPING_TRUE: True,
+    EARLY_STOPPING_NEVER: "never",
+}
 
 
 def child_of(spec: RequestSpec, choice: int) -> int:
@@ -29,22 +37,21 @@ def child_of(spec: RequestSpec, choice: int) -> int:
 
 
 def sampling_from_message(message: SamplingMessage, *, sibling: int) -> SamplingParams:
-    """Convert the parameters of one sibling: `n` is 1, the seed is that sibling's own.
+    """Convert the parameters of one sibling: `n` is 1, the seed is that sibling's own, or with `best_of` its prompt's.
 
     Raises:
         InvalidRequest: the message asks for what this engine doesn't support.
     """
-    if message.HasField("best_of") and message.best_of != max(1, message.n):
-        raise InvalidSamplingParams(
-            "best_of", message.best_of, f"n ({max(1, message.n)})", "a stream shows every choice while it is generated"
-        )
     if message.HasField("prompt_logprobs"):
         hint = "a log has no entry for them: leave it out"
         raise UnsupportedSamplingParams("prompt_logprobs", message.prompt_logprobs, "its default None", hint)
     given = {name: getattr(message, name) for name in FIELDS_WITH_PRESENCE if message.HasField(name)}
-    return SamplingParams(
-        n=1,
-        seed=child_seed(message.seed, sibling),
+    n = max(1, message.n)
+    params = SamplingParams(
+        n=n,
+        best_of=message.best_of if message.HasField("best_of") else None,
+        use_beam_search=message.use_beam_search,
+        early_stopping=_EARLY_STOPPING[message.early_stopping],
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
@@ -53,3 +60,6 @@ def sampling_from_message(message: SamplingMessage, *, sibling: int) -> Sampling
         logit_bias=dict(message.logit_bias) or None,
         **given,
     )
+    if params.is_contest:  # All choices of a prompt have its seed, from which those that take part get theirs.
+        sibling -= sibling % n
+    return params.for_child(child_seed(message.seed, sibling), 0)

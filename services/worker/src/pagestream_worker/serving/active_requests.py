@@ -111,8 +111,12 @@ class ActiveRequests:
         """
         claim, prompt = request.claim, list(choices[0].prompt.ids)
         sizes = [(choice.seq_id, len(choice.output_token_ids)) for choice in choices]
-        self._budget.reserve(len(prompt), sizes, priority=claim.spec.priority)
-        siblings = [Sibling(choice.seq_id, choice.params, choice.output_token_ids) for choice in choices]
+        siblings = [
+            Sibling(choice.seq_id, choice.params, choice.output_token_ids, choice.index % request.num_siblings)
+            for choice in choices
+        ]
+        num_extra = max(0, siblings[0].params.width - len(siblings))
+        self._budget.reserve(len(prompt), sizes, priority=claim.spec.priority, num_extra=num_extra)
         self._sequences.update((choice.seq_id, (request, choice.index)) for choice in choices)
         log = request.log.handle if request.is_plain else 0
         spec, was_claimed = claim.spec, claim.attempts > 1

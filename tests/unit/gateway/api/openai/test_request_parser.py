@@ -69,7 +69,7 @@ WRONG_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.integers(max_value=0) | st.integers(LOADED.max_model_len),
     "min_tokens": st.integers(LOADED.max_model_len) | st.integers(max_value=-1),
     "logit_bias": st.dictionaries(st.integers(VOCAB_SIZE).map(str) | st.just("x"), st.floats(-9, 9), min_size=1),
-    "best_of": st.integers(5),
+    "best_of": st.integers(max_value=0) | st.integers(LIMITS.max_n + 1),
     "ignore_eos": st.integers() | st.text(max_size=3),
 }
 NAMES = st.sampled_from(sorted({*ChatBody.model_fields, *CompletionBody.model_fields, "tools", "guided_json"}))

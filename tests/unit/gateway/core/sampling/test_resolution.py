@@ -1,12 +1,14 @@
 import pytest
-from pagestream.v1.inference_pb2 import SamplingParams
+from pagestream.v1.inference_pb2 import EARLY_STOPPING_NEVER, SamplingParams
 from pagestream_gateway.core.sampling.resolution import fit_context, resolve_sampling, sampling_from_json
 from pagestream_gateway.errors import InvalidRequest, UnsupportedField
 from pagestream_gateway.settings import LimitSettings
 
+LIMITS = LimitSettings()
+
 
 def resolve(given: SamplingParams, defaults: SamplingParams | None = None) -> SamplingParams:
-    return resolve_sampling(given, defaults or SamplingParams(), limits=LimitSettings(), vocab_size=100)
+    return resolve_sampling(given, defaults or SamplingParams(), limits=LIMITS, vocab_size=100)
 
 
 def test_unset_fields_take_vllms_defaults() -> None:
@@ -47,11 +49,41 @@ def test_penalties_and_bias_pass() -> None:
     assert not resolve(SamplingParams()).HasField("logprobs")
 
 
-def test_best_of_is_n_or_refused() -> None:
+def test_best_of_is_at_least_n_and_recorded_where_it_is_more() -> None:
     assert not resolve(SamplingParams(n=2, best_of=2)).HasField("best_of")
-    with pytest.raises(UnsupportedField) as caught:
-        resolve(SamplingParams(n=2, best_of=3))
-    assert caught.value.field == "best_of"
+    assert resolve(SamplingParams(n=2, best_of=3)).best_of == 3
+    for best_of in (1, LIMITS.max_n + 1):
+        with pytest.raises(InvalidRequest, match=r"must be from n \(2\) to") as caught:
+            resolve(SamplingParams(n=2, best_of=best_of))
+        assert caught.value.field == "best_of"
+
+
+def test_a_beam_search_takes_no_defaults_of_the_model_for_sampling() -> None:
+    defaults = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.1, max_tokens=7)
+    found = resolve(SamplingParams(use_beam_search=True, n=2, beam_width=4), defaults)
+    assert (found.temperature, found.top_p, found.top_k, found.repetition_penalty) == (1.0, 1.0, 0, 1.0)
+    assert (found.beam_width, found.max_tokens) == (4, 7)
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("temperature", SamplingParams(use_beam_search=True, temperature=0.7)),
+        ("top_k", SamplingParams(use_beam_search=True, top_k=5)),
+        ("presence_penalty", SamplingParams(use_beam_search=True, presence_penalty=0.5)),
+        ("logit_bias", SamplingParams(use_beam_search=True, logit_bias={3: 1.0})),
+        ("stop", SamplingParams(use_beam_search=True, stop=["x"])),
+        ("beam_width", SamplingParams(use_beam_search=True, n=3, beam_width=2)),
+        ("length_penalty", SamplingParams(use_beam_search=True, length_penalty=11)),
+        ("length_penalty", SamplingParams(length_penalty=2)),
+        ("beam_width", SamplingParams(beam_width=2)),
+        ("early_stopping", SamplingParams(early_stopping=EARLY_STOPPING_NEVER)),
+    ],
+)
+def test_what_does_not_go_with_a_beam_search_is_refused_by_its_name(field: str, given: SamplingParams) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        resolve(given)
+    assert caught.value.field == field
 
 
 def test_what_is_not_supported_is_refused() -> None:

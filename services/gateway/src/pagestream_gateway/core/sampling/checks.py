@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagestream.v1.inference_pb2 import SamplingParams
+from pagestream.v1.inference_pb2 import EARLY_STOPPING_UNSPECIFIED, SamplingParams
 
 from pagestream_gateway.settings import LimitSettings
 
@@ -61,9 +61,48 @@ def min_tokens_fault(sampling: SamplingParams) -> str | None:
     return None
 
 
-def equal_to_n(value: int, context: CheckContext) -> str | None:
-    """Accept n alone: a stream shows each choice while it is generated, so none can be left out in the end."""
-    return None if value == context.sampling.n else f"only n ({context.sampling.n}) is accepted"
+def at_least_n(value: int, context: CheckContext) -> str | None:
+    """Accept as many sequences as there are choices, or more, within the limit for choices."""
+    n, most = context.sampling.n, context.limits.max_n
+    return None if n <= value <= most else f"must be from n ({n}) to {most}, got {value}"
+
+
+def _is_one_of(*allowed: object) -> Check:
+    def check(value: object, _: CheckContext) -> str | None:
+        expected = " or ".join(map(str, allowed))
+        return None if value in allowed else f"must be {expected} with use_beam_search, got {str(value)[:40]}"
+
+    return check
+
+
+_IN_SEARCH = {
+    "temperature": _is_one_of(0.0, 1.0),
+    "top_p": _is_one_of(1.0),
+    "top_k": _is_one_of(0, -1),
+    "min_p": _is_one_of(0.0),
+    "presence_penalty": _is_one_of(0.0),
+    "frequency_penalty": _is_one_of(0.0),
+    "repetition_penalty": _is_one_of(1.0),
+    "logit_bias": _is_one_of({}),
+    "stop": _is_one_of([]),
+}
+_OF_SEARCH_ALONE = {"beam_width": None, "length_penalty": 1.0, "early_stopping": EARLY_STOPPING_UNSPECIFIED}
+
+
+def beam_search_fault(sampling: SamplingParams, context: CheckContext) -> tuple[str, str] | None:
+    """Return the field, and what is wrong with it, where it does not go with a beam search, or needs one."""
+    if not sampling.use_beam_search:
+        for name, default in _OF_SEARCH_ALONE.items():
+            is_given = name == "early_stopping" or sampling.HasField(name)
+            if is_given and getattr(sampling, name) != default:
+                return name, "needs use_beam_search"
+        return None
+    for name, check in _IN_SEARCH.items():
+        value = getattr(sampling, name)
+        fault = check(dict(value) if name == "logit_bias" else list(value) if name == "stop" else value, context)
+        if fault is not None:
+            return name, fault
+    return None
 
 
 def biases(values: dict[int, float], context: CheckContext) -> str | None:

@@ -4,7 +4,7 @@ pydantic collects the mistakes of every element, for each branch of a union: mor
 of a few megabytes. Hence no container here reports more than one.
 """
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
@@ -42,3 +42,4 @@ Items = Annotated[list[Item], Field(fail_fast=True)]
 Token = Annotated[int, Field(ge=0, lt=2**32)]
 Strings = Annotated[str | Items[str], expects("must be a string or a list of strings")]
 Biases = Annotated[dict[str, float], BeforeValidator(_first_wrong_bias)]
+EarlyStops = Annotated[bool | Literal["never"], expects('must be true, false or "never"')]

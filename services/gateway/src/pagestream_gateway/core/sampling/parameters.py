@@ -10,17 +10,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pagestream.v1.inference_pb2 import (
+    EARLY_STOPPING_NEVER,
+    EARLY_STOPPING_TRUE,
+    EARLY_STOPPING_UNSPECIFIED,
+    EarlyStopping,
+)
+
 from pagestream_gateway.core.sampling.checks import (
     Check,
+    at_least_n,
     at_most_max_tokens,
     biases,
     candidates,
-    equal_to_n,
     in_range,
     stop_strings,
     stop_tokens,
 )
-from pagestream_gateway.core.sampling.json_types import Biases, Items, Strings, Token
+from pagestream_gateway.core.sampling.json_types import Biases, EarlyStops, Items, Strings, Token
 from pagestream_gateway.errors import InvalidRequest
 
 
@@ -40,12 +47,8 @@ class Parameter:
     """Whether the model card's value comes before `default`."""
     check: Check | None = None
     """What is wrong with a value."""
-    refuse: Check | None = None
-    """Why a value that makes sense is not supported."""
     is_supported: bool = True
     """Whether any value is accepted."""
-    is_recorded: bool = True
-    """Whether the engine needs the value."""
     from_json: Callable[[Any], Any] | None = None
     """Conversion from `json_type` to what the field of the message takes."""
 
@@ -63,6 +66,12 @@ def _biases_by_token(values: Mapping[str, float]) -> dict[int, float]:
         if not (token.isascii() and token.isdigit()) or len(token) > 10:
             raise InvalidRequest("logit_bias", f"expected token ids as names, got {token[:40]!r}")
     return {int(token): bias for token, bias in values.items()}
+
+
+def _early_stopping(value: bool | str) -> EarlyStopping:
+    if isinstance(value, str):
+        return EARLY_STOPPING_NEVER
+    return EARLY_STOPPING_TRUE if value else EARLY_STOPPING_UNSPECIFIED
 
 
 # Defaults are vLLM's. max_tokens has none here: it depends on the API and on the prompt.
@@ -150,7 +159,26 @@ PARAMETERS = (
         "skip_special_tokens", bool, "Leave special tokens out of the text. Default true.", default=_always(True)
     ),
     Parameter("include_stop_str_in_output", bool, "Show the stop string that ended the output."),
-    Parameter("best_of", int, "As many as n: a stream shows every choice.", refuse=equal_to_n, is_recorded=False),
+    Parameter(
+        "best_of",
+        int,
+        "Choices to generate, of which the n likeliest are returned, when all have ended. Default: n.",
+        check=at_least_n,
+    ),
+    Parameter("use_beam_search", bool, "Search for the likeliest outputs; they come when the search has ended."),
+    Parameter("beam_width", int, "Beams of the search, at least n. Default: best_of, or n.", check=at_least_n),
+    Parameter(
+        "length_penalty",
+        float,
+        "A beam's score is its log probability over its length to the power of this. Default 1.",
+        check=in_range(-10, 10),
+    ),
+    Parameter(
+        "early_stopping",
+        EarlyStops,
+        'true, false or "never": when the search ends, as in transformers. Default false.',
+        from_json=_early_stopping,
+    ),
     Parameter("logprobs", check=in_range(0, "max_logprobs")),
     Parameter("prompt_logprobs", is_supported=False),
 )
@@ -159,9 +187,6 @@ PARAMETER_NAMES = frozenset(parameter.name for parameter in PARAMETERS)
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **{parameter.name: () for parameter in PARAMETERS if not parameter.is_supported},
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
     "spaces_between_special_tokens": (True,),
     "allowed_token_ids": ([],),
     "bad_words": ([],),

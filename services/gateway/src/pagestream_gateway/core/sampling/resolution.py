@@ -5,7 +5,7 @@ from typing import Any
 
 from pagestream.v1.inference_pb2 import SamplingParams
 
-from pagestream_gateway.core.sampling.checks import CheckContext, min_tokens_fault
+from pagestream_gateway.core.sampling.checks import CheckContext, beam_search_fault, min_tokens_fault
 from pagestream_gateway.core.sampling.parameters import PARAMETERS, Parameter
 from pagestream_gateway.errors import InvalidRequest, PromptTooLong, UnsupportedField
 from pagestream_gateway.settings import LimitSettings
@@ -52,9 +52,10 @@ def resolve_sampling(
     context = CheckContext(sampling, limits, vocab_size)
     for parameter in PARAMETERS:
         _check(parameter, context)
-    for parameter in PARAMETERS:
-        if not parameter.is_recorded:
-            sampling.ClearField(parameter.name)
+    if (found := beam_search_fault(sampling, context)) is not None:
+        raise InvalidRequest(*found)
+    if sampling.best_of == sampling.n:
+        sampling.ClearField("best_of")
     return sampling
 
 
@@ -101,7 +102,9 @@ def _set_default(sampling: SamplingParams, parameter: Parameter, defaults: Sampl
     name: Any = parameter.name
     if not _FIELDS[name].has_presence or sampling.HasField(name):
         return
-    if parameter.has_model_default and defaults.HasField(name):
+    # A model's defaults are for sampling; a search takes its own probabilities.
+    is_of_search = sampling.use_beam_search and name != "max_tokens"
+    if parameter.has_model_default and defaults.HasField(name) and not is_of_search:
         setattr(sampling, name, getattr(defaults, name))
     elif parameter.default is not None:
         setattr(sampling, name, parameter.default())
@@ -114,8 +117,6 @@ def _check(parameter: Parameter, context: CheckContext) -> None:
     if not parameter.is_supported:
         raise UnsupportedField(name)
     value = getattr(context.sampling, name)
-    if parameter.refuse is not None and (reason := parameter.refuse(value, context)) is not None:
-        raise UnsupportedField(name, reason)
     if parameter.check is not None and (fault := parameter.check(value, context)) is not None:
         raise InvalidRequest(name, fault)
 

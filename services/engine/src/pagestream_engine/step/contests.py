@@ -1,0 +1,140 @@
+"""Contests: of `best_of` choices of a prompt the likeliest ones are put out, when all have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.request.outputs import StepOutput
+from pagestream_engine.request.sampling_params import child_seed
+from pagestream_engine.request.sequence import Sibling, choice_indexes, with_extra_ids
+
+
+@dataclass(slots=True)
+class Entry:
+    """One choice that takes part."""
+
+    outputs: list[StepOutput] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its last output has come."""
+        return bool(self.outputs) and self.outputs[-1].finish_reason is not None
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Sum over its tokens."""
+        return sum(output.logprobs[0].logprob for output in self.outputs if output.logprobs)
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sorts the likeliest first, and one that failed last."""
+        return self.outputs[-1].error is not None, -self.cumulative_logprob
+
+
+@dataclass(slots=True)
+class Contest:
+    """The choices that take part, and those that are wanted."""
+
+    entries: dict[str, Entry]
+    """By the id of its sequence, in the order of the seeds."""
+    answers: dict[str, tuple[int, Sequence[int]]]
+    """Ids of outputs: the rank of each, and the tokens that an earlier run has put out."""
+    reports_logprobs: bool
+
+
+class Contests:
+    """The contests of an engine. Their sequences run as any choices do; here their outputs are held back."""
+
+    def __init__(self) -> None:
+        self._by_entry: dict[str, Contest] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_entry)
+
+    def add(self, contest: Contest) -> None:
+        """Hold back the outputs of its choices, which are about to be queued."""
+        self._by_entry.update(dict.fromkeys(contest.entries, contest))
+
+    def take(self, outputs: Iterable[StepOutput]) -> list[StepOutput]:
+        """Return a step's outputs, those of contests in the place of the ones that end them."""
+        passed: list[StepOutput] = []
+        for output in outputs:
+            contest = self._by_entry.get(output.seq_id)
+            if contest is None:
+                passed.append(output)
+            elif output.prompt_logprobs is not None:
+                output.seq_id = next(iter(contest.answers))
+                passed.append(output)
+            else:
+                contest.entries[output.seq_id].outputs.append(output)
+                if all(entry.has_ended for entry in contest.entries.values()):
+                    self._forget(contest)
+                    passed += _answers(contest)
+        return passed
+
+    def abort(self, seq_id: str, abort: Callable[[str], None]) -> bool:
+        """Put out nothing for one choice; the others end, by `abort`, with the last that is wanted.
+
+        Return whether it is of a contest.
+        """
+        contest = self._by_entry.get(seq_id)
+        if contest is None:
+            return False
+        contest.answers.pop(seq_id, None)
+        if not contest.answers:
+            self._forget(contest)
+            for entry in contest.entries:
+                abort(entry)
+        return True
+
+    def _forget(self, contest: Contest) -> None:
+        for seq_id in contest.entries:
+            del self._by_entry[seq_id]
+
+
+def make_contest(siblings: Sequence[Sibling]) -> tuple[Contest, list[Sibling]]:
+    """Return a contest, and the choices that take part.
+
+    Args:
+        siblings: the choices that are wanted of a prompt, with equal parameters, the seed included; `best_of` is how
+            many take part.
+
+    Raises:
+        InvalidRequest: the parameters differ, or a choice is wanted that can't come out.
+    """
+    params = siblings[0].params
+    count, indexes = params.best_of or 1, choice_indexes(siblings)
+    if any(sibling.params != params for sibling in siblings):
+        raise InvalidRequest("siblings: given different parameters, expected equal ones with best_of")
+    if max(indexes) >= count or params.seed is None:
+        raise InvalidRequest(f"siblings: given choice {max(indexes)}, expected one of best_of ({count}), and a seed")
+    ids = with_extra_ids(siblings, count)
+    answers = {
+        sibling.seq_id: (index, sibling.output_token_ids) for sibling, index in zip(siblings, indexes, strict=True)
+    }
+    contest = Contest({seq_id: Entry() for seq_id in ids}, answers, params.logprobs is not None)
+    own = replace(params, best_of=None, logprobs=params.logprobs or 0)
+    return contest, [
+        Sibling(seq_id, replace(own, seed=child_seed(params.seed, place))) for place, seq_id in enumerate(ids)
+    ]
+
+
+def _answers(contest: Contest) -> list[StepOutput]:
+    """The outputs of the choices that won, under the ids that are wanted."""
+    ranked = sorted(contest.entries.values(), key=lambda entry: entry.rank)
+    outputs: list[StepOutput] = []
+    for seq_id, (index, given) in contest.answers.items():
+        own = ranked[index].outputs
+        own[-1].cumulative_logprob = ranked[index].cumulative_logprob
+        if list(given) != [output.token_id for output in own[: len(given)]]:
+            error = "other choices are the likeliest than in the earlier run that has put out a part of this one"
+            outputs.append(StepOutput(seq_id, None, "", "error", error=error))
+            continue
+        for output in own[len(given) :]:
+            output.seq_id = seq_id
+            if not contest.reports_logprobs:
+                output.logprobs = None
+            outputs.append(output)
+    return outputs
