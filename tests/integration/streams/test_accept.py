@@ -16,6 +16,7 @@ from pagestream.v1.inference_pb2 import (
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import (
     Broker,
+    Claim,
     GatewaySession,
     IdempotencyConflict,
     LogsFull,
@@ -352,14 +353,42 @@ class TestIdempotencyKey:
 
 
 class TestPlacement:
-    async def test_prompts_with_an_equal_beginning_share_a_partition(self, broker: Broker) -> None:
-        async with GatewaySession(broker) as gateway:
-            places = set()
-            for end in range(10):
-                placed = ids.parse(await gateway.place(MODEL, [*range(FAST.placement_tokens), end], TENANT))
-                assert placed is not None
-                places.add(placed.partition)
-            assert len(places) == 1
+    async def test_what_an_engine_has_claimed_is_found_by_all_gateways_and_left_to_it(self, broker: Broker) -> None:
+        """One of two engines steals a prompt; other gateways then place what goes on with it there, for longer."""
+        prompt, more = [*range(7, 1000)], [*range(7, 1000), 1]
+        async with (
+            GatewaySession(broker) as first,
+            GatewaySession(broker) as second,
+            worker(broker) as one,
+            worker(broker) as other,
+        ):
+            engines = [one.session, other.session]
+            for each in engines:
+                await each.heartbeat.beat()
+            await first.acceptor.engines.read([MODEL], 5.0)
+            placed = ids.parse(await first.place(MODEL, prompt, TENANT))
+            assert placed is not None
+            [thief] = [each for each in engines if placed.partition not in each.assignment.own]
+            await first.accept(spec(partition=placed.partition, prompt=prompt))
+            found: list[Claim] = []
+
+            async def is_stolen() -> bool:
+                found.extend(await thief.claim(max_requests=1, max_prompt_tokens=10_000))
+                return bool(found)
+
+            await eventually(is_stolen)
+            await thief.heartbeat.beat()
+            await second.acceptor.engines.read([MODEL], 5.0)
+            request_id = await second.place(MODEL, more, TENANT)
+            follower = ids.parse(request_id)
+            assert follower is not None
+            assert follower.partition in thief.assignment.own
+            request = spec(partition=follower.partition, prompt=more)
+            request.request_id = request_id
+            await second.accept(request)
+            where = await broker.directory.locate(request_id)
+            left_ms = await broker.connection.execute("HGET", where.request(request_id), "left")
+            assert int(left_ms) == 960 * FAST.steal_held_us // 1000
 
     async def test_unknown_model(self, broker: Broker) -> None:
         async with GatewaySession(broker) as gateway:

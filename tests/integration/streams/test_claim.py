@@ -5,7 +5,7 @@ import dataclasses
 
 from pagestream.v1.inference_pb2 import REQUEST_STATE_RUNNING
 from pagestream_streams import Broker, GatewaySession, RequestView
-from support.protocol.token_streams import FAST, MODEL, TENANT, spec, worker
+from support.protocol.token_streams import FAST, MODEL, TENANT, card, spec, worker
 
 
 async def view(broker: Broker, request_id: str) -> RequestView:
@@ -124,3 +124,29 @@ async def test_doorbell_wakes_an_idle_engine(broker: Broker) -> None:
         await gateway.accept(spec())
         await asyncio.wait_for(waiting, 20)
         assert len(await engine.claim()) == 1
+
+
+async def test_stealing_moves_the_coldest(redis_url: str) -> None:
+    """What its engine has cached is left to it for longer than what came later and is cached nowhere."""
+    settings = dataclasses.replace(FAST, steal_held_us=100_000, steal_held_most_ms=600_000)
+    async with await Broker.connect(redis_url, settings) as broker, GatewaySession(broker) as gateway:
+        await broker.publish_model(card(), partitions=2)
+        async with worker(broker) as one, worker(broker) as other:
+            await one.session.heartbeat.beat()
+            await gateway.acceptor.engines.read([MODEL], 5.0)
+            ids_of = [await gateway.place(MODEL, range(1000), TENANT)]
+            gateway.acceptor.placer.queued.clear()  # as if its engine were not late
+            ids_of.append(await gateway.place(MODEL, range(1000), TENANT))
+            for request_id in reversed(ids_of):  # the second one was placed where the first one is computed
+                request = spec()
+                request.request_id = request_id
+                await gateway.accept(request)
+            where = await broker.directory.locate(ids_of[0])
+            assert where == await broker.directory.locate(ids_of[1])
+            [owner] = [each for each in (one, other) if where.number in each.session.assignment.own]
+            thief = other if owner is one else one
+            [stolen] = await thief.claim()
+            assert stolen.request_id == ids_of[0]
+            assert await thief.session.claim(max_requests=1, max_prompt_tokens=1000) == []
+            [kept] = await owner.claim()
+            assert kept.request_id == ids_of[1]

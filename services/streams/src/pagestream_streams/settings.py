@@ -57,14 +57,19 @@ class StreamsSettings:
     """Milliseconds that a class waits longer than the class above it, at most."""
     steal_after_ms: int = 100
     """Milliseconds for which an entry is left to its partition's own engine; then any engine may claim it."""
+    steal_held_us: int = 500
+    """Microseconds for which an entry is left to that engine longer, for each token of its prompt that the engine has
+    cached: ten times what a large model takes to compute one, since the next turn is then found there, too ..."""
+    steal_held_most_ms: int = 4000
+    """... and at most so many milliseconds: for as long it may be overtaken."""
     placement_tokens: int = 64
-    """Prompts with the same first tokens, so many, share a partition, and with it an engine's prefix cache. Twice, four
-    times... as many decide where so many are common to more requests than a partition should have (decision 0122)."""
-    overload_factor: int = 2
-    """A request goes to its second partition when the first one has this many times its queue, and to that with the
-    shortest one when the second has this many times that ..."""
-    overload_requests: int = 16
-    """... and more than this many requests."""
+    """Tokens of the shortest beginning of a prompt by which gateways and engines know it again; a power of two."""
+    placement_digests: int = 131_072
+    """Beginnings of prompts that a gateway remembers for each model, with the engines that have computed them: those of
+    3,000 prompts of 8,000 tokens that have nothing in common, in 30 MB."""
+    placement_most_work: float = 1.3
+    """What an engine may have got from a gateway in the last 30 s, as a multiple of what the others have on average,
+    before a prompt whose beginning it holds goes to another one. Above 1."""
     drain_window_ms: int = 10_000
     """Milliseconds over which the drain rate is measured."""
     retry_after_max_s: float = 60.0

@@ -15,12 +15,12 @@ def test_the_living_engines_share_the_partitions() -> None:
     a, b = made([]), made([])
     a.assign("a", {"a", "b"})
     b.assign("b", {"a", "b"})
-    assert sorted(a.own + b.own) == [0, 1, 2, 3]
+    assert sorted([*a.own, *b.own]) == [0, 1, 2, 3]
 
 
 def test_a_retired_engine_owns_nothing_and_claims_at_most_its_fingerprint() -> None:
     assignment = made([1])
     assignment.retire()
-    assert (assignment.own, assignment.claims_nothing) == ([], True)
+    assert (assignment.own, assignment.claims_nothing) == ((), True)
     assignment.same_fingerprint_only = True
     assert not assignment.claims_nothing

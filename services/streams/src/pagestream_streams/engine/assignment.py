@@ -15,8 +15,8 @@ class Assignment:
         """Create it without partitions; the first heartbeat sets them."""
         self.partitions: Sequence[Partition] = ()
         """All partitions of the model, as last read."""
-        self.own: list[int] = []
-        """Numbers of the partitions that rendezvous hashing assigns to this engine."""
+        self.own: Sequence[int] = ()
+        """Numbers of the partitions of this engine, see placement.ownership."""
         self.with_suspects: set[int] = set()
         """Partitions in which a suspect waits for an idle engine, as last heard (docs/decisions/0024)."""
         self.leaves_longer = False
@@ -37,4 +37,4 @@ class Assignment:
     def retire(self) -> None:
         """Give up the own partitions."""
         self.is_retired = True
-        self.own = []
+        self.own = ()

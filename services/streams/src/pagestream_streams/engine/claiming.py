@@ -23,6 +23,7 @@ from pagestream_streams.engine.doorbell import Doorbell
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
 from pagestream_streams.engine.opening import open_log
+from pagestream_streams.engine.prefix_report import PrefixReport
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.protocol.claimed_log import ClaimedLog
 from pagestream_streams.protocol.keys import Partition
@@ -66,6 +67,7 @@ class Claimer:
         isolation: Isolation,
         order: ClaimOrder,
         doorbell: Doorbell,
+        prefixes: PrefixReport,
         on_lost: Callable[[Collection[str]], None],
     ) -> None:
         """`on_lost`: gets the ids of held requests that a new claim replaced."""
@@ -76,6 +78,7 @@ class Claimer:
         self._isolation = isolation
         self._order = order
         self._doorbell = doorbell
+        self._prefixes = prefixes
         self._on_lost = on_lost
         self._had_same_fingerprint_only = False
         self._virtual_time = 0
@@ -280,6 +283,7 @@ class Claimer:
             self._on_lost(replaced)
         for claim in claims:
             self._active_requests.add(claim.request_id, claim.epoch, claim.nonce)
+        self._prefixes.note(claims)
 
     async def _opened(self, where: Partition, nonce: str, reply: Sequence[Any]) -> list[tuple[int, Claim]]:
         """Return a reply's claims with their keys."""

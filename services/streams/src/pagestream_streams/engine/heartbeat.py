@@ -18,6 +18,7 @@ from pagestream_streams.engine.hand_back import HandBack
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
 from pagestream_streams.engine.living_contexts import LivingContexts
+from pagestream_streams.engine.prefix_report import PrefixReport
 from pagestream_streams.errors import ModelNotFound, Unavailable
 from pagestream_streams.protocol.entries import Argument
 from pagestream_streams.protocol.keys import Partition
@@ -45,6 +46,7 @@ class Heartbeat:
         active_requests: ActiveRequests,
         isolation: Isolation,
         hand_back: HandBack,
+        prefixes: PrefixReport,
         on_lost: Callable[[Collection[str]], None],
         load: Load | None,
         card: ModelCard | None,
@@ -57,6 +59,7 @@ class Heartbeat:
         self._active_requests = active_requests
         self._isolation = isolation
         self._hand_back = hand_back
+        self._prefixes = prefixes
         self._on_lost = on_lost
         self._load = load
         self._card = card
@@ -109,6 +112,7 @@ class Heartbeat:
                     await self._contexts.update({each.decode() for each in living})
         except Unavailable as error:
             failure = error
+        await self._prefixes.publish(short_s)
         answered = zip(partitions, replies, strict=True)
         answers = {where: each for where, each in answered if not isinstance(each, Unavailable)}
         owned = {request_id.decode() for ids, _ in answers.values() for request_id in ids}

@@ -23,6 +23,7 @@ from pagestream_streams.engine.hand_back import HandBack
 from pagestream_streams.engine.heartbeat import Heartbeat, Load
 from pagestream_streams.engine.identity import EngineIdentity
 from pagestream_streams.engine.isolation import Isolation
+from pagestream_streams.engine.prefix_report import PrefixReport
 from pagestream_streams.engine.retirement import Retirement
 from pagestream_streams.errors import ModelNotFound, Unavailable
 from pagestream_streams.protocol.records import Append, AppendOutcome, Claim
@@ -84,6 +85,7 @@ class EngineSession:
         self.assignment = Assignment()
         self.active_requests = ActiveRequests()
         self.claim_order = ClaimOrder()
+        self.prefixes = PrefixReport(connection, settings, self.identity)
         self.doorbell = Doorbell(self.claim_order, settings.steal_after_ms / 1000)
         self.isolation = Isolation(
             broker,
@@ -101,6 +103,7 @@ class EngineSession:
             isolation=self.isolation,
             order=self.claim_order,
             doorbell=self.doorbell,
+            prefixes=self.prefixes,
             on_lost=on_lost,
         )
         self.appender = Appender(connection, settings, self.identity, self.active_requests, self.isolation)
@@ -112,6 +115,7 @@ class EngineSession:
             active_requests=self.active_requests,
             isolation=self.isolation,
             hand_back=self.handing_back,
+            prefixes=self.prefixes,
             on_lost=on_lost,
             load=load,
             card=card,

@@ -12,7 +12,8 @@ from pagestream_streams.admin.broker import Broker
 from pagestream_streams.connection.scripts import ACCEPT
 from pagestream_streams.errors import ClassRefused, ModelNotFound, PartitionGone, QueueFull, RequestNotFound
 from pagestream_streams.fault_points import FaultPoint, reach
-from pagestream_streams.gateway.placing import Placer
+from pagestream_streams.gateway.engine_watch import EngineWatch
+from pagestream_streams.gateway.placing import Placer, left_ms
 from pagestream_streams.gateway.reservations import Reservation, record_ms, reserve
 from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.keys import Partition
@@ -20,7 +21,7 @@ from pagestream_streams.settings import StreamsSettings
 
 _SHORTEST_SPAN_S = 1.0  # shorter spans give no meaningful rate
 
-_MOST_TENANT_TIMES = 4096
+_MOST_TENANT_TIMES, _MOST_PLACED = 4096, 4096
 
 _FULL, _ACCEPTED, _WRONG_TENANT, _REMOVED, _REFUSED = 0, 1, 3, 4, 5  # accept.lua's replies; 2: was accepted before
 _REFUSED_RETRY_S = 5.0  # engines take a class again some seconds after they have memory
@@ -34,13 +35,22 @@ class Acceptor:
         self._broker = broker
         self._reader_id = reader_id
         self.placer = Placer(broker.settings, broker.connection.keyspace)
+        self.engines = EngineWatch(broker.connection, self.placer)
+        self._left_ms: dict[str, int] = {}
+        """Of requests that were placed and not accepted yet: for how long other engines leave them, see left_ms."""
         self._tenant_times: dict[tuple[str, str], int] = {}
         """Virtual times by model and tenant: what a tenant has in one partition counts in all (accept.lua, "fair")."""
 
     async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str, cache_salt: bytes) -> str:
         """Create a request id; see GatewaySession.place."""
         partitions = await self._broker.partitions(model)
-        return ids.new(model, self.placer.place(model, partitions, prompt_token_ids, cache_salt), tenant)
+        await self.engines.read_once_old(model, self._broker.settings.beat_limit_s / 2)
+        placed = self.placer.place(model, partitions, prompt_token_ids, cache_salt)
+        request_id = ids.new(model, placed.partition, tenant)
+        self._left_ms[request_id] = left_ms(self._broker.settings, placed.held_tokens)
+        if len(self._left_ms) > _MOST_PLACED:  # those that were never accepted
+            self._left_ms.pop(next(iter(self._left_ms)))
+        return request_id
 
     async def accept(
         self,
@@ -87,7 +97,8 @@ class Acceptor:
             settings.retention_s * 1000,
         )
         connection = self._broker.connection
-        order = (0, self._tenant_times.get((spec.model, spec.tenant), 0), settings.ageing_ms)
+        time, left = self._tenant_times.get((spec.model, spec.tenant), 0), self._left_ms.pop(spec.request_id, 0)
+        order = (0, time, settings.ageing_ms, left)
         reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments, "", *order)
         if reply[0] == _REMOVED:  # this process' view of the models is old, or the model was published anew
             await self._broker.directory.check_published(spec.request_id)

@@ -1,94 +1,101 @@
-"""Choose partitions for prompts: by prefixes, for the engines' prefix caches, and by load (docs/decisions/0122)."""
+"""Choose partitions for prompts: where an engine has their beginning, unless it is late (docs/decisions/0217)."""
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
-from functools import partial
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+from pagestream_streams.gateway.held_prefixes import HeldPrefixes
+from pagestream_streams.gateway.recent_work import RecentWork
 from pagestream_streams.protocol import placement
 from pagestream_streams.protocol.keys import Keyspace, Partition
+from pagestream_streams.protocol.prefixes import prefixes_of
 from pagestream_streams.settings import StreamsSettings
 
-_REMEMBERED = 1024  # requests
-_FEWEST = 16  # of the remembered ones that a prefix must have to count as common
-_LENGTHS = 9  # 64, 128, ... 16,384 tokens
+
+class Placed(NamedTuple):
+    """Where a request goes."""
+
+    partition: int
+    held_tokens: int
+    """Of its prompt, that the partition's engine seems to have computed."""
 
 
-class PrefixLengths:
-    """Counts the prefixes of the last requests, at doubling lengths.
+def left_ms(settings: StreamsSettings, held_tokens: int) -> int:
+    """Return how much longer than others a request is left to its partition's engine: stealing moves the coldest."""
+    return min(settings.steal_held_most_ms, settings.steal_held_us * held_tokens // 1000)
 
-    A prefix that more than a partition's part of them share is a system prompt, not a conversation: it would put them
-    all on one partition. The next length is tried.
-    """
 
-    def __init__(self, first_tokens: int) -> None:
-        """`first_tokens`: the shortest length."""
-        self._first_tokens = first_tokens
-        self._counts: Counter[bytes] = Counter()
-        self._remembered: deque[list[bytes]] = deque()
+class Fleet:
+    """One model's engines, as a gateway knows them."""
 
-    def of(self, prompt: Sequence[int], partitions: int, cache_salt: bytes = b"") -> int:
-        """Return how many first tokens of a prompt decide its partition, and remember the prompt.
+    def __init__(self, most_digests: int, clock: Callable[[], float]) -> None:
+        """Create it without engines."""
+        self.held = HeldPrefixes(most_digests)
+        self.work = RecentWork(clock)
+        self.living: frozenset[str] = frozenset()
+        self._partitions = 0
+        self._owned: Mapping[str, Sequence[int]] = {}
+        self._owned_by: frozenset[str] | None = None
 
-        `cache_salt`: as for `placement.choices`; only prompts with the same one are alike.
-        """
-        limit = max(_FEWEST, len(self._remembered) // partitions)
-        prefixes, chosen, end = [], 0, 0
-        hashed = hashlib.blake2b(len(cache_salt).to_bytes(8) + cache_salt, digest_size=8)
-        for power in range(_LENGTHS):
-            start, end = end, self._first_tokens << power
-            hashed.update(array("Q", prompt[start:end]).tobytes())
-            prefix = hashed.digest()
-            prefixes.append(prefix)
-            chosen = end
-            if self._counts[prefix] < limit or end >= len(prompt):
-                break
-        self._remember(prefixes)
-        return chosen
-
-    def _remember(self, prefixes: list[bytes]) -> None:
-        self._remembered.append(prefixes)
-        self._counts.update(prefixes)
-        if len(self._remembered) > _REMEMBERED:
-            for prefix in self._remembered.popleft():
-                self._counts[prefix] -= 1
-                if not self._counts[prefix]:
-                    del self._counts[prefix]
+    def owned(self, partitions: int) -> Mapping[str, Sequence[int]]:
+        """Return the partitions of each engine that owns any; where none lives, each counts as an engine of its own."""
+        if partitions != self._partitions or self.living != self._owned_by:
+            self._partitions, self._owned_by = partitions, self.living
+            found = placement.ownership(partitions, self.living)
+            alone = {f"partition {number}": [number] for number in range(partitions)}
+            self._owned = {each: numbers for each, numbers in found.items() if numbers} or alone
+        return self._owned
 
 
 class Placer:
     """Chooses the partitions of one gateway's requests."""
 
-    def __init__(self, settings: StreamsSettings, keyspace: Keyspace) -> None:
-        """Create it without any knowledge of load. `keyspace`: that of the partitions."""
+    def __init__(
+        self, settings: StreamsSettings, keyspace: Keyspace, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Create it without any knowledge of engines. `keyspace`: that of the partitions; `clock` returns seconds."""
         self._settings = settings
         self._keyspace = keyspace
-        self._lengths: defaultdict[str, PrefixLengths] = defaultdict(lambda: PrefixLengths(settings.placement_tokens))
+        self._fleets: defaultdict[str, Fleet] = defaultdict(lambda: Fleet(settings.placement_digests, clock))
         self.queued: Counter[Partition] = Counter()
         """Queued requests of each partition at the last heartbeat, and those placed since."""
 
-    def place(self, model: str, partitions: int, prompt_token_ids: Sequence[int], cache_salt: bytes) -> int:
+    def note_living(self, model: str, engines: Collection[str]) -> None:
+        """Note which engines of a model live, which decides who owns its partitions."""
+        self._fleets[model].living = frozenset(engines)
+
+    def note_held(self, model: str, engine: str, digests: Iterable[bytes]) -> None:
+        """Note beginnings of prompts that an engine has published as computed."""
+        self._fleets[model].held.note(digests, engine)
+
+    def place(self, model: str, partitions: int, prompt_token_ids: Sequence[int], cache_salt: bytes) -> Placed:
         """Return the partition of a prompt among those of its model.
 
-        The prompt's prefix names two. Where the first one is overloaded the second is taken, and where both are, the
-        one with the fewest requests: the queue's bounds are each partition's.
+        Of the engines that this gateway has not given much more than the others lately, it is one of that which begins
+        with the answer first: what is queued before it and what is not cached of it are least.
         """
-        first_tokens = self._lengths[model].of(prompt_token_ids, partitions, cache_salt)
-        first, second = placement.choices(prompt_token_ids, partitions, first_tokens, cache_salt)
-        load = partial(self._load, model)
-        number = second if self._is_overloaded(load(first), load(second)) else first
-        if load(number) > self._settings.overload_requests:
-            least = min(range(partitions), key=load)
-            number = least if self._is_overloaded(load(number), load(least)) else number
+        fleet = self._fleets[model]
+        owned = fleet.owned(partitions)
+        prefixes = prefixes_of(prompt_token_ids, self._settings.placement_tokens, cache_salt)
+        lengths = fleet.held.lengths(prefixes, owned)
+        waiting = {each: sum(self._load(model, number) for number in owned[each]) for each in owned}
+
+        mean = fleet.work.mean_tokens(len(prompt_token_ids))
+
+        def cost(engine: str) -> tuple[float, int]:
+            need = len(prompt_token_ids) - lengths.get(engine, 0)
+            return waiting[engine] * mean + need, fleet.work.tokens[engine]
+
+        engine = min(fleet.work.with_room(owned, self._settings.placement_most_work), key=cost)
+        held = lengths.get(engine, 0)
+        number = min(owned[engine], key=lambda each: self._load(model, each))
+        fleet.work.add(engine, len(prompt_token_ids) - held)
+        fleet.held.expect((digest for _, digest in prefixes), engine)
         self.queued[self._keyspace.partition(model, number)] += 1
-        return number
+        return Placed(number, held)
 
     def _load(self, model: str, number: int) -> int:
         return self.queued[self._keyspace.partition(model, number)]
-
-    def _is_overloaded(self, here: int, other: int) -> bool:
-        settings = self._settings
-        return here > settings.overload_requests and here > settings.overload_factor * other

@@ -22,6 +22,7 @@
 --       [24] the output tokens that are expected of it (none: 0)
 --       [25] the greatest virtual time of the tenant that the caller knows (none: 0), see the policy "fair"
 --       [26] how far behind its arrival the policy "shortest_first" ranks a request at most, in ms (none: 0)
+--       [27] for how long engines that don't own the partition leave it longer than others, in ms (none: 0)
 -- Returns: {1, virtual time of the tenant (0: none)} accepted; {2} was accepted before; {3} the id is another tenant's;
 --          {4, removal} the model was removed;
 --          {0, requests, tokens, drained, drain window in ms, bound of requests, bound of tokens, whose bound it is
@@ -67,6 +68,9 @@ local function write_record()
     'others', 0, 'cached', 0, 'state', 'queued', 'epoch', 0, 'nonce', '', 'owner', '', 'next', 0, 'digest', '',
     'readers', '', 'attempts', 0, 'accepted', now, 'deadline', deadline > 0 and now + deadline or 0,
     'grace', grace, 'continue', continue, 'context', ARGV[19] or 0, 'kept', kept)
+  if tonumber(ARGV[27] or 0) > 0 then
+    call('HSET', req, 'left', ARGV[27])
+  end
 end
 
 -- The place of a new request in the order of a policy that ranks. "fair" is start-time fair queueing: the sorted set

@@ -10,7 +10,8 @@
 -- Run by: engine/claiming.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] engine id, [2] nonce (random), [3] most requests (0: only look), [4] most tokens
---       [5] least age of an entry in ms, [6] ageing in ms, [7] lease in ms, [8] drain window in ms
+--       [5] least age of an entry in ms; where it is not 0, entries also have their own, see ARGV[27] of accept.lua
+--       [6] ageing in ms, [7] lease in ms, [8] drain window in ms
 --       [9] whether the engine holds nothing (0 | 1)
 --       [10] the engine's fingerprint ('': unknown)
 --       [11] how long begun requests wait for an engine with their fingerprint, in ms
@@ -91,6 +92,9 @@ local function candidate(queue, entry)
   local is_last = waited < least and not queue.ranks -- those behind it are younger
   if waited >= least and context > 0 and tonumber(call('HGET', prefix .. 'req:' .. id, 'context') or 0) > context then
     least = context_patience < 0 and math.huge or math.max(least, context_patience)
+  end
+  if waited >= least and min_age > 0 and not queue.begun then
+    least = math.max(least, min_age + tonumber(call('HGET', prefix .. 'req:' .. id, 'left') or 0))
   end
   if waited < least then
     if least < math.huge then

@@ -95,6 +95,10 @@ class Keyspace:
         """Return the hash of an engine's published load. It expires, and says nothing about ownership."""
         return f"{self.prefix}:engine:{engine_id}"
 
+    def engine_prefixes(self, model_name: str) -> str:
+        """Return the stream in which a model's engines publish the beginnings of the prompts that they have claimed."""
+        return f"{self.prefix}:engine-prefixes:{model_name}"
+
     def doorbell(self, model_name: str) -> str:
         """Return the channel of a model's new work: partition numbers, delivered at most once."""
         return f"{self.prefix}:bell:{model_name}"

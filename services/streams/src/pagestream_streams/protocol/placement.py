@@ -1,45 +1,41 @@
-"""Place prompts on partitions, and partitions on engines."""
+"""Divide partitions between engines."""
 
 from __future__ import annotations
 
 import hashlib
-from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 
-def choices(
-    prompt_token_ids: Sequence[int], partitions: int, first_tokens: int, cache_salt: bytes = b""
-) -> tuple[int, int]:
-    """Return a prompt's first and second choice of a partition, equal for prompts with equal `first_tokens` tokens.
-
-    The two differ unless there is only one partition. Prompts with another salt, which share nothing, choose anew.
-    """
-    head = array("Q", prompt_token_ids[:first_tokens]).tobytes()
-    digest = hashlib.blake2b(head + cache_salt, digest_size=16).digest()
-    first = int.from_bytes(digest[:8], "big") % partitions
-    if partitions == 1:
-        return first, first
-    step = 1 + int.from_bytes(digest[8:], "big") % (partitions - 1)
-    return first, (first + step) % partitions
-
-
-def owner(partition: int, engines: Collection[str]) -> str | None:
-    """Return the engine with the highest hash of (engine, partition); None without engines.
-
-    This is rendezvous hashing: adding an engine moves 1/n of the partitions.
-    """
-    return max(engines, key=lambda engine: _weight(engine, partition), default=None)
-
-
-def owned(engine: str, partitions: int, engines: Collection[str]) -> list[int]:
+def owned(engine: str, partitions: int, engines: Collection[str]) -> Sequence[int]:
     """Return the partitions that an engine owns among the living `engines`; it counts as living itself."""
-    return list(_owned(engine, partitions, frozenset({*engines, engine})))
+    return ownership(partitions, frozenset({*engines, engine}))[engine]
 
 
-@lru_cache(maxsize=16)  # a heartbeat asks at each beat: 10 engines and 1,024 partitions take 15 ms
-def _owned(engine: str, partitions: int, living: frozenset[str]) -> tuple[int, ...]:
-    return tuple(number for number in range(partitions) if owner(number, living) == engine)
+@lru_cache(maxsize=16)  # heartbeats and placements ask again and again: 64 engines and 256 partitions take 30 ms
+def ownership(partitions: int, engines: frozenset[str]) -> Mapping[str, Sequence[int]]:
+    """Return the partitions of each engine, in order: equally many, or one more.
+
+    The pairs with the highest hashes are taken first (rendezvous hashing), as far as the engine has room, so that all
+    processes find the same and an engine that comes or goes moves few partitions of the others.
+    """
+    if not engines:
+        return {}
+    pairs = sorted(
+        ((_weight(engine, number), engine, number) for engine in engines for number in range(partitions)), reverse=True
+    )
+    least, more = divmod(partitions, len(engines))
+    found: dict[str, list[int]] = {engine: [] for engine in engines}
+    taken = set[int]()
+    for _, engine, number in pairs:
+        if number in taken:
+            continue
+        if len(found[engine]) > least or (len(found[engine]) == least and not more):
+            continue
+        more -= len(found[engine]) == least
+        found[engine].append(number)
+        taken.add(number)
+    return {engine: sorted(numbers) for engine, numbers in found.items()}
 
 
 def _weight(engine: str, partition: int) -> bytes:

@@ -1,0 +1,63 @@
+"""What gateways hear of engines, for the placement of requests: who lives, and which prompts they have claimed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Collection
+
+from pagestream_streams.connection.connection import Call, Connection
+from pagestream_streams.connection.scripts import REGISTRY
+from pagestream_streams.errors import Unavailable
+from pagestream_streams.gateway.placing import Placer
+from pagestream_streams.protocol.prefixes import DIGEST_BYTES
+from pagestream_streams.tasks import within
+
+_log = logging.getLogger(__name__)
+
+_READ_AT_ONCE = 64  # entries of a model
+_OLD_S = 1.0
+
+
+class EngineWatch:
+    """Reads the registries of engines and what they publish about their prefixes, and tells a placer."""
+
+    def __init__(self, connection: Connection, placer: Placer) -> None:
+        """Create it without having read anything."""
+        self._connection = connection
+        self._placer = placer
+        self._next: dict[str, bytes] = {}
+        """From where to read on, by model."""
+        self._read_at: dict[str, float] = {}
+
+    async def read_once_old(self, model: str, limit_s: float) -> None:
+        """Read what is new of a model that no heartbeat has read lately, as it was at rest."""
+        if time.monotonic() - self._read_at.get(model, -math.inf) > _OLD_S:
+            await self.read({model}, limit_s)
+
+    async def read(self, models: Collection[str], limit_s: float) -> None:
+        """Read what is new of some models. What can't be read in `limit_s` seconds is read the next time."""
+        self._read_at.update(dict.fromkeys(models, time.monotonic()))
+        try:
+            async with within(limit_s, "a read of the engines"):
+                await self._read(sorted(models), limit_s)
+        except Unavailable as error:
+            _log.debug("places by what is known of the engines: %s", error)
+
+    async def _read(self, models: list[str], limit_s: float) -> None:
+        keyspace = self._connection.keyspace
+        calls = [Call(REGISTRY, keyspace.engines(model), ("", 0)) for model in models]
+        for model, living in zip(models, await self._connection.run_each(calls, limit_s), strict=True):
+            if not isinstance(living, Unavailable):
+                self._placer.note_living(model, {each.decode() for each in living})
+        reads = [
+            ("XRANGE", keyspace.engine_prefixes(model), self._next.get(model, b"-"), "+", "COUNT", _READ_AT_ONCE)
+            for model in models
+        ]
+        for model, entries in zip(models, await self._connection.pipeline(reads, limit_s), strict=True):
+            for entry, fields in entries:
+                self._next[model] = b"(" + entry
+                digests = fields[b"digests"]
+                found = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+                self._placer.note_held(model, fields[b"engine"].decode(), found)
