@@ -13,6 +13,9 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
 EXECUTORS = ("inline", "process")
+SPECULATIVE_METHODS = ("ngram",)
+MAX_SPECULATIVE_TOKENS = 15
+"""With the last token, what one pass of attention over a decode takes."""
 EVICTION_POLICIES = ("lru", "slru", "lfu", "cost")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3")
 SCALED_CACHE_DTYPES = ("fp8", "fp8_e4m3")
@@ -139,6 +142,27 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class SpeculationConfig:
+    """Drafts of the tokens after a sequence's last one, which one step checks together. They change no token."""
+
+    speculative_method: str | None = None
+    """ngram: what followed where the last tokens of prompt and output stood before. None: no drafts."""
+    num_speculative_tokens: int = 5
+    """Most drafts of a sequence in a step; it gets as many as have paid so far, or none."""
+    prompt_lookup_min: int = 2
+    """Fewest last tokens that must have stood before."""
+    prompt_lookup_max: int = 5
+    """Most that are compared."""
+
+    def __post_init__(self) -> None:
+        if self.speculative_method is not None:
+            _choice("speculative_method", self.speculative_method, SPECULATIVE_METHODS)
+        _between("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
+        _at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
+        _at_least("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
+
+
+@dataclass(frozen=True)
 class ExecutorConfig:
     """Where steps run."""
 
@@ -188,6 +212,10 @@ class EngineOptions(TypedDict, total=False):
     max_num_batched_tokens: int
     itl_bound_ms: float | None
     scheduling_policy: str
+    speculative_method: str | None
+    num_speculative_tokens: int
+    prompt_lookup_min: int
+    prompt_lookup_max: int
     executor: str
     async_scheduling: bool | None
     plugins: Sequence[str]
@@ -207,6 +235,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     extensions: ExtensionConfig = field(default_factory=ExtensionConfig)
 
@@ -238,6 +267,7 @@ class EngineConfig:
             model=ModelConfig(**groups["model"]),
             cache=CacheConfig(**groups["cache"]),
             scheduler=SchedulerConfig(**groups["scheduler"]),
+            speculation=SpeculationConfig(**groups["speculation"]),
             executor=ExecutorConfig(**groups["executor"]),
             extensions=ExtensionConfig(**groups["extensions"]),
         )
@@ -247,6 +277,7 @@ _GROUPS = {
     "model": tuple(f.name for f in fields(ModelConfig)),
     "cache": tuple(f.name for f in fields(CacheConfig)),
     "scheduler": tuple(f.name for f in fields(SchedulerConfig)),
+    "speculation": tuple(f.name for f in fields(SpeculationConfig)),
     "executor": tuple(f.name for f in fields(ExecutorConfig)),
     "extensions": tuple(f.name for f in fields(ExtensionConfig)),
 }
@@ -279,3 +310,8 @@ def _is_number(given: object) -> bool:
 def _at_least(name: str, given: object, low: int) -> None:
     if isinstance(given, bool) or not isinstance(given, int) or given < low:
         raise ConfigError(name, given, f"a whole number of at least {low}")
+
+
+def _between(name: str, given: object, low: int, high: int) -> None:
+    if isinstance(given, bool) or not isinstance(given, int) or not low <= given <= high:
+        raise ConfigError(name, given, f"a whole number from {low} to {high}")

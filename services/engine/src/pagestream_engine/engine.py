@@ -297,6 +297,7 @@ class Engine:
                 tokens = result.tokens()
                 self._scheduler.update_from_output(step, tokens)
             taken = self._outputs.process(step, tokens, result)
+            counts.note_drafts(result)
             counts.end_step(step, len([output for output in taken if output.token_id is not None]))
             self._scheduler.prefill_budget.note(step, counts.last_step_s)
             if self._scheduler.restore_cost is not None:
@@ -365,6 +366,8 @@ class Engine:
             num_steps=counts.num_steps,
             num_prompt_tokens=counts.num_prompt_tokens,
             num_generated_tokens=counts.num_generated_tokens,
+            num_draft_tokens=counts.num_draft_tokens,
+            accepted_by_position=tuple(counts.accepted_by_position),
             last_step_sequences=counts.last_step_sequences,
             last_step_prompt_tokens=counts.last_step_prompt_tokens,
             last_step_s=counts.last_step_s,

@@ -129,6 +129,10 @@ class EngineStats:
     num_prompt_tokens: int
     """Prompt tokens computed, those of a recomputation included."""
     num_generated_tokens: int
+    num_draft_tokens: int
+    """Tokens that speculation has drafted and steps have checked."""
+    accepted_by_position: tuple[int, ...]
+    """Those of them that held, by their place among the drafts of a step: the first, the second, and so on."""
     last_step_sequences: int
     """Sequences that the last collected step computed."""
     last_step_prompt_tokens: int
@@ -139,3 +143,8 @@ class EngineStats:
     """Seconds of it that the scheduler took."""
     total_step_s: float
     total_schedule_s: float
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafts that held."""
+        return sum(self.accepted_by_position)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from pagestream_engine.attention import AttentionBatch, DecodeBatch, DeviceLengths
 from pagestream_engine.errors import InvariantViolation
+from pagestream_engine.runner.speculation.drafts import Drafts
 from pagestream_engine.step.records import Int32Array, Int64Array, NewSequence, StepPlan
-from pagestream_engine.transfers import DirectUpload, Integers, Upload, upload_to
+from pagestream_engine.transfers import DirectUpload, Integers, Upload, to_device, upload_to
 
 _NO_TOKENS = np.empty(0, np.int32)
 NumbersT = TypeVar("NumbersT", Tensor, npt.NDArray[Any])
@@ -137,17 +138,25 @@ class PersistentBatch:
             edits.clear()
         return sent[len(arrays) :]
 
-    def inputs(self, plan: StepPlan) -> StepInputs:
-        """Return the inputs of a plan that was applied, and count its tokens as computed."""
+    def inputs(self, plan: StepPlan, drafts: Drafts | None = None) -> StepInputs:
+        """Return the inputs of a plan that was applied, and count its tokens as computed.
+
+        Args:
+            plan: the next one.
+            drafts: of its decodes; None where each computes one token.
+        """
         starts, new = self.count_computed(plan), plan.num_new_tokens
         ends = starts + new
         cumulated = new.cumsum()
         places, shared = sample_places(plan, cumulated)
         numbers: list[Integers] = [plan.rows, starts, places]
-        if plan.num_prefills:
+        has_one_each = not plan.num_prefills and drafts is None
+        if not has_one_each:
             owners = np.repeat(np.arange(len(new)), new)
             numbers[1] = np.arange(len(owners)) + (ends - cumulated)[owners]
             numbers += [plan.rows[owners], self._chunks(plan, starts, ends), plan.sampled_rows]
+        if drafts is not None:
+            numbers += [draft_places(plan, cumulated), drafts.packed()]
         if shared is not None:
             numbers.append(shared)
         if self._sends_lengths:
@@ -155,10 +164,13 @@ class PersistentBatch:
         sent = iter(self.send(numbers))
         rows, positions, sample_at = next(sent), next(sent), next(sent)
         token_rows, sampled_rows = rows, rows
-        token_ids = self.next_tokens.index_select(0, rows[plan.num_prefills :] if plan.num_prefills else rows)
-        if plan.num_prefills:
+        if has_one_each:
+            token_ids = self.next_tokens.index_select(0, rows)
+        else:
             token_rows, chunks, sampled_rows = next(sent), next(sent), next(sent)
-            token_ids = torch.cat((chunks, token_ids))
+            token_ids = torch.cat((chunks, self.next_tokens.index_select(0, token_rows[len(chunks) :])))
+        if drafts is not None:
+            token_ids.index_copy_(0, next(sent), next(sent))
         sample_logits = None if shared is None else next(sent)
         lengths = DeviceLengths(next(sent).int(), next(sent).int()) if self._sends_lengths else None
         query_lens, seq_lens = new.tolist(), ends.tolist()
@@ -185,6 +197,20 @@ class PersistentBatch:
         self._num_computed[plan.rows] = starts + plan.num_new_tokens
         return starts
 
+    def settle(self, plan: StepPlan, tokens: Sequence[Sequence[int]]) -> None:
+        """Take what the rows of a step with drafts were given, and count the drafts that did not hold as not computed.
+
+        Args:
+            plan: with the drafts counted.
+            tokens: of each of its samples; a decode's are one more than its drafts that held, or none.
+        """
+        rows, most = plan.rows[plan.num_prefills :], plan.num_new_tokens[plan.num_prefills :]
+        decoded = tokens[len(tokens) - len(rows) :]
+        self._num_computed[rows] -= most - np.array([len(each) for each in decoded])
+        last = [(row, each[-1]) for row, each in zip(plan.sampled_rows.tolist(), tokens, strict=True) if each]
+        numbers = to_device(torch.tensor(last, dtype=torch.int64).reshape(-1, 2), self.device)
+        self.next_tokens.index_copy_(0, numbers[:, 0], numbers[:, 1])
+
     def decodes(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, list[DecodeBatch]]:
         """Return token ids of rows that decode one token each, and their batch in each KV group, made on the device.
 
@@ -210,6 +236,8 @@ class PersistentBatch:
 
     def _chunks(self, plan: StepPlan, starts: Int64Array, ends: Int64Array) -> Int32Array:
         """Tokens of the prefill chunks, as they came."""
+        if not plan.num_prefills:
+            return _NO_TOKENS
         chunks = []
         count = plan.num_prefills
         for row, start, end in zip(plan.rows[:count].tolist(), starts.tolist(), ends.tolist(), strict=False):
@@ -236,11 +264,30 @@ def _slot_numbers(table: NumbersT, rows: NumbersT, positions: NumbersT, block_si
 
 
 def sample_places(plan: StepPlan, cumulated: Int64Array) -> tuple[Int64Array, Int64Array | None]:
-    """Return the packed tokens whose logits are wanted, each once, and which of them each sample has; None: its own."""
-    if not plan.num_prefills:
+    """Return the packed tokens whose logits are wanted, each once, and which of them each sample has first; None: its
+    own. With drafts all tokens of decodes are wanted."""
+    num_decodes = len(plan.rows) - plan.num_prefills
+    first = cumulated[plan.num_prefills - 1] if plan.num_prefills else 0
+    has_drafts = num_decodes and cumulated[-1] - first > num_decodes
+    if not plan.num_prefills and not has_drafts:
         return cumulated - 1, None
+    from_prefills = plan.sampled_from[: len(plan.sampled_from) - num_decodes]
     last = cumulated[plan.sampled_from] - 1
     is_new = np.diff(plan.sampled_from, prepend=-1) != 0
-    if is_new.all():
-        return last, None
-    return last[is_new], is_new.cumsum() - 1
+    if not has_drafts:
+        return last[is_new], None if is_new.all() else is_new.cumsum() - 1
+    num_others = len(from_prefills)
+    wanted = last[:num_others][is_new[:num_others]]
+    decoded = np.arange(first, cumulated[-1])
+    firsts = len(wanted) + (cumulated - plan.num_new_tokens)[plan.num_prefills :] - first
+    shared = np.concatenate((is_new[:num_others].cumsum() - 1, firsts))
+    return np.concatenate((wanted, decoded)), shared
+
+
+def draft_places(plan: StepPlan, cumulated: Int64Array) -> Int64Array:
+    """Return the packed tokens that are drafts: those of decodes but the first of each."""
+    is_draft = np.ones(cumulated[-1], np.bool_)
+    first = cumulated[plan.num_prefills - 1] if plan.num_prefills else 0
+    is_draft[:first] = False
+    is_draft[(cumulated - plan.num_new_tokens)[plan.num_prefills :]] = False
+    return is_draft.nonzero()[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -38,6 +39,12 @@ def pending_result(step_id: int, sampled: Sampled | None, prompts: ReportedPromp
     logprobs = [] if given is None else [given.token_ids, given.logprobs, given.ranks]
     chosen = [] if sampled is None else [sampled.token_ids, sampled.values]
     return partial(_result, step_id, sampled, prompts, download([*chosen, *logprobs, *reported]))
+
+
+def with_prompts(result: StepResult, prompts: ReportedPrompts | None) -> PendingResult:
+    """Wait for what a step reports of prompts, whose tokens are known."""
+    pending = pending_result(result.step_id, None, prompts)
+    return lambda: replace(result, prompt_logprobs=pending().prompt_logprobs)
 
 
 def _result(

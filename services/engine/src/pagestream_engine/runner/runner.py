@@ -35,7 +35,8 @@ from pagestream_engine.runner.persistent_batch import PersistentBatch
 from pagestream_engine.runner.profile import estimated_cpu_step_bytes, largest_gpu_use
 from pagestream_engine.runner.prompt_rows import PromptRows
 from pagestream_engine.runner.recorder import CudaGraphRecorder, Recorder
-from pagestream_engine.runner.results import ReportedPrompts, pending_result
+from pagestream_engine.runner.results import ReportedPrompts, pending_result, with_prompts
+from pagestream_engine.runner.speculation import Drafts, Speculation, verify
 from pagestream_engine.runner.warm_up import warm_up_plans
 from pagestream_engine.sampler import SamplingBatch
 from pagestream_engine.step.pending import PendingResult
@@ -111,6 +112,9 @@ class ModelRunner:
             device,
             sends_lengths=self._backend.attention.reads_device_lengths,
         )
+        speculates = config.speculation.speculative_method is not None
+        self.num_speculative_tokens = config.speculation.num_speculative_tokens if speculates else 0
+        self._speculation = Speculation(config.speculation, config.scheduler.max_num_seqs) if speculates else None
         self.forget_rows()
 
     @property
@@ -131,7 +135,7 @@ class ModelRunner:
     @property
     def launches_ahead(self) -> bool:
         """Whether `execute` returns before the step is done."""
-        return self.device.type == "cuda"
+        return self.device.type == "cuda" and self._speculation is None  # Drafts follow from the tokens before them.
 
     def profile_num_blocks(self) -> int:
         """Blocks of the cache: what fits beside the largest step and can be used.
@@ -251,11 +255,13 @@ class ModelRunner:
             OutOfMemory: the step needs more memory than there is; a smaller one may fit.
         """
         with step_memory(plan.num_tokens, len(plan.sampled_rows)):
+            if plan.reset:
+                self.forget_rows()
+            if self._speculation is not None:
+                return self._speculation.run(plan, self._execute, self._batch.settle)
             return self._execute(plan)
 
-    def _execute(self, plan: StepPlan) -> PendingResult:
-        if plan.reset:
-            self.forget_rows()
+    def _execute(self, plan: StepPlan, drafts: Drafts | None = None) -> PendingResult:
         self._batch.apply(plan)
         self._prompt_rows.apply(plan)
         self._edit_sampling(plan)
@@ -268,7 +274,7 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.takes(plan):
             rows, hidden = self._graphs.run(plan.rows, self._batch.count_computed(plan))
             return self._sample(plan, self._model.logits(hidden), rows, None)
-        inputs = self._batch.inputs(plan)
+        inputs = self._batch.inputs(plan, drafts)
         context = self._backend.prepare_step(inputs.attention)
         prompts = self._prompt_rows.take(plan)
         wanted = inputs.sample_places if prompts is None else prompts.wanted
@@ -281,6 +287,9 @@ class ModelRunner:
         if not len(plan.sampled_rows):
             return pending_result(plan.step_id, None, reported)
         logits = self._model.logits(hidden)
+        if drafts is not None and inputs.sample_logits is not None:
+            result = verify(plan, drafts, logits, inputs.sample_logits, self._sampling)
+            return with_prompts(result, reported)
         if inputs.sample_logits is not None:
             logits = logits[inputs.sample_logits]
         return self._sample(plan, logits, inputs.sampled_rows, reported)

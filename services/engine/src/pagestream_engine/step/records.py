@@ -169,6 +169,8 @@ class StepResult:
     """Why a sample failed, by index into the samples: its sequence ends, the others go on."""
     prompt_logprobs: StepPromptLogprobs | None = None
     """None where no row that computed tokens of its prompt asked for any."""
+    num_drafts: Int32Array | None = None
+    """(samples,): drafts that each has computed; None in a step without any."""
     has_one_each: bool = field(init=False)
     """Whether each sample has exactly one token, and none failed."""
 

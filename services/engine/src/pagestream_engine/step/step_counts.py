@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 
 from pagestream_engine.scheduler.scheduled_step import ScheduledStep
+from pagestream_engine.step.records import StepResult
 
 
 class Stopwatch:
@@ -33,6 +34,8 @@ class StepCounts:
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
+        self.num_draft_tokens = 0
+        self.accepted_by_position: list[int] = []
         self.last_step_sequences = 0
         self.last_step_prompt_tokens = 0
         self.last_step_s = 0.0
@@ -47,6 +50,17 @@ class StepCounts:
         """Start the clock."""
         self._started = perf_counter()
         self.scheduling.seconds = 0.0
+
+    def note_drafts(self, result: StepResult) -> None:
+        """Count what a step has drafted, and what of it held."""
+        if result.num_drafts is None:
+            return
+        self.num_draft_tokens += int(result.num_drafts.sum())
+        num_accepted = result.counts[result.num_drafts > 0] - 1
+        most = int(result.num_drafts.max())
+        self.accepted_by_position += [0] * (most - len(self.accepted_by_position))
+        for position in range(most):
+            self.accepted_by_position[position] += int((num_accepted > position).sum())
 
     def end_step(self, step: ScheduledStep, num_generated_tokens: int) -> None:
         """Stop the clock, and count a step that was collected.

@@ -1,0 +1,82 @@
+"""How many drafts each row gets: as many as are likely to give more tokens than their time is worth."""
+
+from __future__ import annotations
+
+import math
+
+_LEARNING_RATE = 0.1
+"""Of a row's acceptance with each draft that was checked."""
+_FORGETTING = 0.98
+"""Weight that the earlier steps keep with each new one."""
+_PROBE_AFTER = 32
+"""Steps after which a row without drafts gets one again, to see whether its text has changed."""
+_FIRST_ACCEPTANCE = 0.6
+_UNKNOWN_COST = 0.2
+"""Of a draft, in tokens of the same time, until steps of different sizes were measured."""
+
+
+class StepCost:
+    """What one more token of a step costs, by a line through the times of the steps so far; later ones count more."""
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._seconds = self._squares = self._products = self._sampled = 0.0
+
+    def note(self, num_tokens: int, num_sampled: int, seconds: float) -> None:
+        """Take a step of decodes: tokens that it has computed, tokens that it gave, and its time."""
+        self._weight = self._weight * _FORGETTING + 1
+        self._tokens = self._tokens * _FORGETTING + num_tokens
+        self._sampled = self._sampled * _FORGETTING + num_sampled
+        self._seconds = self._seconds * _FORGETTING + seconds
+        self._squares = self._squares * _FORGETTING + num_tokens * num_tokens
+        self._products = self._products * _FORGETTING + num_tokens * seconds
+
+    @property
+    def of_a_draft(self) -> float:
+        """Tokens that are given, on the average, in the time that one more token of a step takes; in [0, 1]."""
+        spread = self._squares * self._weight - self._tokens * self._tokens
+        if spread <= 1e-3 * self._tokens * self._tokens or not self._seconds:
+            return _UNKNOWN_COST
+        slope = (self._products * self._weight - self._tokens * self._seconds) / spread
+        return min(1.0, max(0.0, slope * self._sampled / self._seconds))
+
+
+class DraftLengths:
+    """The acceptance of each row's drafts, and what follows for their number.
+
+    Args:
+        max_num_seqs: rows.
+        most: drafts of a row in a step.
+    """
+
+    def __init__(self, max_num_seqs: int, most: int) -> None:
+        self.cost = StepCost()
+        self._most = most
+        self._mean = _FIRST_ACCEPTANCE
+        self._acceptance = [_FIRST_ACCEPTANCE] * max_num_seqs
+        self._num_idle = [0] * max_num_seqs
+
+    def start(self, row: int) -> None:
+        """Take a sequence: it is expected to accept what others have accepted."""
+        self._acceptance[row] = self._mean
+        self._num_idle[row] = 0
+
+    def wanted(self, row: int) -> int:
+        """Return how many drafts a row should have.
+
+        The j-th is accepted with probability p ** j, where p is the share of checked drafts that held. It is worth its
+        time while that is more than the tokens that the step gives anyway in that time.
+        """
+        cost, acceptance = self.cost.of_a_draft, self._acceptance[row]
+        if acceptance <= cost:
+            self._num_idle[row] += 1
+            return int(self._num_idle[row] % _PROBE_AFTER == 0)
+        if acceptance >= 1.0 or cost <= 0.0:
+            return self._most
+        return min(self._most, int(math.log(cost) / math.log(acceptance)))
+
+    def note(self, row: int, num_drafts: int, num_accepted: int) -> None:
+        """Learn from drafts that were checked: those up to the first that did not hold."""
+        for index in range(min(num_drafts, num_accepted + 1)):
+            held = float(index < num_accepted)
+            self._acceptance[row] += _LEARNING_RATE * (held - self._acceptance[row])
+            self._mean += _LEARNING_RATE / 10 * (held - self._mean)

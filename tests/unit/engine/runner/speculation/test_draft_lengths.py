@@ -1,0 +1,59 @@
+"""How many drafts a row gets: more where they hold, fewer where a token of a step costs more, none where none pays."""
+
+from __future__ import annotations
+
+import pytest
+from pagestream_engine.runner.speculation.draft_lengths import DraftLengths, StepCost
+
+MOST = 5
+
+
+def learnt(seconds_a_token: float, *, accepts: bool, num_steps: int = 60) -> DraftLengths:
+    """Run one row, whose steps take 1 s and so much more for each token."""
+    lengths = DraftLengths(1, MOST)
+    for index in range(num_steps):
+        drafts = lengths.wanted(0)
+        accepted = drafts if accepts or index == 0 else 0
+        lengths.note(0, drafts, accepted)
+        lengths.cost.note(1 + drafts, 1 + accepted, 1.0 + seconds_a_token * (1 + drafts))
+    return lengths
+
+
+@pytest.mark.parametrize("seconds_a_token", [0.01, 0.2])
+def test_drafts_that_hold_get_more(seconds_a_token: float) -> None:
+    assert learnt(seconds_a_token, accepts=True).wanted(0) == MOST
+
+
+def test_drafts_that_never_hold_get_none_but_one_a_while() -> None:
+    lengths = learnt(0.01, accepts=False)
+    tried = [lengths.wanted(0) for _ in range(64)]
+    assert sorted(tried) == [0] * 62 + [1, 1]
+
+
+def test_an_expensive_token_gets_fewer_drafts() -> None:
+    """At equal acceptance, 0.6: a token costs a hundredth of a step, or nearly all of it."""
+    numbers = []
+    for slope in (0.01, 0.3, 10.0):
+        lengths = DraftLengths(1, MOST)
+        for tokens in (1, 2, 3, 4) * 5:
+            lengths.cost.note(tokens, tokens, 1.0 + slope * tokens)
+        numbers.append(lengths.wanted(0))
+    assert numbers[0] == MOST
+    assert numbers[0] > numbers[1] > numbers[2] == 0
+
+
+def test_the_cost_of_a_draft() -> None:
+    """Steps of n tokens take 2 + n seconds and give n: of the last one's 6 tokens in 10 s, 0.6 come in a second."""
+    cost = StepCost()
+    for tokens in (2, 4, 8, 2, 4, 8):
+        cost.note(tokens, 6, 2.0 + tokens)
+    assert cost.of_a_draft == pytest.approx(6 / (2 + 14 / 3), rel=0.05)
+
+
+def test_a_new_row_expects_what_others_have_accepted() -> None:
+    lengths = DraftLengths(2, MOST)
+    before = lengths.wanted(1)
+    for _ in range(400):
+        lengths.note(0, 1, 0)
+    lengths.start(1)
+    assert lengths.wanted(1) < before
