@@ -67,6 +67,15 @@ class EngineOptions(ApiModel):
     """Order in which waiting requests are admitted: fcfs (the default, first come first served), priority (by class;
     the first class interrupts lower ones), shortest_first, round_robin, fair (equal tokens for all tenants), or one
     that `plugins` register."""
+    speculative_method: Literal["ngram"] | None = None
+    """Where drafts of the next tokens come from, which one step checks together; the tokens stay the same. ngram: what
+    followed where a request's last tokens stood before. Default: no drafts."""
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=15)] | None = None
+    """Most drafts of a sequence in a step. It gets as many as have paid so far, or none. Default 5."""
+    prompt_lookup_min: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Fewest last tokens that must have stood before, for ngram. Default 2."""
+    prompt_lookup_max: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Most last tokens that are compared, for ngram; at least `promptLookupMin`. Default 5."""
     plugins: Annotated[list[ModuleName], Field(max_length=32)] | None = None
     """Modules that register scheduling policies and model families, imported first. They are in the image, or in a
     volume that `PYTHONPATH` in `template.env` names."""

@@ -140,6 +140,13 @@ DEGRADATION_SHARE = _gauge(
     "In use / all of device (KV blocks; above 1 with what preempted sequences need again), host (memory), redis.",
     "resource",
 )
+DRAFTED = _counter("pagestream.speculation.drafted", "{token}", "Tokens that speculation drafted and steps checked.")
+ACCEPTED = _counter(
+    "pagestream.speculation.accepted",
+    "{token}",
+    "Drafts that held, by their place among the drafts of a step, from 1.",
+    "position",
+)
 RESUMES = _counter("pagestream.resumes", "{request}", "Claimed requests that were claimed before.")
 MEMORY_USAGE = _gauge("pagestream.memory.usage", "By", "Memory of the device by use: model, kv_pool.", "kind")
 GPU_UTILIZATION = _gauge("pagestream.gpu.utilization", "1", "Share of the last moments in which the GPU computed.")
@@ -265,6 +272,8 @@ ENGINE_METRICS = (
     DEGRADATION_RUNG,
     DEGRADATION_TRANSITIONS,
     DEGRADATION_SHARE,
+    DRAFTED,
+    ACCEPTED,
     RESUMES,
     RECLAIMS,
     CANCELLATIONS,

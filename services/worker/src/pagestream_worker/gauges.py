@@ -48,6 +48,7 @@ class EngineGauges:
             (catalog.TOKENS_GENERATED, stats.num_generated_tokens),
             (catalog.PREEMPTIONS, stats.num_preemptions),
             (catalog.DISPLACEMENTS, stats.num_displaced),
+            (catalog.DRAFTED, stats.num_draft_tokens),
             (catalog.DRAINING, int(self._health.is_draining)),
         ):
             self._number(metric).series(self._model).set(value)
@@ -71,6 +72,8 @@ class EngineGauges:
         for resource, share in shares.items():
             if share is not None:
                 self._number(catalog.DEGRADATION_SHARE).series(self._model, resource.value).set(share)
+        for position, count in enumerate(stats.accepted_by_position, 1):
+            self._number(catalog.ACCEPTED).series(self._model, str(position)).set(count)
         for kind, size in self._readers.memory_bytes.items():
             self._number(catalog.MEMORY_USAGE).series(self._model, kind).set(size)
         if figures.gpu is not None:

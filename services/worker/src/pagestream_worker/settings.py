@@ -17,6 +17,7 @@ from pagestream_engine.config import (
     EVICTION_POLICIES,
     EXECUTORS,
     KV_CACHE_DTYPES,
+    SPECULATIVE_METHODS,
     EngineConfig,
     EngineOptions,
 )
@@ -99,6 +100,10 @@ _ENGINE_OPTIONS = (
     "max_num_batched_tokens",
     "itl_bound_ms",
     "scheduling_policy",
+    "speculative_method",
+    "num_speculative_tokens",
+    "prompt_lookup_min",
+    "prompt_lookup_max",
     "executor",
     "async_scheduling",
     "plugins",
@@ -137,6 +142,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--scheduling-policy", metavar="NAME", help="fcfs, priority, shortest_first, round_robin, fair, or a plugin's"
     )
+    group.add_argument(
+        "--speculative-method",
+        choices=SPECULATIVE_METHODS,
+        help="of drafts that a step checks together (default: none)",
+    )
+    group.add_argument("--num-speculative-tokens", type=int, metavar="N", help="most drafts of a sequence in a step")
+    group.add_argument("--prompt-lookup-min", type=int, metavar="TOKENS", help="that must have stood before (ngram)")
+    group.add_argument("--prompt-lookup-max", type=int, metavar="TOKENS", help="most that are compared (ngram)")
     group.add_argument("--executor", choices=EXECUTORS, help="where steps run: in the engine's process or in another")
     group.add_argument(
         "--async-scheduling",

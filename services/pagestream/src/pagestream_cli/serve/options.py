@@ -31,6 +31,8 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
         "NAME",
         "fcfs, priority, shortest_first, round_robin, fair, or one of a plugin",
     ),
+    ("--speculative-method", "NAME", "of drafts that a step checks together: ngram (default: none)"),
+    ("--num-speculative-tokens", "N", "most drafts of a sequence in a step"),
     ("--plugins", "MODULES", "modules with policies and model families of your own, such as a.policies,b.families"),
     ("--partitions", "N", "partitions of a model that is new to Redis"),
 )
