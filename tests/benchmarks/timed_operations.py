@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from pagestream_engine.attention import AttentionBatch, AttentionSpec
-from pagestream_engine.layers.linear_methods import LinearMethod
+from pagestream_engine.layers.linear_methods import Activation, LinearMethod
 from pagestream_engine.runner import ModelRunner
 from pagestream_engine.runner.persistent_batch import PersistentBatch
 from pagestream_engine.sampler import SamplingBatch
@@ -34,12 +34,21 @@ class TimedMethod(LinearMethod):
     def __init__(self, method: LinearMethod, note: Callable[..., Any]) -> None:
         self._method, self._note = method, note
         self.shape, self.dtype, self.num_bytes = method.shape, method.dtype, method.num_bytes
+        self.fuses_gates = method.fuses_gates
         self._name = f"linear {method.shape[1]} to {method.shape[0]}"
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._noted(self._name, self.shape[0], self._method.product, x, bias)
+
+    def gated_product(self, x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+        name = f"{self._name}, gated"
+        return self._noted(name, self.shape[0] // 2, self._method.gated_product, x, bias, activation)
+
+    def _noted(self, name: str, columns: int, function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+        """`columns` are of the result."""
         rows, (outputs, inputs) = x.shape[0], self.shape
-        num_bytes = self.num_bytes + rows * (inputs + outputs) * x.itemsize
-        result: Tensor = self._note(self._name, num_bytes, 2.0 * rows * inputs * outputs, self._method.product, x, bias)
+        num_bytes = self.num_bytes + rows * (inputs + columns) * x.itemsize
+        result: Tensor = self._note(name, num_bytes, 2.0 * rows * inputs * outputs, function, x, *args)
         return result
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.layers.linear_methods import LinearMethod
+from pagestream_engine.layers.linear_methods import Activation, LinearMethod
 from pagestream_engine.layers.native.library import NativeLinears
 
 
@@ -25,14 +25,22 @@ class NativeMethod(LinearMethod):
         self._kernels = kernels
         self._weight = None if copies else weight.contiguous()
         self._packed = kernels.pack(weight.contiguous()) if copies else None
+        self.fuses_gates = copies and kernels.can_gate(self.shape[0])
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._multiply(x, bias, None)
+
+    def gated_product(self, x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+        return self._multiply(x, bias, activation)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor:
         if x.dtype != self.dtype or x.shape[1] != self.shape[1]:  # the kernels read memory by these
             raise InvariantViolation(
                 f"linear: given inputs of {tuple(x.shape)} in {x.dtype}, "
                 f"expected (rows, {self.shape[1]}) in {self.dtype}"
             )
-        return self._kernels.multiply(x.contiguous(), self._weight, self._packed, bias, self.shape[0])
+        x = x.contiguous()
+        return self._kernels.multiply(x, self._weight, self._packed, bias, self.shape[0], activation=activation)
 
 
 class RowByRowMethod(LinearMethod):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pagestream_engine.layers.linear_methods import LinearMethod
+from pagestream_engine.layers.linear_methods import Activation, LinearMethod
 
 
 class Linear:
@@ -20,6 +20,15 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """(rows, in features) -> (rows, out features)."""
         return self.method.product(x, self.bias)
+
+    @property
+    def fuses_gates(self) -> bool:
+        """Whether `gated` is available."""
+        return self.method.fuses_gates
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """activation(first half of y's columns) * second half: (rows, in features) -> (rows, out features / 2)."""
+        return self.method.gated_product(x, self.bias, activation)
 
     @property
     def num_bytes(self) -> int:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cache
+from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
 _PACK_ROWS = 64  # the row count that the packed layout is chosen for; a typical decode batch
+
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""Of a gated MLP's gates; `gelu_tanh` is gelu by its tanh formula."""
 
 
 class LinearMethod(ABC):
@@ -21,6 +26,9 @@ class LinearMethod(ABC):
     is_copy: bool = False
     """Whether it holds the weight in a layout of its own, after which the plain one can go."""
 
+    fuses_gates: bool = False
+    """Whether `gated_product` is available."""
+
     def __init__(self, weight: Tensor) -> None:
         self.shape: tuple[int, int] = (weight.shape[0], weight.shape[1])
         self.dtype = weight.dtype
@@ -30,6 +38,16 @@ class LinearMethod(ABC):
     @abstractmethod
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b: (rows, in features) -> (rows, out features)."""
+
+    def gated_product(self, x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+        """activation(g) * u, where g is the first half of the columns of x W^T + b, and u the second one.
+
+        Both are rounded to the dtype before, and the activation's result, too: as by operators of their own.
+
+        Returns:
+            (rows, out features / 2).
+        """
+        raise NotImplementedError("this method does not fuse gates")
 
 
 class PlainMethod(LinearMethod):

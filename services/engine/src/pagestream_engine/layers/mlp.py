@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pagestream_engine.attention import Operators
 from pagestream_engine.layers.linear import Linear
-
-Activation = Literal["silu", "gelu", "gelu_tanh"]
-
+from pagestream_engine.layers.linear_methods import Activation
 
 Mlp = Callable[[Tensor], Tensor]
 """(tokens, hidden_size) -> (tokens, hidden_size), each token by itself."""
@@ -26,9 +23,12 @@ class GatedMlp:
         """`gate_up` has the rows of the gate, then those of the up projection."""
         self._gate_up = gate_up
         self._down = down
+        self._activation = activation
         self._gated = _gated(activation, operators)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._gate_up.fuses_gates:
+            return self._down(self._gate_up.gated(x, self._activation))
         return self._down(self._gated(self._gate_up(x)))
 
 

@@ -19,6 +19,7 @@ from pagestream_engine.errors import NativeBuildError
 from pagestream_engine.native_build import NativeLibrary, cached
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
+HEADERS = (SOURCE.with_name("activations.h"),)
 HEAD_DIM_MULTIPLE = 16
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 
@@ -50,4 +51,4 @@ def library_for(head_dim: int, level: AttentionLevel, cache: str = "") -> Native
     flags = (*_FLAGS, *level.options, f"-DPAGESTREAM_HEAD_DIM={head_dim}")
     if cache:
         flags = (*flags, f"-DPAGESTREAM_CACHE={cache}")
-    return NativeLibrary(f"{library_name(head_dim, cache)}-{level.name}", SOURCE, flags)
+    return NativeLibrary(f"{library_name(head_dim, cache)}-{level.name}", SOURCE, flags, HEADERS)

@@ -15,7 +15,8 @@ from pagestream_engine.native_build import NativeLibrary
 from pagestream_engine.native_levels import ARMV8_A, X86_64_V3, X86_64_V4, Level
 
 SOURCE = Path(__file__).parent / "linear.cpp"
-HEADERS = tuple(SOURCE.with_name(name) for name in ("product.h", "tiles.h"))
+_ACTIVATIONS = SOURCE.parents[2] / "attention" / "native" / "activations.h"
+HEADERS = (*(SOURCE.with_name(name) for name in ("product.h", "tiles.h")), _ACTIVATIONS)
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Where an image's build puts the libraries (`python -m pagestream_engine.layers.native.prebuild`)."""
 

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from pagestream_engine.cpu import read_cpuinfo
 from pagestream_engine.errors import NativeBuildError
+from pagestream_engine.layers.linear_methods import Activation
 from pagestream_engine.layers.native.levels import PREBUILT, LinearLevel, library_for, usable_levels
 from pagestream_engine.native_build import cached
 from pagestream_engine.native_levels import find_library
 
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_EPILOGUES: dict[Activation | None, int] = {None: -1, "silu": 0, "gelu": 1, "gelu_tanh": 2}
+"""Numbers of `Epilogue` in product.h."""
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 _log = logging.getLogger(__name__)
@@ -36,10 +39,11 @@ class NativeLinears:
             bound: Callable[..., Any] = function
             return bound
 
+        self._panel_width: int = bind("panel_width", _N)()
         self._packed_words = bind("packed_words", _N, _N, _N)
         self._pack = bind("pack", None, _P, _P, _N, _N, _I)
-        self._scratch_words = bind("scratch_words", _N, _P, _N, _N, _N, _I)
-        self._linear = bind("linear", None, *[_P] * 6, *[_N] * 3, _I)
+        self._scratch_words = bind("scratch_words", _N, _P, _N, _N, _N, _I, _I)
+        self._linear = bind("linear", None, *[_P] * 6, *[_N] * 3, _I, _I)
 
     def pack(self, weight: Tensor) -> Tensor:
         """(out features, in features) -> its words in panels, (words,) int32."""
@@ -48,10 +52,21 @@ class NativeLinears:
         self._pack(packed.data_ptr(), weight.data_ptr(), inputs, outputs, torch.get_num_threads())
         return packed
 
+    def can_gate(self, out_features: int) -> bool:
+        """Whether `multiply` takes an activation with a packed weight of so many rows: gates, then what they gate."""
+        return out_features % (2 * self._panel_width) == 0
+
     def multiply(
-        self, x: Tensor, weight: Tensor | None, packed: Tensor | None, bias: Tensor | None, out_features: int
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        packed: Tensor | None,
+        bias: Tensor | None,
+        out_features: int,
+        *,
+        activation: Activation | None = None,
     ) -> Tensor:
-        """x W^T + b.
+        """y = x W^T + b, or activation(y's first half of columns) * its second half.
 
         Args:
             x: (rows, in features).
@@ -59,16 +74,17 @@ class NativeLinears:
             packed: the same by `pack`, or None with `weight`.
             bias: (out features,), or None.
             out_features: of the weight.
+            activation: of gates; needs `packed`, and that this class `can_gate`.
 
         Returns:
-            (rows, out features).
+            (rows, out features), or half as many columns with an activation.
         """
         rows, inputs = x.shape
-        out = torch.empty(rows, out_features, dtype=x.dtype)
+        out = torch.empty(rows, out_features if activation is None else out_features // 2, dtype=x.dtype)
         if not rows:
             return out
         weight_at, packed_at, bias_at = (None if each is None else each.data_ptr() for each in (weight, packed, bias))
-        sizes = (rows, inputs, out_features, torch.get_num_threads())
+        sizes = (rows, inputs, out_features, _EPILOGUES[activation], torch.get_num_threads())
         scratch = torch.empty(self._scratch_words(weight_at, *sizes), dtype=torch.int32)
         self._linear(out.data_ptr(), x.data_ptr(), weight_at, packed_at, bias_at, scratch.data_ptr(), *sizes)
         return out

@@ -27,29 +27,13 @@
 
 namespace {
 
-// -- vectors of float32 --
+// -- register tiles --
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-#elif defined(__AVX__)
-constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
 constexpr int VECTORS = 2;                           // of a register tile's width
 constexpr int MAX_ROWS = LANES == 16 ? 14 : 6;       // of a register tile: of 32 or 16 registers, 28 or 12 accumulate
 constexpr int64_t PANEL = VECTORS * LANES;           // outputs
 constexpr int64_t GROUP_BYTES = 384 << 10;           // of rows that meet a panel before the next one: they stay in L2
 constexpr int FEW_ROWS = 3;                          // up to so many, memory alone sets the pace
-
-typedef float Floats __attribute__((vector_size(LANES * 4)));
-typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
-
-inline Words load(const uint32_t* from) {
-  Words x;
-  std::memcpy(&x, from, sizeof x);
-  return x;
-}
 
 inline Floats multiply_add(Floats sum, Floats x, Floats y) {
 #if defined(__AVX512F__)
@@ -120,6 +104,9 @@ template <class T>
 struct VectorProduct : Product<T> {
   using Base = Product<T>;
   using Base::inputs, Base::outputs, Base::packed, Base::rows, Base::scratch, Base::threads, Base::weight, Base::x;
+  using Base::columns, Base::is_gated;
+
+  static constexpr int64_t PANEL_WIDTH = PANEL;
 
   static int64_t steps_of(int64_t inputs) { return ceil_div(inputs, INPUTS_OF_WORD<T>); }
 
@@ -144,7 +131,7 @@ struct VectorProduct : Product<T> {
 
   int64_t steps() const { return steps_of(inputs); }
   int64_t num_tiles() const { return ceil_div(rows, MAX_ROWS); }
-  int64_t num_panels() const { return ceil_div(outputs, PANEL); }
+  int64_t num_panels() const { return ceil_div(columns(), PANEL); }  // where gated, of gates
   int64_t first_row(int64_t tile) const { return rows * tile / num_tiles(); }  // shared out evenly: no tile has few
   int64_t num_groups() const {
     const int64_t tiles = std::max<int64_t>(1, GROUP_BYTES / (MAX_ROWS * steps() * WORD_BYTES));  // of a group
@@ -174,14 +161,24 @@ struct VectorProduct : Product<T> {
 
   void multiply_group(int64_t group, int64_t output, const uint32_t* panel) const {
     const uint32_t* tiled = packs_rows() ? scratch : reinterpret_cast<const uint32_t*>(x);
+    const uint32_t* up_panel = panel + columns() * steps();  // where gated
     const int64_t begin = num_tiles() * group / num_groups(), end = num_tiles() * (group + 1) / num_groups();
-    // The group's tiles fetch the next panel together, each its share.
-    Ahead ahead{reinterpret_cast<const char*>(panel + PANEL * steps()), PANEL * WORD_BYTES / (end - begin)};
-    for (int64_t tile = begin; tile < end; ++tile, ahead.from += ahead.stride * steps()) {
+    // The group's tiles fetch the next panels together, each its share.
+    const int64_t stride = PANEL * WORD_BYTES / (end - begin);
+    for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t row = first_row(tile), count = first_row(tile + 1) - row;
-      alignas(64) float sums[MAX_ROWS * PANEL];
-      multiply_rows<T>(count, tiled + row * steps(), panel, steps(), ahead, sums);
-      this->template finish<PANEL>(sums, row, count, output);
+      const auto sum_up = [&](const uint32_t* from, float* sums) {
+        const char* next = reinterpret_cast<const char*>(from + PANEL * steps()) + (tile - begin) * stride * steps();
+        multiply_rows<T>(count, tiled + row * steps(), from, steps(), {next, stride}, sums);
+      };
+      alignas(64) float sums[MAX_ROWS * PANEL], ups[MAX_ROWS * PANEL];
+      sum_up(panel, sums);
+      if (is_gated()) {
+        sum_up(up_panel, ups);
+        this->template finish_gated<PANEL>(sums, ups, row, count, output);
+      } else {
+        this->template finish<PANEL>(sums, row, count, output);
+      }
     }
   }
 };
@@ -202,20 +199,24 @@ using Kernel = typename KernelOf<T>::Type;
 }  // namespace
 
 // See the fields of `Product`. Scratch depends on whether the product will be given a weight that is not packed.
+// `panel_width_*` is what a gated product's gates must be a multiple of.
 #define PAGESTREAM_EXPORT(T, NAME)                                                                                  \
+  int64_t panel_width_##NAME() { return Kernel<T>::PANEL_WIDTH; }                                                   \
   int64_t packed_words_##NAME(int64_t inputs, int64_t outputs) {                                                    \
     return Kernel<T>::packed_words(inputs, outputs);                                                                \
   }                                                                                                                 \
   void pack_##NAME(uint32_t* packed, const T* weight, int64_t inputs, int64_t outputs, int threads) {               \
     Kernel<T>::pack_weight(packed, weight, inputs, outputs, threads);                                               \
   }                                                                                                                 \
-  int64_t scratch_words_##NAME(const T* weight, int64_t rows, int64_t inputs, int64_t outputs, int threads) {       \
-    return Kernel<T>{{nullptr, nullptr, weight, nullptr, nullptr, nullptr, rows, inputs, outputs, threads}}         \
+  int64_t scratch_words_##NAME(const T* weight, int64_t rows, int64_t inputs, int64_t outputs, int epilogue,        \
+                               int threads) {                                                                       \
+    return Kernel<T>{{nullptr, nullptr, weight, nullptr, nullptr, nullptr, rows, inputs, outputs,                   \
+                      Epilogue(epilogue), threads}}                                                                 \
         .scratch_words();                                                                                           \
   }                                                                                                                 \
   void linear_##NAME(T* out, const T* x, const T* weight, const uint32_t* packed, const T* bias, uint32_t* scratch, \
-                     int64_t rows, int64_t inputs, int64_t outputs, int threads) {                                  \
-    Kernel<T>{{out, x, weight, packed, bias, scratch, rows, inputs, outputs, threads}}.run();                       \
+                     int64_t rows, int64_t inputs, int64_t outputs, int epilogue, int threads) {                    \
+    Kernel<T>{{out, x, weight, packed, bias, scratch, rows, inputs, outputs, Epilogue(epilogue), threads}}.run();   \
   }
 
 extern "C" {

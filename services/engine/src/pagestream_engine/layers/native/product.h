@@ -1,4 +1,5 @@
-// What the kernels of linears share: numbers, the packing of words, and the arguments of a product.
+// What the kernels of linears share: numbers, the packing of words, the arguments of a product, and what becomes of its
+// sums.
 
 #pragma once
 
@@ -9,6 +10,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "../../attention/native/activations.h"
 
 namespace {
 
@@ -38,6 +41,55 @@ inline void store(bf16* to, float x) {  // rounded to nearest even; a NaN stays 
   std::memcpy(&bits, &x, 4);
   bits += 0x7fff + ((bits >> 16) & 1);
   to->bits = x != x ? 0x7fc0 : uint16_t(bits >> 16);
+}
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+inline Words load(const uint32_t* from) {
+  Words x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+inline Floats load(const float* from) {
+  Floats x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+inline Floats load(const bf16* from) {
+  Halves half;
+  std::memcpy(&half, from, sizeof half);
+  return (Floats)(__builtin_convertvector(half, Words) << 16);
+}
+
+// The upper halves are those of `store` for one number.
+inline Words rounded_words(Floats x) {
+  Words bits = (Words)x;
+  bits += 0x7fff + ((bits >> 16) & 1);
+  return x == x ? bits : Words{} + 0x7fc00000;
+}
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+inline void store(bf16* to, Floats x) {
+  const Halves half = __builtin_convertvector(rounded_words(x) >> 16, Halves);
+  std::memcpy(to, &half, sizeof half);
+}
+template <class T>
+inline Floats rounded(Floats x);
+template <>
+inline Floats rounded<float>(Floats x) {
+  return x;
+}
+template <>
+inline Floats rounded<bf16>(Floats x) {
+  return (Floats)(rounded_words(x) & 0xffff0000u);
 }
 
 // Four words of four rows each, to four words of four steps each.
@@ -82,30 +134,63 @@ void pack(const T* from, int64_t inputs, int64_t count, int64_t steps, int64_t w
     std::memcpy(to + whole * width + column, from + column * inputs + whole * INPUTS, sizeof(T));
 }
 
-// The arguments of y = x W^T + b. Pointers are to contiguous memory.
+// What becomes of the sums of a product: a number of the C interface.
+enum Epilogue { PLAIN = -1, GATED_SILU = SILU, GATED_GELU = GELU, GATED_GELU_TANH = GELU_TANH };
+
+// The arguments of y = x W^T + b. Pointers are to contiguous memory. With a gated epilogue the first half of the outputs
+// are gates, a multiple of a panel's width, the weight is packed, and the result is activation(gates) * the other half.
 template <class T>
 struct Product {
-  T* out;                  // (rows, outputs)
+  T* out;                  // (rows, outputs), or half as many columns where gated
   const T* x;              // (rows, inputs)
   const T* weight;         // (outputs, inputs), or null where it is packed
   const uint32_t* packed;  // panels of it
   const T* bias;           // (outputs,), or null
   uint32_t* scratch;       // words, as many as the kernel says
   int64_t rows, inputs, outputs;
+  Epilogue epilogue;
   int threads;
+
+  bool is_gated() const { return epilogue != PLAIN; }
+  int64_t columns() const { return is_gated() ? outputs / 2 : outputs; }  // of the result
 
   // Adds the bias to sums (count, PANEL) of the rows from `first_row` and a panel from `output` on, and stores.
   template <int64_t PANEL>
   void finish(const float* sums, int64_t first_row, int64_t count, int64_t output) const {
-    const int64_t width = std::min(PANEL, outputs - output);
+    const int64_t width = std::min(PANEL, outputs - output), whole = width / LANES * LANES;
     for (int64_t row = 0; row < count; ++row) {
       T* to = out + (first_row + row) * outputs + output;
       const float* from = sums + row * PANEL;
-      if (bias)
-        for (int64_t i = 0; i < width; ++i) store(to + i, from[i] + widen(bias[output + i]));
-      else
-        for (int64_t i = 0; i < width; ++i) store(to + i, from[i]);
+      for (int64_t i = 0; i < whole; i += LANES) store(to + i, with_bias(from + i, output + i));
+      for (int64_t i = whole; i < width; ++i) store(to + i, bias ? from[i] + widen(bias[output + i]) : from[i]);
     }
+  }
+
+  // The same for the sums of a panel of gates and of the panel that they gate. Rounded where an activation that is an
+  // operator of its own reads and writes the dtype.
+  template <int64_t PANEL>
+  void finish_gated(const float* gates, const float* ups, int64_t first_row, int64_t count, int64_t output) const {
+    switch (epilogue) {
+      case GATED_SILU: return gate<SILU, PANEL>(gates, ups, first_row, count, output);
+      case GATED_GELU: return gate<GELU, PANEL>(gates, ups, first_row, count, output);
+      case GATED_GELU_TANH: return gate<GELU_TANH, PANEL>(gates, ups, first_row, count, output);
+      case PLAIN: return;
+    }
+  }
+
+ private:
+  Floats with_bias(const float* sums, int64_t output) const {
+    return bias ? load(sums) + load(bias + output) : load(sums);
+  }
+
+  template <Activation A, int64_t PANEL>
+  void gate(const float* gates, const float* ups, int64_t first_row, int64_t count, int64_t output) const {
+    for (int64_t row = 0; row < count; ++row)
+      for (int64_t i = 0; i < PANEL; i += LANES) {
+        const Floats gate = rounded<T>(with_bias(gates + row * PANEL + i, output + i));
+        const Floats up = rounded<T>(with_bias(ups + row * PANEL + i, columns() + output + i));
+        store(out + (first_row + row) * columns() + output + i, rounded<T>(activated<A>(gate)) * up);
+      }
   }
 };
 

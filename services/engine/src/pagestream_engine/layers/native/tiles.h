@@ -138,6 +138,7 @@ struct TileScope {
 // instruction's latency of 52 cycles, at 16 cycles each.
 struct TileProduct : Product<bf16> {
   static constexpr int64_t PANEL = 2 * TILE_WIDTH;        // outputs
+  static constexpr int64_t PANEL_WIDTH = PANEL;
   static constexpr int64_t BLOCK_ROWS = 2 * TILE_ROWS;
   static constexpr int64_t SEGMENT = 16;                  // tiles of inputs: 32 KiB of a panel, which L1 keeps
   static constexpr int64_t GROUP_BYTES = 384 << 10;       // of rows that meet a panel before the next one: L2 keeps them
@@ -165,16 +166,17 @@ struct TileProduct : Product<bf16> {
   int64_t row_tiles() const { return ceil_div(rows, TILE_ROWS); }
   int64_t row_tile_words() const { return input_tiles() * TILE_WORDS; }
   int64_t num_blocks() const { return ceil_div(rows, BLOCK_ROWS); }
-  int64_t num_panels() const { return ceil_div(outputs, PANEL); }
+  int64_t num_panels() const { return ceil_div(columns(), PANEL); }  // where gated, of gates
   int64_t num_groups() const {
     const int64_t blocks = GROUP_BYTES / (2 * row_tile_words() * WORD_BYTES);  // of a group
     return ceil_div(num_blocks(), std::clamp<int64_t>(blocks, 1, MAX_GROUP_BLOCKS));
   }
   int64_t first_block(int64_t group) const { return num_blocks() * group / num_groups(); }
 
-  // Scratch: x in tiles; then of each thread the sums of a group, and a panel if the weight is not packed.
+  // Scratch: x in tiles; then of each thread the sums of a group, where gated twice, and a panel if the weight is not
+  // packed.
   int64_t sums_words() const { return ceil_div(num_blocks(), num_groups()) * BLOCK_ROWS * PANEL; }
-  int64_t own_words() const { return sums_words() + (weight ? panel_words_of(inputs) : 0); }
+  int64_t own_words() const { return (is_gated() ? 2 : 1) * sums_words() + (weight ? panel_words_of(inputs) : 0); }
   int64_t scratch_words() const { return row_tiles() * row_tile_words() + threads * own_words(); }
 
   void run() const {
@@ -184,15 +186,27 @@ struct TileProduct : Product<bf16> {
 #pragma omp for schedule(static)
       for (int64_t tile = 0; tile < row_tiles(); ++tile) pack_rows(tile, scratch + tile * row_tile_words());
       uint32_t* own = scratch + row_tiles() * row_tile_words() + omp_get_thread_num() * own_words();
-      uint32_t* own_panel = own + sums_words();
+      uint32_t* own_panel = own + sums_words();  // a gated product has none
+      float* sums = reinterpret_cast<float*>(own);
+      float* ups = sums + sums_words();
       const TileScope scope;
 #pragma omp for schedule(static) nowait
       for (int64_t item = 0; item < num_items; ++item) {
-        const int64_t group = item / num_panels(), panel = item % num_panels();
-        if (weight) pack_panel(weight, inputs, outputs, panel * PANEL, own_panel);
+        const int64_t group = item / num_panels(), output = item % num_panels() * PANEL;
+        if (weight) pack_panel(weight, inputs, outputs, output, own_panel);
         std::atomic_signal_fence(std::memory_order_seq_cst);  // see TILE_LOAD
-        multiply_group(group, panel * PANEL, weight ? own_panel : packed + panel * panel_words_of(inputs),
-                       reinterpret_cast<float*>(own));
+        const uint32_t* panel = weight ? own_panel : packed + output / PANEL * panel_words_of(inputs);
+        if (!is_gated()) {
+          multiply_group(group, panel, sums, [&](const float* block_sums, int64_t row, int64_t count) {
+            finish<PANEL>(block_sums, row, count, output);
+          });
+          continue;
+        }
+        multiply_group(group, panel, sums, [](const float*, int64_t, int64_t) {});
+        const uint32_t* up_panel = panel + columns() / PANEL * panel_words_of(inputs);
+        multiply_group(group, up_panel, ups, [&](const float* block_sums, int64_t row, int64_t count) {
+          finish_gated<PANEL>(sums + (block_sums - ups), block_sums, row, count, output);
+        });
       }
     }
   }
@@ -211,8 +225,10 @@ struct TileProduct : Product<bf16> {
     }
   }
 
-  // A group's rows by one panel, segment by segment of the inputs: between segments the sums lie in memory.
-  void multiply_group(int64_t group, int64_t output, const uint32_t* panel, float* sums) const {
+  // A group's rows by one panel, segment by segment of the inputs: between segments the sums lie in memory. Calls
+  // done(sums, first row, rows) for each block.
+  template <class Done>
+  void multiply_group(int64_t group, const uint32_t* panel, float* sums, Done done) const {
     const int64_t begin = first_block(group), end = first_block(group + 1);
     const int64_t segments = ceil_div(input_tiles(), SEGMENT);
     for (int64_t segment = 0; segment < segments; ++segment) {
@@ -226,7 +242,7 @@ struct TileProduct : Product<bf16> {
         else
           multiply_block<1>(part, block, prefetch, block_sums);
         const int64_t row = block * BLOCK_ROWS;
-        if (segment == segments - 1) finish<PANEL>(block_sums, row, std::min(BLOCK_ROWS, rows - row), output);
+        if (segment == segments - 1) done(block_sums, row, std::min(BLOCK_ROWS, rows - row));
       }
     }
   }
