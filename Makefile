@@ -12,6 +12,8 @@ PYTEST := $(BIN)/python -m pytest
 # (see docs/getting-started.md, "Which torch").
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+# What takes an API server, or helm.
+KUBE_TESTS = tests/integration/chart tests/integration/operator
 # pytest's exit status where a choice of ours leaves one of the two parts without a test; without a choice that fails.
 NOTHING_FOUND = $(if $(PYTEST_ARGS),5,none)
 # Test files that run at once, more than there are cores, since many wait; 0 is one after the other. Tests that kill
@@ -27,7 +29,7 @@ ROUNDS ?= 10
 # docker, buildah, or a command: see deploy/images/build.sh.
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
-.PHONY: help setup run test test-fast check bench faults faults-campaign families topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels kernel-tables constraints clean
+.PHONY: help setup run test kube-test test-fast check bench faults faults-campaign families topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels kernel-tables constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -44,8 +46,11 @@ run: $(STAMP) ## Serve the demo model and show a streamed answer (Ctrl-C ends it
 test: $(STAMP) ## Run the tests (under 15 minutes on two cores): those that kill processes first, one by one
 	@failed=0; select='not slow and not gpu'; \
 	$(PYTEST) -m "$$select" tests/faults $(PYTEST_ARGS) || [ $$? = $(NOTHING_FOUND) ] || failed=1; \
-	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$$select" tests/integration tests/unit $(PYTEST_ARGS) || [ $$? = $(NOTHING_FOUND) ] || failed=1; \
+	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$$select" $(addprefix --ignore=,$(KUBE_TESTS)) tests/integration tests/unit $(PYTEST_ARGS) || [ $$? = $(NOTHING_FOUND) ] || failed=1; \
 	exit $$failed
+
+kube-test: $(STAMP) ## The chart and the operator against a real API server, without a cluster (minutes)
+	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow' $(KUBE_TESTS) $(PYTEST_ARGS)
 
 test-fast: $(STAMP) ## Run at each change: the unit tests but interpreted kernels and C++ builds (under 5 minutes)
 	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow and not gpu and not builds' tests/unit $(PYTEST_ARGS)
