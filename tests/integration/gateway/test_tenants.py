@@ -1,5 +1,6 @@
 """API keys, and requests of other tenants."""
 
+import dataclasses
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import grpc
 import httpx
 import pytest
 from pagestream.v1 import inference_pb2 as api
+from pagestream_gateway.settings import ClassSettings
 from support.clients.gateway_clients import Address, gateway_settings, grpc_stub, lose, refusal, running_address
 from support.engines.synthetic_engine import MODEL, SyntheticEngine
 
@@ -38,6 +40,22 @@ async def test_http_asks_for_a_key(guarded: Address, headers: dict[str, str]) ->
             assert answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.headers["WWW-Authenticate"] == "Bearer"
         assert (await client.get("/healthz")).status_code == 200
+
+
+async def test_a_tenants_class_is_bounded(engine: SyntheticEngine, redis_url: str, tmp_path: Path) -> None:
+    """One that asks for none is served in the best that it may use."""
+    keys = tmp_path / "keys"
+    keys.write_text("".join(f"{hashlib.sha256(each.encode()).hexdigest()} -> {each}\n" for each in ("urgent", "other")))
+    settings = gateway_settings(redis_url, keys=keys)
+    settings = dataclasses.replace(settings, classes=ClassSettings(first=1, first_of={"urgent": 0}))
+    async with running_address(settings) as address, httpx.AsyncClient(base_url=address.url) as client:
+        for tenant, asked, granted in (("urgent", {}, 0), ("other", {}, 1), ("other", {"priority": 0}, 1)):
+            answer = await client.post("/v1/completions", json=BODY | asked, headers=bearer(tenant))
+            assert answer.status_code == 200
+            assert engine.claimed[-1].priority == granted
+        answer = await client.post("/v1/completions", json=BODY | {"priority": 2}, headers=bearer("urgent"))
+        assert answer.status_code == 200
+        assert engine.claimed[-1].priority == 2
 
 
 async def test_another_tenants_request_does_not_exist_over_http(guarded: Address) -> None:

@@ -134,6 +134,17 @@ async def test_an_append_tells_what_was_taken_and_what_was_not(topology: Topolog
         assert [(outcome.kind, outcome.next_index) for outcome in outcomes] == [(AppendKind.OK, 1)] * 2
 
 
+async def test_a_full_engine_takes_the_first_class_from_other_partitions(topology: Topology, broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, worker(broker) as engine:
+        port = port_of(broker, Partition(MODEL, 0).prefix)
+        with silent(topology, port):
+            request, begun = spec(partition=elsewhere(broker, port)), time.monotonic()
+            await gateway.accept(request)
+            [claim] = await engine.session.claim_first_class(max_requests=1)
+            assert claim.request_id == request.request_id
+            assert time.monotonic() - begun < SHIPPED.command_timeout_s
+
+
 async def test_claims_of_other_partitions_go_on(topology: Topology, broker: Broker) -> None:
     """The silent node holds the earliest requests, and is asked for them at most once a second."""
     async with GatewaySession(broker) as gateway, worker(broker) as engine:

@@ -119,6 +119,19 @@ async def test_the_others_go_by_arrival_and_class(redis_url: str, policy: str) -
         assert await world.claim(4) == [first, second, third, last]
 
 
+async def test_a_full_engine_takes_the_first_class_but_not_before_what_is_older_by_a_class(redis_url: str) -> None:
+    async with fleet(redis_url, "priority") as world:
+        [engine] = world.engines
+        low = await world.accept(priority=1, partition=0)
+        early = await world.accept(partition=0)
+        await asyncio.sleep(AGEING_MS / 1000 + APART_S)
+        late = await world.accept(partition=0)
+        assert [each.request_id for each in await engine.claim_first_class(max_requests=2)] == [early]
+        [claim] = await engine.claim(max_requests=1, max_prompt_tokens=100)
+        assert (claim.request_id, claim.aged_classes >= 1) == (low, True)
+        assert [each.request_id for each in await engine.claim_first_class(max_requests=2)] == [late]
+
+
 async def test_the_engine_that_started_last_decides(redis_url: str) -> None:
     """What waits is ranked anew; the others' beats change nothing, nor does an engine of a version without policies."""
     async with fleet(redis_url, "fcfs") as world:

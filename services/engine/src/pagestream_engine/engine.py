@@ -188,13 +188,24 @@ class Engine:
         siblings: Sequence[Sibling],
         *,
         priority: int = 0,
+        aged_classes: float = 0.0,
         tenant: str = "",
+        weight: float = 1.0,
         cache_salt: bytes = b"",
     ) -> Iterator[None]:
         """Do `add_group` in parts, between which steps may run: each takes at most `REPLAY_TOKENS` output tokens.
 
         The group is queued by the last one, which also finds ids that were added meanwhile; until then an abort of its
-        requests is ignored. Arguments and errors are those of `add_group`.
+        requests is ignored. Errors are those of `add_group`, and the arguments but for two, for policies:
+
+        Args:
+            prompt_token_ids: as for `add_group`.
+            siblings: as for `add_group`.
+            priority: as for `add_group`.
+            aged_classes: classes that it has risen by waiting in a queue before, 1 for the age that one class is worth.
+            tenant: as for `add_group`.
+            weight: its tenant's among the tenants.
+            cache_salt: as for `add_group`.
         """
         seq_ids = [sibling.seq_id for sibling in siblings]
         if not seq_ids or len(set(seq_ids)) < len(seq_ids):
@@ -203,7 +214,14 @@ class Engine:
 
         def make(sibling: Sibling, arrival: int) -> Generation:
             return self._intake.make(
-                prompt_token_ids, sibling, arrival=arrival, priority=priority, tenant=tenant, cache_salt=cache_salt
+                prompt_token_ids,
+                sibling,
+                arrival=arrival,
+                priority=priority,
+                aged_classes=aged_classes,
+                tenant=tenant,
+                weight=weight,
+                cache_salt=cache_salt,
             )
 
         if siblings[0].params.use_beam_search:

@@ -155,6 +155,8 @@ class ConnectionSettings:
 
 
 PREFIX_SHARING_TENANT, PREFIX_SHARING_ALL = "tenant", "all"
+PRIORITIES = (0, 1, 2)
+"""The classes; 0 is served first."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,21 @@ class CacheSettings:
     """
     prefix_groups: Mapping[str, int] = field(default_factory=dict)
     """Tenants that share with others: a number for each; those with the same number share."""
+
+
+@dataclass(frozen=True)
+class ClassSettings:
+    """Which priority classes callers may use. Equal in all gateways of a deployment."""
+
+    first: int = 0
+    """The best class of a tenant that is not named below: a request that asks for a better one, or for none, gets it.
+    Above 0 where engines have the policy `priority`, so that class 0 interrupts others only for tenants named here."""
+    first_of: Mapping[str, int] = field(default_factory=dict)
+    """The best class of a tenant: "tenant=0,other=2"."""
+
+    def allowed(self, tenant: str, asked: int) -> int:
+        """Return the class that a tenant's request gets."""
+        return max(asked, self.first_of.get(tenant, self.first))
 
 
 @dataclass(frozen=True)
@@ -210,6 +227,7 @@ class Settings:
     limits: LimitSettings = field(default_factory=LimitSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
+    classes: ClassSettings = field(default_factory=ClassSettings)
     stream: StreamSettings = field(default_factory=StreamSettings)
     shutdown: ShutdownSettings = field(default_factory=ShutdownSettings)
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
@@ -222,6 +240,7 @@ OWN_GROUPS = {
     "limits": LimitSettings,
     "connections": ConnectionSettings,
     "cache": CacheSettings,
+    "classes": ClassSettings,
     "stream": StreamSettings,
     "shutdown": ShutdownSettings,
 }
@@ -294,6 +313,10 @@ def _check(settings: Settings) -> None:
             f"cache.prefix_sharing: expected {PREFIX_SHARING_TENANT!r} or {PREFIX_SHARING_ALL!r}, "
             f"got {settings.cache.prefix_sharing[:40]!r}"
         )
+    for tenant, first in {"": settings.classes.first, **settings.classes.first_of}.items():
+        if first not in PRIORITIES:
+            name = f"classes.first_of[{tenant!r}]" if tenant else "classes.first"
+            raise SettingsError(f"{name}: expected one of {', '.join(map(str, PRIORITIES))}, got {first}")
     if not settings.gateway.answer_limit_s > 0:
         raise SettingsError(f"gateway.answer_limit_s: {settings.gateway.answer_limit_s} must be above 0")
     for group in ("limits", "connections", "stream", "shutdown"):

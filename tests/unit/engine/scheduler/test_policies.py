@@ -1,13 +1,16 @@
 """What each policy promises, with an engine whose model adds numbers: order, starvation bounds, equal tokens."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request.sequence import Sibling
 from pagestream_engine.scheduler import policy_registry
 from pagestream_engine.scheduler.policies import FairByTenant, PriorityFirst, RoundRobin, ShortestFirst
 from pagestream_engine.scheduler.policy import SchedulingPolicy
@@ -42,19 +45,22 @@ class Run:
         self.ended: list[str] = []
         self._expected: dict[str, list[int]] = {}
 
-    def add(self, name: str, *, num_prompt: int = 5, num_output: int = 8, priority: int = 0, tenant: str = "") -> None:
+    def add(self, name: str, *, num_prompt: int = 5, num_output: int = 8, num_had: int = 0, **caller: Any) -> None:
+        """`num_had`: output tokens that another engine has generated; `caller`: as for Engine.adding_group."""
         params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
         prompt = [1 + len(self.tokens) % 20] * num_prompt
-        self.engine.add_request(name, prompt, params, priority=priority, tenant=tenant)
-        self.tokens[name] = []
         self._expected[name] = undisturbed(prompt, params, FACTS, self.engine.max_model_len)
+        self.tokens[name] = self._expected[name][:num_had]
+        sibling = Sibling(name, dataclasses.replace(params, seed=0), tuple(self.tokens[name]))
+        for _ in self.engine.adding_group(prompt, [sibling], **caller):
+            pass
 
     def step(self) -> None:
         """Run one; each request gets the tokens that it gets alone."""
         for output in self.engine.step():
             assert output.token_id is not None
             tokens = self.tokens[output.seq_id]
-            if not tokens:
+            if output.seq_id not in self.begun:
                 self.begun.append(output.seq_id)
             tokens.append(output.token_id)
             if output.finish_reason is not None:
@@ -114,6 +120,16 @@ def test_a_lower_class_is_overtaken_by_so_many_and_no_more(tmp_path: Path, ahead
     assert run.ended.index("low") == 5
 
 
+def test_a_class_that_was_risen_by_waiting_elsewhere_counts(tmp_path: Path, ahead: bool) -> None:
+    """It is neither passed nor interrupted by what came later."""
+    with run_of(tmp_path, PriorityFirst, num_seats=1, ahead=ahead) as run:
+        run.add("aged", priority=1, num_output=20, aged_classes=1.0)
+        run.add("behind", priority=1, aged_classes=0.99)
+        run.step()
+        run.add("first", num_output=20)
+    assert run.ended == ["aged", "first", "behind"]
+
+
 def test_the_shortest_goes_first_and_a_long_one_is_overtaken_by_a_bounded_number(tmp_path: Path, ahead: bool) -> None:
     with run_of(tmp_path, lambda: ShortestFirst(token_arrivals=4), num_seats=1, ahead=ahead) as run:
         run.add("running")
@@ -160,11 +176,24 @@ def test_one_request_of_a_tenant_passes_the_flood_of_another(tmp_path: Path, ahe
     assert run.ended.index("one") == 1
 
 
-def test_tenants_get_tokens_by_their_weights(tmp_path: Path, ahead: bool) -> None:
-    with run_of(tmp_path, lambda: FairByTenant({"heavy": 2.0}), num_seats=2, ahead=ahead) as run:
+def test_a_tenant_is_not_charged_what_another_engine_generated(tmp_path: Path, ahead: bool) -> None:
+    with run_of(tmp_path, FairByTenant, num_seats=1, ahead=ahead) as run:
+        run.add("resumed", tenant="moved", num_output=204, num_had=200)
+        run.add("other 0", tenant="other", num_output=40)
+        run.finish()
+        for number in (1, 2):
+            run.add(f"other {number}", tenant="other", num_output=40)
+            run.add(f"moved {number}", tenant="moved", num_output=40)
+    assert run.begun[2:4] == ["moved 1", "other 1"]
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_tenants_get_tokens_by_their_weights(tmp_path: Path, ahead: bool, is_named: bool) -> None:
+    weights = {"heavy": 2.0} if is_named else {}
+    with run_of(tmp_path, lambda: FairByTenant(weights), num_seats=2, ahead=ahead) as run:
         for number in range(30):
             run.add(f"light {number}", tenant="light")
-            run.add(f"heavy {number}", tenant="heavy", num_output=4)
+            run.add(f"heavy {number}", tenant="heavy", num_output=4, weight=1.0 if is_named else 2.0)
         while len(run.ended) < 24:
             run.step()
         sums = {

@@ -65,7 +65,9 @@ class Intake:
         *,
         arrival: int,
         priority: int,
+        aged_classes: float,
         tenant: str,
+        weight: float,
         cache_salt: bytes,
     ) -> Generation:
         """Make a choice's sequence, and the state of its text before `Generation.replay`.
@@ -75,7 +77,9 @@ class Intake:
             sibling: the choice.
             arrival: of the sequence.
             priority: as for `Engine.add_request`.
+            aged_classes: as for `Engine.adding_group`.
             tenant: as for `Engine.add_request`.
+            weight: as for `Engine.adding_group`.
             cache_salt: as for `Engine.add_request`.
 
         Raises:
@@ -99,7 +103,9 @@ class Intake:
             max_total_tokens=max_total_tokens,
             output_token_ids=sibling.output_token_ids,
             priority=priority,
+            aged_classes=aged_classes,
             tenant=tenant,
+            weight=weight,
             cache_salt=cache_salt,
             end_token_ids=end_token_ids,
             num_kv_groups=self._num_kv_groups,

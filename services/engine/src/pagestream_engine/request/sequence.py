@@ -64,6 +64,7 @@ class TokenSequence:
     """
 
     __slots__ = (
+        "aged_classes",
         "arrival",
         "block_hashes",
         "block_tables",
@@ -87,6 +88,7 @@ class TokenSequence:
         "token_ids",
         "wants_prompt_logprobs",
         "was_admitted",
+        "weight",
     )
 
     def __init__(
@@ -100,7 +102,9 @@ class TokenSequence:
         max_total_tokens: int,
         output_token_ids: Sequence[int] = (),
         priority: int = 0,
+        aged_classes: float = 0.0,
         tenant: str = "",
+        weight: float = 1.0,
         cache_salt: bytes = b"",
         end_token_ids: frozenset[int] = frozenset(),
         num_kv_groups: int = 1,
@@ -115,8 +119,12 @@ class TokenSequence:
         """Rises with each sequence and survives preemption."""
         self.priority = priority
         """Its class; 0 is the first."""
+        self.aged_classes = aged_classes
+        """Classes that it has risen by waiting elsewhere before it was added."""
         self.tenant = tenant
         """Whose it is, for policies."""
+        self.weight = weight
+        """Its tenant's."""
         self.max_total_tokens = max_total_tokens
         """Prompt and output together: where it ends with "length". Of a beam what its search allows: see `Searches`."""
         self.cache_salt = cache_salt

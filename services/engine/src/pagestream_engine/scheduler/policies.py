@@ -30,7 +30,8 @@ class FirstComeFirstServed(SchedulingPolicy):
 class PriorityFirst(SchedulingPolicy):
     """By class, 0 first, with ageing. Where a sequence of class 0 finds no room, the lowest classes make it.
 
-    A sequence of class c is overtaken, or displaced, by fewer than c * `class_arrivals` sequences that came later.
+    A sequence of class c is overtaken, or displaced, by fewer than c * `class_arrivals` sequences that came later; by
+    as many less as it has risen in classes while it waited in a queue before.
 
     Args:
         class_arrivals: arrivals that one class is worth.
@@ -42,8 +43,8 @@ class PriorityFirst(SchedulingPolicy):
         self._class_arrivals = class_arrivals
 
     def rank(self, seq: TokenSequence) -> float:
-        """Return its arrival, later by `class_arrivals` for each class."""
-        return seq.arrival + self._class_arrivals * seq.priority
+        """Return its arrival, later by `class_arrivals` for each class that it has not risen by its age."""
+        return seq.arrival + self._class_arrivals * max(0.0, seq.priority - seq.aged_classes)
 
     def may_displace(self, waiting: TokenSequence, running: TokenSequence) -> bool:
         """Whether it is of class 0, and before one of another class in the order."""
@@ -140,7 +141,7 @@ class FairByTenant(SchedulingPolicy):
     waits for none of their floods.
 
     Args:
-        weights: of tenants; 1 for those that are not named.
+        weights: of tenants; those that are not named have what their sequences were added with, by default 1.
     """
 
     queue_order = "fair"
@@ -153,8 +154,8 @@ class FairByTenant(SchedulingPolicy):
         """Virtual times of the tenants with sequences."""
         self._num_of: dict[str, int] = {}
         self._starts: dict[int, float] = {}
-        self._charged: dict[int, tuple[int, float]] = {}
-        """Of a sequence: prompt tokens, and those expected of its output."""
+        self._charged: dict[int, tuple[int, float, int]] = {}
+        """Of a sequence: prompt tokens, those expected of its output, and those of it that others have generated."""
 
     def rank(self, seq: TokenSequence) -> float:
         """Return its tenant's virtual time when it arrived."""
@@ -165,9 +166,10 @@ class FairByTenant(SchedulingPolicy):
         tenant, first = seq.tenant, seq.group.members[0]
         start = max(self._now, self._tenants.get(tenant, 0.0)) if first is seq else self._starts[first.arrival]
         self._starts[seq.arrival] = start
-        prompt, output = seq.num_prompt_tokens if first is seq else 0, self.predictor.expected(seq)
-        self._charged[seq.arrival] = prompt, output
-        self._charge(tenant, max(start, self._tenants.get(tenant, 0.0)), prompt + output)
+        prompt, had = seq.num_prompt_tokens if first is seq else 0, seq.num_output_tokens
+        output = max(0.0, self.predictor.expected(seq) - had)
+        self._charged[seq.arrival] = prompt, output, had
+        self._charge(seq, max(start, self._tenants.get(tenant, 0.0)), prompt + output)
         self._num_of[tenant] = self._num_of.get(tenant, 0) + 1
 
     def scheduled(self, seq: TokenSequence) -> None:
@@ -175,12 +177,12 @@ class FairByTenant(SchedulingPolicy):
         self._now = max(self._now, self._starts[seq.arrival])
 
     def ended(self, seq: TokenSequence, *, is_complete: bool) -> None:
-        """Charge what it has generated in place of what was expected; of one that never ran nothing."""
+        """Charge what it has generated here in place of what was expected; of one that never ran nothing."""
         tenant = seq.tenant
         del self._starts[seq.arrival]
-        prompt, output = self._charged.pop(seq.arrival)
+        prompt, output, had = self._charged.pop(seq.arrival)
         paid = prompt if seq.was_admitted else 0
-        self._charge(tenant, self._tenants[tenant], paid + seq.num_output_tokens - prompt - output)
+        self._charge(seq, self._tenants[tenant], paid + seq.num_output_tokens - had - prompt - output)
         if is_complete:
             self.predictor.note(seq)
         self._num_of[tenant] -= 1
@@ -188,8 +190,8 @@ class FairByTenant(SchedulingPolicy):
             del self._num_of[tenant]
         self._forget_idle()
 
-    def _charge(self, tenant: str, since: float, tokens: float) -> None:
-        self._tenants[tenant] = since + tokens / self._weights.get(tenant, 1.0)
+    def _charge(self, seq: TokenSequence, since: float, tokens: float) -> None:
+        self._tenants[seq.tenant] = since + tokens / self._weights.get(seq.tenant, seq.weight)
 
     def _forget_idle(self) -> None:
         """Forget tenants without sequences that are not ahead of the time, now and then."""

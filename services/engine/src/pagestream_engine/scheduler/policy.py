@@ -31,8 +31,8 @@ class SchedulingPolicy(SequenceEvents, ABC):
 
     A group of siblings goes by its first. Of equal ranks the earlier arrival goes first. The ranks of a sequence are
     numbers other than NaN. They may depend on what it was added with (`num_prompt_tokens`, `params`, `priority`,
-    `tenant`, `arrival`), which a policy does not change, and on the events before; a sequence's own change only in
-    `arrived` and `preempted`, of that sequence. So no two preempt each other in turns.
+    `aged_classes`, `tenant`, `weight`, `arrival`), which a policy does not change, and on the events before; a
+    sequence's own change only in `arrived` and `preempted`, of that sequence. So no two preempt each other in turns.
     """
 
     displaces = False

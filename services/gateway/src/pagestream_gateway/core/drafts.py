@@ -12,9 +12,7 @@ from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, OnDisconnect, Samp
 from pagestream.v1.records_pb2 import AnswerForm
 
 from pagestream_gateway.errors import InvalidRequest
-from pagestream_gateway.settings import LimitSettings
-
-_PRIORITIES = (0, 1, 2)
+from pagestream_gateway.settings import PRIORITIES, LimitSettings
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def check_draft(draft: Draft, limits: LimitSettings) -> None:
     for name in ("client_request_id", "idempotency_key", "cache_salt"):
         if len(getattr(draft, name)) > limits.max_id_chars:
             raise InvalidRequest(name, f"at most {limits.max_id_chars} characters, got {len(getattr(draft, name))}")
-    if draft.priority not in _PRIORITIES:
+    if draft.priority not in PRIORITIES:
         raise InvalidRequest("priority", f"must be 0 (first), 1 or 2, got {draft.priority}")
 
 

@@ -56,17 +56,21 @@ def build_spec(
     model: str,
     tenant: str,
     grace_ms: int,
+    priority: int = 0,
     cache_salt: bytes = b"",
     trace: TraceContext = NO_TRACE,
 ) -> RequestSpec:
-    """Return the record that the queue carries; `trace` is that of the call that the request belongs to."""
+    """Return the record that the queue carries.
+
+    `priority`: the class that it gets, whatever the draft asks for; `trace`: that of the call that it belongs to.
+    """
     spec = RequestSpec(
         request_id=request_id,
         model=model,
         tenant=tenant,
         prompts=[TokenIds(ids=ids) for ids in prepared.prompts],
         sampling=prepared.sampling,
-        priority=draft.priority,
+        priority=priority,
         deadline_ms=draft.deadline_ms,
         on_disconnect=ON_DISCONNECT_CANCEL if draft.on_disconnect == ON_DISCONNECT_UNSPECIFIED else draft.on_disconnect,
         disconnect_grace_ms=grace_ms,

@@ -121,6 +121,7 @@ class Submission:
             model=model.name,
             tenant=tenant,
             grace_ms=round(self.settings.stream.disconnect_grace_s * 1000),
+            priority=self.settings.classes.allowed(tenant, draft.priority),
             cache_salt=cache_salt(tenant, draft.cache_salt, self.settings.cache),
             trace=trace,
         )

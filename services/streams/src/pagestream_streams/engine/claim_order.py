@@ -94,6 +94,10 @@ class ClaimOrder:
         self._known.pop(number, None)
         self._away_until[number] = now + AWAY_S
 
+    def present(self, numbers: Collection[int], now: float) -> list[int]:
+        """Return those of some partitions, in order, whose nodes are not left out because they did not answer."""
+        return [number for number in sorted(numbers) if self._away_until.get(number, -math.inf) <= now]
+
     def to_ask(self, count: int, own: Collection[int], now: float) -> list[int]:
         """Return which of the partitions 0 to count - 1 have to be asked for their heads before a claim."""
         limit = now - max(REFRESH_S, REFRESH_EACH_S * count)

@@ -35,6 +35,7 @@ _MOST_EMPTY_ROUNDS = 8  # of one claim, in which other engines were faster
 _ASK_AGAIN = 16  # partitions
 MOST_TOKENS = 2**53  # of a request
 _ROWS_AT = 2  # index of the first claim in a reply of claim.lua
+_HEAD_AT = 4  # index of the first head's key in what that says of the next ones
 
 
 @dataclass
@@ -125,19 +126,45 @@ class Claimer:
         assignment, claims = self._assignment, list[Claim]()
         if assignment.claims_nothing or assignment.same_fingerprint_only or await self._isolation.is_running():
             return []
-        connection, nonce = self._broker.connection, secrets.token_hex(8)
+        nonce = secrets.token_hex(8)
         with self._active_requests.claiming():
-            for number in sorted(assignment.own):
+            for number in await self._by_first_key(assignment.own, greatest, nonce):
                 take = Take(number, max_requests - len(claims), MOST_TOKENS, None)
-                if take.max_requests < 1:
-                    break
                 # What the reply says of the next ones is said of these classes alone: it is not learnt.
-                call = self._call(take, nonce, greatest_class=greatest)
-                reply = await connection.run(call.script, call.key, *call.arguments)
-                opened = await self._opened(self._where(number), nonce, reply)
-                claims += [claim for _, claim in opened]
-                self.hold([claim for _, claim in opened])
+                [reply] = await self._replies([self._call(take, nonce, greatest_class=greatest)])
+                if isinstance(reply, Unavailable):
+                    self._order.note_away(number, time.monotonic())
+                    break
+                opened = [claim for _, claim in await self._opened(self._where(number), nonce, reply)]
+                self.hold(opened)
+                claims += opened
+                if not opened or len(claims) >= max_requests:
+                    break
         return claims
+
+    async def _by_first_key(self, numbers: Collection[int], greatest_class: int, nonce: str) -> list[int]:
+        """Return those of some partitions that have anything waiting, the one with the smallest key first."""
+        present = self._order.present(numbers, time.monotonic())
+        calls = [self._call(Take(each, 0, MOST_TOKENS, None), nonce, greatest_class=greatest_class) for each in present]
+        replies = await self._replies(calls)
+        keys: dict[int, int] = {}
+        for number, reply in zip(present, replies, strict=True):
+            if isinstance(reply, Unavailable):
+                self._order.note_away(number, time.monotonic())
+            elif len(reply[1]) > _HEAD_AT:
+                keys[number] = reply[1][_HEAD_AT]
+        return sorted(keys, key=keys.__getitem__)
+
+    async def _replies(self, calls: Sequence[Call]) -> Sequence[Any]:
+        """Run scripts in one round trip; in a cluster Unavailable in place of a missing node's replies. Unavailable."""
+        connection = self._broker.connection
+        limit_s = self._broker.settings.beat_limit_s if connection.is_cluster else None
+        try:
+            return await connection.run_each(calls, limit_s)
+        except Unavailable as error:
+            if not connection.is_cluster:
+                raise
+            return [error] * len(calls)
 
     async def claim_from(
         self, where: Partition, max_requests: int, max_tokens: int, *, idle: bool = False
@@ -198,16 +225,10 @@ class Claimer:
 
         Where a cluster has some partitions and not others, the missing ones are left out for a while.
         """
-        connection, nonce, asked_at = self._broker.connection, secrets.token_hex(8), time.monotonic()
+        nonce, asked_at = secrets.token_hex(8), time.monotonic()
         is_shared = sum(take.max_requests > 0 for take in takes) > 1
         room = found.max_tokens - sum(take.max_tokens for take in takes) if is_shared else None
-        limit_s = self._broker.settings.beat_limit_s if connection.is_cluster else None
-        try:
-            replies = await connection.run_each([self._call(take, nonce, room) for take in takes], limit_s)
-        except Unavailable as error:
-            if not connection.is_cluster:
-                raise
-            replies = [error] * len(takes)
+        replies = await self._replies([self._call(take, nonce, room) for take in takes])
         count = 0
         for take, reply in zip(takes, replies, strict=True):
             if isinstance(reply, Unavailable):
@@ -310,8 +331,9 @@ class Claimer:
         log = ClaimedLog()
         if int(next_index):
             log = await open_log(self._broker.connection, where, request_id.decode())
+        settings, record = self._broker.settings, RequestSpec.FromString(spec)
         return Claim(
-            spec=RequestSpec.FromString(spec),
+            spec=record,
             epoch=epoch,
             nonce=nonce,
             next_index=int(next_index),
@@ -322,6 +344,8 @@ class Claimer:
             log=log,
             isolated=bool(isolated),
             waited_s=waited / 1000,
+            aged_classes=waited / max(1, settings.ageing_ms),
+            tenant_weight=settings.tenant_weights.get(record.tenant, 1),
         )
 
 

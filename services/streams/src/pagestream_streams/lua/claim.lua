@@ -22,7 +22,8 @@
 --       [16] the greatest key to claim ('' or none: any)
 --       [17] most tokens of the entry that the reply names as the next one ('' or none: what is left of [4])
 --       [18] how long requests that need a longer context are left to others, in ms (negative: for ever)
---       [19] the greatest class to claim, and then no begun requests ('' or none: all)
+--       [19] the greatest class to claim, and then no begun requests ('' or none: all); what has a lower class and an
+--            earlier key is not overtaken
 --       [20] the virtual time that the engine knows from all partitions (none: 0), see the policy "fair" in accept.lua
 --       [21] the greatest class to claim of requests that are not begun ('' or none: all)
 -- Returns: {now, what is next, {id, spec, epoch, next index, digest, attempts, deadline, isolated (0 | 1), cached
@@ -180,7 +181,7 @@ local queues = {}
 local function add(name, print)
   local queue = {name = name, print = print, begun = string.sub(name, 1, 6) == 'resume', from = '-', left = 0}
   local class = tonumber(name)
-  if retired and name ~= 'resume:' .. fingerprint or greatest_class and (not class or class > greatest_class)
+  if retired and name ~= 'resume:' .. fingerprint or greatest_class and not class
     or greatest_new_class and class and class > greatest_new_class then
     return call('EXISTS', prefix .. 'queue:' .. name) == 1
   end
@@ -242,7 +243,8 @@ local alone = idle and max_requests > 0 and call('ZCARD', prefix .. 'suspects') 
   and control_is_over(now, control) and claim_suspect()
 while not alone and #claims - HEAD < max_requests do
   local _, best = choose()
-  if not best or best.key > bound or keeps_room and best.key > reserved() then
+  if not best or best.key > bound or keeps_room and best.key > reserved()
+    or greatest_class and tonumber(best.queue.name) > greatest_class then
     break
   end
   local queue = prefix .. 'queue:' .. best.queue.name

@@ -121,6 +121,10 @@ class Claim:
     """Whether engines died of it: nothing else may run until its log has a new entry."""
     waited_s: float = 0.0
     """Seconds in its queue before this claim: since acceptance, or since it was requeued."""
+    aged_classes: float = 0.0
+    """Priority classes that it has risen by that: `waited_s` over settings.ageing_ms."""
+    tenant_weight: int = 1
+    """Its tenant's, see settings.tenant_weights."""
 
     @property
     def request_id(self) -> str:

@@ -121,7 +121,17 @@ class ActiveRequests:
         log = request.log.handle if request.is_plain else 0
         spec, was_claimed = claim.spec, claim.attempts > 1
         self._submit(
-            AddGroup(prompt, siblings, spec.cache_salt, spec.priority, spec.tenant, waits_for_mark=was_claimed, log=log)
+            AddGroup(
+                prompt,
+                siblings,
+                spec.cache_salt,
+                priority=spec.priority,
+                aged_classes=claim.aged_classes,
+                tenant=spec.tenant,
+                weight=claim.tenant_weight,
+                waits_for_mark=was_claimed,
+                log=log,
+            )
         )
 
     def add_outputs(self, outputs: Iterable[StepOutput], tokens: TokenColumns = NO_TOKENS) -> None:

@@ -14,7 +14,11 @@ class AddGroup:
     siblings: Sequence[Sibling]
     cache_salt: bytes = b""
     priority: int = 0
+    aged_classes: float = 0.0
+    """Classes that it has risen by its age in the queue."""
     tenant: str = ""
+    weight: float = 1.0
+    """The tenant's."""
     waits_for_mark: bool = False
     """Whether a step that they enter waits for `StepMarked`: they were claimed before, and may have killed engines."""
     log: int = 0

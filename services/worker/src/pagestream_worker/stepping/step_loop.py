@@ -224,7 +224,9 @@ class StepLoop:
             command.prompt_token_ids,
             command.siblings,
             priority=command.priority,
+            aged_classes=command.aged_classes,
             tenant=command.tenant,
+            weight=command.weight,
             cache_salt=command.cache_salt,
         )
         if sum(len(sibling.output_token_ids) for sibling in command.siblings) > REPLAY_TOKENS:
