@@ -20,6 +20,7 @@ from pagestream_engine.attention import (
     AttentionSpec,
     Backend,
     CacheShape,
+    HeadNorm,
     KVStore,
     Rotation,
     StepContext,
@@ -45,6 +46,7 @@ FACTORS: Mapping[str, Sequence[Any]] = {
     "soft_cap": (None, 3.0),
     "sinks": (False, True),
     "rotation": (None, "neox", "interleaved", "partial"),
+    "norm": (None, "narrow", "wide"),
     "scale": (None, 0.3),
 }
 
@@ -116,6 +118,17 @@ class Sequences:
         angles = torch.outer(torch.arange(float(max(self.lengths))), 10_000.0 ** -(torch.arange(0, dim, 2) / dim))
         return Rotation(torch.cat((angles.cos(), angles.sin()), dim=-1), kind == "interleaved")
 
+    @cached_property
+    def norm(self) -> HeadNorm | None:
+        """Of query and key: by weights of their dtype, or in float32."""
+        kind = self.case.get("norm")
+        if kind is None:
+            return None
+        dtype = torch.float32 if kind == "wide" else DTYPES[self.case["dtype"]]
+        generator = torch.Generator().manual_seed(5)
+        query, key = (1.0 + 0.3 * torch.randn(2, self.case["head_dim"], generator=generator)).to(dtype).unbind(0)
+        return HeadNorm(query, key, 1e-2)
+
     def batch(self, spans: Sequence[Span], num_prefills: int) -> AttentionBatch:
         """Pack the spans of a step."""
         size = self.case["block_size"]
@@ -158,7 +171,7 @@ class Sequences:
         packed = torch.cat([self.qkv[seq][first:end] for seq, first, end in spans]).to(device)
         query, key, value = packed.tensor_split((num_heads, num_heads + kv_heads), dim=1)
         angles = None if self.rotation is None else backend.operators.angles(self.rotation, context.positions)
-        output = PagedAttention(backend, self.group, self.spec)(query, key, value, context, angles)
+        output = PagedAttention(backend, self.group, self.spec)(query, key, value, context, angles, norm=self.norm)
         return list(torch.split(output, [end - first for _, first, end in spans]))
 
     def expected(self, span: Span) -> Tensor:
@@ -166,6 +179,9 @@ class Sequences:
         seq, first, end = span
         num_heads, kv_heads = self.case["heads"]
         query, key, value = torch.split(self.qkv[seq][:end].double(), (num_heads, kv_heads, kv_heads), dim=1)
+        if self.norm is not None:
+            query = normed(query, self.norm.query_weight, self.norm.eps)
+            key = normed(key, self.norm.key_weight, self.norm.eps)
         if self.rotation is not None:
             query, key = rotated(query, self.rotation), rotated(key, self.rotation)
         key, value = (x.repeat_interleave(num_heads // kv_heads, dim=1) for x in (key, value))
@@ -181,6 +197,11 @@ class Sequences:
             scores = torch.cat((scores, self.sinks.double().view(-1, 1, 1).expand(-1, end, 1)), dim=-1)
         weights = scores.softmax(-1)[..., :end]
         return torch.einsum("hqk,khd->qhd", weights, value)[first:].flatten(1)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """(tokens, heads, head_dim) float64 / rms * weight."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.double()
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:

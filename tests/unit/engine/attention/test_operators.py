@@ -37,6 +37,10 @@ def test_norms(name: str, dtype: torch.dtype, rows_dim: tuple[int, int]) -> None
     normed, total = operators.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
     _close(total, x.double() + residual.double())
     _close(normed, F.rms_norm(total.double(), (dim,), weight.double(), EPS))
+    wide = torch.randn(dim)
+    _close(operators.rms_norm(x, wide, EPS), F.rms_norm(x.double(), (dim,), wide.double(), EPS))
+    normed, total = operators.add_rms_norm(x.clone(), residual.clone(), wide, EPS)
+    _close(normed, F.rms_norm(total.double(), (dim,), wide.double(), EPS))
     packed = torch.randn(rows, 7, dim).to(dtype)
     heads = packed[:, 2:5]
     _close(operators.rms_norm(heads, weight, EPS), F.rms_norm(heads.double(), (dim,), weight.double(), EPS))

@@ -3,7 +3,7 @@
 from pagestream_engine.attention.backend import Backend
 from pagestream_engine.attention.base import AttentionBatch, AttentionSpec, DecodeBatch, DeviceLengths, StepContext
 from pagestream_engine.attention.kv_store import CacheShape, KVStore
-from pagestream_engine.attention.operators import Angles, Operators, Rotation
+from pagestream_engine.attention.operators import Angles, HeadNorm, Operators, Rotation
 from pagestream_engine.attention.select import prefers_triton, select_backend
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "CacheShape",
     "DecodeBatch",
     "DeviceLengths",
+    "HeadNorm",
     "KVStore",
     "Operators",
     "Rotation",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.attention.float8 import FLOAT8, dequantised, write_scaled
-from pagestream_engine.attention.operators import Angles, Rotation
+from pagestream_engine.attention.operators import Angles, HeadNorm, Rotation
 from pagestream_engine.transfers import to_device
 
 
@@ -190,14 +190,22 @@ class KVStore:
             return LayerCache(*(dequantised(pages, scales, blocks).to(self.dtype) for pages, scales in pairs))
         return LayerCache(*(pages.index_select(0, blocks).to(self.dtype) for pages in cache))
 
-    def rotates(self, rotation: Rotation, head_dim: int) -> bool:
-        """Whether `rotate_and_write` is available for a rotation of heads of a size."""
+    def rotates(self, rotation: Rotation, head_dim: int, norm: HeadNorm | None) -> bool:
+        """Whether `rotate_and_write` is available for a rotation of heads of a size, with a norm before it."""
         return False
 
     def rotate_and_write(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, slots: Tensor, angles: Angles
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        slots: Tensor,
+        angles: Angles,
+        norm: HeadNorm | None,
     ) -> Tensor:
-        """Rotate query and key, and write key and value, in one pass over them.
+        """Norm and rotate query and key, and write key and value, in one pass over them.
 
         Args:
             layer: index of the layer.
@@ -206,6 +214,7 @@ class KVStore:
             value: as `key`.
             slots: (tokens,) int64.
             angles: of a rotation that this store `rotates`.
+            norm: before the rotation, or None.
 
         Returns:
             The rotated query, in its own storage where its layout allows.

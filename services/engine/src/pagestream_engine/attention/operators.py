@@ -36,12 +36,27 @@ class Angles:
     """As `cos`, negative for an element that takes its partner's share with a minus sign."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorm:
+    """RMS norms of each head's query and key, before their rotation."""
+
+    query_weight: Tensor
+    """(head_dim,): as `Operators.rms_norm` takes it."""
+    key_weight: Tensor
+    """As `query_weight`, of the same dtype."""
+    eps: float
+
+
 class Operators(ABC):
     """One backend's small steps. Results are rounded to the dtype of the arguments; sums are taken in float32."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+        """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+        With a weight of x's dtype, x / rms(x) is rounded before the product (Llama); with one in float32 the product
+        alone is (Gemma).
+        """
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
-from pagestream_engine.attention import Angles, AttentionSpec, Backend, StepContext
+from pagestream_engine.attention import Angles, AttentionSpec, Backend, HeadNorm, StepContext
 
 
 class PagedAttention:
@@ -32,7 +32,14 @@ class PagedAttention:
         self.spec = spec
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, context: StepContext, angles: Angles | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: StepContext,
+        angles: Angles | None = None,
+        *,
+        norm: HeadNorm | None = None,
     ) -> Tensor:
         """Attend to everything that the query tokens see, these tokens included.
 
@@ -42,20 +49,25 @@ class PagedAttention:
             value: (tokens, num_kv_heads, its own head size).
             context: of this step.
             angles: by which query and key are to be rotated; None where they are already, or never.
+            norm: of query and key, before they are rotated.
 
         Returns:
             (tokens, num_heads * head size of the value), in the packed order.
         """
         spec, value_dim = self.spec, value.shape[2]
-        store = self._backend.store
+        store, operators = self._backend.store, self._backend.operators
         slots = context.slots[self._group]
-        if angles is not None and store.rotates(angles.rotation, spec.head_dim) and key.shape[2] == spec.head_dim:
+        is_whole = key.shape[2] == spec.head_dim
+        if angles is not None and is_whole and store.rotates(angles.rotation, spec.head_dim, norm):
             query = store.rotate_and_write(
-                self.layer, query, key, _filled(value, spec.head_dim), slots=slots, angles=angles
+                self.layer, query, key, _filled(value, spec.head_dim), slots=slots, angles=angles, norm=norm
             )
         else:
+            if norm is not None:
+                query = operators.rms_norm(query, norm.query_weight, norm.eps)
+                key = operators.rms_norm(key, norm.key_weight, norm.eps)
             if angles is not None:
-                query, key = self._backend.operators.rotate(query, key, angles)
+                query, key = operators.rotate(query, key, angles)
             query, key = _filled(query, spec.head_dim), _filled(key, spec.head_dim)
             store.write(self.layer, key, _filled(value, spec.head_dim), slots)
         output = self._backend.attention.attend(self.layer, query, spec, context.metadata[self._group])

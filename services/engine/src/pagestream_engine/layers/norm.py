@@ -8,7 +8,7 @@ from pagestream_engine.attention import Operators
 
 
 class RmsNorm:
-    """x / rms(x) * weight over the last dimension."""
+    """x / rms(x) * weight over the last dimension; the weight's dtype decides where it rounds: see `Operators`."""
 
     __slots__ = ("_operators", "eps", "weight")
 
@@ -24,18 +24,3 @@ class RmsNorm:
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of `x + residual`, and that sum; both arguments may be overwritten."""
         return self._operators.add_rms_norm(x, residual, self.weight, self.eps)
-
-
-class OffsetRmsNorm(RmsNorm):
-    """x / rms(x) * (1 + weight), in float32 up to the result (Gemma)."""
-
-    def __init__(self, weight: Tensor, eps: float, operators: Operators) -> None:
-        """`operators` take float32."""
-        super().__init__(weight.float() + 1.0, eps, operators)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._operators.rms_norm(x.float(), self.weight, self.eps).to(x.dtype)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        total = x.add_(residual)
-        return self(total), total

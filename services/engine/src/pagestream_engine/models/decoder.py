@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
-from pagestream_engine.attention import Angles, Operators, Rotation, StepContext
+from pagestream_engine.attention import Angles, HeadNorm, Operators, Rotation, StepContext
 from pagestream_engine.layers.attention import PagedAttention
 from pagestream_engine.layers.linear import Linear
 from pagestream_engine.layers.mlp import Mlp
@@ -38,17 +38,15 @@ class SelfAttention:
     output: Linear
     attention: PagedAttention
     rotation: Rotation
-    q_norm: RmsNorm | None = None
-    k_norm: RmsNorm | None = None
+    norm: HeadNorm | None = None
+    """Of query and key, where the family has one."""
 
     def attend(self, x: Tensor, step: DecoderStep) -> Tensor:
         """(tokens, hidden_size) -> (tokens, query_size), before the output projection."""
         spec = self.attention.spec
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
         query, key, value = heads.tensor_split((spec.num_heads, spec.num_heads + spec.num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        return self.attention(query, key, value, step.context, step.angles[self.rotation])
+        return self.attention(query, key, value, step.context, step.angles[self.rotation], norm=self.norm)
 
 
 class DecoderLayer(Protocol):

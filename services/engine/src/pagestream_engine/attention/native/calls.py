@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagestream_engine.attention.base import AttentionSpec
 from pagestream_engine.attention.kv_store import LayerCache, LayerScales
-from pagestream_engine.attention.operators import Rotation
+from pagestream_engine.attention.operators import HeadNorm, Rotation
 
 _P, _N, _F, _I, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int, ctypes.c_bool
 _NO_WINDOW = (1 << 63) - 1
@@ -42,6 +42,8 @@ class Write(NamedTuple):
     """Of query and key, on the way."""
     scales: LayerScales | None = None
     """Of a cache of float8."""
+    norm: HeadNorm | None = None
+    """Of query and key before a rotation."""
 
 
 class PagedLayer(NamedTuple):
@@ -68,14 +70,14 @@ class NativeKernels:
             bound: Kernel = function
             return bound
 
-        self._rms_norm = bind("rms_norm", *[_P] * 4, *[_N] * 5, _F)
+        self._rms_norm = bind("rms_norm", *[_P] * 4, _B, _F, *[_N] * 5)
         gated = ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")
         self._gated = {name: bind(name, *[_P] * 2, *[_N] * 2) for name in gated}
-        self._rope_and_cache = bind("rope_and_cache", *[_P] * 6, _N, _B, *[_P] * 4, *[_N] * 9)
+        self._rope_and_cache = bind("rope_and_cache", *[_P] * 7, _B, _F, _P, _N, _B, *[_P] * 4, *[_N] * 9)
         self._attention = bind("attention", *[_P] * 6, _N, _P, *[_N] * 6, _F, _F, _N, _P, _P, _N)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """(..., dim) of at most three dimensions -> the same shape, contiguous."""
+        """(..., dim) of at most three dimensions -> the same shape, contiguous; `weight` is x's dtype or float32."""
         rows = x if x.dim() == 3 else x.unsqueeze(0)
         outer, inner, dim = rows.shape
         out = torch.empty(x.shape, dtype=x.dtype)
@@ -84,12 +86,13 @@ class NativeKernels:
             rows.data_ptr(),
             None,
             weight.data_ptr(),
+            weight.dtype != x.dtype,
+            eps,
             outer,
             inner,
             rows.stride(0),
             rows.stride(1),
             dim,
-            eps,
             torch.get_num_threads(),
         )
         return out
@@ -103,12 +106,13 @@ class NativeKernels:
             x.data_ptr(),
             residual.data_ptr(),
             weight.data_ptr(),
+            weight.dtype != x.dtype,
+            eps,
             1,
             rows,
             0,
             dim,
             dim,
-            eps,
             torch.get_num_threads(),
         )
         return out
@@ -121,21 +125,26 @@ class NativeKernels:
         return out
 
     def rope_and_cache(self, query: Tensor, key: Tensor, value: Tensor, to: Write) -> None:
-        """Rotate `query` in place, and write the rotated key and the value; without a rotation leave `query` alone.
+        """Norm and rotate `query` in place, and write key, treated alike, and value; without a rotation write alone.
 
         Args:
             query: (tokens, heads, head_dim), a token's heads contiguous; `key` and `value` likewise.
             key: see query.
             value: see query.
-            to: slots, and rotation.
+            to: slots, norm and rotation.
         """
         keys, values = to.cache
+        norm = to.norm
         self._rope_and_cache(
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
             None if to.positions is None else to.positions.data_ptr(),
             to.slots.data_ptr(),
+            None if norm is None else norm.query_weight.data_ptr(),
+            None if norm is None else norm.key_weight.data_ptr(),
+            norm is not None and norm.query_weight.dtype != query.dtype,
+            0.0 if norm is None else norm.eps,
             None if to.rotation is None else to.rotation.cos_sin.data_ptr(),
             0 if to.rotation is None else to.rotation.rotary_dim,
             to.rotation is not None and to.rotation.interleaved,

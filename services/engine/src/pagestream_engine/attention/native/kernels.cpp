@@ -213,8 +213,8 @@ inline Vec sums(Vec* rows) {
 
 // -- rms norm --
 
-template <typename T>
-void norm_row(T* out, const T* x, T* residual, const T* weight, int64_t dim, float eps) {
+template <typename T, typename Weight>
+void norm_row(T* out, const T* x, T* residual, const Weight* weight, int64_t dim, float eps) {
   const int64_t whole = dim / W * W;
   Vec squares = splat(0.0f);
   float rest = 0.0f;
@@ -236,17 +236,34 @@ void norm_row(T* out, const T* x, T* residual, const T* weight, int64_t dim, flo
   }
   const float factor = 1.0f / std::sqrt((sum(squares) + rest) / float(dim) + eps);
   const T* from = residual ? residual : x;
-  for (int64_t i = 0; i < whole; i += W) store(out + i, rounded<T>(load(from + i) * factor) * load(weight + i));
-  for (int64_t i = whole; i < dim; ++i) store(out + i, rounded<T>(widen(from[i]) * factor) * widen(weight[i]));
+  // Rounded to the weight's dtype: a wide weight is multiplied with what is not rounded yet.
+  for (int64_t i = 0; i < whole; i += W) store(out + i, rounded<Weight>(load(from + i) * factor) * load(weight + i));
+  for (int64_t i = whole; i < dim; ++i) store(out + i, rounded<Weight>(widen(from[i]) * factor) * widen(weight[i]));
 }
 
+// The norm of rows of T, by weights of T or in float32.
 template <typename T>
-void rms_norm(T* out, const T* x, T* residual, const T* weight, int64_t outer, int64_t inner, int64_t outer_stride,
-              int64_t inner_stride, int64_t dim, float eps, int threads) {
+struct Norm {
+  const void* weight;  // null: there is none
+  bool is_wide;
+  float eps;
+
+  // `out` may be `x`.
+  void apply(T* out, const T* x, T* residual, int64_t dim) const {
+    if (is_wide)
+      norm_row(out, x, residual, (const float*)weight, dim, eps);
+    else
+      norm_row(out, x, residual, (const T*)weight, dim, eps);
+  }
+};
+
+template <typename T>
+void rms_norm(T* out, const T* x, T* residual, const Norm<T>& norm, int64_t outer, int64_t inner, int64_t outer_stride,
+              int64_t inner_stride, int64_t dim, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (outer * inner * dim > 16384)
   for (int64_t row = 0; row < outer * inner; ++row) {
     const int64_t from = row / inner * outer_stride + row % inner * inner_stride;
-    norm_row(out + row * dim, x + from, residual ? residual + from : nullptr, weight, dim, eps);
+    norm.apply(out + row * dim, x + from, residual ? residual + from : nullptr, dim);
   }
 }
 
@@ -265,7 +282,7 @@ void gate_and_mul(T* out, const T* gate_up, int64_t rows, int64_t dim, int threa
   }
 }
 
-// -- rotary embedding and the write to the cache --
+// -- norm and rotary embedding of query and key, and the write to the cache --
 
 // A head's first `dim` elements; the others are the caller's.
 template <typename T>
@@ -307,6 +324,24 @@ struct Rotation {
       rotate_pairs(to, from, cos, dim);
     else
       rotate_halves(to, from, cos, dim);
+  }
+};
+
+// What becomes of a head of a query or a key before attention.
+template <typename T>
+struct Turn {
+  Norm<T> norm;
+  Rotation rotation;
+
+  // `to` may be `from`; without a rotation `position` is not read.
+  void apply(T* to, const T* from, const int64_t* position, int64_t dim) const {
+    if (norm.weight) {
+      norm.apply(to, from, nullptr, dim);
+      from = to;
+    } else if (to != from) {
+      std::memcpy(to + rotation.dim, from + rotation.dim, (dim - rotation.dim) * sizeof(T));
+    }
+    if (rotation.dim) rotation.apply(to, from, *position);
   }
 };
 
@@ -378,17 +413,17 @@ void append_scaled(fp8* page, float* scale, int64_t offset, const T* rows, int64
 }
 
 template <typename T, typename S>
-void rope_and_cache(T* query, const T* key, const T* value, const int64_t* positions, const Rotation& rotation,
-                    const Target<S>& target, int64_t tokens, int64_t heads, int64_t query_stride, int64_t key_stride,
-                    int64_t value_stride, int threads) {
-  const int64_t dim = target.head_dim, rest = dim - rotation.dim;
+void rope_and_cache(T* query, const T* key, const T* value, const int64_t* positions, const Turn<T>& query_turn,
+                    const Turn<T>& key_turn, const Target<S>& target, int64_t tokens, int64_t heads,
+                    int64_t query_stride, int64_t key_stride, int64_t value_stride, int threads) {
+  const int64_t dim = target.head_dim;
   constexpr bool is_scaled = std::is_same_v<S, fp8>;
 #pragma omp parallel for num_threads(threads) schedule(static) if (tokens > 8)
   for (int64_t token = 0; token < tokens; ++token) {
-    if (rotation.dim)
+    if (query_turn.rotation.dim)
       for (int64_t head = 0; head < heads; ++head) {
         T* row = query + token * query_stride + head * dim;
-        rotation.apply(row, row, positions[token]);
+        query_turn.apply(row, row, positions + token, dim);
       }
     if constexpr (is_scaled) continue;
     const int64_t slot = target.slots[token], block = slot / target.block_size, offset = slot % target.block_size;
@@ -397,11 +432,9 @@ void rope_and_cache(T* query, const T* key, const T* value, const int64_t* posit
       const int64_t to = block * target.block_stride + (head * target.block_size + offset) * dim;
       const T* from = key + token * key_stride + head * dim;
       if constexpr (std::is_same_v<S, T>) {
-        if (rotation.dim) rotation.apply(target.keys + to, from, positions[token]);
-        std::memcpy(target.keys + to + rotation.dim, from + rotation.dim, rest * sizeof(T));
+        key_turn.apply(target.keys + to, from, positions + token, dim);
       } else {
-        std::memcpy(rotated, from, sizeof rotated);
-        if (rotation.dim) rotation.apply(rotated, from, positions[token]);
+        key_turn.apply(rotated, from, positions + token, dim);
         narrow(target.keys + to, rotated, dim);
       }
       narrow(target.values + to, value + token * value_stride + head * dim, dim);
@@ -419,8 +452,7 @@ void rope_and_cache(T* query, const T* key, const T* value, const int64_t* posit
         const int64_t page = run.block * target.block_stride + head * target.block_size * dim;
         for (int64_t row = 0; row < run.count; ++row) {
           const T* from = key + (run.token + row) * key_stride + head * dim;
-          std::memcpy(rotated.data() + row * dim, from, dim * sizeof(T));
-          if (rotation.dim) rotation.apply(rotated.data() + row * dim, from, positions[run.token + row]);
+          key_turn.apply(rotated.data() + row * dim, from, positions + run.token + row, dim);
         }
         append_scaled(target.keys + page, target.key_scales + scale, run.offset, rotated.data(), dim, run.count, dim);
         append_scaled(target.values + page, target.value_scales + scale, run.offset,
@@ -1095,9 +1127,10 @@ constexpr int64_t VECTORS = PAGESTREAM_HEAD_DIM / W;
 static_assert(PAGESTREAM_HEAD_DIM % W == 0, "head_dim must be a multiple of 16");
 
 #define PAGESTREAM_KERNELS(T, NAME)                                                                                    \
-  void rms_norm_##NAME(T* out, const T* x, T* residual, const T* weight, int64_t outer, int64_t inner,                 \
-                       int64_t outer_stride, int64_t inner_stride, int64_t dim, float eps, int threads) {              \
-    rms_norm(out, x, residual, weight, outer, inner, outer_stride, inner_stride, dim, eps, threads);                   \
+  void rms_norm_##NAME(T* out, const T* x, T* residual, const void* weight, bool is_wide, float eps, int64_t outer,    \
+                       int64_t inner, int64_t outer_stride, int64_t inner_stride, int64_t dim, int threads) {          \
+    const Norm<T> norm{weight, is_wide, eps};                                                                          \
+    rms_norm(out, x, residual, norm, outer, inner, outer_stride, inner_stride, dim, threads);                          \
   }                                                                                                                    \
   void silu_and_mul_##NAME(T* out, const T* gate_up, int64_t rows, int64_t dim, int threads) {                         \
     gate_and_mul<SILU>(out, gate_up, rows, dim, threads);                                                              \
@@ -1109,16 +1142,18 @@ static_assert(PAGESTREAM_HEAD_DIM % W == 0, "head_dim must be a multiple of 16")
     gate_and_mul<GELU_TANH>(out, gate_up, rows, dim, threads);                                                         \
   }                                                                                                                    \
   void rope_and_cache_##NAME(T* query, const T* key, const T* value, const int64_t* positions, const int64_t* slots,   \
+                             const void* query_weight, const void* key_weight, bool is_wide, float eps,                \
                              const float* cos_sin, int64_t rotary_dim, bool interleaved, Stored<T>* key_cache,         \
                              Stored<T>* value_cache, float* key_scales, float* value_scales, int64_t scale_stride,     \
                              int64_t tokens, int64_t heads, int64_t kv_heads, int64_t block_size,                      \
                              int64_t block_stride, int64_t query_stride, int64_t key_stride, int64_t value_stride,     \
                              int threads) {                                                                            \
     const Rotation rotation{cos_sin, rotary_dim, interleaved};                                                         \
+    const Turn<T> query_turn{{query_weight, is_wide, eps}, rotation}, key_turn{{key_weight, is_wide, eps}, rotation};  \
     const Target<Stored<T>> target{key_cache, value_cache, key_scales,  value_scales, scale_stride,                    \
                                    slots,     kv_heads,    VECTORS * W, block_size,   block_stride};                   \
-    rope_and_cache(query, key, value, positions, rotation, target, tokens, heads, query_stride, key_stride,            \
-                   value_stride, threads);                                                                             \
+    rope_and_cache(query, key, value, positions, query_turn, key_turn, target, tokens, heads, query_stride,            \
+                   key_stride, value_stride, threads);                                                                 \
   }                                                                                                                    \
   void attention_##NAME(T* out, const T* query, const Stored<T>* keys, const Stored<T>* values,                        \
                         const float* key_scales, const float* value_scales, int64_t scale_stride,                      \

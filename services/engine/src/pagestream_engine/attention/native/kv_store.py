@@ -9,11 +9,11 @@ from torch import Tensor
 
 from pagestream_engine.attention.kv_store import CacheShape, KVStore
 from pagestream_engine.attention.native.calls import NativeKernels, Write, with_contiguous_heads
-from pagestream_engine.attention.operators import Angles, Rotation
+from pagestream_engine.attention.operators import Angles, HeadNorm, Rotation
 
 
 class NativeKVStore(KVStore):
-    """Writes and rotates in one pass."""
+    """Norms, rotates and writes in one pass."""
 
     def __init__(
         self, shapes: Sequence[CacheShape], device: torch.device, kernels: Mapping[int, NativeKernels]
@@ -27,13 +27,21 @@ class NativeKVStore(KVStore):
         to = Write(self.layers[layer], slots, scales=self.scales.get(layer))
         self._kernels[key.shape[2]].rope_and_cache(key, key, value, to)
 
-    def rotates(self, rotation: Rotation, head_dim: int) -> bool:
+    def rotates(self, rotation: Rotation, head_dim: int, norm: HeadNorm | None) -> bool:
         return rotation.rotary_dim <= head_dim
 
     def rotate_and_write(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, slots: Tensor, angles: Angles
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        slots: Tensor,
+        angles: Angles,
+        norm: HeadNorm | None,
     ) -> Tensor:
         query, key, value = with_contiguous_heads(query), with_contiguous_heads(key), with_contiguous_heads(value)
-        to = Write(self.layers[layer], slots, angles.positions, angles.rotation, self.scales.get(layer))
+        to = Write(self.layers[layer], slots, angles.positions, angles.rotation, self.scales.get(layer), norm)
         self._kernels[key.shape[2]].rope_and_cache(query, key, value, to)
         return query

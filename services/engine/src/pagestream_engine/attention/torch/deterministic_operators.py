@@ -12,7 +12,7 @@ from pagestream_engine.attention.torch.deterministic_math import (
     hyperbolic_tangent,
     tree_sum,
 )
-from pagestream_engine.attention.torch.operators import TorchOperators
+from pagestream_engine.attention.torch.operators import TorchOperators, weighted
 
 _GELU_CUBIC, _GELU_FACTOR = 0.044715, 0.7978845608028654
 """Of the tanh formula; the factor is sqrt(2 / pi)."""
@@ -25,7 +25,7 @@ class DeterministicTorchOperators(TorchOperators):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         mean = tree_sum(wide.square()).div_(x.shape[-1]).add_(eps)
-        return (wide / mean.sqrt_().unsqueeze(-1)).to(x.dtype) * weight
+        return weighted(wide / mean.sqrt_().unsqueeze(-1), weight, x.dtype)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -18,8 +18,7 @@ class TorchOperators(Operators):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return wide.to(x.dtype) * weight
+        return weighted(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps), weight, x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x.add_(residual)
@@ -56,6 +55,11 @@ class TorchOperators(Operators):
 
     def _turned(self, x: Tensor, partners: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return (x * cos).addcmul_(partners, sin)
+
+
+def weighted(normed: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round `normed`, in float32, to `dtype` and multiply; or the other way round with a weight in float32."""
+    return normed.to(dtype) * weight if weight.dtype == dtype else (normed * weight).to(dtype)
 
 
 def _partners(x: Tensor, rotation: Rotation) -> Tensor:

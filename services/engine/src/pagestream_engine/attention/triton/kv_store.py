@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.attention.kv_store import CacheShape, KVStore
-from pagestream_engine.attention.operators import Angles, Rotation
+from pagestream_engine.attention.operators import Angles, HeadNorm, Rotation
 from pagestream_engine.transfers import to_device
 
 
 class TritonKVStore(KVStore):
-    """Rotates and writes in one pass, and copies blocks of all layers in one launch. Values of float8 lie transposed in
-    their pages."""
+    """Norms, rotates and writes in one pass, and copies blocks of all layers in one launch. Values of float8 lie
+    transposed in their pages."""
 
     def _view_values(self, pages: Tensor, shape: CacheShape) -> Tensor:
         if not shape.has_scales:
@@ -41,22 +41,43 @@ class TritonKVStore(KVStore):
             layers = part.flatten(0, 1)
             kernels.copy_blocks(layers, layers, pairs)
 
-    def rotates(self, rotation: Rotation, head_dim: int) -> bool:
-        return (self.has_scales or not rotation.interleaved) and rotation.rotary_dim <= head_dim
+    def rotates(self, rotation: Rotation, head_dim: int, norm: HeadNorm | None) -> bool:
+        # The kernels multiply by weights of the heads' dtype alone.
+        return rotation.rotary_dim <= head_dim and (norm is None or norm.query_weight.dtype == self.dtype)
 
     def rotate_and_write(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, slots: Tensor, angles: Angles
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        slots: Tensor,
+        angles: Angles,
+        norm: HeadNorm | None,
     ) -> Tensor:
         # The kernels name the token's dimension before the head's.
         query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
         if self.has_scales:
-            self._quantise(layer, (query, key, value), slots, angles)
+            self._quantise(layer, (query, key, value), slots, angles, norm)
             return query
         keys, values = (cache.transpose(1, 2) for cache in self.layers[layer])
-        kernels.rope_and_cache(query, key, value, angles.rotation.cos_sin, angles.positions, keys, values, slots)
+        rotation = angles.rotation
+        kernels.rope_and_cache(
+            *(query, key, value, rotation.cos_sin, angles.positions, keys, values, slots),
+            norm=_norm_of(norm),
+            interleaved=rotation.interleaved,
+        )
         return query
 
-    def _quantise(self, layer: int, rows: tuple[Tensor, Tensor, Tensor], slots: Tensor, angles: Angles) -> None:
+    def _quantise(
+        self,
+        layer: int,
+        rows: tuple[Tensor, Tensor, Tensor],
+        slots: Tensor,
+        angles: Angles,
+        norm: HeadNorm | None = None,
+    ) -> None:
         keys, values = (cache.transpose(1, 2) for cache in self.layers[layer])
         rotation = angles.rotation
         kernels.rope_and_quantise(
@@ -67,5 +88,11 @@ class TritonKVStore(KVStore):
             values,
             *self.scales[layer],
             slots,
+            norm=_norm_of(norm),
             interleaved=rotation.interleaved,
         )
+
+
+def _norm_of(norm: HeadNorm | None) -> kernels.HeadNorm | None:
+    """Return a norm as the kernels take it."""
+    return None if norm is None else kernels.HeadNorm(norm.query_weight, norm.key_weight, norm.eps)

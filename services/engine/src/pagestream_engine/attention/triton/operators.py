@@ -13,9 +13,13 @@ class TritonOperators(TorchOperators):
     """The Triton kernels, and torch operations for what is rare."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.dtype != x.dtype:
+            return super().rms_norm(x, weight, eps)
         return kernels.rms_norm(x, weight, eps=eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if weight.dtype != x.dtype:
+            return super().add_rms_norm(x, residual, weight, eps)
         return kernels.rms_norm(x, weight, eps=eps, residual=residual)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:

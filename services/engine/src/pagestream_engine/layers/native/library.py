@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -27,6 +28,13 @@ _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _log = logging.getLogger(__name__)
 
 
+class _Scratch(threading.local):
+    """Memory that a thread's products share, one after the other: as much as the largest so far has needed."""
+
+    def __init__(self) -> None:
+        self.words = torch.empty(0, dtype=torch.int32)
+
+
 class NativeLinears:
     """The kernels of one level for one dtype. Every tensor is on the CPU, and contiguous."""
 
@@ -42,8 +50,8 @@ class NativeLinears:
         self._panel_width: int = bind("panel_width", _N)()
         self._packed_words = bind("packed_words", _N, _N, _N)
         self._pack = bind("pack", None, _P, _P, _N, _N, _I)
-        self._scratch_words = bind("scratch_words", _N, _P, _N, _N, _N, _I, _I)
-        self._linear = bind("linear", None, *[_P] * 6, *[_N] * 3, _I, _I)
+        self._linear = bind("linear", _N, *[_P] * 6, *[_N] * 4, _I, _I)
+        self._scratch = _Scratch()
 
     def pack(self, weight: Tensor) -> Tensor:
         """(out features, in features) -> its words in panels, (words,) int32."""
@@ -83,10 +91,16 @@ class NativeLinears:
         out = torch.empty(rows, out_features if activation is None else out_features // 2, dtype=x.dtype)
         if not rows:
             return out
-        weight_at, packed_at, bias_at = (None if each is None else each.data_ptr() for each in (weight, packed, bias))
+        weight_at = None if weight is None else weight.data_ptr()
+        packed_at = None if packed is None else packed.data_ptr()
+        bias_at = None if bias is None else bias.data_ptr()
+        operands = (out.data_ptr(), x.data_ptr(), weight_at, packed_at, bias_at)
         sizes = (rows, inputs, out_features, _EPILOGUES[activation], torch.get_num_threads())
-        scratch = torch.empty(self._scratch_words(weight_at, *sizes), dtype=torch.int32)
-        self._linear(out.data_ptr(), x.data_ptr(), weight_at, packed_at, bias_at, scratch.data_ptr(), *sizes)
+        scratch = self._scratch.words
+        missing = self._linear(*operands, scratch.data_ptr(), scratch.numel(), *sizes)
+        if missing:
+            scratch = self._scratch.words = torch.empty(missing, dtype=torch.int32)
+            self._linear(*operands, scratch.data_ptr(), missing, *sizes)
         return out
 
 

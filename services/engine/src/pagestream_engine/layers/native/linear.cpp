@@ -198,8 +198,8 @@ using Kernel = typename KernelOf<T>::Type;
 
 }  // namespace
 
-// See the fields of `Product`. Scratch depends on whether the product will be given a weight that is not packed.
-// `panel_width_*` is what a gated product's gates must be a multiple of.
+// See the fields of `Product`. `panel_width_*` is what a gated product's gates must be a multiple of. `linear_*` returns
+// 0, or without having done anything the words of scratch that it needs.
 #define PAGESTREAM_EXPORT(T, NAME)                                                                                  \
   int64_t panel_width_##NAME() { return Kernel<T>::PANEL_WIDTH; }                                                   \
   int64_t packed_words_##NAME(int64_t inputs, int64_t outputs) {                                                    \
@@ -208,15 +208,14 @@ using Kernel = typename KernelOf<T>::Type;
   void pack_##NAME(uint32_t* packed, const T* weight, int64_t inputs, int64_t outputs, int threads) {               \
     Kernel<T>::pack_weight(packed, weight, inputs, outputs, threads);                                               \
   }                                                                                                                 \
-  int64_t scratch_words_##NAME(const T* weight, int64_t rows, int64_t inputs, int64_t outputs, int epilogue,        \
-                               int threads) {                                                                       \
-    return Kernel<T>{{nullptr, nullptr, weight, nullptr, nullptr, nullptr, rows, inputs, outputs,                   \
-                      Epilogue(epilogue), threads}}                                                                 \
-        .scratch_words();                                                                                           \
-  }                                                                                                                 \
-  void linear_##NAME(T* out, const T* x, const T* weight, const uint32_t* packed, const T* bias, uint32_t* scratch, \
-                     int64_t rows, int64_t inputs, int64_t outputs, int epilogue, int threads) {                    \
-    Kernel<T>{{out, x, weight, packed, bias, scratch, rows, inputs, outputs, Epilogue(epilogue), threads}}.run();   \
+  int64_t linear_##NAME(T* out, const T* x, const T* weight, const uint32_t* packed, const T* bias,                 \
+                        uint32_t* scratch, int64_t scratch_words, int64_t rows, int64_t inputs, int64_t outputs,    \
+                        int epilogue, int threads) {                                                                \
+    const Kernel<T> kernel{                                                                                         \
+        {out, x, weight, packed, bias, scratch, rows, inputs, outputs, Epilogue(epilogue), threads}};               \
+    if (kernel.scratch_words() > scratch_words) return kernel.scratch_words();                                      \
+    kernel.run();                                                                                                   \
+    return 0;                                                                                                       \
   }
 
 extern "C" {

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from pagestream_engine.attention import Backend, Operators
-from pagestream_engine.attention.torch.deterministic_operators import DeterministicTorchOperators
-from pagestream_engine.attention.torch.operators import TorchOperators
 from pagestream_engine.errors import UnsupportedModel
-from pagestream_engine.layers.norm import OffsetRmsNorm, RmsNorm
+from pagestream_engine.layers.norm import RmsNorm
 from pagestream_engine.layers.rope import RopeContext
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder import DecoderLayer, SandwichNormLayer, SelfAttention
@@ -77,16 +72,10 @@ class Gemma2(Llama):
         }
 
     def norm(self, builder: DecoderBuilder, name: str) -> RmsNorm:
-        operators = wide_operators(builder.context.backend)
-        return OffsetRmsNorm(builder.parameters.tensor(name), builder.config.norm_eps, operators)
+        # x / rms(x) * (1 + weight), in float32 up to the result.
+        weight = builder.parameters.tensor(name).float() + 1.0
+        return RmsNorm(weight, builder.config.norm_eps, builder.context.backend.operators)
 
     def layer(self, builder: DecoderBuilder, index: int, attention: SelfAttention) -> DecoderLayer:
         norms = {name: self.norm(builder, f"{index}.{name}") for name in _NORMS}
         return SandwichNormLayer(attention, self.mlp(builder, index), **norms)
-
-
-def wide_operators(backend: Backend) -> Operators:
-    """Return operators that take float32, whatever the model's dtype."""
-    if backend.store.dtype == torch.float32:
-        return backend.operators
-    return DeterministicTorchOperators(torch.float32) if backend.is_deterministic else TorchOperators(torch.float32)

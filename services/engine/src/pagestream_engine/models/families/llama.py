@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagestream_engine.attention import AttentionSpec
+from pagestream_engine.attention import AttentionSpec, HeadNorm
 from pagestream_engine.layers.attention import PagedAttention
 from pagestream_engine.layers.mlp import GatedMlp, Mlp
 from pagestream_engine.layers.norm import RmsNorm
@@ -141,9 +141,13 @@ class Llama(Family[DecoderConfig]):
             output=builder.parameters.linear(f"{index}.output"),
             attention=PagedAttention(builder.context.backend, index, spec),
             rotation=builder.context.rotation(builder.config.layers[index].rope),
-            q_norm=self.norm(builder, f"{index}.q_norm") if self.has_qk_norm else None,
-            k_norm=self.norm(builder, f"{index}.k_norm") if self.has_qk_norm else None,
+            norm=self.head_norm(builder, index) if self.has_qk_norm else None,
         )
+
+    def head_norm(self, builder: DecoderBuilder, index: int) -> HeadNorm:
+        """Build a layer's norm of query and key."""
+        query, key = self.norm(builder, f"{index}.q_norm"), self.norm(builder, f"{index}.k_norm")
+        return HeadNorm(query.weight, key.weight, query.eps)
 
     def layer(self, builder: DecoderBuilder, index: int, attention: SelfAttention) -> DecoderLayer:
         """Build a layer."""
