@@ -265,6 +265,13 @@ def likeliest(token_ids: Sequence[int], vocab_size: int, count: int, sampled: in
     return LogprobRow(order.tolist(), logprobs[order].tolist(), 1)
 
 
+def cumulative_logprob(prompt: Sequence[int], output: Sequence[int], vocab_size: int) -> float:
+    """Return the sum of the log probabilities of an output's tokens."""
+    tokens = [*prompt, *output]
+    places = range(len(prompt), len(tokens))
+    return sum(likeliest(tokens[:place], vocab_size, 0, tokens[place]).logprobs[0] for place in places)
+
+
 def searched(
     prompt: Sequence[int], params: SamplingParams, facts: ArithmeticFacts, max_model_len: int
 ) -> list[list[int]]:

@@ -18,12 +18,13 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.request.outputs import StepOutput
-from pagestream_engine.request.sampling_params import SamplingParams
+from pagestream_engine.request.sampling_params import SamplingParams, child_seed
 from pagestream_engine.request.sequence import Sibling
 from support.engines.arithmetic_model import (
     HOST_PAGE_BYTES,
     ArithmeticFacts,
     SeededRunner,
+    cumulative_logprob,
     make_folder,
     searched,
     undisturbed,
@@ -116,17 +117,23 @@ class GroupMachine(RuleBasedStateMachine):
         temperature=st.sampled_from([0.0, 1.0]),
         max_tokens=st.integers(1, 24),
         ignore_eos=st.booleans(),
+        num_losers=st.sampled_from([0, 0, 2]),
     )
-    def add(self, prefix: list[int], tail: list[int], n: int, **given: float) -> None:
-        number = len(self.groups)
-        params = SamplingParams(n=n, seed=number, **given)  # type: ignore[arg-type]
-        self.groups[number] = ([*prefix, *tail], params, n)
-        for child in range(n):
-            name = f"{number}/{child}"
-            one = params.for_child(number, child)
-            seed = 0 if one.is_greedy else one.seed or 0
-            self.expected[name] = undisturbed([*prefix, *tail], one, FACTS, self.engine.max_model_len, seed=seed)
-            self.seen[name] = []
+    def add(self, prefix: list[int], tail: list[int], n: int, num_losers: int, **given: float) -> None:
+        number, prompt = len(self.groups), [*prefix, *tail]
+        if isinstance(self.runner, SpeculatingRunner):
+            num_losers = 0  # it has no log probabilities of drafts
+        params = SamplingParams(n=n, best_of=n + num_losers, seed=number, **given)  # type: ignore[arg-type]
+        self.groups[number] = (prompt, params, n)
+        outputs = []
+        for child in range(n + num_losers):
+            seed = 0 if params.is_greedy else child_seed(number, child)
+            outputs.append(undisturbed(prompt, params, FACTS, self.engine.max_model_len, seed=seed))
+        if num_losers:
+            outputs.sort(key=lambda output: -cumulative_logprob(prompt, output, FACTS.vocab_size))
+        for child, output in enumerate(outputs[:n]):
+            self.expected[f"{number}/{child}"] = output
+            self.seen[f"{number}/{child}"] = []
         self.submit(number)
 
     @rule(
