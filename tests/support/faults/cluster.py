@@ -32,8 +32,8 @@ MODULES = ("pagestream_worker.__main__", "pagestream_gateway.__main__", "transfo
 ENGINE_OPTIONS = ("--num-gpu-blocks-override", "512", "--deterministic")
 TEXTS_DTYPE = "float32"
 """In which the answers have the stop strings of their rows; in another one no row's finish is known beforehand."""
-MODES = (("--async-scheduling",), ("--executor", "process"))
-"""Of the engines in turn: both have two steps in flight, in one process and over two."""
+MODES = (("--async-scheduling",), ("--executor", "process", "--speculative-method", "ngram"))
+"""Of the engines in turn: both have two steps in flight, in one process and over two, and one of them speculates."""
 READY_LIMIT_S = 60.0
 POLL_S = 0.05
 PAST_LEASE_S = 2.6
