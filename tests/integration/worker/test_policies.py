@@ -9,6 +9,7 @@ from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED, TokenIds
 from pagestream.v1.inference_pb2 import SamplingParams as SamplingMessage
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Broker, GatewaySession
+from pagestream_streams.admin.queues import queue_states
 from support.engines.arithmetic_worker import LIMIT_S, MODEL, SlowRunner, expected, running_worker, tokens
 from support.protocol.token_streams import eventually
 
@@ -32,6 +33,28 @@ async def accepted(gateway: GatewaySession, prompt: list[int], tenant: str) -> R
 async def answer(gateway: GatewaySession, spec: RequestSpec) -> list[int]:
     async with asyncio.timeout(LIMIT_S):
         return tokens([e async for batch in gateway.read(spec.request_id, tenant=spec.tenant) for e in batch])
+
+
+async def test_gateways_expect_what_engines_have_seen(redis_url: str, tmp_path: Path) -> None:
+    """Whatever the policy, and the queue counts it while a request waits."""
+    async with AsyncExitStack() as stack:
+        broker = await stack.enter_async_context(await Broker.connect(redis_url))
+        gateway = await stack.enter_async_context(GatewaySession(broker))
+        async with running_worker(broker, tmp_path / "0") as engine:
+            done = [await accepted(gateway, [3, number, 5], "a") for number in range(3)]
+            await asyncio.gather(*(answer(gateway, spec) for spec in done))
+            lengths = gateway.acceptor.lengths
+            await eventually(lambda: lengths.expected(MODEL, 3, "a", 1000) == NUM_TOKENS)
+            await engine.end()
+        waiting = await accepted(gateway, [3, 3, 3], "a")
+        assert await expected_outputs(broker) == NUM_TOKENS
+        await broker.cancel(waiting.request_id, "a")
+        assert await expected_outputs(broker) == 0
+
+
+async def expected_outputs(broker: Broker) -> int:
+    states = (await queue_states(broker))[MODEL]
+    return sum(waiting.takeable_output_tokens for state in states for waiting in state.waiting)
 
 
 @pytest.mark.parametrize("policy", ["shortest_first", "fair"])

@@ -1,10 +1,12 @@
 """The worker: claims requests while there is room, feeds the engine, and appends each step's tokens to their logs."""
 
 import asyncio
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pagestream_streams import EngineSession
+from pagestream_streams.protocol.records import LENGTHS_FIELD
 
 from pagestream_worker.health import Health, watchdog
 from pagestream_worker.ladder.host_memory import host_share
@@ -22,6 +24,8 @@ from pagestream_worker.settings import WorkerSettings
 from pagestream_worker.stepping.engine_core import EngineCore
 from pagestream_worker.stepping.reports import StepBegun
 from pagestream_worker.telemetry import WorkerTelemetry
+
+_MOST_LENGTHS = 64  # medians of answers' lengths that are published: about 2 kB at each heartbeat
 
 
 class Worker:
@@ -174,4 +178,5 @@ class Worker:
             "free_blocks": stats.num_free_blocks,
             "preemptions": stats.num_preemptions,
             "degradation_rung": int(self.degradation.rung),
+            LENGTHS_FIELD: json.dumps(self._requests.lengths.table(_MOST_LENGTHS), separators=(",", ":")),
         }

@@ -32,6 +32,8 @@ class QueueDepth:
     """Seconds for which the oldest of these could have been taken."""
     takeable_longest: int
     """Tokens of the largest of these, as far as the front of the queue shows."""
+    takeable_output_tokens: int
+    """Output tokens that are expected of them, see protocol/expected_lengths.py; 0 for begun requests."""
     drain_rate: float
     """Prompt tokens a second that engines claimed from it, over settings.drain_window_ms."""
 
@@ -121,8 +123,9 @@ def _state(partition: int, reply: Any) -> QueueState:
             takeable_tokens=takeable,
             takeable_oldest_s=takeable_ms / 1000,
             takeable_longest=takeable_longest,
+            takeable_output_tokens=outputs,
             drain_rate=claimed / span_s,
         )
-        for name, requests, tokens, oldest_ms, takeable, takeable_ms, takeable_longest, claimed in rows
+        for name, requests, tokens, oldest_ms, takeable, takeable_ms, takeable_longest, claimed, outputs in rows
     )
     return QueueState(partition, waiting, running, drained / span_s, longest / span_s)

@@ -16,6 +16,7 @@ from pagestream_streams.gateway.engine_watch import EngineWatch
 from pagestream_streams.gateway.placing import Placer, left_ms
 from pagestream_streams.gateway.reservations import Reservation, record_ms, reserve
 from pagestream_streams.protocol import ids
+from pagestream_streams.protocol.expected_lengths import ExpectedLengths
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.settings import StreamsSettings
 
@@ -35,7 +36,8 @@ class Acceptor:
         self._broker = broker
         self._reader_id = reader_id
         self.placer = Placer(broker.settings, broker.connection.keyspace)
-        self.engines = EngineWatch(broker.connection, self.placer)
+        self.lengths = ExpectedLengths()
+        self.engines = EngineWatch(broker.connection, self.placer, self.lengths)
         self._left_ms: dict[str, int] = {}
         """Of requests that were placed and not accepted yet: for how long other engines leave them, see left_ms."""
         self._tenant_times: dict[tuple[str, str], int] = {}
@@ -98,7 +100,9 @@ class Acceptor:
         )
         connection = self._broker.connection
         time, left = self._tenant_times.get((spec.model, spec.tenant), 0), self._left_ms.pop(spec.request_id, 0)
-        order = (0, time, settings.ageing_ms, left)
+        choices = len(spec.prompts) * max(1, spec.sampling.n)
+        expected = self.lengths.expected(spec.model, tokens, spec.tenant, choices * max(1, spec.sampling.max_tokens))
+        order = (expected, time, settings.ageing_ms, left)
         reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments, "", *order)
         if reply[0] == _REMOVED:  # this process' view of the models is old, or the model was published anew
             await self._broker.directory.check_published(spec.request_id)

@@ -1,4 +1,4 @@
-"""What gateways hear of engines, for the placement of requests: who lives, and which prompts they have claimed."""
+"""What gateways hear of engines: who lives, which prompts they have claimed, and how long their answers were."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.scripts import REGISTRY
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.gateway.placing import Placer
+from pagestream_streams.protocol.expected_lengths import ExpectedLengths
 from pagestream_streams.protocol.prefixes import DIGEST_BYTES
+from pagestream_streams.protocol.records import LENGTHS_FIELD
 from pagestream_streams.tasks import within
 
 _log = logging.getLogger(__name__)
 
 _READ_AT_ONCE = 64  # entries of a model
 _OLD_S = 1.0
+_LENGTHS_S = 2.0  # between reads of the lengths of a model's answers
 
 
 class EngineWatch:
-    """Reads the registries of engines and what they publish about their prefixes, and tells a placer."""
+    """Reads the registries of engines and what they publish, for a placer and for what answers are expected to have."""
 
-    def __init__(self, connection: Connection, placer: Placer) -> None:
+    def __init__(self, connection: Connection, placer: Placer, lengths: ExpectedLengths) -> None:
         """Create it without having read anything."""
         self._connection = connection
         self._placer = placer
+        self._lengths = lengths
+        self._lengths_read_at: dict[str, float] = {}
         self._next: dict[str, bytes] = {}
         """From where to read on, by model."""
         self._read_at: dict[str, float] = {}
@@ -51,6 +56,7 @@ class EngineWatch:
         for model, living in zip(models, await self._connection.run_each(calls, limit_s), strict=True):
             if not isinstance(living, Unavailable):
                 self._placer.note_living(model, {each.decode() for each in living})
+                await self._read_lengths(model, [each.decode() for each in living], limit_s)
         reads = [
             ("XRANGE", keyspace.engine_prefixes(model), self._next.get(model, b"-"), "+", "COUNT", _READ_AT_ONCE)
             for model in models
@@ -61,3 +67,13 @@ class EngineWatch:
                 digests = fields[b"digests"]
                 found = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
                 self._placer.note_held(model, fields[b"engine"].decode(), found)
+
+    async def _read_lengths(self, model: str, living: list[str], limit_s: float) -> None:
+        now = time.monotonic()
+        if not living or now - self._lengths_read_at.get(model, -math.inf) < _LENGTHS_S:
+            return
+        self._lengths_read_at[model] = now
+        keyspace = self._connection.keyspace
+        reads = [("HGET", keyspace.engine(each), LENGTHS_FIELD) for each in living]
+        found = await self._connection.pipeline(reads, limit_s)
+        self._lengths.note(model, [table for table in found if table])

@@ -34,7 +34,7 @@ local deadline, grace, continue, gateway, lease = tonumber(ARGV[7]), ARGV[8], AR
 local max_requests, max_tokens = tonumber(ARGV[12]), tonumber(ARGV[13])
 local req, meta, now = prefix .. 'req:' .. id, prefix .. 'meta', now_ms()
 
-local kept = tonumber(ARGV[20] or 0)
+local kept, expected = tonumber(ARGV[20] or 0), tonumber(ARGV[24] or 0)
 local weight, alone_share, bounded = tonumber(ARGV[16]), tonumber(ARGV[17]) / 100, ARGV[18] == '1'
 
 -- {queued requests of the tenant, their tokens, its bound of requests, its bound of tokens}.
@@ -67,7 +67,8 @@ local function write_record()
   call('HSET', req, 'spec', spec, 'tenant', tenant, 'class', class, 'ptok', tokens, 'choices', choices,
     'others', 0, 'cached', 0, 'state', 'queued', 'epoch', 0, 'nonce', '', 'owner', '', 'next', 0, 'digest', '',
     'readers', '', 'attempts', 0, 'accepted', now, 'deadline', deadline > 0 and now + deadline or 0,
-    'grace', grace, 'continue', continue, 'context', ARGV[19] or 0, 'kept', kept)
+    'grace', grace, 'continue', continue, 'context', ARGV[19] or 0, 'kept', kept,
+    'expected', expected)
   if tonumber(ARGV[27] or 0) > 0 then
     call('HSET', req, 'left', ARGV[27])
   end
@@ -77,7 +78,7 @@ end
 -- `fair` has the virtual time of each tenant that is ahead of the partition's, which claim.lua moves on. What a tenant
 -- has in other partitions the caller knows, as far as it went through it.
 local function rank_of(policy, entry, virtual_time)
-  local work, fair = tokens + tonumber(ARGV[24] or 0), prefix .. 'fair'
+  local work, fair = tokens + expected, prefix .. 'fair'
   if policy == 'shortest_first' then
     return rank_by_work(entry, work, tonumber(ARGV[26] or 0)), 0
   end
@@ -142,6 +143,9 @@ else
   if bounded then
     call('HINCRBY', meta, 'tokens:' .. class, tokens)
     charge(class, tenant, tokens, weight)
+    if expected > 0 then
+      call('HINCRBY', meta, 'outputs:' .. class, expected)
+    end
     local entry = enqueue(id, class, tokens)
     if RANKED[state[5]] then
       local rank

@@ -116,8 +116,11 @@ local function uncount(id, class, tokens)
     return
   end
   local key, meta = prefix .. 'tenants:' .. class, prefix .. 'meta'
-  local tenant = call('HGET', prefix .. 'req:' .. id, 'tenant')
+  local tenant, expected = unpack(call('HMGET', prefix .. 'req:' .. id, 'tenant', 'expected'))
   call('HINCRBY', meta, 'tokens:' .. class, -tokens)
+  if expected and expected ~= '0' then
+    call('HINCRBY', meta, 'outputs:' .. class, -expected)
+  end
   if tenant and call('HINCRBY', key, 'r' .. tenant, -1) <= 0 then
     call('HINCRBY', meta, 'weights:' .. class, -(call('HGET', key, 'w' .. tenant) or 0))
     call('HDEL', key, 'r' .. tenant, 't' .. tenant, 'w' .. tenant)

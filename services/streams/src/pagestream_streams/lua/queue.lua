@@ -8,7 +8,8 @@
 -- Returns: {requests that engines own, prompt tokens claimed in the drain window, length of that window in ms,
 --          tokens of the largest request claimed in it,
 --          {queue, requests, tokens, ms that its oldest has waited, tokens that a living engine may take, ms that the
---           oldest of these has waited, tokens of their largest, tokens claimed in the drain window}...}.
+--           oldest of these has waited, tokens of their largest, tokens claimed in the drain window, output tokens
+--           that are expected of what a living engine may take}...}.
 --          Queues are the classes, "resume" (begun requests that wait for another engine) and "suspect".
 -- Retry: harmless, it only reads.
 local meta, now, most = prefix .. 'meta', now_ms(), tonumber(ARGV[2])
@@ -52,15 +53,16 @@ window = window or 0
 local answer = {running, old and 0 or tonumber(state[4] or 0), window, old and 0 or tonumber(state[5] or 0)}
 
 for class in string.gmatch(state[1] or '', '%d+') do
-  local found = call('HMGET', meta, 'tokens:' .. class, 'drained_tokens:' .. class)
+  local found = call('HMGET', meta, 'tokens:' .. class, 'drained_tokens:' .. class, 'outputs:' .. class)
   local tokens, length = tonumber(found[1] or 0), call('XLEN', prefix .. 'queue:' .. class)
   local part = takeable(class, length, '')
   local taken = part[1] > 0 and math.floor(tokens * part[2] / part[1]) or 0
   answer[#answer + 1] = {class, length, tokens, oldest(class), taken, part[3], part[4],
-    old and 0 or tonumber(found[2] or 0)}
+    old and 0 or tonumber(found[2] or 0),
+    part[1] > 0 and math.floor(tonumber(found[3] or 0) * part[2] / part[1]) or 0}
 end
 
-local resumed = {'resume', 0, 0, 0, 0, 0, 0, 0}
+local resumed = {'resume', 0, 0, 0, 0, 0, 0, 0, 0}
 local function add(name, print)
   local length = call('XLEN', prefix .. 'queue:' .. name)
   if length > 0 then
@@ -80,6 +82,6 @@ local suspects = call('ZCARD', prefix .. 'suspects') + call('ZCARD', prefix .. '
 if suspects > 0 then
   local first = call('ZRANGE', prefix .. 'suspects', 0, 0, 'WITHSCORES')
   -- A suspect waits for an engine that is idle, not for more engines.
-  answer[#answer + 1] = {'suspect', suspects, 0, first[2] and math.max(0, now - first[2]) or 0, 0, 0, 0, 0}
+  answer[#answer + 1] = {'suspect', suspects, 0, first[2] and math.max(0, now - first[2]) or 0, 0, 0, 0, 0, 0}
 end
 return answer

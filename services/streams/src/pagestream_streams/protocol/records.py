@@ -12,8 +12,9 @@ from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams.protocol.claimed_log import ClaimedLog
 from pagestream_streams.protocol.entries import END, EntryValues
 
-FINGERPRINT_FIELD, CONTEXT_FIELD = "fingerprint", "context"
-"""Fields of what an engine publishes of itself: its fingerprint, and the longest context that it holds (0: any)."""
+FINGERPRINT_FIELD, CONTEXT_FIELD, LENGTHS_FIELD = "fingerprint", "context", "lengths"
+"""Fields of what an engine publishes of itself: its fingerprint, the longest context that it holds (0: any), and how
+long its answers were (see expected_lengths.py)."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_engine.errors import InvalidRequest
+from pagestream_engine.request.length_predictor import LengthPredictor, RequestShape
 from pagestream_engine.request.outputs import StepOutput
 from pagestream_engine.request.sequence import Sibling
 from pagestream_streams import Append, AppendKind, AppendOutcome, Claim, EngineSession
@@ -51,6 +53,8 @@ class ActiveRequests:
         self._telemetry = telemetry
         self._on_pending = on_pending
         self._logs = logs
+        self.lengths = LengthPredictor()
+        """Learns how long the answers are of requests that are complete, their choices together."""
         self._requests: dict[str, RunningRequest] = {}
         self._by_log: dict[int, RunningRequest] = {}
         self._sequences: dict[str, tuple[RunningRequest, int]] = {}  # by id, with the choice; until it ends or goes
@@ -226,6 +230,7 @@ class ActiveRequests:
             request.log.acknowledge(outcome.next_index)
             if request.is_complete:
                 self._telemetry.completed(request)
+                self.lengths.note_length(_shape(request.claim.spec), request.num_output_tokens)
                 self._remove(request)
             elif request.log.has_pending:
                 self._on_pending()
@@ -293,3 +298,9 @@ def _log_fields(request: RunningRequest) -> dict[str, Any]:
     trace = request.trace
     traced = {"trace_id": trace.trace_id, "span_id": trace.span_id} if trace else {}
     return {"request_id": request.request_id, **traced}
+
+
+def _shape(spec: RequestSpec) -> RequestShape:
+    num_choices = len(spec.prompts) * max(1, spec.sampling.n)
+    num_prompt_tokens = sum(len(prompt.ids) for prompt in spec.prompts)
+    return RequestShape(num_prompt_tokens, spec.tenant, num_choices * max(1, spec.sampling.max_tokens))
