@@ -458,6 +458,38 @@ def test_a_group_alone_that_outgrows_the_pool_gives_up_its_last_member() -> None
     assert siblings[2].group is not siblings[0].group
 
 
+@pytest.mark.parametrize(("num_prompt_tokens", "spare", "num_preempted"), [(6, 2, 1), (8, 0, 2)])
+def test_prompts_without_a_block_give_up_their_blocks_from_the_last_one_on(
+    num_prompt_tokens: int, spare: int, num_preempted: int
+) -> None:
+    """Where more blocks are gone than admission has reckoned with, and nothing decodes that would free some.
+
+    After 6 tokens the follower has a block of its own, which the leader then gets; after 8 it only shares.
+    """
+    harness = Harness(budget=8, num_blocks=32)
+    scheduler, pool = harness.scheduler, harness.cache.pool
+    siblings = harness.add_group(num_prompt_tokens, [30, 30])
+    assert harness.step() == [("0", 8)]
+    held = [pool.allocate() for _ in range(pool.num_free - spare)]
+    if spare:
+        step = scheduler.schedule()
+        scheduler.update_after_schedule(step)
+        scheduler.update_from_output(step, [])
+        assert shape(step) == [("0", 4), ("1", 2)]
+    assert pool.num_free == 0
+    step = scheduler.schedule()
+    assert scheduler.num_preemptions == num_preempted
+    assert [seq.state is SequenceState.RUNNING for seq in siblings] == [num_preempted == 1, False]
+    assert shape(step) == ([("0", 4)] if num_preempted == 1 else [])
+    for block in held:
+        pool.release(block)
+    scheduler.update_after_schedule(step)
+    scheduler.update_from_output(step, [])
+    while min(seq.num_output_tokens for seq in siblings) < 32:
+        assert harness.step()
+    assert scheduler.num_preemptions == num_preempted
+
+
 @pytest.mark.parametrize("caching", [True, False])
 def test_another_leads_when_the_leader_is_aborted(caching: bool) -> None:
     harness = Harness(budget=8, caching=caching)
