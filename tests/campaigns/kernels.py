@@ -66,6 +66,7 @@ def work(mode: Mode, items: queue.SimpleQueue[Item], cache: ResultCache, progres
             except (AssertionError, BrokenPipeError) as error:
                 with progress.lock:
                     progress.failures.append(str(error))
+                    print(error, file=sys.stderr, flush=True)  # now: a campaign of hours may be cut short
                 worker.close()
                 worker = None
                 continue
@@ -117,10 +118,7 @@ def main() -> int:
     kernels = options.kernels or list(kernel_cases.FACTORS)
     failed = 0
     for mode in [options.mode] if options.mode else MODES:
-        progress = run_mode(mode, kernels, options.jobs)
-        for failure in progress.failures:
-            print(failure, file=sys.stderr)
-        failed += len(progress.failures)
+        failed += len(run_mode(mode, kernels, options.jobs).failures)
     return 1 if failed else 0
 
 

@@ -1,7 +1,7 @@
 """Triton kernels for paged attention and its neighbours, each with a torch reference."""
 
 from pagestream_kernels.cache.copy_blocks import copy_blocks, copy_blocks_reference
-from pagestream_kernels.decode_plan import DecodePlan, plan_decode
+from pagestream_kernels.decode_plan import DecodePlan, plan_decode, plan_decode_reference
 from pagestream_kernels.errors import KernelArgumentError, KernelError, KernelUnavailableError
 from pagestream_kernels.filter_and_draw import filter_and_draw, filter_and_draw_reference
 from pagestream_kernels.linear.fixed_order_matmul import fixed_order_matmul, fixed_order_matmul_reference
@@ -38,6 +38,7 @@ __all__ = [
     "paged_prefill_attention",
     "paged_prefill_attention_reference",
     "plan_decode",
+    "plan_decode_reference",
     "plan_prefill",
     "programs_per_processor",
     "rms_norm",

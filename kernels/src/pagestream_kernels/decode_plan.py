@@ -1,4 +1,4 @@
-"""How one decode step's KV work is divided among programs: on the device, from the lengths, without a word to the host.
+"""How one decode step's KV work is divided among programs: on the device, from the lengths, in one launch.
 
 A sequence's cache is cut into units by absolute position. All units of a step, sequence after sequence, are one list,
 of which each program of a KV head takes an equal share; a sequence is cut where a share ends.
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagestream_kernels.checks import check_dtype, check_shape
+from pagestream_kernels.checks import check_dtype, check_last_stride, check_same_device, check_shape
+from pagestream_kernels.decode.plan import plan_variant
 from pagestream_kernels.errors import KernelArgumentError
-from pagestream_kernels.runtime import cdiv, num_processors
+from pagestream_kernels.runtime import cdiv, num_processors, require_launchable
 from pagestream_kernels.tables.rows import PROGRAMS_PER_PROCESSOR
 
 TILE_TOKENS = 64  # a unit of equal shares; a multiple of every tile
@@ -35,7 +36,7 @@ class DecodePlan:
     program_seqs: Tensor  # (num_programs,) int32: the sequence of each program's first unit
     query_starts: Tensor  # (num_seqs + 1,) int32: running sum of the sequences' query rows
     unit_tokens: int
-    min_share: int  # units of a program, of which it takes fewer only where there are no more
+    min_share: int  # units of a program, as far as there are so many; at least half as many where they do not divide
     is_fixed: bool  # each unit is reduced alone
     num_slots: int  # pieces of sequences that the scratch has room for
     max_query_len: int
@@ -57,7 +58,7 @@ def plan_decode(
     max_query_len: int = 1,
     programs_per_processor: int = PROGRAMS_PER_PROCESSOR,
 ) -> DecodePlan:
-    """Divide the KV work of `seq_lens` among programs; a plan serves every layer of the step.
+    """Divide the KV work of `seq_lens` among programs, by one launch; a plan serves every layer of the step.
 
     Args:
         seq_lens: (num_seqs,) int32: tokens in the cache.
@@ -72,10 +73,92 @@ def plan_decode(
         programs_per_processor: that run at a time: as many as `programs_per_processor` says of the layers' cache.
 
     Raises:
-        KernelArgumentError: a wrong shape or dtype, or a number out of range.
+        KernelArgumentError: a wrong shape, dtype, stride or device, or a number out of range.
+        KernelUnavailableError: no Triton, or no GPU and no interpreter.
     """
+    plan = _outline(
+        seq_lens,
+        num_kv_heads,
+        split_tokens,
+        max_seq_len,
+        window,
+        cu_query_lens,
+        max_query_len,
+        programs_per_processor,
+    )
+    require_launchable(seq_lens.device, reference="plan_decode_reference")
+    variant = plan_variant(
+        unit_tokens=plan.unit_tokens,
+        min_share=plan.min_share,
+        has_window=window is not None,
+        has_rows=cu_query_lens is not None,
+    )
+    variant.launch(
+        (cdiv(plan.num_programs, variant.constants["BLOCK_PROGRAMS"]),),
+        {
+            "unit_starts_ptr": plan.unit_starts,
+            "program_seqs_ptr": plan.program_seqs,
+            "query_starts_ptr": plan.query_starts,
+            "seq_lens_ptr": seq_lens,
+            "window": window or 0,
+            "num_seqs": seq_lens.shape[0],
+            "num_programs": plan.num_programs,
+        },
+    )
+    return plan
+
+
+def plan_decode_reference(
+    seq_lens: Tensor,
+    *,
+    num_kv_heads: int,
+    split_tokens: int | None = None,
+    max_seq_len: int | None = None,
+    window: int | None = None,
+    cu_query_lens: Tensor | None = None,
+    max_query_len: int = 1,
+    programs_per_processor: int = PROGRAMS_PER_PROCESSOR,
+) -> DecodePlan:
+    """`plan_decode` in torch, on any device, by a dozen operations; same arguments, result and errors."""
+    plan = _outline(
+        seq_lens,
+        num_kv_heads,
+        split_tokens,
+        max_seq_len,
+        window,
+        cu_query_lens,
+        max_query_len,
+        programs_per_processor,
+    )
+    num_seqs, num_programs, device = seq_lens.shape[0], plan.num_programs, seq_lens.device
+    if cu_query_lens is None:
+        torch.arange(num_seqs + 1, out=plan.query_starts)
+    units = (seq_lens + (plan.unit_tokens - 1)) // plan.unit_tokens
+    if window is not None:
+        units -= (seq_lens - plan.query_starts.diff() + (1 - window)).clamp(min=0) // plan.unit_tokens
+    unit_starts = torch.nn.functional.pad(units.clamp(min=1).cumsum(0, dtype=torch.int32), (1, 0))
+    num_units = unit_starts[-1:].long()
+    shares = ((num_units + (plan.min_share - 1)) // plan.min_share).clamp(min=1, max=num_programs)
+    begins = torch.arange(num_programs, device=device) * num_units // shares
+    plan.unit_starts.copy_(unit_starts)
+    plan.program_seqs.copy_(torch.searchsorted(unit_starts[1:], begins, right=True))
+    return plan
+
+
+def _outline(
+    seq_lens: Tensor,
+    num_kv_heads: int,
+    split_tokens: int | None,
+    max_seq_len: int | None,
+    window: int | None,
+    cu_query_lens: Tensor | None,
+    max_query_len: int,
+    programs_per_processor: int,
+) -> DecodePlan:
+    """Check the arguments of `plan_decode`, and return its plan with tensors that are to be filled."""
     check_dtype("seq_lens", seq_lens, (torch.int32,))
     check_shape("seq_lens", seq_lens, (None,), meaning="(num_seqs,)")
+    check_last_stride("seq_lens", seq_lens)
     num_seqs, device = seq_lens.shape[0], seq_lens.device
     if num_kv_heads < 1:
         raise KernelArgumentError(f"num_kv_heads: expected at least 1, got {num_kv_heads}")
@@ -87,24 +170,16 @@ def plan_decode(
     num_slots = 2 * num_programs
     if split_tokens is not None:
         num_slots = max(1, num_seqs * _most_splits(split_tokens, max_seq_len, window, max_query_len))
-    if cu_query_lens is None:
-        query_starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-    else:
+    if cu_query_lens is not None:
         check_dtype("cu_query_lens", cu_query_lens, (torch.int32,))
         check_shape("cu_query_lens", cu_query_lens, (num_seqs + 1,), meaning="(num_seqs + 1,)")
-        query_starts = cu_query_lens
-
-    units = (seq_lens + (unit - 1)) // unit
-    if window is not None:
-        units -= (seq_lens - query_starts.diff() + (1 - window)).clamp(min=0) // unit
-    unit_starts = torch.nn.functional.pad(units.clamp(min=1).cumsum(0, dtype=torch.int32), (1, 0))
-    num_units = unit_starts[-1:].long()
-    shares = ((num_units + (min_share - 1)) // min_share).clamp(min=1, max=num_programs)
-    begins = torch.arange(num_programs, device=device) * num_units // shares
+        check_last_stride("cu_query_lens", cu_query_lens)
+        check_same_device(("seq_lens", seq_lens), ("cu_query_lens", cu_query_lens))
+    unit_starts, own_starts = torch.empty(2, num_seqs + 1, dtype=torch.int32, device=device)
     return DecodePlan(
         unit_starts=unit_starts,
-        program_seqs=torch.searchsorted(unit_starts[1:], begins, right=True, out_int32=True),
-        query_starts=query_starts,
+        program_seqs=torch.empty(num_programs, dtype=torch.int32, device=device),
+        query_starts=own_starts if cu_query_lens is None else cu_query_lens,
         unit_tokens=unit,
         min_share=min_share,
         is_fixed=is_fixed,

@@ -11,6 +11,7 @@ from pagestream_kernels.aot import TARGETS, MainLoop, Usage, check_usage, compil
 from pagestream_kernels.cache.copy_blocks import copy_blocks_variant
 from pagestream_kernels.decode.attend import attend_variant
 from pagestream_kernels.decode.merge import merge_variant
+from pagestream_kernels.decode.plan import plan_variant
 from pagestream_kernels.decode_plan import FIXED_SPLIT_TOKENS, MAX_QUERY_LEN, MIN_SHARE, TILE_TOKENS
 from pagestream_kernels.filter_and_draw import filter_and_draw_variant
 from pagestream_kernels.linear.fixed_order_matmul import fixed_order_matmul_variant
@@ -44,6 +45,12 @@ ATTENTION_FACTORS: Mapping[str, Sequence[Any]] = {
 }
 FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "paged_decode": {**ATTENTION_FACTORS, "schedule": tuple(SCHEDULES)},
+    "plan_decode": {
+        "target": TARGET_NAMES,
+        "schedule": tuple(SCHEDULES),
+        "window": (False, True),
+        "rows": (False, True),
+    },
     "paged_prefill": ATTENTION_FACTORS,
     "rope_and_cache": {
         "target": TARGET_NAMES,
@@ -154,6 +161,9 @@ def variants_of(kernel: str, case: Case) -> dict[str, Variant]:  # noqa: PLR0911
         return {"draw": filter_and_draw_variant()}
     if kernel == "copy_blocks":
         return {"copy": copy_blocks_variant()}
+    if kernel == "plan_decode":
+        cut = {name: SCHEDULES[case["schedule"]][name] for name in ("unit_tokens", "min_share")}
+        return {"plan": plan_variant(**cut, has_window=case["window"], has_rows=case["rows"])}
     if kernel == "float8_attention":
         geometry = Geometry(case["head_dim"], case["group_size"], case["block_size"], torch.bfloat16, has_scales=True)
         options = OPTIONS[case["options"]]

@@ -12,7 +12,7 @@ from typing import Any
 from support.kernels.worker import REPOSITORY, Mode
 
 CACHE_DIR = REPOSITORY / ".kernel-cache"
-SUPPORT_SOURCES = ("builds.py", "cases.py", "matmul.py", "worker.py")
+SUPPORT_SOURCES = ("builds.py", "cases.py", "matmul.py", "plans.py", "worker.py")
 
 
 def source_hash() -> str:

@@ -28,6 +28,7 @@ from pagestream_kernels.silu_and_mul import silu_and_mul_variant
 from pagestream_kernels.tables.rows import Row, RowKey
 from pagestream_kernels.tuning.timing import Sizes, fastest
 from support.kernels.matmul import check_fixed_order_matmul, check_fixed_order_matmul_invariance
+from support.kernels.plans import LENGTHS, check_plan_decode
 from support.pairwise import Case, product
 from torch import Tensor
 
@@ -63,6 +64,13 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "rows": ("1", "mixed"),
         "split_tokens": (None, 64, 256),
         **OPTION_FACTORS,
+    },
+    "plan_decode": {
+        "lengths": tuple(LENGTHS),
+        "rows": (None, 1, 16),
+        "split_tokens": (None, 64, 512),
+        "window": (None, 1, 100),
+        "num_kv_heads": (1, 3, 8),
     },
     "paged_prefill": {
         **PAGED_FACTORS,
@@ -134,6 +142,7 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
 # The campaign takes every combination of these; the other factors take a value that the combination's name picks.
 PRODUCT_FACTORS: Mapping[str, Sequence[str]] = {
     "paged_decode": ("head_dim", "group_size", "block_size", "dtype", "lengths"),
+    "plan_decode": ("lengths", "rows", "split_tokens", "window", "num_kv_heads"),
     "paged_prefill": ("head_dim", "group_size", "block_size", "dtype", "chunks"),
     "rope_and_cache": ("head_dim", "group_size", "block_size", "dtype", "tokens"),
     "rope_and_quantise": ("head_dim", "block_size", "dtype", "rotary", "norm", "interleaved"),
@@ -749,6 +758,7 @@ def check_wide_offsets(case: Case, device: torch.device) -> None:
 
 CHECKS: Mapping[str, Callable[[Case, torch.device], None]] = {
     "paged_decode": check_paged_decode,
+    "plan_decode": check_plan_decode,
     "paged_prefill": check_paged_prefill,
     "rope_and_cache": check_rope_and_cache,
     "rope_and_quantise": check_rope_and_quantise,

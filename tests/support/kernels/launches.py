@@ -27,6 +27,7 @@ from support.kernels.stand_in_driver import StandInDriver
 from support.kernels.wide import spread
 from support.pairwise import Case
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 PARTS = ((0, 1), (0, 2), (1, 1), (1, 3), (2, 16), (3, 17), (5, 32), (7, 33), (16, 48))
 """(first row, rows) of what a step passes."""
@@ -133,6 +134,12 @@ def _decode(head_dim: int, dtype: torch.dtype) -> None:
             )
 
 
+def _plan(window: int, dtype: torch.dtype) -> None:
+    lengths = torch.ones(NUM_ROWS, dtype=torch.int32)
+    for first, count in PARTS:
+        kernels.plan_decode(lengths[first : first + count], num_kv_heads=KV_HEADS, window=window)
+
+
 def _prefill(head_dim: int, dtype: torch.dtype) -> None:
     query, _, _, cache = _attention_rows(head_dim, dtype)
     out = torch.zeros(NUM_ROWS, HEADS, head_dim, dtype=dtype)
@@ -208,6 +215,7 @@ def _matmul(num_inputs: int, dtype: torch.dtype) -> None:
 
 LAUNCHES: Mapping[str, Callable[[int, torch.dtype], None]] = {
     "paged_decode": _decode,
+    "plan_decode": _plan,
     "paged_prefill": _prefill,
     "rope_and_cache": _rope,
     "rms_norm": _norm,
@@ -255,6 +263,28 @@ def float8_loop(case: Case) -> dict[str, Any]:
     return asdict(loop)
 
 
+class _Operations(TorchDispatchMode):
+    """Notes the names of torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def plan_launches(_: Case) -> dict[str, Any]:
+    """Plan a decode step. Returns its launches, and torch's operations beside them."""
+    launches: list[object] = []
+    seq_lens = torch.ones(NUM_ROWS, dtype=torch.int32)
+    with compiling_only(), patch.object(Variant, "launch", lambda *launch: launches.append(launch)):
+        with _Operations() as operations:
+            kernels.plan_decode(seq_lens, num_kv_heads=KV_HEADS, window=100)
+    return {"launches": len(launches), "operations": sorted(operations.names)}
+
+
 QUESTIONS: Mapping[str, Callable[[Case], Mapping[str, Any]]] = {
     "driver_calls": compare_driver_calls,
     "driver_calls_of_mixture": compare_mixed_driver_calls,
@@ -264,5 +294,6 @@ QUESTIONS: Mapping[str, Callable[[Case], Mapping[str, Any]]] = {
     "decode_loop": decode_loop,
     "matmul_loop": matmul_loop,
     "float8_loop": float8_loop,
+    "plan_launches": plan_launches,
 }
 """What a process that compiles answers, beside builds."""

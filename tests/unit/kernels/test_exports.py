@@ -26,6 +26,7 @@ NAMES = {
     "paged_prefill_attention",
     "paged_prefill_attention_reference",
     "plan_decode",
+    "plan_decode_reference",
     "plan_prefill",
     "programs_per_processor",
     "rms_norm",

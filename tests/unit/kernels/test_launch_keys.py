@@ -10,6 +10,7 @@ pytestmark = pytest.mark.builds
 
 SIZES = {
     "paged_decode": (128, 80, 5),  # of a head; rows of 4 * 5 elements are not at multiples of 16 bytes
+    "plan_decode": (100,),  # of the window
     "paged_prefill": (128, 80, 5),
     "rope_and_cache": (128, 80, 6),
     "rms_norm": (256, 123),
@@ -23,7 +24,7 @@ SIZES = {
 @pytest.mark.parametrize(("operator", "size"), [(name, size) for name, sizes in SIZES.items() for size in sizes])
 def test_parts_and_shapes_have_one_key(compiler: KernelWorker, operator: str, size: int) -> None:
     counts = compiler.run("launch_keys", {"operator": operator, "size": size})
-    assert len(counts) == (2 if operator == "paged_decode" else 1)
+    assert len(counts) == (3 if operator == "paged_decode" else 1)  # plan, attention and merge
     assert set(counts.values()) == {2 if operator == "paged_prefill" else 1}, counts  # prefill: for results of NaN
 
 
@@ -54,7 +55,7 @@ def test_stride_beyond_31_bits_is_passed_whole(compiler: KernelWorker) -> None:
 def test_launcher_gives_the_driver_what_triton_gives_it(compiler: KernelWorker, operator: str, size: int) -> None:
     found = compiler.run("driver_calls", {"operator": operator, "size": size})
     assert found["equal"] == found["launches"] > 0
-    assert found["through_triton"] == (2 if operator in ("paged_decode", "paged_prefill") else 1)
+    assert found["through_triton"] == {"paged_decode": 3, "paged_prefill": 2}.get(operator, 1)
 
 
 def test_launcher_tells_dtypes_strides_and_alignments_apart(compiler: KernelWorker) -> None:

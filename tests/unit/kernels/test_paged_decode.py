@@ -1,19 +1,15 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable
-from itertools import pairwise as pairwise_of
 
 import pytest
 import torch
 from pagestream_kernels import (
-    DecodePlan,
     KernelArgumentError,
     KernelUnavailableError,
     paged_decode_attention,
     paged_decode_attention_reference,
-    plan_decode,
 )
 from support.kernels import cases as kernel_cases
 from support.kernels.worker import KernelWorker
@@ -158,74 +154,3 @@ def test_plan_of_another_batch_is_refused(interpreter: KernelWorker) -> None:
 def test_compiled_kernel_refuses_host_tensors() -> None:
     with pytest.raises(KernelUnavailableError, match="paged_decode_attention_reference"):
         paged_decode_attention(**arguments(), scale=1.0)
-
-
-# -- the plan -----------------------------------------------------------------------------------------------------
-
-
-def planned(lengths: list[int], **options: int | None) -> DecodePlan:
-    return plan_decode(torch.tensor(lengths, dtype=torch.int32), **{"num_kv_heads": 2, **options})
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 64])
-@pytest.mark.parametrize("split_tokens", [None, 512])
-@pytest.mark.parametrize(
-    "lengths",
-    [[1], [0], [0, 0, 5], [131072], [131072, *([1] * 255)], [257, 255, 256], [4096] * 64],
-    ids=lambda lengths: f"{len(lengths)}x{max(lengths)}",
-)
-def test_programs_take_equal_shares_of_all_units(
-    lengths: list[int], split_tokens: int | None, num_kv_heads: int
-) -> None:
-    plan = planned(lengths, num_kv_heads=num_kv_heads, split_tokens=split_tokens, max_seq_len=131072)
-    starts = plan.unit_starts.tolist()
-    assert [b - a for a, b in pairwise_of(starts)] == [max(1, -(-length // plan.unit_tokens)) for length in lengths]
-    shares = min(plan.num_programs, -(-starts[-1] // plan.min_share))
-    begins = [program * starts[-1] // shares for program in range(shares)]
-    assert [bisect_right(starts, begin) - 1 for begin in begins] == plan.program_seqs[:shares].tolist()
-    sizes = {end - begin for begin, end in pairwise_of([*begins, starts[-1]])}
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_grid_and_scratch_do_not_depend_on_the_batch() -> None:
-    sizes = {
-        (plan.num_programs, plan.num_slots)
-        for plan in (planned([length] * batch) for batch in (1, 32, 256) for length in (1024, 131072))
-    }
-    assert len(sizes) == 1
-    ((num_programs, num_slots),) = sizes
-    assert num_slots == 2 * num_programs
-
-
-def test_a_long_sequence_among_short_ones_is_shared_by_all() -> None:
-    plan = planned([131072, *([16] * 7)])
-    assert plan.program_seqs.tolist() == [0] * plan.num_programs
-
-
-@pytest.mark.parametrize(("split_tokens", "units"), [(None, [1, 1, 2, 2]), (128, [1, 1, 2, 1])])
-def test_units_before_a_window_are_no_work(split_tokens: int | None, units: list[int]) -> None:
-    plan = planned([5, 0, 130, 999], split_tokens=split_tokens, max_seq_len=999, window=60)
-    assert plan.unit_starts.diff().tolist() == units
-
-
-def test_a_window_begins_with_the_first_row() -> None:
-    rows = torch.tensor([0, 1, 17], dtype=torch.int32)
-    plan = plan_decode(
-        torch.tensor([192, 192], dtype=torch.int32), num_kv_heads=1, window=60, cu_query_lens=rows, max_query_len=16
-    )
-    assert plan.unit_starts.diff().tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"num_kv_heads": 0}, "num_kv_heads"),
-        ({"split_tokens": 0, "max_seq_len": 5}, "split_tokens"),
-        ({"split_tokens": 100, "max_seq_len": 5}, "a multiple of 64"),
-        ({"split_tokens": 64}, "max_seq_len"),
-        ({"max_query_len": 17}, "max_query_len"),
-    ],
-)
-def test_plan_arguments_are_checked(options: dict[str, int], text: str) -> None:
-    with pytest.raises(KernelArgumentError, match=text):
-        planned([1], **options)
