@@ -41,6 +41,7 @@ def paged_decode_attention(
     sinks: Tensor | None = None,
     cu_query_lens: Tensor | None = None,
     max_query_len: int = 1,
+    table_rows: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     key_scales: Tensor | None = None,
@@ -67,6 +68,8 @@ def paged_decode_attention(
         cu_query_lens: (num_seqs + 1,) int32: 0, then the running sum of the sequences' rows (not checked); None: one
             row each.
         max_query_len: a bound on a sequence's rows (not checked).
+        table_rows: (num_seqs,) int64: of each sequence its row of `block_tables` (not checked), which may then have
+            any number of rows; None: one each, in their order.
         out: as query, or None for a new tensor.
         lse: (rows, num_heads) float32 or None: filled with the natural logarithm of each softmax's sum, sinks
             included.
@@ -85,8 +88,9 @@ def paged_decode_attention(
     https://crfm.stanford.edu/2023/10/12/flashdecoding.html; equal shares: Stream-K, https://arxiv.org/abs/2301.03598.
     """
     geometry, out = _check(
-        query, key_cache, value_cache, block_tables, seq_lens, cu_query_lens, key_scales, value_scales, scale, out, lse
-    )
+        query, key_cache, value_cache, (block_tables, table_rows), seq_lens, cu_query_lens, key_scales, value_scales,
+        scale, out, lse,
+    )  # fmt: skip
     options = check_options(window, soft_cap, sinks, query.shape[1])
     check_same_device(("query", query), ("sinks", sinks))
     require_launchable(query.device, reference="paged_decode_attention_reference")
@@ -117,7 +121,13 @@ def paged_decode_attention(
     farthest = max(max_query_len * rows.stride(0) + geometry.group_size * rows.stride(1) for rows in (query, out))
     geometry = replace(geometry, is_wide=geometry.is_wide or farthest >= 2**31)
     attend = attend_variant(
-        geometry, current_backend(), options, max_query_len=max_query_len, table=table_of(query.device), **schedule
+        geometry,
+        current_backend(),
+        options,
+        max_query_len=max_query_len,
+        has_table_rows=table_rows is not None,
+        table=table_of(query.device),
+        **schedule,
     )
     score_factor, cap_factor = score_factors(scale, soft_cap)
     shared = {
@@ -143,6 +153,7 @@ def paged_decode_attention(
             "key_cache_ptr": key_cache,
             "value_cache_ptr": value_cache,
             "block_tables_ptr": block_tables,
+            "table_rows_ptr": seq_lens if table_rows is None else table_rows,
             "program_seqs_ptr": plan.program_seqs,
             "key_scales_ptr": partial_lse if key_scales is None else key_scales,
             "value_scales_ptr": partial_lse if value_scales is None else value_scales,
@@ -176,6 +187,7 @@ def paged_decode_attention_reference(
     sinks: Tensor | None = None,
     cu_query_lens: Tensor | None = None,
     max_query_len: int = 1,
+    table_rows: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     key_scales: Tensor | None = None,
@@ -183,9 +195,12 @@ def paged_decode_attention_reference(
 ) -> Tensor:
     """`paged_decode_attention` in torch, on any device; same arguments, result and errors, without a plan."""
     geometry, out = _check(
-        query, key_cache, value_cache, block_tables, seq_lens, cu_query_lens, key_scales, value_scales, scale, out, lse
-    )
+        query, key_cache, value_cache, (block_tables, table_rows), seq_lens, cu_query_lens, key_scales, value_scales,
+        scale, out, lse,
+    )  # fmt: skip
     check_options(window, soft_cap, sinks, query.shape[1])
+    if table_rows is not None:
+        block_tables = block_tables[table_rows]
     lengths = seq_lens.long()
     if cu_query_lens is not None:  # each row as a sequence that ends with it
         counts = cu_query_lens.diff().long()
@@ -215,7 +230,7 @@ def _check(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_tables: Tensor,
+    tables: tuple[Tensor, Tensor | None],
     seq_lens: Tensor,
     cu_query_lens: Tensor | None,
     key_scales: Tensor | None,
@@ -227,7 +242,7 @@ def _check(
     geometry = check_cache(query, key_cache, value_cache, key_scales, value_scales)
     check_shape("seq_lens", seq_lens, (None,), meaning="(num_seqs,)")
     num_seqs = query.shape[0] if cu_query_lens is None else seq_lens.shape[0]
-    check_tables(block_tables, seq_lens, num_seqs)
+    check_tables(*tables, seq_lens, num_seqs)
     if cu_query_lens is not None:
         check_dtype("cu_query_lens", cu_query_lens, (torch.int32,))
         check_shape("cu_query_lens", cu_query_lens, (num_seqs + 1,), meaning="(num_seqs + 1,)")
@@ -243,7 +258,8 @@ def _check(
         ("query", query),
         ("key_cache", key_cache),
         ("value_cache", value_cache),
-        ("block_tables", block_tables),
+        ("block_tables", tables[0]),
+        ("table_rows", tables[1]),
         ("seq_lens", seq_lens),
         ("cu_query_lens", cu_query_lens),
         ("key_scales", key_scales),

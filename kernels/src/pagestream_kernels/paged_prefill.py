@@ -43,6 +43,7 @@ def paged_prefill_attention(
     sinks: Tensor | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    table_rows: Tensor | None = None,
     out: Tensor | None = None,
     plan: PrefillPlan | None = None,
 ) -> Tensor:
@@ -63,6 +64,8 @@ def paged_prefill_attention(
         soft_cap: bound c of the scores, which become c * tanh(score / c); None: none.
         sinks: (num_heads,) float32: a score of each head that takes part in the softmax and has no value; None: none.
         key_scales, value_scales: (num_blocks, num_kv_heads) float32 of a cache of float8 (`docs/kernels.md`), or None.
+        table_rows: (num_seqs,) int64: of each sequence its row of `block_tables` (not checked), which may then have
+            any number of rows; None: one each, in their order.
         out: as query, or None for a new tensor.
         plan: `plan_prefill` of the same, made once for all layers of a step; None makes one.
 
@@ -76,14 +79,16 @@ def paged_prefill_attention(
     Source: PagedAttention, https://arxiv.org/abs/2309.06180; FlashAttention-2, https://arxiv.org/abs/2307.08691.
     """
     geometry, out = _check(
-        query, key_cache, value_cache, block_tables, cu_query_lens, seq_lens, key_scales, value_scales, scale, out
-    )
+        query, key_cache, value_cache, (block_tables, table_rows), cu_query_lens, seq_lens, key_scales, value_scales,
+        scale, out,
+    )  # fmt: skip
     options = check_options(window, soft_cap, sinks, query.shape[1])
     check_same_device(("query", query), ("sinks", sinks))
     require_launchable(query.device, reference="paged_prefill_attention_reference")
     farthest = max(MAX_ROWS * rows.stride(0) + geometry.group_size * rows.stride(1) for rows in (query, out))
     geometry = replace(geometry, is_wide=geometry.is_wide or farthest >= 2**31)
-    variant = prefill_variant(geometry, current_backend(), options, table=table_of(query.device))
+    cut = {"table": table_of(query.device), "has_table_rows": table_rows is not None}
+    variant = prefill_variant(geometry, current_backend(), options, **cut)
     score_factor, cap_factor = score_factors(scale, soft_cap)
     if plan is None:
         plan = plan_prefill(
@@ -99,6 +104,7 @@ def paged_prefill_attention(
         "key_cache_ptr": key_cache,
         "value_cache_ptr": value_cache,
         "block_tables_ptr": block_tables,
+        "table_rows_ptr": seq_lens if table_rows is None else table_rows,
         "cu_query_lens_ptr": cu_query_lens,
         "seq_lens_ptr": seq_lens,
         "tile_seqs_ptr": plan.tile_seqs,
@@ -121,7 +127,7 @@ def paged_prefill_attention(
     grid = (key_cache.shape[2], plan.tile_seqs.shape[0])
     variant.launch((*grid, 1), arguments)
     # Where a result is a NaN, by a second launch: 0 times an infinite value is one for rows that don't see it, too.
-    exact = prefill_variant(geometry, current_backend(), options, table=table_of(query.device), is_exact=True)
+    exact = prefill_variant(geometry, current_backend(), options, **cut, is_exact=True)
     exact.launch((*grid, cdiv(plan.rows_per_tile, exact.constants["BLOCK_ROWS"])), arguments)
     return out
 
@@ -140,13 +146,17 @@ def paged_prefill_attention_reference(
     sinks: Tensor | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    table_rows: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """`paged_prefill_attention` in torch, on any device; same arguments, result and errors. One pass a sequence."""
     geometry, out = _check(
-        query, key_cache, value_cache, block_tables, cu_query_lens, seq_lens, key_scales, value_scales, scale, out
-    )
+        query, key_cache, value_cache, (block_tables, table_rows), cu_query_lens, seq_lens, key_scales, value_scales,
+        scale, out,
+    )  # fmt: skip
     check_options(window, soft_cap, sinks, query.shape[1])
+    if table_rows is not None:
+        block_tables = block_tables[table_rows]
     starts = cu_query_lens.tolist()
     for index, seq_len in enumerate(seq_lens.tolist()):
         start, end = starts[index], starts[index + 1]
@@ -172,7 +182,7 @@ def _check(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_tables: Tensor,
+    tables: tuple[Tensor, Tensor | None],
     cu_query_lens: Tensor,
     seq_lens: Tensor,
     key_scales: Tensor | None,
@@ -183,7 +193,7 @@ def _check(
     geometry = check_cache(query, key_cache, value_cache, key_scales, value_scales)
     check_shape("seq_lens", seq_lens, (None,), meaning="(num_seqs,)")
     num_seqs = seq_lens.shape[0]
-    check_tables(block_tables, seq_lens, num_seqs)
+    check_tables(*tables, seq_lens, num_seqs)
     check_dtype("cu_query_lens", cu_query_lens, (torch.int32,))
     check_shape("cu_query_lens", cu_query_lens, (num_seqs + 1,), meaning="(num_seqs + 1,)")
     check_last_stride("cu_query_lens", cu_query_lens)
@@ -193,7 +203,8 @@ def _check(
         ("query", query),
         ("key_cache", key_cache),
         ("value_cache", value_cache),
-        ("block_tables", block_tables),
+        ("block_tables", tables[0]),
+        ("table_rows", tables[1]),
         ("cu_query_lens", cu_query_lens),
         ("seq_lens", seq_lens),
         ("key_scales", key_scales),

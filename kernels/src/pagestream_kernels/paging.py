@@ -135,10 +135,16 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
     return (scale * LOG2_E, 1.0) if soft_cap is None else (scale / soft_cap, soft_cap * LOG2_E)
 
 
-def check_tables(block_tables: Tensor, seq_lens: Tensor, num_seqs: int) -> None:
-    """Check the block tables (num_seqs, max_blocks) and lengths (num_seqs,), both int32."""
+def check_tables(block_tables: Tensor, table_rows: Tensor | None, seq_lens: Tensor, num_seqs: int) -> None:
+    """Check the block tables (num_seqs, max_blocks) and lengths (num_seqs,), both int32; with `table_rows` (num_seqs,)
+    int64 the tables have any number of rows."""
     check_dtype("block_tables", block_tables, (torch.int32,))
-    check_shape("block_tables", block_tables, (num_seqs, None), meaning="(num_seqs, max_blocks)")
+    num_rows = num_seqs if table_rows is None else None
+    check_shape("block_tables", block_tables, (num_rows, None), meaning="(num_seqs, max_blocks)")
+    if table_rows is not None:
+        check_dtype("table_rows", table_rows, (torch.int64,))
+        check_shape("table_rows", table_rows, (num_seqs,), meaning="(num_seqs,)")
+        check_last_stride("table_rows", table_rows)
     check_last_stride("block_tables", block_tables)
     check_dtype("seq_lens", seq_lens, (torch.int32,))
     check_shape("seq_lens", seq_lens, (num_seqs,), meaning="(num_seqs,)")

@@ -109,6 +109,7 @@ def _call_each(shape: ModelShape) -> None:
     query, key, value = packed[:, :heads], packed[:, heads : heads + kv_heads], packed[:, heads + kv_heads :]
     long = torch.zeros(_TOKENS, dtype=torch.int64)
     tables = torch.zeros(_SEQUENCES, _BLOCKS, dtype=torch.int32)
+    rows = torch.arange(_SEQUENCES)  # of the resident tables
     lengths = torch.ones(_SEQUENCES, dtype=torch.int32)
     scale = width**-0.5
 
@@ -120,9 +121,13 @@ def _call_each(shape: ModelShape) -> None:
     # Prefills first, then decodes: where a part begins is not part of the key either.
     first, decodes = slice(_PREFILLS), slice(_PREFILLS, _SEQUENCES)
     starts = torch.arange(_PREFILLS + 1, dtype=torch.int32)
-    paged_prefill_attention(query[first], keys, values, tables[first], starts, lengths[first], scale=scale)
+    paged_prefill_attention(
+        query[first], keys, values, tables, starts, lengths[first], table_rows=rows[first], scale=scale
+    )
     plan = plan_decode(lengths[decodes], num_kv_heads=kv_heads)
-    paged_decode_attention(query[decodes], keys, values, tables[decodes], lengths[decodes], scale=scale, plan=plan)
+    paged_decode_attention(
+        query[decodes], keys, values, tables, lengths[decodes], table_rows=rows[decodes], scale=scale, plan=plan
+    )
     silu_and_mul(tensor(_TOKENS, 2 * shape.intermediate))
     filter_and_draw(torch.zeros(_SEQUENCES, 128), torch.ones(_SEQUENCES), long[:_SEQUENCES], long[:_SEQUENCES])
 

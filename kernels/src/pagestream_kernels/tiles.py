@@ -14,6 +14,21 @@ def aligned(stride: tl.tensor, ALIGNMENT: tl.constexpr) -> tl.tensor:
 
 
 @jit
+def table_of_seq(
+    seq: tl.tensor,
+    block_tables_ptr: tl.tensor,
+    table_rows_ptr: tl.tensor,
+    table_stride: tl.tensor,
+    HAS_TABLE_ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Pointer to a sequence's block table: the row that `table_rows_ptr` names, or that of its own number."""
+    row = seq.to(tl.int64)
+    if HAS_TABLE_ROWS:
+        row = tl.load(table_rows_ptr + seq)
+    return block_tables_ptr + row * table_stride
+
+
+@jit
 def blocks_of(
     table_ptr: tl.tensor,
     tile: tl.tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,12 +100,14 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
 }
 
 
+WIDE_STACK = 512
+"""Bytes a thread that decode of several rows in float32, with heads of 256, may put on the stack."""
 LOOP_CEILINGS: Mapping[tuple[str, int], int] = {
     ("sm_80", 64): 265,
     ("sm_80", 128): 345,
     ("sm_80", 256): 375,
     ("sm_90", 64): 255,
-    ("sm_90", 128): 336,
+    ("sm_90", 128): 344,
     ("sm_90", 256): 350,
     ("sm_100", 64): 260,
     ("sm_100", 128): 340,
@@ -140,15 +143,23 @@ LOOP_CHECKS: Mapping[str, Callable[[Variant, Case], MainLoop]] = {
 }
 
 
+def problems_of(name: str, usage: Usage, case: Case) -> list[str]:
+    """What of a variant's needs is over the limits of its target, in words."""
+    problems = check_usage(usage, TARGETS[case["target"]])
+    is_wide = name == "attend" and case["dtype"] == "float32" and case["head_dim"] == 256
+    if name == "exact" or (is_wide and case["schedule"] != "equal" and usage.spill_bytes <= WIDE_STACK):
+        # It runs where a result is a NaN, or has both forms of the loop in float32: it may spill.
+        problems = [problem for problem in problems if "stack" not in problem]
+    return problems
+
+
 def build(kernel: str, case: Case, *, is_packed: bool = True) -> dict[str, Usage]:
     """Compile what one case of `kernel` launches; AssertionError when a limit of the target is passed."""
     target = TARGETS[case["target"]]
     usages = {}
     for name, variant in variants_of(kernel, case).items():
         usages[name] = compile_variant(variant, target, is_packed=is_packed)
-        problems = check_usage(usages[name], target)
-        if name == "exact":  # runs where a result is a NaN: it may spill
-            problems = [problem for problem in problems if "stack" not in problem]
+        problems = problems_of(name, usages[name], case)
         assert not problems, f"{name} for {target.name}: {'; '.join(problems)}; {usages[name]}"
         if is_packed and target.backend == "cuda" and case.get("dtype") != "float32" and name in LOOP_CHECKS:
             LOOP_CHECKS[name](variant, case)
@@ -168,10 +179,11 @@ def variants_of(kernel: str, case: Case) -> dict[str, Variant]:  # noqa: PLR0911
         geometry = Geometry(case["head_dim"], case["group_size"], case["block_size"], torch.bfloat16, has_scales=True)
         options = OPTIONS[case["options"]]
         if case["operator"] == "prefill":
-            exact = prefill_variant(geometry, "cuda", options, is_exact=True)
-            return {"float8": prefill_variant(geometry, "cuda", options), "exact": exact}
+            build = partial(prefill_variant, geometry, "cuda", options, has_table_rows=True)
+            return {"float8": build(), "exact": build(is_exact=True)}
         rows = MAX_QUERY_LEN if case["operator"] == "rows" else 1
-        return {"float8": attend_variant(geometry, "cuda", options, max_query_len=rows, min_share=MIN_SHARE)}
+        build = partial(attend_variant, geometry, "cuda", options, max_query_len=rows, min_share=MIN_SHARE)
+        return {"float8": build(has_table_rows=True)}
     dtype: torch.dtype = DTYPES[case["dtype"]]
     backend = TARGETS[case["target"]].backend
     if kernel == "paged_decode":
@@ -179,12 +191,14 @@ def variants_of(kernel: str, case: Case) -> dict[str, Variant]:  # noqa: PLR0911
         schedule = SCHEDULES[case["schedule"]]
         max_query_len = MAX_QUERY_LEN if case["schedule"] == "rows" else 1
         return {
-            "attend": attend_variant(_geometry(case), backend, options, max_query_len=max_query_len, **schedule),
+            "attend": attend_variant(
+                _geometry(case), backend, options, max_query_len=max_query_len, has_table_rows=True, **schedule
+            ),
             "merge": merge_variant(head_dim=case["head_dim"], dtype=dtype, options=options, **schedule),
         }
     if kernel == "paged_prefill":
-        given = (_geometry(case), backend, OPTIONS[case["options"]])
-        return {"prefill": prefill_variant(*given), "exact": prefill_variant(*given, is_exact=True)}
+        build = partial(prefill_variant, _geometry(case), backend, OPTIONS[case["options"]], has_table_rows=True)
+        return {"prefill": build(), "exact": build(is_exact=True)}
     if kernel in ("rope_and_cache", "rope_and_quantise"):
         head_dim = case["head_dim"]
         rotary_dim = head_dim if case["rotary"] == "full" else head_dim // 2

@@ -43,6 +43,8 @@ EPS = 1e-2  # rms_norm's; large enough to be seen in the result
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 64, 128)
 GROUP_SIZES = (1, 3, 4, 8, 32)
+TABLES = ("own", "resident")
+"""A table for each sequence, or rows of a table that has more."""
 LAYOUTS = ("block-token-head-dim", "block-head-token-dim", "block-head-dim-token")  # order in memory, slowest first
 
 PAGED_FACTORS: Mapping[str, Sequence[Any]] = {
@@ -63,6 +65,7 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "lengths": ("1", "5", "123", "border", "mixed", "long"),
         "rows": ("1", "mixed"),
         "split_tokens": (None, 64, 256),
+        "tables": TABLES,
         **OPTION_FACTORS,
     },
     "plan_decode": {
@@ -75,6 +78,7 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "paged_prefill": {
         **PAGED_FACTORS,
         **OPTION_FACTORS,
+        "tables": TABLES,
         "chunks": ("empty", "1", "5", "123", "border", "prefix", "mixed"),
     },
     "rope_and_cache": {
@@ -224,6 +228,14 @@ def lay_out(cache: Tensor, layout: str) -> Tensor:
     return cache.permute(permutation).contiguous().permute(inverse)
 
 
+def tables_of(case: Case, cache: Cache) -> tuple[Tensor, Tensor | None]:
+    """The block tables of a case's sequences, and their rows within them; rows of no sequence name no block."""
+    if case["tables"] == "own":
+        return cache.tables, None
+    rows = torch.randperm(2 * len(cache.tables))[: len(cache.tables)].to(cache.tables.device)
+    return cache.tables.new_full((2 * len(rows), cache.tables.shape[1]), -1).index_copy_(0, rows, cache.tables), rows
+
+
 def fused_rows(case: Case, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value as views into one projection's output, as the engine has them."""
     kv_heads = num_kv_heads(case)
@@ -278,7 +290,8 @@ def check_paged_decode(case: Case, device: torch.device) -> None:
             window=case["window"],
             **{name: options[name] for name in ("cu_query_lens", "max_query_len") if name in options},
         )
-    arguments = (query, cache.key, cache.value, cache.tables, seq_lens)
+    tables, options["table_rows"] = tables_of(case, cache)
+    arguments = (query, cache.key, cache.value, tables, seq_lens)
     actual_lse, expected_lse = (torch.full(query.shape[:2], math.nan, device=device) for _ in range(2))
     actual = kernels.paged_decode_attention(*arguments, **options, lse=actual_lse, plan=plan)
     expected = kernels.paged_decode_attention_reference(*arguments, **options, lse=expected_lse)
@@ -306,15 +319,16 @@ def check_paged_prefill(case: Case, device: torch.device) -> None:
     lengths = [cached + count for cached, count in chunks]
     cache = make_cache(case, lengths, device)
     query, _, _ = fused_rows(case, int(new.sum()), device)
+    options = attention_options(case, device)
+    tables, options["table_rows"] = tables_of(case, cache)
     arguments = (
         query,
         cache.key,
         cache.value,
-        cache.tables,
+        tables,
         torch.nn.functional.pad(new.cumsum(0), (1, 0)).int().to(device),
         torch.tensor(lengths, dtype=torch.int32, device=device),
     )
-    options = attention_options(case, device)
     actual = kernels.paged_prefill_attention(*arguments, **options)
     assert_close(actual, kernels.paged_prefill_attention_reference(*arguments, **options), case)
 

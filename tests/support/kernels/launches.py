@@ -253,9 +253,9 @@ def float8_loop(case: Case) -> dict[str, Any]:
     geometry, options = Geometry(128, 4, 64, torch.bfloat16, has_scales=True), Options()
     table = load_table("h100")
     if case["operator"] == "decode":
-        variant = attend_variant(geometry, "cuda", options, min_share=4, table=table)
+        variant = attend_variant(geometry, "cuda", options, min_share=4, table=table, has_table_rows=True)
     else:
-        variant = prefill_variant(geometry, "cuda", options, table=table)
+        variant = prefill_variant(geometry, "cuda", options, table=table, has_table_rows=True)
     problems = check_usage(compile_variant(variant, TARGETS["sm_90"]), TARGETS["sm_90"])
     assert not problems, problems
     loop = builds.check_loop(variant, {"target": "sm_90"})

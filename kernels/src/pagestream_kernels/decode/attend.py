@@ -17,12 +17,13 @@ from pagestream_kernels.runtime import (
     tl,
 )
 from pagestream_kernels.tables.rows import MIN_DOT, ChipTable, Row, row_for
-from pagestream_kernels.tiles import aligned, attend_tiles, has_nan
+from pagestream_kernels.tiles import aligned, attend_tiles, has_nan, table_of_seq
 
 
 @kernel(
     "lse_ptr",
     "block_tables_ptr",
+    "table_rows_ptr",
     "seq_lens_ptr",
     "query_starts_ptr",
     "unit_starts_ptr",
@@ -47,6 +48,7 @@ def _attend_kernel(  # noqa: PLR0915 - one kernel is one function
     key_cache_ptr: tl.tensor,
     value_cache_ptr: tl.tensor,
     block_tables_ptr: tl.tensor,
+    table_rows_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     query_starts_ptr: tl.tensor,
     unit_starts_ptr: tl.tensor,
@@ -83,6 +85,7 @@ def _attend_kernel(  # noqa: PLR0915 - one kernel is one function
     UNIT_TOKENS: tl.constexpr,
     MIN_SHARE: tl.constexpr,
     IS_FIXED: tl.constexpr,
+    HAS_TABLE_ROWS: tl.constexpr,
     WIDE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -136,6 +139,7 @@ def _attend_kernel(  # noqa: PLR0915 - one kernel is one function
         if IS_FIXED:
             piece_end = unit + 1
         seq_len = tl.load(seq_lens_ptr + seq)
+        table_ptr = table_of_seq(seq, block_tables_ptr, table_rows_ptr, table_stride, HAS_TABLE_ROWS)
         query_start = tl.load(query_starts_ptr + seq)
         query_len = tl.load(query_starts_ptr + seq + 1) - query_start
         seen = first_seen(seq_len, query_len, window, HAS_WINDOW)
@@ -150,7 +154,6 @@ def _attend_kernel(  # noqa: PLR0915 - one kernel is one function
         query_ptrs = query_ptr + (query_row * query_stride_n + first_head * query_stride_h)
         query_ptrs += (tokens * query_stride_n + heads * query_stride_h)[:, None] + columns[None, :]
         query = tl.load(query_ptrs, mask=row_columns, other=0.0)
-        table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
 
         if HAS_SCALES:
             query = query.to(tl.float16)
@@ -214,6 +217,7 @@ def attend_variant(
     min_share: int = 1,
     is_fixed: bool = False,
     has_lse: bool = False,
+    has_table_rows: bool = False,
     max_query_len: int = 1,
     table: ChipTable | None = None,
     row: Row | None = None,
@@ -230,7 +234,7 @@ def attend_variant(
         row = row_for("paged_decode", geometry, options, num_rows, backend=backend, table=table)
     most_rows, warps = row.rows, row.warps
     if has_rows:  # with both forms of the loop, whose registers larger tiles and fewer warps do not always hold
-        is_small = block_dim <= 64 and backend == "cuda"
+        is_small = block_dim <= 64 and backend == "cuda" and geometry.dtype.itemsize == 2
         most_rows, warps = min(row.rows, 32 if is_small else MIN_DOT), max(row.warps, 8)
     strides = [f"{name}_stride_{axis}" for name in ("out", "query") for axis in "nh"]
     cache_strides = [f"{name}_stride_{axis}" for name in ("key", "value") for axis in "bthd"]
@@ -242,6 +246,7 @@ def attend_variant(
             **dict.fromkeys(("key_cache_ptr", "value_cache_ptr"), pointer_to(geometry.cache_dtype)),
             **dict.fromkeys(("block_tables_ptr", "seq_lens_ptr", "query_starts_ptr"), "*i32"),
             **dict.fromkeys(("unit_starts_ptr", "program_seqs_ptr"), "*i32"),
+            "table_rows_ptr": "*i64" if has_table_rows else "*i32",
             **dict.fromkeys(("key_scales_ptr", "value_scales_ptr", "sinks_ptr"), "*fp32"),
             **dict.fromkeys(("score_factor", "cap_factor"), "fp32"),
             **dict.fromkeys(
@@ -263,6 +268,7 @@ def attend_variant(
             "UNIT_TOKENS": unit_tokens,
             "MIN_SHARE": min_share,
             "IS_FIXED": is_fixed,
+            "HAS_TABLE_ROWS": has_table_rows,
             "WIDE": geometry.is_wide,
             "ALIGNMENT": geometry.alignment,
             "UPCAST": not geometry.has_scales and needs_upcast(geometry.dtype),

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pagestream_kernels.paging import Geometry, Options
 from pagestream_kernels.runtime import Backend, Variant, kernel, needs_upcast, next_power_of_two, pointer_to, tl
 from pagestream_kernels.tables.rows import MIN_DOT, ChipTable, Row, row_for
-from pagestream_kernels.tiles import aligned, attend_tiles, has_nan
+from pagestream_kernels.tiles import aligned, attend_tiles, has_nan, table_of_seq
 
 LOWEST = tl.constexpr(-1e30) if tl is not None else -1e30  # below every score
 
@@ -17,6 +17,7 @@ EXACT_WARPS = 4
 
 @kernel(
     "block_tables_ptr",
+    "table_rows_ptr",
     "cu_query_lens_ptr",
     "seq_lens_ptr",
     "tile_seqs_ptr",
@@ -36,6 +37,7 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
     key_cache_ptr: tl.tensor,
     value_cache_ptr: tl.tensor,
     block_tables_ptr: tl.tensor,
+    table_rows_ptr: tl.tensor,
     cu_query_lens_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     tile_seqs_ptr: tl.tensor,
@@ -67,6 +69,7 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
     BLOCK_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    HAS_TABLE_ROWS: tl.constexpr,
     WIDE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -114,7 +117,7 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
         value_head_ptr = value_cache_ptr + kv_head * value_stride_h
         key_scales_ptr += kv_head * scale_stride_h
         value_scales_ptr += kv_head * scale_stride_h
-        table_ptr = block_tables_ptr + seq * table_stride
+        table_ptr = table_of_seq(seq, block_tables_ptr, table_rows_ptr, table_stride, HAS_TABLE_ROWS)
 
         # Tiles begin at multiples of their size, so that a row's sums do not depend on where its chunk begins.
         seen = 0
@@ -164,6 +167,7 @@ def prefill_variant(
     *,
     table: ChipTable | None = None,
     row: Row | None = None,
+    has_table_rows: bool = False,
     is_exact: bool = False,
 ) -> Variant:
     """How the kernel is built for a cache, a GPU family and the options of a layer.
@@ -185,6 +189,7 @@ def prefill_variant(
             **dict.fromkeys(("key_cache_ptr", "value_cache_ptr"), pointer_to(geometry.cache_dtype)),
             **dict.fromkeys(("block_tables_ptr", "cu_query_lens_ptr", "seq_lens_ptr"), "*i32"),
             **dict.fromkeys(("tile_seqs_ptr", "tile_rows_ptr"), "*i32"),
+            "table_rows_ptr": "*i64" if has_table_rows else "*i32",
             **dict.fromkeys(("key_scales_ptr", "value_scales_ptr"), "*fp32" if geometry.has_scales else "*i32"),
             "sinks_ptr": "*fp32" if options.sinks else "*i32",
             **dict.fromkeys(("score_factor", "cap_factor"), "fp32"),
@@ -199,6 +204,7 @@ def prefill_variant(
             "BLOCK_DIM": block_dim,
             "BLOCK_ROWS": row.rows,
             "BLOCK_KV": row.tokens,
+            "HAS_TABLE_ROWS": has_table_rows,
             "WIDE": geometry.is_wide,
             "ALIGNMENT": geometry.alignment,
             "UPCAST": not geometry.has_scales and needs_upcast(geometry.dtype),

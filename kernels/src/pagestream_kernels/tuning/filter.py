@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 
 import torch
@@ -82,5 +83,6 @@ def variant_of(key: RowKey, row: Row, target: Target, options: Options) -> Varia
     dtype = torch.bfloat16 if has_scales else getattr(torch, key.dtype)
     geometry = Geometry(key.head_dim, key.group, key.page, dtype, has_scales=has_scales)
     if key.operator == "paged_prefill":
-        return prefill_variant(geometry, target.backend, options, row=row)
-    return attend_variant(geometry, target.backend, options, min_share=MIN_SHARE, has_lse=True, row=row)
+        return prefill_variant(geometry, target.backend, options, row=row, has_table_rows=True)
+    build = partial(attend_variant, geometry, target.backend, options, min_share=MIN_SHARE, has_lse=True)
+    return build(row=row, has_table_rows=True)

@@ -35,8 +35,11 @@ class Chip:
 
 
 KNOWN: Mapping[str, Chip] = {
+    "a100": Chip("sm_80", ("A100",)),
     "h100": Chip("sm_90", ("H100",)),
     "h200": Chip("sm_90", ("H200",)),  # GH200 contains it, too
+    "b200": Chip("sm_100", ("B200",)),  # and GB200
+    "mi300x": Chip("gfx942", ("MI300X",)),
 }
 
 

@@ -14,13 +14,17 @@ SPANS = [(0, 10, 10), (30, 20, 40), (5, 3, 20), (0, 40, 6), (77, 1, 50)]
 """Of each sequence: tokens before the new ones, new tokens, tokens of its prompt. The last one decodes."""
 
 
+FIRST_ROW = 3
+"""Of the sequences' rows in the resident table."""
+
+
 def _prepare(spans: list[tuple[int, int, int]], num_prefills: int) -> TritonMetadata:
     store = KVStore([CacheShape((0,), 1, 16, 8, torch.float32)], torch.device("cpu"))
     batch = AttentionBatch(
         positions=torch.cat([torch.arange(start, start + count) for start, count, _ in spans]),
         slots=torch.zeros(sum(count for _, count, _ in spans), dtype=torch.int64),
-        block_tables=torch.arange(len(spans), dtype=torch.int32)[:, None].expand(-1, 20).contiguous(),
-        table_rows=torch.arange(len(spans)),
+        block_tables=torch.zeros(8, 20, dtype=torch.int32),
+        table_rows=FIRST_ROW + torch.arange(len(spans)),
         query_lens=[count for _, count, _ in spans],
         seq_lens=[start + count for start, count, _ in spans],
         num_prefills=num_prefills,
@@ -44,7 +48,7 @@ def test_each_token_goes_to_the_kernel_of_its_kind(monkeypatch: pytest.MonkeyPat
     prefill = found.prefill
     assert prefill is not None
     assert prefill.num_tokens == len(prompts)
-    assert prefill.block_tables[:, 0].tolist() == [0, 1, 2, 3]
+    assert prefill.table_rows.tolist() == [FIRST_ROW + seq for seq in range(4)]
     assert prefill.cu_query_lens.tolist() == [0, 10, 20, 23, 29]
     assert prefill.seq_lens.tolist() == [10, 40, 8, 6]
     computed = []
@@ -53,7 +57,7 @@ def test_each_token_goes_to_the_kernel_of_its_kind(monkeypatch: pytest.MonkeyPat
         assert decode.num_tokens == starts[-1]
         assert len(starts) - 1 <= max(1, most_pieces // 16)
         for index, (seq, end) in enumerate(
-            zip(decode.block_tables[:, 0].tolist(), decode.seq_lens.tolist(), strict=True)
+            zip((decode.table_rows - FIRST_ROW).tolist(), decode.seq_lens.tolist(), strict=True)
         ):
             length = starts[index + 1] - starts[index]
             assert 1 <= length <= decode.max_query_len <= 16

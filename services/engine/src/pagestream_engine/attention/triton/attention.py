@@ -24,6 +24,9 @@ class PrefillMetadata:
     """The prefill chunks, packed at the front."""
 
     block_tables: Tensor
+    """(rows, most blocks) int32: resident, of all running sequences."""
+    table_rows: Tensor
+    """(prefills,) int64."""
     cu_query_lens: Tensor
     """(prefills + 1,) int32."""
     seq_lens: Tensor
@@ -38,7 +41,9 @@ class DecodeMetadata:
     """Tokens that the decode kernel computes in one launch, packed behind the prefill chunks."""
 
     block_tables: Tensor
-    """(sequences, most blocks) int32."""
+    """(rows, most blocks) int32: resident, of all running sequences."""
+    table_rows: Tensor
+    """(sequences,) int64."""
     seq_lens: Tensor
     """(sequences,) int32: the new tokens included."""
     cu_query_lens: Tensor | None
@@ -75,11 +80,11 @@ class TritonAttention(Attention[TritonMetadata]):
     def prepare(self, batch: AttentionBatch, block_size: int) -> TritonMetadata:
         count = batch.num_prefills
         seq_lens, cu_query_lens = batch.lengths_on_device()
-        tables = batch.gathered_tables(block_size)
         prefill = None
         if count:
             prefill = PrefillMetadata(
-                block_tables=tables[:count],
+                block_tables=batch.block_tables,
+                table_rows=batch.table_rows[:count],
                 cu_query_lens=cu_query_lens[: count + 1],
                 seq_lens=seq_lens[:count],
                 num_tokens=batch.num_prefill_tokens,
@@ -87,13 +92,14 @@ class TritonAttention(Attention[TritonMetadata]):
             )
         if count == len(batch.seq_lens):
             return TritonMetadata(prefill, ())
-        return TritonMetadata(prefill, (prepare_decode(batch, tables[count:], seq_lens[count:], cu_query_lens),))
+        return TritonMetadata(prefill, (prepare_decode(batch, seq_lens[count:], cu_query_lens),))
 
     def prepare_decodes(self, batch: DecodeBatch, block_size: int) -> TritonMetadata:
-        """As `prepare`, with tables for the longest sequences that there may be: their width is part of a recording."""
-        tables = batch.block_tables.index_select(0, batch.table_rows)
-        longest = tables.shape[1] * block_size
-        decode = DecodeMetadata(tables, batch.positions.int() + 1, None, 1, len(batch.positions), longest)
+        """As `prepare`, for lengths up to what the tables have room for: a bound on them is part of a recording."""
+        num_tokens = len(batch.positions)
+        seq_lens = torch.add(batch.positions, 1, out=batch.positions.new_empty(num_tokens, dtype=torch.int32))
+        longest = batch.block_tables.shape[1] * block_size
+        decode = DecodeMetadata(batch.block_tables, batch.table_rows, seq_lens, None, 1, num_tokens, longest)
         return TritonMetadata(None, (decode,))
 
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec, metadata: TritonMetadata) -> Tensor:
@@ -124,9 +130,10 @@ class TritonAttention(Attention[TritonMetadata]):
                 query[:end],
                 keys,
                 values,
-                metadata.prefill.block_tables,
-                metadata.prefill.cu_query_lens,
-                metadata.prefill.seq_lens,
+                prefill.block_tables,
+                prefill.cu_query_lens,
+                prefill.seq_lens,
+                table_rows=prefill.table_rows,
                 out=output[:end],
                 plan=prefill.plans[heads],
                 **options,
@@ -140,6 +147,7 @@ class TritonAttention(Attention[TritonMetadata]):
                 values,
                 decode.block_tables,
                 decode.seq_lens,
+                table_rows=decode.table_rows,
                 cu_query_lens=decode.cu_query_lens,
                 max_query_len=decode.max_query_len,
                 out=output[begin:end],
@@ -167,23 +175,24 @@ class TritonAttention(Attention[TritonMetadata]):
         return decode.plans[key]
 
 
-def prepare_decode(batch: AttentionBatch, tables: Tensor, seq_lens: Tensor, cu_query_lens: Tensor) -> DecodeMetadata:
+def prepare_decode(batch: AttentionBatch, seq_lens: Tensor, cu_query_lens: Tensor) -> DecodeMetadata:
     """Prepare a batch's decodes of (decodes,) int32 lengths; those of more tokens than the kernel takes become as many
     sequences of one.
 
     `cu_query_lens` are those of the whole step.
     """
     query_lens = batch.query_lens[batch.num_prefills :]
+    tables, rows = batch.block_tables, batch.table_rows[batch.num_prefills :]
     longest, num_tokens, most = max(query_lens), sum(query_lens), max(batch.seq_lens[batch.num_prefills :])
     if longest == 1:
-        return DecodeMetadata(tables, seq_lens, None, 1, num_tokens, most)
+        return DecodeMetadata(tables, rows, seq_lens, None, 1, num_tokens, most)
     if longest <= MAX_QUERY_LEN:
         starts = cu_query_lens[batch.num_prefills :]
-        return DecodeMetadata(tables, seq_lens, starts - starts[0], longest, num_tokens, most)
-    counts = to_device(torch.tensor(query_lens), tables.device)
-    tables = tables.repeat_interleave(counts, dim=0, output_size=num_tokens)
+        return DecodeMetadata(tables, rows, seq_lens, starts - starts[0], longest, num_tokens, most)
+    counts = to_device(torch.tensor(query_lens), rows.device)
+    rows = rows.repeat_interleave(counts, output_size=num_tokens)
     own_lens = batch.positions[batch.num_prefill_tokens :].int() + 1
-    return DecodeMetadata(tables, own_lens, None, 1, num_tokens, most)
+    return DecodeMetadata(tables, rows, own_lens, None, 1, num_tokens, most)
 
 
 def check_supported(shapes: Sequence[CacheShape], device: torch.device) -> None:

@@ -44,14 +44,13 @@ class DeterministicTritonAttention(TritonAttention):
         if prompts is None:
             return super().prepare(batch, block_size)
         query_lens, starts = _int64(batch.query_lens), _int64(batch.seq_lens) - _int64(batch.query_lens)
-        tables = batch.gathered_tables(block_size)
-        order, places = _prompts_first(query_lens, prompts, tables.device)
-        decodes = _replays(batch.num_prefills, query_lens - prompts, starts + prompts, tables)
+        order, places = _prompts_first(query_lens, prompts, batch.table_rows.device)
+        decodes = _replays(batch, query_lens - prompts, starts + prompts)
         count = batch.num_prefills
         if count < len(batch.seq_lens):
             seq_lens, cu_query_lens = batch.lengths_on_device()
-            decodes.append(prepare_decode(batch, tables[count:], seq_lens[count:], cu_query_lens))
-        return TritonMetadata(_prefill(prompts, starts, tables), decodes, order, places)
+            decodes.append(prepare_decode(batch, seq_lens[count:], cu_query_lens))
+        return TritonMetadata(_prefill(batch, prompts, starts), decodes, order, places)
 
 
 def _prompt_tokens(batch: AttentionBatch) -> Int64Array | None:
@@ -74,26 +73,28 @@ def _prompts_first(query_lens: Int64Array, prompts: Int64Array, device: torch.de
     return _to_device(order, device), _to_device(np.argsort(order), device)
 
 
-def _prefill(prompts: Int64Array, starts: Int64Array, tables: Tensor) -> PrefillMetadata | None:
+def _prefill(batch: AttentionBatch, prompts: Int64Array, starts: Int64Array) -> PrefillMetadata | None:
     """Prepare the prompts' tokens of each sequence, from its first new one at `starts`."""
     (seqs,) = prompts.nonzero()
     if not len(seqs):
         return None
-    counts = prompts[seqs]
+    counts, device = prompts[seqs], batch.table_rows.device
     return PrefillMetadata(
-        block_tables=tables.index_select(0, _to_device(seqs, tables.device)),
-        cu_query_lens=_to_device(_running_sum(counts), tables.device),
-        seq_lens=_to_device((starts[seqs] + counts).astype(np.int32), tables.device),
+        block_tables=batch.block_tables,
+        table_rows=batch.table_rows.index_select(0, _to_device(seqs, device)),
+        cu_query_lens=_to_device(_running_sum(counts), device),
+        seq_lens=_to_device((starts[seqs] + counts).astype(np.int32), device),
         plans={},
         num_tokens=int(counts.sum()),
     )
 
 
-def _replays(num_prefills: int, counts: Int64Array, starts: Int64Array, tables: Tensor) -> list[DecodeMetadata]:
+def _replays(batch: AttentionBatch, counts: Int64Array, starts: Int64Array) -> list[DecodeMetadata]:
     """Prepare the outputs that prefills compute again: so many of each sequence, from `starts` on.
 
     A launch has as many pieces of 16 tokens as its scratch is bounded to.
     """
+    num_prefills, device = batch.num_prefills, batch.table_rows.device
     pieces = [
         (seq, first, min(MAX_QUERY_LEN, counts[seq] - first))
         for seq in range(num_prefills)
@@ -107,9 +108,10 @@ def _replays(num_prefills: int, counts: Int64Array, starts: Int64Array, tables: 
         seq_lens = starts[seqs] + firsts + lengths
         launches.append(
             DecodeMetadata(
-                block_tables=tables.index_select(0, _to_device(seqs, tables.device)),
-                seq_lens=_to_device(seq_lens.astype(np.int32), tables.device),
-                cu_query_lens=_to_device(_running_sum(lengths), tables.device),
+                block_tables=batch.block_tables,
+                table_rows=batch.table_rows.index_select(0, _to_device(seqs, device)),
+                seq_lens=_to_device(seq_lens.astype(np.int32), device),
+                cu_query_lens=_to_device(_running_sum(lengths), device),
                 max_query_len=MAX_QUERY_LEN,
                 num_tokens=int(lengths.sum()),
                 max_seq_len=int(seq_lens.max()),
