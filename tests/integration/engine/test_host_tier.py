@@ -96,3 +96,15 @@ def test_what_can_not_be_kept_is_refused_by_name(make_llm: MakeLLM, tmp_path: Pa
     windowed = make_model(tmp_path / "gemma", "gemma2")
     with pytest.raises(UnsupportedOption, match=r"swap_space: given 1, .*sliding windows"):
         LLM(windowed, dtype="float32", device="cpu", num_gpu_blocks_override=64, swap_space=1)
+
+
+def test_host_pages_and_a_cpus_pool_fit_into_its_memory_together(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = make_llm(num_gpu_blocks_override=16, swap_space=16 * MIB).engine._steps.executor.facts.host_memory
+    assert host is not None
+    page = host.page_bytes
+    monkeypatch.setattr("pagestream_engine.runner.runner.available_bytes", lambda: 20 * page)
+    make_llm(num_gpu_blocks_override=16, swap_space=4 * page / 2**30)
+    with pytest.raises(ConfigError, match=r"swap_space: given .* and at most the .* free ones"):
+        make_llm(num_gpu_blocks_override=16, swap_space=5 * page / 2**30)

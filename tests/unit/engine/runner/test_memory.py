@@ -38,16 +38,21 @@ def test_available_is_the_lesser_of_machine_and_container(
 
 
 @pytest.mark.parametrize(
-    ("step", "available", "expected"),
+    ("step", "host", "available", "expected"),
     [
-        (100 << 20, 1 << 30, 156 << 20),
-        (0, 100 << 30, memory.CPU_LIMIT_BYTES),
-        (1 << 30, 100 << 30, memory.CPU_LIMIT_BYTES),
-        (300 << 20, 1 << 30, 0),
+        (100 << 20, 0, 1 << 30, 156 << 20),
+        (100 << 20, 512 << 20, 1 << 30, 28 << 20),
+        (0, 0, 100 << 30, memory.CPU_LIMIT_BYTES),
+        (0, 99 << 30, 100 << 30, 256 << 20),
+        (1 << 30, 0, 100 << 30, memory.CPU_LIMIT_BYTES),
+        (300 << 20, 0, 1 << 30, 0),
+        (0, 2 << 30, 1 << 30, 0),
     ],
 )
-def test_the_largest_step_comes_out_of_a_cpus_share(step: int, available: int, expected: int) -> None:
-    assert memory.cpu_pool_bytes(step, available) == expected
+def test_the_largest_step_and_the_host_pages_come_out_of_a_cpus_memory(
+    step: int, host: int, available: int, expected: int
+) -> None:
+    assert memory.cpu_pool_bytes(step, host, available) == expected
 
 
 class FakeMemory:

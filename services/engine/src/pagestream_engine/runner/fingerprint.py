@@ -86,7 +86,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.runner.persistent_batch": 10,
     "pagestream_engine.runner.prompt_rows": 2,
     "pagestream_engine.runner.recorder": 1,
-    "pagestream_engine.runner.runner": 26,
+    "pagestream_engine.runner.runner": 27,
     "pagestream_engine.runner.speculation.verification": 1,
     "pagestream_engine.sampler.batch": 5,
     "pagestream_engine.sampler.columns": 2,

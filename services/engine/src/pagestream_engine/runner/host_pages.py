@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from statistics import median
 from time import perf_counter
 
@@ -13,6 +15,28 @@ from pagestream_engine.attention.kv_store import KVStore, host_tensor
 
 _TRIALS = 5
 _TRIAL_PAGES = 8
+MAX_SLAB_BYTES = 1 << 30
+"""Of pinned memory that is allocated at once."""
+
+
+def slab_pages(num_bytes: int, page_bytes: int, *, pinned: bool) -> list[int]:
+    """Return how many pages each allocation holds, so that all of them take at most `num_bytes`.
+
+    torch rounds pinned memory up to a power of two: 33 GiB at once would take 64. Each allocation is therefore as many
+    pages as fit into a power of two of bytes, the largest first: less than a page is lost in each, and less than two
+    behind the last. Other memory is one allocation.
+    """
+    if not pinned:
+        return [num_bytes // page_bytes] if num_bytes >= page_bytes else []
+    most = max(MAX_SLAB_BYTES, 1 << (page_bytes - 1).bit_length())
+    slabs = []
+    while num_bytes >= page_bytes:
+        slab = min(most, 1 << (num_bytes.bit_length() - 1))
+        if slab < page_bytes:
+            break
+        slabs.append(slab // page_bytes)
+        num_bytes -= slab
+    return slabs
 
 
 class HostPages:
@@ -23,23 +47,23 @@ class HostPages:
     for none. On a CPU they are done at once.
     """
 
-    def __init__(self, store: KVStore, num_pages: int) -> None:
+    def __init__(self, store: KVStore, slabs: Sequence[int]) -> None:
         """Allocate the pages. On a CPU they take memory when they are first written.
 
         Args:
             store: of the device's blocks, allocated.
-            num_pages: at least 1.
+            slabs: pages of each allocation, as `slab_pages` says; at least one.
         """
         self._store = store
-        self._num_pages = num_pages
+        self._ends = list(accumulate(slabs))
         self._stream: torch.cuda.Stream | None = None
-        sizes = [(num_pages, *part[:, :, 0].shape) for part in store.parts]
         if store.device.type == "cuda":
-            pairs = zip(sizes, store.parts, strict=True)
-            self._parts = [torch.empty(size, dtype=part.dtype, pin_memory=True) for size, part in pairs]
             self._stream = torch.cuda.Stream(store.device)  # type: ignore[no-untyped-call]
-        else:
-            self._parts = [host_tensor(size, part.dtype) for size, part in zip(sizes, store.parts, strict=True)]
+        self._slabs = [self._allocate(count) for count in slabs]
+        """Of each allocation the parts of its pages, (pages, 2, layer slots, ...)."""
+
+    def __len__(self) -> int:
+        return self._ends[-1]
 
     def launch(self, saves: Sequence[Sequence[int]], loads: Sequence[Sequence[int]]) -> None:
         """Begin a step's copies, and let what is launched from now on wait for those of the steps before.
@@ -60,7 +84,7 @@ class HostPages:
 
     def measure_load_s(self) -> float:
         """Return the seconds of copying one page to the device, before any block is used."""
-        num_pages = min(_TRIAL_PAGES, self._num_pages, self._store.cache.shape[2])
+        num_pages = min(_TRIAL_PAGES, len(self), self._store.cache.shape[2])
         copies = [(index, index) for index in range(num_pages)]
         seconds = []
         self._copy(copies, copies)
@@ -82,8 +106,23 @@ class HostPages:
 
     def _pairs(self, block: int, page: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Each part of a block, (2, layer slots, ...), and its place in host memory."""
-        for of_blocks, of_pages in zip(self._store.parts, self._parts, strict=True):
-            yield of_blocks[:, :, block], of_pages[page]
+        slab = bisect_right(self._ends, page)
+        place = page - self._ends[slab]  # from the slab's end
+        for of_blocks, of_pages in zip(self._store.parts, self._slabs[slab], strict=True):
+            yield of_blocks[:, :, block], of_pages[place]
+
+    def _allocate(self, num_pages: int) -> list[Tensor]:
+        """All parts of so many pages, in one allocation."""
+        pages = [part[:, :, 0] for part in self._store.parts]
+        num_bytes = num_pages * sum(page.nbytes for page in pages)
+        if self._stream is not None:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        else:
+            memory = host_tensor((num_bytes,), torch.uint8)
+        # Wider elements first, so that each part begins at a multiple of its elements.
+        order = sorted(range(len(pages)), key=lambda index: -pages[index].element_size())
+        parts = dict(zip(order, torch.split(memory, [num_pages * pages[index].nbytes for index in order]), strict=True))
+        return [parts[index].view(page.dtype).view(num_pages, *page.shape) for index, page in enumerate(pages)]
 
     def _synchronize(self) -> None:
         if self._stream is not None:

@@ -111,9 +111,10 @@ def gpu_pool_bytes(use: MemoryUse, gpu_memory_utilization: float, num_graphs: in
     return max(0, use.free - kept - (use.total - int(use.total * gpu_memory_utilization)))
 
 
-def cpu_pool_bytes(step_bytes: int, available: int | None = None) -> int:
-    """Bytes for the KV cache in host memory, where the largest step takes `step_bytes` beside it."""
-    available = available_bytes() if available is None else available
+def cpu_pool_bytes(step_bytes: int, host_bytes: int = 0, available: int | None = None) -> int:
+    """Bytes for the KV cache in host memory, where the largest step takes `step_bytes` beside it, and pages for evicted
+    blocks `host_bytes`."""
+    available = (available_bytes() if available is None else available) - host_bytes
     return max(0, min(CPU_LIMIT_BYTES, int(available * CPU_SHARE) - step_bytes))
 
 

@@ -22,7 +22,7 @@ from pagestream_engine.models.source import Target
 from pagestream_engine.runner.backends import backend_for, block_size_for, cache_shapes, kv_layout
 from pagestream_engine.runner.decode_graphs import DecodeGraphs, can_record, graph_sizes
 from pagestream_engine.runner.fingerprint import fingerprint
-from pagestream_engine.runner.host_pages import HostPages
+from pagestream_engine.runner.host_pages import HostPages, slab_pages
 from pagestream_engine.runner.memory import (
     available_bytes,
     check_weights_fit,
@@ -170,7 +170,7 @@ class ModelRunner:
                 step_bytes, pool_bytes = use.step, gpu_pool_bytes(use, share, len(sizes))
             else:
                 step_bytes = estimated_cpu_step_bytes(self, self._config, vocab_size)
-                pool_bytes = cpu_pool_bytes(step_bytes)
+                pool_bytes = cpu_pool_bytes(step_bytes, int(self._config.cache.swap_space * 2**30))
         finally:
             self.forget_rows()
         _log.info("the largest step takes %d MiB, the KV pool gets %d MiB", step_bytes >> 20, pool_bytes >> 20)
@@ -193,17 +193,21 @@ class ModelRunner:
         self._num_blocks = num_blocks
 
     def allocate_host_pages(self, num_bytes: int) -> HostMemory:
-        """Allocate host memory for blocks, once the cache is allocated.
+        """Allocate at most so many bytes of host memory for blocks, once the cache is allocated.
 
         Raises:
-            ConfigError: it does not hold one block, or there is less memory.
+            ConfigError: they do not hold one block, or there is less memory.
         """
-        page_bytes, free = self._backend.store.block_bytes, available_bytes()
-        if not page_bytes <= num_bytes <= free:
+        store, free = self._backend.store, available_bytes()
+        page_bytes, is_cuda = store.block_bytes, self.device.type == "cuda"
+        if not is_cuda:  # whose memory counts as free until blocks are first written
+            free -= sum(part.nbytes for part in store.parts)
+        slabs = slab_pages(num_bytes, page_bytes, pinned=is_cuda)
+        if not slabs or num_bytes > free:
             expected = f"GiB of at least one block of {page_bytes} bytes, and at most the {free / 2**30:.1f} free ones"
             raise ConfigError("swap_space", num_bytes / 2**30, expected)
-        self._host_pages = HostPages(self._backend.store, num_bytes // page_bytes)
-        return HostMemory(num_bytes // page_bytes, page_bytes, self._host_pages.measure_load_s())
+        self._host_pages = pages = HostPages(store, slabs)
+        return HostMemory(len(pages), page_bytes, pages.measure_load_s())
 
     @torch.inference_mode()
     def warm_up(self) -> None:
