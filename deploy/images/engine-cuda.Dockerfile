@@ -34,8 +34,8 @@ RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++
 COPY services/worker/src/pagestream_worker/logs /src/pagestream_worker/logs
 COPY services/engine/src/pagestream_engine/cpu.py services/engine/src/pagestream_engine/errors.py \
      services/engine/src/pagestream_engine/native_build.py services/engine/src/pagestream_engine/native_levels.py \
-     /src/pagestream_engine/
-RUN PYTHONPATH=/src python3 -m pagestream_worker.logs.prebuild --out /prebuilt
+     services/engine/src/pagestream_engine/native_prebuild.py /src/pagestream_engine/
+RUN PYTHONPATH=/src python3 -m pagestream_engine.native_prebuild --out /prebuilt pagestream_worker.logs.library
 
 # -- our packages --
 FROM thirdparty AS ours
@@ -50,7 +50,7 @@ RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation 
     && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-deps --no-index \
       --target /opt/pagestream /wheels/*.whl
 COPY --from=kernels /prebuilt /opt/pagestream/pagestream_kernels/prebuilt
-COPY --from=logs /prebuilt /opt/pagestream/pagestream_worker/logs/prebuilt
+COPY --from=logs /prebuilt /opt/pagestream
 
 FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title="pagestream-engine-cuda" \

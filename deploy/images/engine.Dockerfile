@@ -33,11 +33,10 @@ COPY services/engine/src/pagestream_engine/sampler/native /src/pagestream_engine
 COPY services/worker/src/pagestream_worker/logs /src/pagestream_worker/logs
 COPY services/engine/src/pagestream_engine/cpu.py services/engine/src/pagestream_engine/errors.py \
      services/engine/src/pagestream_engine/native_build.py services/engine/src/pagestream_engine/native_levels.py \
-     /src/pagestream_engine/
-RUN PYTHONPATH=/src python3 -m pagestream_engine.attention.native.prebuild --out /prebuilt/attention \
-    && PYTHONPATH=/src python3 -m pagestream_engine.layers.native.prebuild --out /prebuilt/layers \
-    && PYTHONPATH=/src python3 -m pagestream_engine.sampler.native.prebuild --out /prebuilt/sampler \
-    && PYTHONPATH=/src python3 -m pagestream_worker.logs.prebuild --out /prebuilt/logs
+     services/engine/src/pagestream_engine/native_prebuild.py /src/pagestream_engine/
+RUN PYTHONPATH=/src python3 -m pagestream_engine.native_prebuild --out /prebuilt \
+      pagestream_engine.attention.native.levels pagestream_engine.layers.native.levels \
+      pagestream_engine.sampler.native.levels pagestream_worker.logs.library
 
 # -- our packages --
 FROM thirdparty AS ours
@@ -51,10 +50,7 @@ RUN /opt/builder/bin/python -m pip wheel --quiet --no-deps --no-build-isolation 
       ./proto ./kernels ./services/streams ./services/telemetry ./services/engine ./services/worker \
     && /opt/builder/bin/python -m pip --python /opt/venv/bin/python install --quiet --no-deps --no-index \
       --target /opt/pagestream /wheels/*.whl
-COPY --from=kernels /prebuilt/attention /opt/pagestream/pagestream_engine/attention/native/prebuilt
-COPY --from=kernels /prebuilt/layers /opt/pagestream/pagestream_engine/layers/native/prebuilt
-COPY --from=kernels /prebuilt/sampler /opt/pagestream/pagestream_engine/sampler/native/prebuilt
-COPY --from=kernels /prebuilt/logs /opt/pagestream/pagestream_worker/logs/prebuilt
+COPY --from=kernels /prebuilt /opt/pagestream
 
 FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title="pagestream-engine" \

@@ -12,8 +12,7 @@ import torch
 from pagestream_engine.attention import Rotation
 from pagestream_engine.attention.kv_store import LayerCache
 from pagestream_engine.attention.native.calls import NativeKernels, Write
-from pagestream_engine.attention.native.levels import LEVELS, AttentionLevel
-from pagestream_engine.attention.native.library import library_for
+from pagestream_engine.attention.native.levels import LEVELS, AttentionLevel, library_for
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 from pagestream_engine.native_build import compile_into, find_compiler
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from pagestream_engine.attention.native import library
+from pagestream_engine.attention.native.levels import SOURCE
 from pagestream_engine.native_build import find_compiler, toolchain_of
 
 pytestmark = pytest.mark.builds
@@ -78,5 +79,5 @@ def test_source_has_no_warnings(tmp_path: Path) -> None:
     compiler = find_compiler()
     assert compiler is not None
     flags = ["-std=c++17", "-fopenmp", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
-    command = [compiler, *flags, "-DPAGESTREAM_HEAD_DIM=80", str(library.SOURCE)]
+    command = [compiler, *flags, "-DPAGESTREAM_HEAD_DIM=80", str(SOURCE)]
     subprocess.run(command, check=True, timeout=60)

@@ -13,8 +13,7 @@ import torch
 from pagestream_engine.attention import AttentionSpec, select
 from pagestream_engine.attention.kv_store import LayerCache
 from pagestream_engine.attention.native.calls import NativeKernels, PagedLayer
-from pagestream_engine.attention.native.levels import LEVELS, AttentionLevel
-from pagestream_engine.attention.native.library import library_for
+from pagestream_engine.attention.native.levels import LEVELS, AttentionLevel, library_for
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 from pagestream_engine.native_build import compile_into, find_compiler
 from support.engines.attention_cases import TOLERANCES, Sequences, make_backend, outputs_in_chunks

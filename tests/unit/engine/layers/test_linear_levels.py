@@ -13,10 +13,10 @@ from pagestream_engine import native_build
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 from pagestream_engine.errors import NativeBuildError
 from pagestream_engine.layers.native import library
-from pagestream_engine.layers.native.levels import LEVELS, LinearLevel, usable_levels
-from pagestream_engine.layers.native.prebuild import prebuild
+from pagestream_engine.layers.native.levels import LEVELS, LinearLevel, libraries, usable_levels
 from pagestream_engine.native_build import find_compiler
 from pagestream_engine.native_levels import find_library
+from pagestream_engine.native_prebuild import prebuild
 
 HERE = LEVELS.get(platform.machine(), ())
 needs_level = pytest.mark.skipif(not HERE, reason="no levels are known for this architecture")
@@ -60,7 +60,7 @@ def test_what_is_compiled_beforehand_is_loaded_without_a_compiler(
 ) -> None:
     compiler, level = find_compiler(), usable_levels(read_cpuinfo(), {})[-1]
     assert compiler is not None
-    made = list(prebuild(compiler, tmp_path))
+    made = list(prebuild(tmp_path, libraries(), compiler))
     assert len(made) == len(HERE)
     # No level's name may find the library of another one, whose instructions the processor may lack.
     found = [find_library(tmp_path, "linear", (each,), each.flags) for each in HERE]

@@ -11,11 +11,11 @@ from pagestream_engine.cpu import instruction_sets, read_cpuinfo
 from pagestream_engine.errors import CompilerNotFound
 from pagestream_engine.native_build import find_compiler
 from pagestream_engine.native_levels import find_library
+from pagestream_engine.native_prebuild import prebuild
 from pagestream_engine.sampler.draw import DrawParams, draw, draw_for, draw_natively
 from pagestream_engine.sampler.native import library
-from pagestream_engine.sampler.native.levels import levels_of
+from pagestream_engine.sampler.native.levels import levels_of, libraries
 from pagestream_engine.sampler.native.library import NativeDraws, native_draws
-from pagestream_engine.sampler.native.prebuild import prebuild
 from support.kernels.cases import case_id
 from support.pairwise import Case, pairwise
 from torch import Tensor
@@ -43,7 +43,7 @@ def every_level(tmp_path_factory: pytest.TempPathFactory) -> list[NativeDraws]:
     """Of each level that runs here, as an image's build compiles them."""
     folder = tmp_path_factory.mktemp("prebuilt")
     assert COMPILER is not None
-    assert len(list(prebuild(COMPILER, folder))) >= len(LEVELS)
+    assert len(list(prebuild(folder, libraries(), COMPILER))) >= len(LEVELS)
     paths = [find_library(folder, "draw", (level,)) for level in LEVELS]
     return [NativeDraws(ctypes.CDLL(str(path))) for path in paths]
 

@@ -1,12 +1,12 @@
 """The library of C++: brought by an image, compiled at first use, or not to be had."""
 
 import ctypes
-import sys
 from pathlib import Path
 
 import pytest
+from pagestream_engine import native_prebuild
 from pagestream_engine.native_build import find_compiler
-from pagestream_worker.logs import library, opening, prebuild
+from pagestream_worker.logs import library, opening
 from pagestream_worker.logs.native_logs import NativeLogs
 from pagestream_worker.logs.python_logs import PythonLogs
 
@@ -31,8 +31,8 @@ def test_an_image_s_library_is_used_without_a_compiler(monkeypatch: pytest.Monke
     monkeypatch.undo()
     if find_compiler() is None:
         pytest.skip("no C++ compiler")
-    folder = tmp_path / "prebuilt"
-    assert prebuild.main(["--out", str(folder)]) == 0
+    assert native_prebuild.main(["--out", str(tmp_path), library.__name__]) == 0
+    folder = tmp_path / "pagestream_worker" / "logs" / "prebuilt"
     [made] = folder.iterdir()
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -46,6 +46,5 @@ def test_an_image_s_library_is_used_without_a_compiler(monkeypatch: pytest.Monke
 
 
 def test_the_build_of_an_image_fails_without_a_compiler(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert prebuild.main(["--out", str(tmp_path)]) == 1
+    assert native_prebuild.main(["--out", str(tmp_path), library.__name__]) == 1
     assert "g++" in capsys.readouterr().err
-    assert "torch" not in vars(sys.modules[prebuild.__name__])

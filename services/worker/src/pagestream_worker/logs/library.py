@@ -5,6 +5,7 @@ This module imports neither torch nor the broker's code: an image's build compil
 
 import ctypes
 import logging
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from pagestream_engine.native_build import NativeLibrary, cached
 from pagestream_engine.native_levels import Level, find_library
 
 PREBUILT = Path(__file__).parent / "prebuilt"
-"""Where an image's build puts the library (`python -m pagestream_worker.logs.prebuild`). A checkout has none."""
+"""Where an image's build puts the library (`pagestream_engine.native_prebuild`). A checkout has none."""
 _BASELINE = Level("baseline", frozenset())
 """What every processor of an architecture has: the vectors of a link are four words wide."""
 LIBRARY = NativeLibrary(
@@ -21,6 +22,11 @@ LIBRARY = NativeLibrary(
 )
 
 logger = logging.getLogger(__name__)
+
+
+def libraries() -> Iterator[NativeLibrary]:
+    """Yield what an image brings."""
+    yield LIBRARY
 
 
 def find_or_compile() -> Path:

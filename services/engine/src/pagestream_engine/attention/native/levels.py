@@ -1,15 +1,28 @@
-"""Libraries compiled beforehand, for images without a compiler: one for each level of instructions and head size."""
+"""Libraries compiled beforehand, for images without a compiler: one for each level of instructions and head size.
+
+This module imports no torch: an image's build compiles the libraries without it.
+"""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagestream_engine.native_build import NativeLibrary
 from pagestream_engine.native_levels import ARMV8_A, X86_64_V3, X86_64_V4, Level, find_library
 
+SOURCE = Path(__file__).parent / "kernels.cpp"
+HEADERS = (SOURCE.with_name("activations.h"),)
 PREBUILT = Path(__file__).parent / "prebuilt"
-"""Where an image's build puts them (`python -m pagestream_engine.attention.native.prebuild`). A checkout has none."""
+"""Where an image's build puts them (`pagestream_engine.native_prebuild`). A checkout has none."""
+HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
+"""Those of published models of the families that the engine runs, and of the models in its tests."""
+CACHES = ("", "fp8")
+"""What an image's libraries keep keys and values as. A model of 32 or 16 other bits with a cache of bfloat16 needs a
+compiler, or runs on torch's operations."""
+_FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +57,20 @@ def find_prebuilt(
 ) -> Path | None:
     """Return the best library that this processor, or one with `flags`, can run; None without one."""
     return find_library(folder, library_name(head_dim, cache), LEVELS.get(platform.machine(), ()), flags)
+
+
+def library_for(head_dim: int, level: AttentionLevel, cache: str = "") -> NativeLibrary:
+    """Return what to compile for a head size, a level of instructions, and a type of the cache, "" being the model's
+    own, fp8 or bf16."""
+    flags = (*_FLAGS, *level.options, f"-DPAGESTREAM_HEAD_DIM={head_dim}")
+    if cache:
+        flags = (*flags, f"-DPAGESTREAM_CACHE={cache}")
+    return NativeLibrary(f"{library_name(head_dim, cache)}-{level.name}", SOURCE, flags, HEADERS)
+
+
+def libraries(head_dims: Sequence[int] = HEAD_DIMS, caches: Sequence[str] = CACHES) -> Iterator[NativeLibrary]:
+    """Yield what an image brings: each level of this architecture for each head size and kind of cache."""
+    for level in LEVELS.get(platform.machine(), ()):
+        for head_dim in head_dims:
+            for cache in caches:
+                yield library_for(head_dim, level, cache)

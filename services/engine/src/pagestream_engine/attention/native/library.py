@@ -10,19 +10,14 @@ from __future__ import annotations
 import ctypes
 import logging
 from functools import cache
-from pathlib import Path
 
 import torch
 
-from pagestream_engine.attention.native.levels import NATIVE, AttentionLevel, find_prebuilt, library_name
+from pagestream_engine.attention.native.levels import NATIVE, find_prebuilt, library_for
 from pagestream_engine.errors import NativeBuildError
-from pagestream_engine.native_build import NativeLibrary, cached
+from pagestream_engine.native_build import cached
 
-SOURCE = Path(__file__).parent / "kernels.cpp"
-HEADERS = (SOURCE.with_name("activations.h"),)
 HEAD_DIM_MULTIPLE = 16
-_FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
-
 _CACHES = {None: "", torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
 """What keys and values are kept as, where it is not the model's dtype, by its name in the C++ source."""
 
@@ -43,12 +38,3 @@ def load_library(head_dim: int, cache_dtype: torch.dtype | None = None) -> ctype
     except (OSError, NativeBuildError) as error:
         _log.warning("the C++ kernels can't be used, attention runs on torch's operations, slower: %s", error)
         return None
-
-
-def library_for(head_dim: int, level: AttentionLevel, cache: str = "") -> NativeLibrary:
-    """Return what to compile for a head size, a level of instructions, and a type of the cache, "" being the model's
-    own, fp8 or bf16."""
-    flags = (*_FLAGS, *level.options, f"-DPAGESTREAM_HEAD_DIM={head_dim}")
-    if cache:
-        flags = (*flags, f"-DPAGESTREAM_CACHE={cache}")
-    return NativeLibrary(f"{library_name(head_dim, cache)}-{level.name}", SOURCE, flags, HEADERS)

@@ -6,7 +6,7 @@ This module imports no torch: an image's build compiles the libraries without it
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parent / "linear.cpp"
 _ACTIVATIONS = SOURCE.parents[2] / "attention" / "native" / "activations.h"
 HEADERS = (*(SOURCE.with_name(name) for name in ("product.h", "tiles.h")), _ACTIVATIONS)
 PREBUILT = Path(__file__).parent / "prebuilt"
-"""Where an image's build puts the libraries (`python -m pagestream_engine.layers.native.prebuild`)."""
+"""Where an image's build puts the libraries (`pagestream_engine.native_prebuild`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +65,9 @@ def usable_levels(cpuinfo: str, environ: Mapping[str, str]) -> tuple[LinearLevel
 def library_for(level: LinearLevel) -> NativeLibrary:
     """Return what to compile for a level."""
     return NativeLibrary(f"linear-{level.name}", SOURCE, (*_FLAGS, *level.options), HEADERS)
+
+
+def libraries() -> Iterator[NativeLibrary]:
+    """Yield what an image brings: each level of this architecture."""
+    for level in LEVELS.get(platform.machine(), ()):
+        yield library_for(level)

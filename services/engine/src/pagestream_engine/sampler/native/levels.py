@@ -6,6 +6,7 @@ This module imports no torch: an image's build compiles the libraries without it
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from pagestream_engine.native_levels import ARMV8_A, X86_64_V3, X86_64_V4, Level
 
 SOURCE = Path(__file__).parent / "draw.cpp"
 PREBUILT = Path(__file__).parent / "prebuilt"
-"""Where an image's build puts the libraries (`python -m pagestream_engine.sampler.native.prebuild`)."""
+"""Where an image's build puts the libraries (`pagestream_engine.native_prebuild`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +45,9 @@ def levels_of(flags: frozenset[str]) -> list[DrawLevel]:
 def library_for(level: DrawLevel) -> NativeLibrary:
     """Return what to compile for a level."""
     return NativeLibrary(f"draw-{level.name}", SOURCE, (*_FLAGS, *level.options))
+
+
+def libraries() -> Iterator[NativeLibrary]:
+    """Yield what an image brings: each level of this architecture."""
+    for level in LEVELS.get(platform.machine(), ()):
+        yield library_for(level)
