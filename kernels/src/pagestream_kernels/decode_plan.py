@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pagestream_kernels.checks import check_dtype, check_last_stride, check_same_device, check_shape
 from pagestream_kernels.decode.plan import plan_variant
+from pagestream_kernels.decode.shares import TILE_TOKENS
 from pagestream_kernels.errors import KernelArgumentError
 from pagestream_kernels.runtime import cdiv, num_processors, require_launchable
 from pagestream_kernels.tables.rows import PROGRAMS_PER_PROCESSOR
 
-TILE_TOKENS = 64  # a unit of equal shares; a multiple of every tile
 MIN_SHARE = 4  # units; below this the merge costs more than the cut saves; a GPU has not yet confirmed it
 FIXED_SPLIT_TOKENS = 512
 """Unit of batch-invariant decode: merging its results adds 1.6 % to the traffic of a 16-bit cache."""

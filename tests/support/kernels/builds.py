@@ -13,7 +13,8 @@ from pagestream_kernels.cache.copy_blocks import copy_blocks_variant
 from pagestream_kernels.decode.attend import attend_variant
 from pagestream_kernels.decode.merge import merge_variant
 from pagestream_kernels.decode.plan import plan_variant
-from pagestream_kernels.decode_plan import FIXED_SPLIT_TOKENS, MAX_QUERY_LEN, MIN_SHARE, TILE_TOKENS
+from pagestream_kernels.decode.shares import TILE_TOKENS
+from pagestream_kernels.decode_plan import FIXED_SPLIT_TOKENS, MAX_QUERY_LEN, MIN_SHARE
 from pagestream_kernels.filter_and_draw import filter_and_draw_variant
 from pagestream_kernels.linear.fixed_order_matmul import fixed_order_matmul_variant
 from pagestream_kernels.paging import MAX_ALIGNMENT, Geometry, Options

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from pagestream_kernels.decode.shares import LOWEST, first_seen, share_begin, shares_of
-from pagestream_kernels.decode_plan import TILE_TOKENS
+from pagestream_kernels.decode.shares import LOWEST, TILE_TOKENS, first_seen, share_begin, shares_of
 from pagestream_kernels.paging import Geometry, Options
 from pagestream_kernels.runtime import (
     Backend,

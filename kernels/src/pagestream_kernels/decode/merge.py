@@ -6,8 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from pagestream_kernels.decode.shares import LOWEST, first_seen, program_of, shares_of
-from pagestream_kernels.decode_plan import TILE_TOKENS
+from pagestream_kernels.decode.shares import LOWEST, TILE_TOKENS, first_seen, program_of, shares_of
 from pagestream_kernels.paging import Options
 from pagestream_kernels.runtime import Variant, kernel, next_power_of_two, pointer_to, tl
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pagestream_kernels.runtime import jit, tl
 
+TILE_TOKENS = 64  # a unit of equal shares; a multiple of every tile
 LOWEST = tl.constexpr(-1e30) if tl is not None else -1e30  # below every score, so that no difference of two is a NaN
 
 
