@@ -24,7 +24,7 @@ async def test_a_search_begins_anew_on_the_next_engine(redis_url: str, tmp_path:
         assert (await broker.view(spec.request_id, "tenant")).next_index == 0, "a beam's tokens can still change"
         async with running_worker(broker, tmp_path / "second", engine_core=core) as second:
             log = await reading
-            assert second.worker.load()["running"] == 0
+            await eventually(lambda: second.worker.load()["running"] == 0)
             await second.end()
     best = searched([1, 2], SamplingParams(**search, early_stopping="never"), FACTS, 1000)  # type: ignore[arg-type]
     assert [tokens(log, choice) for choice in range(2)] == best[:2]

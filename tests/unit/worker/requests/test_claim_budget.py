@@ -72,6 +72,22 @@ def test_without_lookahead_nothing_is_claimed_until_all_have_a_token() -> None:
     assert budget.available(BLOCKS)[0] >= 1
 
 
+@pytest.mark.parametrize("claims_ahead", [False, True])
+def test_beams_are_counted_and_hold_up_no_claim_when_their_prompt_is_computed(*, claims_ahead: bool) -> None:
+    budget = new_budget()
+    budget.limit_lookahead(claims_ahead=claims_ahead)
+    budget.reserve(20, [("a", 0), ("b", 0)], num_at_end=MOST - 1)
+    assert budget.available(BLOCKS)[1] <= (BLOCKS - 1 - MOST + 1) * BLOCK, "each has a block of its own"
+    budget.note_prefill_step({"a": 0, "b": 0})
+    assert budget.available(BLOCKS) == (1, (BLOCKS - 1) * BLOCK), "one seat is left, and all that is free"
+    budget.release(["a", "b"])
+    assert budget.available(BLOCKS) == (1, UNLIMITED_TOKENS)
+    for number in range(MOST - 1):
+        budget.reserve(1, [(str(number), 0)])
+        budget.note_token(str(number))
+    assert budget.available(BLOCKS)[0] == 1
+
+
 def test_the_mean_size_of_requests_and_max_num_seqs_bound_a_claim() -> None:
     budget = new_budget()
     for number in range(MOST - 1):

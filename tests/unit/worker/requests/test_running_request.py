@@ -255,3 +255,14 @@ def test_the_choices_of_a_prompt_come_together_and_only_those_that_are_open() ->
     second = running(claim(log, n=2, num_prompts=2, nonce="b"))
     resumed = [[(choice.index, list(choice.output_token_ids)) for choice in group] for group in second.open_groups()]
     assert resumed == [[(1, [])], [(2, [20])]]
+
+
+def test_what_comes_at_the_end_is_not_written_as_plain_tokens() -> None:
+    """The engine reports plain tokens by sequence, and which of them are the answer is known at the end."""
+    one = claim()
+    assert running(one).is_plain
+    one.spec.sampling.use_beam_search = True
+    assert not running(one).is_plain
+    contest = claim()
+    contest.spec.sampling.best_of = 3
+    assert not running(contest).is_plain

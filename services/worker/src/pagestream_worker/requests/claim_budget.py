@@ -27,7 +27,7 @@ class ClaimBudget:
         self._prefilling: dict[str, int] = {}  # sequence -> blocks that it may not have yet
         self._not_begun: dict[str, int] = {}  # sequence -> prompt tokens that no step has begun to compute
         self._running: set[str] = set()
-        self._extra: dict[str, int] = {}  # sequence -> others that it stands for
+        self._extra: dict[str, int] = {}  # sequence without a token before its end -> others that it stands for
         self._first_class: set[str] = set()
         self._claims_ahead = True
         self.changed = asyncio.Event()
@@ -112,7 +112,7 @@ class ClaimBudget:
         return min(by_tokens, group.max_blocks_held(UNLIMITED_TOKENS, self._step_tokens))
 
     def reserve(
-        self, prompt_tokens: int, siblings: Sequence[tuple[str, int]], *, priority: int = 0, num_extra: int = 0
+        self, prompt_tokens: int, siblings: Sequence[tuple[str, int]], *, priority: int = 0, num_at_end: int = 0
     ) -> None:
         """Reserve room for the choices of one prompt.
 
@@ -120,9 +120,11 @@ class ClaimBudget:
             prompt_tokens: length of the prompt.
             siblings: sequence id, and the number of tokens that other engines have generated for it.
             priority: the request's class.
-            num_extra: sequences beside them: beams, or choices of which the best are kept. They go with the first.
+            num_at_end: sequences that they are chosen from, which have no token before their end; 0: they have.
         """
-        if num_extra:
+        num_extra = max(0, num_at_end - len(siblings))
+        if num_at_end:
+            self._extra.update((seq_id, 0) for seq_id, _ in siblings)
             self._extra[siblings[0][0]] = num_extra
         if priority == 0:
             self._first_class.update(seq_id for seq_id, _ in siblings)
@@ -166,12 +168,13 @@ class ClaimBudget:
 
     def note_prefill_step(self, remaining: Mapping[str, int]) -> None:
         """Note that a step with prompts has begun, and the tokens that each of its sequences needs after it."""
-        if not self._claims_ahead:
-            return  # they count until their first token
         for seq_id, num_tokens in remaining.items():
+            comes_at_end = seq_id in self._extra
+            if not self._claims_ahead and not comes_at_end:
+                continue  # it counts until its first token
             if seq_id in self._not_begun:
                 self._not_begun[seq_id] = num_tokens
-            if not num_tokens and seq_id in self._extra:  # Its first token comes at its end.
+            if not num_tokens and comes_at_end:
                 self._prefilling[seq_id] = 0
         self.changed.set()
 

@@ -119,8 +119,9 @@ class ActiveRequests:
             Sibling(choice.seq_id, choice.params, choice.output_token_ids, choice.index % request.num_siblings)
             for choice in choices
         ]
-        num_extra = max(0, siblings[0].params.width - len(siblings))
-        self._budget.reserve(len(prompt), sizes, priority=claim.spec.priority, num_extra=num_extra)
+        params = siblings[0].params
+        num_at_end = params.width if params.use_beam_search or params.is_contest else 0
+        self._budget.reserve(len(prompt), sizes, priority=claim.spec.priority, num_at_end=num_at_end)
         self._sequences.update((choice.seq_id, (request, choice.index)) for choice in choices)
         log = request.log.handle if request.is_plain else 0
         spec, was_claimed = claim.spec, claim.attempts > 1
