@@ -10,6 +10,9 @@ Each system is first given all requests at once: its capacity. Then it runs at s
 where the curve through these points crosses the limit, by linear interpolation; "at least" the last rate that was tried
 where it doesn't.
 
+With `--processor-time` and one thread, seconds are of the processor that this process uses, and idle ones are skipped:
+for a machine that other load slows down by turns.
+
     PYTHONPATH=tests python tests/benchmarks/rate_sweep.py [--short] [--trace FILE] [--limits 0.1 0.2] [--json FILE]
 """
 
@@ -85,13 +88,17 @@ class Curve:
 
 
 class Arrivals:
-    """Requests that arrive at given seconds after the start, on the wall clock."""
+    """Requests that arrive at given seconds after the start."""
 
-    def __init__(self, requests: Sequence[Request], seconds: Sequence[float]) -> None:
+    def __init__(self, requests: Sequence[Request], seconds: Sequence[float], *, by_processor: bool) -> None:
+        """`by_processor` counts the processor's seconds in place of the wall clock's."""
         self._requests = requests
         self._seconds = seconds
         self._next = 0
-        self._started = time.perf_counter()
+        self._by_processor = by_processor
+        self._clock = time.process_time if by_processor else time.perf_counter
+        self._started = self._clock()
+        self._skipped = 0.0
 
     @property
     def left(self) -> bool:
@@ -106,16 +113,25 @@ class Arrivals:
 
     def now(self) -> float:
         """Return the seconds since the start."""
-        seconds = time.perf_counter() - self._started
+        seconds = self._clock() - self._started + self._skipped
         if seconds > LIMIT_S:
             raise TimeoutError(f"a run took more than {LIMIT_S:.0f} s")
         return seconds
+
+    def wait(self) -> None:
+        """Wait while nothing is to be done before the next request arrives."""
+        if not self._by_processor:
+            time.sleep(IDLE_S)
+        elif self.left:
+            self._skipped += max(0.0, self._seconds[self._next] - self.now())
 
 
 class System(ABC):
     """Serves requests as they arrive."""
 
     name: str
+    by_processor = False
+    """Whether seconds are of the processor: see `Arrivals`."""
 
     @abstractmethod
     def serve(self, requests: Sequence[Request], seconds: Sequence[float]) -> list[float]:
@@ -140,7 +156,8 @@ class Pagestream(System):
     def serve(self, requests: Sequence[Request], seconds: Sequence[float]) -> list[float]:
         from pagestream_engine import SamplingParams
 
-        engine, arrivals, ends = self._engine, Arrivals(requests, seconds), [0.0] * len(requests)
+        engine, ends = self._engine, [0.0] * len(requests)
+        arrivals = Arrivals(requests, seconds, by_processor=self.by_processor)
         num_left = len(requests)
         while num_left:
             for number in arrivals.due():
@@ -148,7 +165,7 @@ class Pagestream(System):
                 params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
                 engine.add_request(str(number), requests[number].prompt, params)
             if not engine.has_unfinished_requests():
-                time.sleep(IDLE_S)
+                arrivals.wait()
                 continue
             for output in engine.step():
                 if output.finish_reason is not None:
@@ -175,11 +192,12 @@ class Static(System):
         self._model.generation_config.eos_token_id = None
 
     def serve(self, requests: Sequence[Request], seconds: Sequence[float]) -> list[float]:
-        arrivals, ends, waiting = Arrivals(requests, seconds), [0.0] * len(requests), list[int]()
+        arrivals = Arrivals(requests, seconds, by_processor=self.by_processor)
+        ends, waiting = [0.0] * len(requests), list[int]()
         while arrivals.left or waiting:
             waiting += arrivals.due()
             if not waiting:
-                time.sleep(IDLE_S)
+                arrivals.wait()
                 continue
             batch, waiting = waiting[: self._batch_size], waiting[self._batch_size :]
             self._generate([requests[number] for number in batch])
@@ -217,10 +235,13 @@ class Continuous(System):
         with self._model.continuous_batching_context_manager(
             generation_config=self._generation, continuous_batching_config=self._config, timeout=10
         ) as manager:
-            ends, num_left = [0.0] * len(requests), len(requests)
-            arrivals = Arrivals(requests, seconds)
+            ends, num_left, num_running = [0.0] * len(requests), len(requests), 0
+            arrivals = Arrivals(requests, seconds, by_processor=self.by_processor)
             while num_left:
+                if not num_running:
+                    arrivals.wait()
                 for number in arrivals.due():
+                    num_running += 1
                     manager.add_request(
                         requests[number].prompt,
                         request_id=str(number),
@@ -232,7 +253,7 @@ class Continuous(System):
                     if len(result.generated_tokens) != requests[int(result.request_id)].num_output_tokens:
                         raise RuntimeError(f"request {result.request_id}: {result.error or 'too few tokens'}")
                     ends[int(result.request_id)] = arrivals.now()
-                    num_left -= 1
+                    num_left, num_running = num_left - 1, num_running - 1
         return ends
 
 
@@ -258,8 +279,9 @@ def poisson(count: int, rate: float) -> list[float]:
     return seconds
 
 
-def measure(system: System, requests: Sequence[Request], shares: Sequence[float]) -> Curve:
+def measure(system: System, requests: Sequence[Request], shares: Sequence[float], *, by_processor: bool) -> Curve:
     """Run a system at shares of its own capacity."""
+    system.by_processor = by_processor
     system.capacity(requests[: len(requests) // 4])  # warms it up
     capacity = system.capacity(requests)
     print(f"{system.name}: capacity {capacity:.2f} requests/s", flush=True)
@@ -277,18 +299,22 @@ def measure(system: System, requests: Sequence[Request], shares: Sequence[float]
 def curves(options: argparse.Namespace, folder: Path) -> Iterator[Curve]:
     """Measure all systems; of the static batch sizes the one with the highest capacity."""
     count, shares = (12, (0.5,)) if options.short else (options.requests, options.shares)
+    by_processor = options.processor_time
     requests = conversations(options.trace, count, options.scale)
     ours = Pagestream(folder, options.dtype)
-    yield measure(ours, requests, shares)
+    yield measure(ours, requests, shares, by_processor=by_processor)
     ours.close()
     del ours
     gc.collect()
     sizes = STATIC_BATCH_SIZES[:1] if options.short else STATIC_BATCH_SIZES
     systems = [Static(folder, options.dtype, size) for size in sizes]
-    yield measure(max(systems, key=lambda system: system.capacity(requests)), requests, shares)
-    del systems
+    for each in systems:
+        each.by_processor = by_processor
+    best = max(systems, key=lambda system: system.capacity(requests))
+    yield measure(best, requests, shares, by_processor=by_processor)
+    del systems, best
     gc.collect()
-    yield measure(Continuous(folder, options.dtype), requests, shares)
+    yield measure(Continuous(folder, options.dtype), requests, shares, by_processor=by_processor)
 
 
 def main() -> None:
@@ -302,8 +328,11 @@ def main() -> None:
     parser.add_argument("--limits", type=float, nargs="+", default=[0.1, 0.2], help="s/token")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch, for all systems")
+    parser.add_argument("--processor-time", action="store_true", help="see above; with --threads 1")
     parser.add_argument("--json", type=Path, help="file that the curves are written to")
     options = parser.parse_args()
+    if options.processor_time and options.threads != 1:
+        parser.error("--processor-time: expected --threads 1")
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as name:
         found = list(curves(options, make_model(Path(name) / "model", options.dtype)))
