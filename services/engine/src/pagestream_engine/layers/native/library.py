@@ -17,6 +17,7 @@ from pagestream_engine.cpu import read_cpuinfo
 from pagestream_engine.errors import NativeBuildError
 from pagestream_engine.layers.linear_methods import Activation
 from pagestream_engine.layers.native.levels import PREBUILT, LinearLevel, library_for, usable_levels
+from pagestream_engine.layers.native.panel_memory import PanelMemory
 from pagestream_engine.native_build import cached
 from pagestream_engine.native_levels import find_library
 
@@ -24,6 +25,8 @@ _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _EPILOGUES: dict[Activation | None, int] = {None: -1, "silu": 0, "gelu": 1, "gelu_tanh": 2}
 """Numbers of `Epilogue` in product.h."""
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+_MEMORY = PanelMemory()
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ class NativeLinears:
     def pack(self, weight: Tensor) -> Tensor:
         """(out features, in features) -> its words in panels, (words,) int32."""
         outputs, inputs = weight.shape
-        packed = torch.empty(self._packed_words(inputs, outputs), dtype=torch.int32)
+        packed = _MEMORY.take(self._packed_words(inputs, outputs))
         self._pack(packed.data_ptr(), weight.data_ptr(), inputs, outputs, torch.get_num_threads())
         return packed
 
