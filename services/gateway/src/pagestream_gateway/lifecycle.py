@@ -35,6 +35,7 @@ from pagestream_gateway.core.queue_monitor import QueueMonitor
 from pagestream_gateway.core.redis_timeout import RedisTimeout
 from pagestream_gateway.core.requests import AcceptedRequests
 from pagestream_gateway.core.submission import Submission
+from pagestream_gateway.core.text.encoder_pool import EncoderPool
 from pagestream_gateway.core.tokenization import PendingRequests, TokenizePool
 from pagestream_gateway.errors import StartupError
 from pagestream_gateway.metrics import Metrics
@@ -147,7 +148,7 @@ async def _gateway(settings: Settings, authenticator: Authenticator) -> AsyncIte
                 limit=limit,
                 authenticator=authenticator,
                 models=models,
-                submission=Submission(broker, session, models, pool, limit, settings),
+                submission=Submission(broker, session, models, EncoderPool(pool, limits), limit, settings),
                 requests=AcceptedRequests(broker, session, metrics, limit),
                 pool=pool,
                 pending=PendingRequests(limits.max_pending_bytes, limit_s=limits.tokenize_limit_s),

@@ -122,6 +122,8 @@ class LimitSettings:
     """Threads that render and tokenize. The tokenizer releases Python's lock."""
     tokenize_queue: int = 512
     """Requests that may run in the threads or wait for one. Further ones are refused with RESOURCE_EXHAUSTED."""
+    encoding_cache_bytes: int = 64 * 1024 * 1024
+    """Bytes of token ids of messages and other parts of prompts that came before: about 15 million tokens."""
     tokenize_limit_s: float = 30.0
     """Seconds that rendering and tokenizing one request may take, its wait included; and those that a large body may
     wait to be read.

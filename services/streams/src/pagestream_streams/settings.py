@@ -57,10 +57,11 @@ class StreamsSettings:
     """Milliseconds that a class waits longer than the class above it, at most."""
     steal_after_ms: int = 100
     """Milliseconds for which an entry is left to its partition's own engine; then any engine may claim it."""
-    steal_held_us: int = 500
+    steal_held_us: int = 1000
     """Microseconds for which an entry is left to that engine longer, for each token of its prompt that the engine has
-    cached: ten times what a large model takes to compute one, since the next turn is then found there, too ..."""
-    steal_held_most_ms: int = 4000
+    cached: twenty times what a large model takes to compute one, since the turns that follow are found there, too; ...
+    """
+    steal_held_most_ms: int = 8000
     """... and at most so many milliseconds: for as long it may be overtaken."""
     placement_tokens: int = 64
     """Tokens of the shortest beginning of a prompt by which gateways and engines know it again; a power of two."""

@@ -1,5 +1,8 @@
+from __future__ import annotations
+
 import asyncio
 import threading
+from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,29 +11,37 @@ import pytest
 from pagestream.v1.records_pb2 import ModelCard
 from pagestream_gateway.core.models import LoadedModel, ModelCache, Models, load_model
 from pagestream_gateway.core.redis_timeout import RedisTimeout
+from pagestream_gateway.core.text.encoder import EncodingJob
+from pagestream_gateway.core.text.encoding_cache import EncodingCache
 from pagestream_gateway.core.tokenization import TokenizePool
 from pagestream_gateway.errors import InvalidRequest, PromptTooLong
 from pagestream_streams.errors import ModelNotFound
 from support.engines.synthetic_engine import MODEL, byte_tokenizer, synthetic_card
 
 
+def encoded(model: LoadedModel, text: str, *, adds: bool, limit: int) -> array[int]:
+    """Return the ids of a text, as a request's."""
+    job = model.check(EncodingJob(text, adds, limit, "prompt"))
+    return model.ids_of(job, model.encoder.encode_batch([job], EncodingCache(0))[0])
+
+
 def test_encodes_as_the_tokenizer_does() -> None:
     model = load_model(synthetic_card())
     for special in (True, False):
-        ids = model.encode("Grüße 👋", add_special_tokens=special, limit=100, field="prompt")
+        ids = encoded(model, "Grüße 👋", adds=special, limit=100)
         assert list(ids) == byte_tokenizer().encode("Grüße 👋", add_special_tokens=special).ids
     assert model.decode(list(ids)) == "Grüße 👋"
 
 
 def test_a_prompt_that_is_too_long_tells_the_numbers() -> None:
     with pytest.raises(PromptTooLong, match=r"11 tokens.*128 tokens") as caught:
-        load_model(synthetic_card()).encode("x" * 10, add_special_tokens=True, limit=10, field="prompt")
+        encoded(load_model(synthetic_card()), "x" * 10, adds=True, limit=10)
     assert caught.value.field == "prompt"
 
 
 def test_half_a_surrogate_pair_is_not_text() -> None:
     with pytest.raises(InvalidRequest, match="surrogate"):
-        load_model(synthetic_card()).encode("\ud800", add_special_tokens=True, limit=10, field="prompt")
+        encoded(load_model(synthetic_card()), "\ud800", adds=True, limit=10)
 
 
 @pytest.mark.parametrize("change", [{"tokenizer_json_zlib": b"x"}, {"chat_template": "{% for %}"}])

@@ -119,4 +119,4 @@ def test_what_is_remembered_is_bounded_and_the_least_used_goes() -> None:
 
 
 def test_a_held_prompt_is_left_to_its_engine_for_longer_up_to_a_bound() -> None:
-    assert [left_ms(SETTINGS, held) for held in (0, 1000, 100_000)] == [0, 500, 4000]
+    assert [left_ms(SETTINGS, held) for held in (0, 1000, 100_000)] == [0, 1000, 8000]

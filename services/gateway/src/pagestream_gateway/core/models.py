@@ -18,7 +18,14 @@ from tokenizers import Tokenizer
 
 from pagestream_gateway.core.chat_templates import ChatTemplate
 from pagestream_gateway.core.redis_timeout import RedisTimeout
-from pagestream_gateway.core.text.encoder import MAX_RUN_CHARS, TextEncoder, TooManyTokensError, UnbrokenTextError
+from pagestream_gateway.core.text.encoder import (
+    MAX_RUN_CHARS,
+    Encoded,
+    EncodingJob,
+    TextEncoder,
+    TooManyTokensError,
+    UnbrokenTextError,
+)
 from pagestream_gateway.core.tokenization import TokenizePool
 from pagestream_gateway.errors import InvalidRequest, Overloaded, PromptTooLong
 
@@ -32,7 +39,7 @@ Runner = Callable[[Callable[[], "LoadedModel"]], Awaitable["LoadedModel"]]
 class LoadedModel:
     """A model card with its tokenizer and chat template built.
 
-    `encode` and `decode` are CPU work: call them in the tokenizing pool.
+    Encoding and decoding are CPU work: let the pool's threads do it.
     """
 
     card: ModelCard
@@ -55,27 +62,30 @@ class LoadedModel:
         """The model's own sampling defaults; fields that it leaves open are unset."""
         return self.card.default_sampling
 
-    def encode(self, text: str, *, add_special_tokens: bool, limit: int, field: str) -> array[int]:
-        """Return the token ids of `text`.
+    def check(self, job: EncodingJob) -> EncodingJob:
+        """Return a job whose text can be encoded. Raises InvalidRequest for half of a surrogate pair."""
+        most = self.encoder.most_chars(job.limit)
+        if not job.text.isascii() and (most is None or len(job.text) <= most):
+            check_unicode(job.text, job.field)
+        return job
 
-        Raises PromptTooLong for `field` when there are more than `limit`, InvalidRequest for text that can't be
-        encoded: half of a surrogate pair, or a million letters in a row.
+    def ids_of(self, job: EncodingJob, found: Encoded) -> array[int]:
+        """Return the ids that came of a job.
+
+        Raises PromptTooLong where they are too many, InvalidRequest for a million letters in a row.
         """
-        most = self.encoder.most_chars(limit)
-        if not text.isascii() and (most is None or len(text) <= most):
-            check_unicode(text, field)
-        try:
-            return self.encoder.encode(text, add_special_tokens=add_special_tokens, limit=limit)
-        except TooManyTokensError as error:
-            raise PromptTooLong(
-                field,
-                f"the prompt has {error.found}, but the model's context length is {self.max_model_len} tokens, "
-                "prompt and output together",
-            ) from error
-        except UnbrokenTextError as error:
-            raise InvalidRequest(
-                field, f"has more than {MAX_RUN_CHARS} letters in a row; put a space or a line end between them"
-            ) from error
+        match found:
+            case TooManyTokensError():
+                raise PromptTooLong(
+                    job.field,
+                    f"the prompt has {found.found}, but the model's context length is {self.max_model_len} tokens, "
+                    "prompt and output together",
+                ) from found
+            case UnbrokenTextError():
+                raise InvalidRequest(
+                    job.field, f"has more than {MAX_RUN_CHARS} letters in a row; put a space or a line end between them"
+                ) from found
+        return found
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, special tokens included."""

@@ -1,7 +1,7 @@
 """Turn a draft into the record that the queue carries: render, tokenize, check against the model."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CANCEL, ON_DISCONNECT_UNSPECIFIED, SamplingParams, TokenIds
@@ -11,6 +11,8 @@ from pagestream_telemetry.context import NO_TRACE, TraceContext
 from pagestream_gateway.core.drafts import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from pagestream_gateway.core.models import LoadedModel
 from pagestream_gateway.core.sampling.resolution import fit_context, resolve_sampling
+from pagestream_gateway.core.text.encoder import Encoded, EncodingJob
+from pagestream_gateway.core.text.encoding_cache import EncodingCache
 from pagestream_gateway.errors import InvalidRequest, PromptTooLong, UnsupportedField
 from pagestream_gateway.settings import LimitSettings
 
@@ -24,10 +26,25 @@ class PreparedRequest:
     echo_texts: list[str]
 
 
-def prepare(draft: Draft, model: LoadedModel, limits: LimitSettings) -> PreparedRequest:
-    """Render, tokenize and check a draft against its model. Raises InvalidRequest.
+Preparation = Generator[list[EncodingJob], list[Encoded], PreparedRequest]
 
-    This is CPU work: call it in the tokenizing pool.
+
+def prepare(draft: Draft, model: LoadedModel, limits: LimitSettings) -> PreparedRequest:
+    """Do all that `preparing` does, and encode without a cache."""
+    preparation = preparing(draft, model, limits, b"")
+    jobs = next(preparation)
+    try:
+        preparation.send(model.encoder.encode_batch(jobs, EncodingCache(0)))
+    except StopIteration as done:
+        prepared: PreparedRequest = done.value
+        return prepared
+    raise RuntimeError("a preparation yields once")
+
+
+def preparing(draft: Draft, model: LoadedModel, limits: LimitSettings, scope: bytes) -> Preparation:
+    """Render a draft and check it against its model; yield once, the texts to encode, and get what came of them.
+
+    `scope`: the request's cache salt, see EncodingJob. This is CPU work: the pool does it. Raises InvalidRequest.
     """
     sampling = resolve_sampling(draft.sampling, model.default_sampling, limits=limits, vocab_size=model.card.vocab_size)
     if draft.chosen_seed is not None:
@@ -35,7 +52,12 @@ def prepare(draft: Draft, model: LoadedModel, limits: LimitSettings) -> Prepared
     num_choices = len(draft.prompts) * sampling.n
     if num_choices > limits.max_choices:
         raise InvalidRequest("n", f"prompts times n is {num_choices}, at most {limits.max_choices} are served at once")
-    prompts = [_encode(prompt, draft.prompt_field, model) for prompt in draft.prompts]
+    begun = [_begin(prompt, draft.prompt_field, model, scope) for prompt in draft.prompts]
+    jobs = [each for each in begun if isinstance(each, EncodingJob)]
+    found = iter((yield jobs))
+    prompts = [model.ids_of(each, next(found)) if isinstance(each, EncodingJob) else each for each in begun]
+    if not all(prompts):
+        raise InvalidRequest(draft.prompt_field, "has no token")
     fit_context(
         sampling,
         is_given=draft.sampling.HasField("max_tokens"),
@@ -98,24 +120,18 @@ def _seed_of_key(draft: Draft, tenant: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
 
 
-def _encode(prompt: Prompt, prompt_field: str, model: LoadedModel) -> Sequence[int]:
+def _begin(prompt: Prompt, prompt_field: str, model: LoadedModel, scope: bytes) -> EncodingJob | Sequence[int]:
+    """Return a prompt's token ids, or the text that has to be encoded for them."""
     match prompt:
         case TokenPrompt(token_ids):
-            ids: Sequence[int] = _checked_ids(token_ids, prompt_field, model)
+            return _checked_ids(token_ids, prompt_field, model)
         case TextPrompt(text, add_special_tokens):
             if not text:
                 raise InvalidRequest(prompt_field, "must not be empty")
-            ids = _tokenize(text, add_special_tokens, prompt_field, model)
-        case ChatPrompt():
-            ids = _tokenize(_render(prompt, prompt_field, model), prompt.add_special_tokens, prompt_field, model)
-    if not ids:
-        raise InvalidRequest(prompt_field, "has no token")
-    return ids
-
-
-def _tokenize(text: str, add_special_tokens: bool, prompt_field: str, model: LoadedModel) -> Sequence[int]:
+        case ChatPrompt(add_special_tokens=add_special_tokens):
+            text = _render(prompt, prompt_field, model)
     # One token of the context is left for the output.
-    return model.encode(text, add_special_tokens=add_special_tokens, limit=model.max_model_len - 1, field=prompt_field)
+    return model.check(EncodingJob(text, add_special_tokens, model.max_model_len - 1, prompt_field, scope))
 
 
 def _checked_ids(token_ids: Sequence[int], prompt_field: str, model: LoadedModel) -> list[int]:

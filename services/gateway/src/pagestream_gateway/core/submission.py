@@ -15,7 +15,7 @@ from pagestream_gateway.core.drafts import Draft, TokenPrompt, check_draft
 from pagestream_gateway.core.models import LoadedModel, Models
 from pagestream_gateway.core.preparation import PreparedRequest, build_spec, prepare
 from pagestream_gateway.core.redis_timeout import RedisTimeout
-from pagestream_gateway.core.tokenization import TokenizePool
+from pagestream_gateway.core.text.encoder_pool import EncoderPool
 from pagestream_gateway.errors import InvalidRequest, RequestDiffers
 from pagestream_gateway.settings import Settings
 
@@ -31,7 +31,7 @@ class Submission:
     broker: Broker
     session: GatewaySession
     models: Models
-    pool: TokenizePool
+    pool: EncoderPool
     limit: RedisTimeout
     settings: Settings
 
@@ -42,7 +42,7 @@ class Submission:
         ModelNotFound, QueueFull, IdempotencyConflict, Overloaded, Unavailable. An accepted request that is never
         followed counts as one without a reader.
         """
-        model, prepared = await self._prepare(draft)
+        model, prepared = await self._prepare(draft, tenant)
         salt = cache_salt(tenant, draft.cache_salt, self.settings.cache)
         request_id = await self.limit.wait(self.session.place(model.name, prepared.prompts[0], tenant, cache_salt=salt))
         spec = self._spec(draft, prepared, request_id, tenant=tenant, model=model, trace=call.context)
@@ -76,7 +76,7 @@ class Submission:
         """
         if not draft.sampling.HasField("seed") and draft.chosen_seed is None:
             raise InvalidRequest("seed", "is needed: repeat the seed that the first answer gave")
-        model, prepared = await self._prepare(draft)
+        model, prepared = await self._prepare(draft, tenant)
         name = ids.parse(request_id)
         partitions = await self.limit.wait(self.broker.partitions(model.name))
         if (
@@ -96,13 +96,13 @@ class Submission:
         logger.warning("accepted again", extra={"request_id": request_id, "tenant": tenant, "model": model.name})
         return spec
 
-    async def _prepare(self, draft: Draft) -> tuple[LoadedModel, PreparedRequest]:
+    async def _prepare(self, draft: Draft, tenant: str) -> tuple[LoadedModel, PreparedRequest]:
         limits = self.settings.limits
         check_draft(draft, limits)
         model = await self.models.resolve(draft.model)
         if _is_quick(draft):
             return model, prepare(draft, model, limits)
-        return model, await self.pool.run(lambda: prepare(draft, model, limits))
+        return model, await self.pool.prepare(draft, model, cache_salt(tenant, draft.cache_salt, self.settings.cache))
 
     def _spec(
         self,

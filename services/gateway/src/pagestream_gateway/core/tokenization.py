@@ -59,6 +59,10 @@ class TokenizePool:
         except TimeoutError as error:
             raise Overloaded(f"tokenizing took longer than {self._limit_s:g} s", retry_after_s=5.0) from error
 
+    def start(self, work: Callable[[], object]) -> None:
+        """Run `work` in a thread, without a bound and without a result: its caller has both."""
+        self._executor.submit(work)
+
     def _release(self) -> None:
         self._num_pending -= 1
 

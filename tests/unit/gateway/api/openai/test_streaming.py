@@ -56,8 +56,11 @@ def test_empty_lines_come_when_nothing_was_sent_for_so_long() -> None:
         await asyncio.Event().wait()
         return {}
 
+    async def place(spec: RequestSpec) -> None:
+        """An engine has the request."""
+
     async def talk() -> None:
-        gateway: Any = SimpleNamespace(settings=Settings())
+        gateway: Any = SimpleNamespace(settings=Settings(), requests=SimpleNamespace(place=place))
         call: Any = SimpleNamespace(api="completions", end=lambda outcome: None)
         await Talk(gateway, Reading(RequestSpec(), "t", call, CompletionWriter(RequestSpec())))({}, receive, send)
 

@@ -40,8 +40,8 @@ def is_separable(definition: Mapping[str, Any]) -> bool:
 
     This holds for borders between a letter and a character that is neither letter nor mark, outside of added tokens.
     """
-    splitters = _parts(definition.get("pre_tokenizer"), "pretokenizers")
-    normalizers = _parts(definition.get("normalizer"), "normalizers")
+    splitters = parts_of(definition.get("pre_tokenizer"), "pretokenizers")
+    normalizers = parts_of(definition.get("normalizer"), "normalizers")
     model = definition["model"]
     return (
         bool(splitters)
@@ -53,18 +53,19 @@ def is_separable(definition: Mapping[str, Any]) -> bool:
     )
 
 
-def _parts(part: Part, members: str) -> list[Mapping[str, Any]]:
+def parts_of(part: Part, members: str) -> list[Mapping[str, Any]]:
+    """Return a part's members where it is a sequence, which its definition lists under `members`, else the part."""
     if part is None:
         return []
     if part["type"] == "Sequence":
-        return [found for member in part[members] for found in _parts(member, members)]
+        return [found for member in part[members] for found in parts_of(member, members)]
     return [part]
 
 
 def _shrink(normalizer: Part) -> int | None:
     """Return how many characters the normalizer can turn into one at most; None where there is no bound."""
     shrink = 1
-    for part in _parts(normalizer, "normalizers"):
+    for part in parts_of(normalizer, "normalizers"):
         kind = part["type"]
         if kind in _COMPOSING:
             shrink *= _COMPOSED
@@ -78,7 +79,7 @@ def _shrink(normalizer: Part) -> int | None:
 def _keeps_text(pre_tokenizer: Part) -> bool:
     return all(
         part["type"] in _KEEPING_SPLITTERS and part.get("behavior") != "Removed"
-        for part in _parts(pre_tokenizer, "pretokenizers")
+        for part in parts_of(pre_tokenizer, "pretokenizers")
     )
 
 
@@ -91,8 +92,8 @@ def _knows_every_byte(definition: Mapping[str, Any]) -> bool:
     if model.get("byte_fallback"):
         return all(f"<0x{byte:02X}>" in vocabulary for byte in range(_NUM_BYTES))
     all_parts = (
-        *_parts(definition.get("pre_tokenizer"), "pretokenizers"),
-        *_parts(definition.get("normalizer"), "normalizers"),
+        *parts_of(definition.get("pre_tokenizer"), "pretokenizers"),
+        *parts_of(definition.get("normalizer"), "normalizers"),
     )
     if not any(part["type"] == "ByteLevel" for part in all_parts):
         return False

@@ -6,12 +6,16 @@ import json
 import re
 import unicodedata
 from array import array
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import TypeAlias
 
 from tokenizers import Encoding, Tokenizer
 
 from pagestream_gateway.core.text.bounds import is_separable, most_chars_per_token
+from pagestream_gateway.core.text.encoding_cache import EncodingCache
+from pagestream_gateway.core.text.segments import Segments
 
 PIECE_CHARS = 2**16
 """Characters that are encoded at once: a token takes about 400 bytes until its encoding is read, an id takes 4."""
@@ -46,6 +50,24 @@ class UnbrokenTextError(Exception):
     """The text has too many letters in a row to be encoded in pieces."""
 
 
+Encoded: TypeAlias = "array[int] | TooManyTokensError | UnbrokenTextError"
+"""The ids of a text, or why it has none."""
+
+
+@dataclass(frozen=True)
+class EncodingJob:
+    """A text to encode."""
+
+    text: str
+    add_special_tokens: bool
+    limit: int
+    """Most tokens."""
+    field: str
+    """The field of the request that errors name."""
+    scope: bytes = b""
+    """Only jobs with an equal one find what the others have encoded."""
+
+
 class TextEncoder:
     """Encodes text of any length as `tokenizer` does, and stops once there are too many tokens.
 
@@ -59,6 +81,8 @@ class TextEncoder:
         self._tokenizer = tokenizer
         self._chars_per_token = most_chars_per_token(definition)
         self._frame = self._special_tokens()
+        self._segments = Segments(definition)
+        self._number = next(_NUMBERS)
         self._is_separable = is_separable(definition) and self._frame is not None and longest_added <= _WINDOW_CHARS
 
     def most_chars(self, num_tokens: int) -> int | None:
@@ -77,6 +101,39 @@ class TextEncoder:
             return before + self._in_pieces(text, limit - len(before) - len(after), limit) + after
         self._check_count(text, limit, limit)
         return _ids_of(self._encoding(text, add_special_tokens), limit)
+
+    def encode_batch(self, jobs: Sequence[EncodingJob], cache: EncodingCache) -> list[Encoded]:
+        """Return the token ids of each job or its error, with one call of the tokenizer for what is not cached."""
+        found = [self._begin(job, cache) for job in jobs]
+        missing = {key: text for each in found if isinstance(each, _Begun) for key, text in each.missing.items()}
+        encoded: dict[bytes, array[int]] = {}
+        if missing:
+            encodings = self._tokenizer.encode_batch_fast(list(missing.values()), add_special_tokens=False)
+            encoded = {key: array("I", each.ids) for key, each in zip(missing, encodings, strict=True)}
+        return [each.finish(encoded, cache) if isinstance(each, _Begun) else each for each in found]
+
+    def _begin(self, job: EncodingJob, cache: EncodingCache) -> _Begun | Encoded:
+        """Look a job's segments up; encode it at once where it has none, or where they are long."""
+        most = self.most_chars(job.limit)
+        try:
+            if self._frame is None or not self._segments.divides or (most is not None and len(job.text) > most):
+                return self.encode(job.text, add_special_tokens=job.add_special_tokens, limit=job.limit)
+            begun = _Begun(job, self._frame if job.add_special_tokens else (_NO_IDS, _NO_IDS))
+            for segment in self._segments.of(job.text):
+                key = cache.key(self._number, job.scope, segment.text)
+                begun.keys.append(key)
+                ids = cache.get(key) if segment.is_kept else None
+                if ids is None and len(segment.text) > PIECE_CHARS:
+                    ids = self.encode(segment.text, add_special_tokens=False, limit=job.limit)
+                if ids is None:
+                    begun.missing[key] = segment.text
+                else:
+                    begun.known[key] = ids
+                if segment.is_kept:
+                    begun.kept.add(key)
+            return begun
+        except (TooManyTokensError, UnbrokenTextError) as error:
+            return error
 
     def _in_pieces(self, text: str, room: int, limit: int) -> array[int]:
         ids = array("I")
@@ -143,6 +200,32 @@ class TextEncoder:
 
 
 _NO_IDS: array[int] = array("I")
+_NUMBERS = count()
+
+
+@dataclass
+class _Begun:
+    """A job whose segments were looked up."""
+
+    job: EncodingJob
+    frame: tuple[array[int], array[int]]
+    keys: list[bytes] = field(default_factory=list)
+    """Of its segments, in order."""
+    known: dict[bytes, array[int]] = field(default_factory=dict)
+    missing: dict[bytes, str] = field(default_factory=dict)
+    kept: set[bytes] = field(default_factory=set)
+    """Those that the cache is to have."""
+
+    def finish(self, encoded: Mapping[bytes, array[int]], cache: EncodingCache) -> array[int] | TooManyTokensError:
+        """Return the ids of the whole, or that there are too many of them."""
+        ids = self.frame[0][:]
+        for key in self.keys:
+            part = self.known[key] if key in self.known else encoded[key]
+            if key in self.kept:
+                cache.put(key, part)
+            ids += part
+        ids += self.frame[1]
+        return TooManyTokensError(f"{len(ids)} tokens") if len(ids) > self.job.limit else ids
 
 
 def _ids_of(encoding: Encoding, limit: int) -> array[int]:
