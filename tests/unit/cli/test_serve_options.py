@@ -168,8 +168,11 @@ def test_several_engines_share_the_cores() -> None:
     cores = os.cpu_count() or 1
     assert engine_environment(1, {}, None) == engine_environment(1, {}, 1 << 30) == {}
     assert engine_environment(1, {}, 1 << 20) == {"OMP_NUM_THREADS": "1"}
-    assert engine_environment(2, {}, None) == {"OMP_NUM_THREADS": str(max(cores // 2, 1))}
+    shared = {"PAGESTREAM_ENGINE__SHARED_WEIGHTS_GB": "32"}
+    assert engine_environment(2, {}, None) == {"OMP_NUM_THREADS": str(max(cores // 2, 1)), **shared}
     assert engine_environment(2, {"OMP_NUM_THREADS": "7"}, 1 << 20) == {}
+    assert engine_environment(2, {"OMP_NUM_THREADS": "7"}, 1 << 30) == shared
+    assert engine_environment(2, dict.fromkeys(("OMP_NUM_THREADS", *shared), "0"), 1 << 30) == {}
 
 
 def test_an_engine_that_claims_says_so_in_its_log() -> None:

@@ -46,6 +46,7 @@ def test_every_option_is_a_field_or_refused() -> None:
         ("enable_prefix_caching", "yes"),
         ("eviction_policy", "fifo"),
         ("swap_space", -1),
+        ("shared_weights_gb", float("inf")),
         ("kv_cache_dtype", "fp8_e5m2"),
         ("swap_space", "4"),
         ("swap_space", float("nan")),

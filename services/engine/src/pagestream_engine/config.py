@@ -46,6 +46,10 @@ class ModelConfig:
     """Whether a sequence's logits are the same bit for bit in any batch, after preemption and in any chunks. None: yes
     on a CPU where it is free, which it is not in bfloat16 on a CPU with AMX. On a GPU its cost has not been measured,
     and None is off."""
+    shared_weights_gb: float = 0.0
+    """GiB of disk, below `$XDG_CACHE_HOME/pagestream/weights`, for weights in the layout of the CPU's deterministic
+    linears: all engines of the machine map the same pages, and start without laying them out anew. 0: each engine has
+    its own memory, as it has where its linears are others."""
     seed: int = 0
     """Of the generator that draws seeds for requests that bring none."""
     max_logprobs: int = 20
@@ -61,6 +65,9 @@ class ModelConfig:
             raise ConfigError("deterministic", self.deterministic, "True, False or None")
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
+        shared = self.shared_weights_gb
+        if not (_is_number(shared) and 0.0 <= shared < inf):
+            raise ConfigError("shared_weights_gb", shared, "GiB of at least 0")
         _at_least("seed", self.seed, 0)
         _at_least("max_logprobs", self.max_logprobs, -1)
 
@@ -201,6 +208,7 @@ class EngineOptions(TypedDict, total=False):
     enforce_eager: bool
     attention_backend: str
     deterministic: bool | None
+    shared_weights_gb: float
     seed: int
     max_logprobs: int
     block_size: int | None

@@ -76,7 +76,7 @@ def cached(library: NativeLibrary) -> Path:
     folder = cache_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_private(folder)
+        check_private(folder)
         target = folder / library.file_name(compiler, processor_identity(read_cpuinfo()))
         return target if target.is_file() else _compile(compiler, library, target)
     except OSError as error:
@@ -97,8 +97,13 @@ def compile_into(folder: Path, library: NativeLibrary, compiler: str) -> Path:
 
 def cache_folder() -> Path:
     """Return the folder of compiled libraries: `$XDG_CACHE_HOME/pagestream/native`, by default below `~/.cache`."""
+    return user_cache() / "native"
+
+
+def user_cache() -> Path:
+    """Return the user's cache folder of this project."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pagestream" / "native"
+    return (Path(base) if base else Path.home() / ".cache") / "pagestream"
 
 
 def _compile(compiler: str, library: NativeLibrary, target: Path) -> Path:
@@ -124,7 +129,7 @@ def _digest(*parts: bytes) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _check_private(folder: Path) -> None:
+def check_private(folder: Path) -> None:
     """Raise NativeBuildError for a folder that other users may write: what is loaded from it runs as this user."""
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:

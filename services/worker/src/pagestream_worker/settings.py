@@ -87,6 +87,7 @@ _ENGINE_OPTIONS = (
     "attention_backend",
     "deterministic",
     "max_model_len",
+    "shared_weights_gb",
     "seed",
     "max_logprobs",
     "block_size",
@@ -125,6 +126,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="bit-identical logits in any batch (default: on a CPU where it is free, off on a GPU)",
     )
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="of prompt and output together")
+    group.add_argument("--shared-weights-gb", type=float, metavar="GIB", help="disk for weights that engines share")
     group.add_argument("--seed", type=int, help="of the generator that draws seeds where a request brings none")
     group.add_argument("--max-logprobs", type=int, metavar="N", help="that a request may ask for; -1 is no limit")
     group.add_argument("--block-size", type=int, metavar="TOKENS", help="in a KV block")

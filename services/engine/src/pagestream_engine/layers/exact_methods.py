@@ -14,17 +14,21 @@ from pagestream_engine.layers.native.library import NativeLinears
 class NativeMethod(LinearMethod):
     """By the C++ kernels, which add over the inputs in their order: in packed panels, or by a plain weight."""
 
-    def __init__(self, weight: Tensor, kernels: NativeLinears, *, copies: bool = True) -> None:
+    def __init__(
+        self, weight: Tensor, kernels: NativeLinears, *, copies: bool = True, packed: Tensor | None = None
+    ) -> None:
         """Args:
-        weight: (out features, in features).
+        weight: (out features, in features); with `packed` its shape and dtype alone count.
         kernels: for its dtype.
         copies: whether to hold the weight in panels; otherwise each product packs it anew, panel by panel.
+        packed: the panels, where there are some already.
         """
         super().__init__(weight)
         self.is_copy = copies
         self._kernels = kernels
         self._weight = None if copies else weight.contiguous()
-        self._packed = kernels.pack(weight.contiguous()) if copies else None
+        self.packed = kernels.pack(weight.contiguous()) if copies and packed is None else packed
+        """What `NativeLinears.pack` has made of the weight; None without `copies`."""
         self.fuses_gates = copies and kernels.can_gate(self.shape[0])
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -40,7 +44,7 @@ class NativeMethod(LinearMethod):
                 f"expected (rows, {self.shape[1]}) in {self.dtype}"
             )
         x = x.contiguous()
-        return self._kernels.multiply(x, self._weight, self._packed, bias, self.shape[0], activation=activation)
+        return self._kernels.multiply(x, self._weight, self.packed, bias, self.shape[0], activation=activation)
 
 
 class RowByRowMethod(LinearMethod):

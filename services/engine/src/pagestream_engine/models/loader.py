@@ -2,44 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pagestream_engine.errors import DOWNLOAD_AGAIN, WeightsError
+from pagestream_engine.errors import DOWNLOAD_AGAIN, InvariantViolation, NativeBuildError, WeightsError
 from pagestream_engine.layers.linear import Linear
-from pagestream_engine.layers.select import choose_method, lays_out_anew
+from pagestream_engine.layers.select import choose_method, kernel_build, lays_out_anew, panels_of
+from pagestream_engine.models.folder import model_revision
 from pagestream_engine.models.safetensors_file import Entry, FileCache, open_files, read_folder
+from pagestream_engine.models.shared_weights import SharedWeights, map_or_write, weights_folder
 from pagestream_engine.models.source import Target
 from pagestream_engine.models.weights import LinearWeight, Parameters, Part, TensorWeight, TiedWeight, Weight, WeightMap
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # old checkpoints hold what is computed
 _COPIED_HEAD_BYTES = 16 << 20
 """Largest tied head of which a copy is packed: memory for speed."""
+_BIAS = ".bias"
+
+_log = logging.getLogger(__name__)
 
 
 def load_parameters(folder: Path, weights: WeightMap, target: Target) -> Parameters:
     """Read the weights of `folder` in the dtype and onto the device of `target`.
 
-    At its peak it needs the model's size, and the largest matrix once more where matrices are laid out anew.
+    At its peak it needs the model's size, and the largest matrix once more where matrices are laid out anew. With
+    `Target.shared_bytes` the model's size is that of a file whose pages all engines of the machine share.
 
     Raises:
         ModelFileError: a file is missing or malformed.
         WeightsError: a tensor is missing, unexpected, or mis-shaped.
     """
-    entries = read_folder(folder)
+    if target.shared_bytes and can_be_shared(target):
+        key = _key(folder, weights, target)
+        try:
+            shared = map_or_write(
+                key, lambda: _laid_out(folder, weights, target), target.shared_bytes, weights_folder()
+            )
+        except (OSError, NativeBuildError) as error:
+            _log.warning("the weights are in this engine's own memory, no other shares them: %s", error)
+        else:
+            _log.info("mapped %d MiB of weights, which this machine's engines share", shared.num_bytes >> 20)
+            return _from_file(shared, weights, target)
     parameters = Parameters()
+    for _ in _load_each(folder, weights, target, parameters):
+        pass
+    return parameters
+
+
+def can_be_shared(target: Target) -> bool:
+    """Whether weights for a target consist of memory that may lie anywhere: panels of the C++ kernels do, oneDNN's own
+    layouts do not."""
+    is_exact = target.exact_linears and not target.by_triton
+    return target.device.type == "cpu" and is_exact and bool(kernel_build(target.dtype))
+
+
+def _load_each(folder: Path, weights: WeightMap, target: Target, parameters: Parameters) -> Iterator[str]:
+    """Read a folder's weights into `parameters`; yield the name of each that is there."""
+    entries = read_folder(folder)
     with open_files() as files:
         reader = WeightReader(entries, files, target)
         if lays_out_anew(target.device.type, target.dtype, exact=target.exact_linears, by_triton=target.by_triton):
             reader.reserve(weights.values())
         for name, weight in weights.items():
             _load_one(parameters, name, weight, reader)
+            yield name
         is_tied = any(isinstance(weight, TiedWeight) for weight in weights.values())
         reader.check_all_used(tied=is_tied)
+
+
+def _laid_out(folder: Path, weights: WeightMap, target: Target) -> Iterator[tuple[str, Tensor]]:
+    """Read a folder's weights; yield each by its name, with what `_from_file` makes a linear of."""
+    parameters = Parameters()
+    for name in _load_each(folder, weights, target, parameters):
+        if isinstance(weights[name], TensorWeight):
+            yield name, parameters.tensor(name)
+            continue
+        linear = parameters.drop_linear(name)
+        panels = panels_of(linear.method)
+        if panels is not None:
+            yield name, panels
+        if linear.bias is not None:
+            yield name + _BIAS, linear.bias
+
+
+def _from_file(shared: SharedWeights, weights: WeightMap, target: Target) -> Parameters:
+    parameters = Parameters()
+    for name, weight in weights.items():
+        found = shared.tensor(name)
+        match weight:
+            case TensorWeight():
+                parameters.add_tensor(name, _found(found, name))
+            case LinearWeight():
+                like = torch.empty(weight.num_rows, weight.in_features, dtype=target.dtype, device="meta")
+                method = choose_method(like, exact=True, packed=_found(found, name))
+                bias = _found(shared.tensor(name + _BIAS), name + _BIAS) if weight.bias else None
+                parameters.add_linear(name, Linear(method, bias))
+            case TiedWeight():
+                matrix = parameters.tensor(weight.to)
+                method = choose_method(matrix, exact=True, may_copy=found is not None, packed=found)
+                parameters.add_linear(name, Linear(method), is_shared=not method.is_copy)
     return parameters
+
+
+def _found(tensor: Tensor | None, name: str) -> Tensor:
+    if tensor is None:
+        raise InvariantViolation(f"shared weights: given none of {name}")
+    return tensor
+
+
+def _key(folder: Path, weights: WeightMap, target: Target) -> str:
+    """A digest of all that decides the bytes: the files, by content and identity, and how they are laid out."""
+    files = [(path, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
+    parts = [
+        model_revision(folder),
+        *(f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ino}" for path, status in files),
+        repr(sorted(weights.items())),
+        f"{target.dtype} {target.exact_linears}",
+        kernel_build(target.dtype),
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 class WeightReader:

@@ -26,6 +26,8 @@ class Target:
     """Whether a row of a linear has to have the same bits in any batch."""
     by_triton: bool = False
     """Whether the model runs on the Triton kernels."""
+    shared_bytes: int = 0
+    """Most that files of weights have which all engines of the machine map; 0: weights are in this process's memory."""
 
 
 class ModelSource(ABC):

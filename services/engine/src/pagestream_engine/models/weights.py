@@ -90,6 +90,10 @@ class Parameters:
         self._linears[name] = linear
         self._num_bytes += 0 if is_shared else linear.num_bytes
 
+    def drop_linear(self, name: str) -> Linear:
+        """Return a linear, and hold it no longer."""
+        return self._linears.pop(name)
+
     def tensor(self, name: str) -> Tensor:
         """Return a declared tensor."""
         return _get(self._tensors, name, "tensor")

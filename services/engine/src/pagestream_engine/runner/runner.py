@@ -79,7 +79,8 @@ class ModelRunner:
         wanted, by_triton = config.model.deterministic, prefers_triton(config.model.attention_backend, device)
         check_model_allows(wanted, source, by_triton=by_triton)
         exact_linears = wants_exact_linears(wanted, self.dtype, device, by_triton=by_triton)
-        target = Target(self.dtype, device, self.max_model_len, exact_linears, by_triton)
+        shared_bytes = int(config.model.shared_weights_gb * 2**30)
+        target = Target(self.dtype, device, self.max_model_len, exact_linears, by_triton, shared_bytes)
         self._check_weights(model_dir)
         with torch.inference_mode():
             specs = source.attention_specs(target)

@@ -15,6 +15,7 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("--dtype", "TYPE", "auto, float32, float16 or bfloat16"),
     ("--device", "DEVICE", "auto, cpu or cuda"),
     ("--attention-backend", "NAME", "auto, torch or triton"),
+    ("--shared-weights-gb", "GIB", "disk for weights that all engines map (default: 32 with several engines, else 0)"),
     ("--max-model-len", "N", "most tokens of prompt and output together"),
     ("--block-size", "N", "tokens in a KV block"),
     ("--num-gpu-blocks-override", "N", "KV blocks, instead of what memory allows"),

@@ -21,6 +21,9 @@ from pagestream_cli.supervisor import PartSpec
 
 REDIS = "redis"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
+SHARED_WEIGHTS_VARIABLE = variable_of("ENGINE", "shared_weights_gb")
+SHARED_WEIGHTS_GB = "32"
+"""Of several engines of a model that is not small; an option of theirs comes before the variable."""
 START_VARIABLE = variable_of("GATEWAY", "start_file")
 SMALL_MODEL_BYTES = 32 << 20
 """Bytes of weights below which an engine gets one thread. Measured with 32 streams on two cores that all parts share:
@@ -139,23 +142,23 @@ def engine_name(part: str, serve_pid: int) -> str:
 
 
 def engine_environment(engines: int, environment: Mapping[str, str], weights: int | None) -> dict[str, str]:
-    """Return the variables that engines get beside the supervisor's: several engines share the cores.
+    """Return the variables that engines get beside the supervisor's: several engines share the cores, and the weights.
 
     An engine of a small model gets one thread: its operations end before several threads have synchronized, and the
     synchronization waits for whatever else runs on their cores.
 
     Args:
         engines: number of engines.
-        environment: the supervisor's; a number of threads that it sets is kept.
+        environment: the supervisor's; what it sets is kept.
         weights: bytes of the model's weights; None is not known.
     """
-    if THREADS_VARIABLE in environment:
-        return {}
+    chosen = {}
     if weights is not None and weights < SMALL_MODEL_BYTES:
-        return {THREADS_VARIABLE: "1"}
-    if engines == 1:
-        return {}
-    return {THREADS_VARIABLE: str(max((os.cpu_count() or 1) // engines, 1))}
+        chosen[THREADS_VARIABLE] = "1"
+    elif engines > 1:
+        chosen[THREADS_VARIABLE] = str(max((os.cpu_count() or 1) // engines, 1))
+        chosen[SHARED_WEIGHTS_VARIABLE] = SHARED_WEIGHTS_GB
+    return {name: value for name, value in chosen.items() if name not in environment}
 
 
 def weight_bytes(source: str) -> int | None:

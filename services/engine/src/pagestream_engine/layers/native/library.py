@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class NativeLinears:
 
     def __init__(self, library: ctypes.CDLL, level: LinearLevel, dtype: torch.dtype) -> None:
         self.level = level
+        self.name = Path(library._name).name
+        """Of the library's file: level, toolchain and source."""
 
         def bind(name: str, result: type[ctypes.c_int64] | None, *arguments: type) -> Callable[..., Any]:
             function: Any = getattr(library, f"{name}_{_SUFFIXES[dtype]}")
