@@ -171,3 +171,21 @@ def test_a_rise_is_carried_on_over_the_start_up_where_that_is_asked_for() -> Non
             decision, memory = decide(policy, at(shown, NOW + 2 * step), memory)
         levels.append(decision.inputs["arrivals"])
     assert levels[1] == pytest.approx(levels[0] + 10 / 2 * 10, rel=0.02)  # 5 tokens/s more each second, for 10 s
+
+
+def test_a_backlog_of_long_answers_counts_for_more_than_its_prompts() -> None:
+    """By the outputs that are expected of it, beside those of the requests of late; within the policy's bound."""
+    usual = working(4, 1.0, prompt=600, generated=150, drain=2400, tokens=40_000, age_s=1.0)
+    memory = watched(usual, 60)
+
+    def backlog(output: float | None) -> float:
+        assert usual.queue is not None
+        shown = replace(usual, queue=replace(usual.queue, output_tokens=output))
+        return decide(POLICY, shown, memory)[0].inputs["backlog_tokens"]
+
+    mix = 1 + POLICY.backlog.generated_weight * 150 / 600
+    assert backlog(None) == 40_000
+    assert backlog(40_000 * 150 / 600) == pytest.approx(40_000, rel=0.05), "as usual"
+    assert backlog(40_000 * 0.5) == pytest.approx(40_000 * (1 + POLICY.backlog.generated_weight * 0.5) / mix, rel=0.05)
+    assert backlog(10**9) == pytest.approx(80_000)
+    assert backlog(1) == pytest.approx(20_000, rel=0.05)

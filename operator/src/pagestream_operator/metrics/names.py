@@ -35,6 +35,7 @@ class Queue(StrEnum):
     TAKEABLE_TOKENS = "pagestream.queue.takeable.tokens"
     TAKEABLE_AGE = "pagestream.queue.takeable.age"
     TAKEABLE_LONGEST = "pagestream.queue.takeable.longest"
+    TAKEABLE_OUTPUT = "pagestream.queue.takeable.output"
     CLAIMED_RATE = "pagestream.queue.claimed.rate"
     CLAIMED_LONGEST = "pagestream.queue.claimed.longest"
 
@@ -60,6 +61,7 @@ QUEUE_GAUGES: dict[str, Combine] = {
     Queue.TAKEABLE_TOKENS: Combine.SUM,
     Queue.TAKEABLE_AGE: Combine.MAX,
     Queue.TAKEABLE_LONGEST: Combine.MAX,
+    Queue.TAKEABLE_OUTPUT: Combine.SUM,
     Queue.CLAIMED_RATE: Combine.SUM,
     Queue.CLAIMED_LONGEST: Combine.MAX,
 }

@@ -47,6 +47,7 @@ _NAMES: dict[str, str] = {
     "pagestream_queue_takeable_tokens": Queue.TAKEABLE_TOKENS,
     "pagestream_queue_takeable_age_seconds": Queue.TAKEABLE_AGE,
     "pagestream_queue_takeable_longest": Queue.TAKEABLE_LONGEST,
+    "pagestream_queue_takeable_output": Queue.TAKEABLE_OUTPUT,
     "pagestream_queue_claimed_rate_per_second": Queue.CLAIMED_RATE,
     "pagestream_queue_claimed_longest_per_second": Queue.CLAIMED_LONGEST,
 }

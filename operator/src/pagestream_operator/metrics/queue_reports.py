@@ -33,6 +33,7 @@ def queue_sample(gateways: Iterable[Gauges], apart_s: float) -> QueueSample | No
         drain_tokens_per_s=_highest_known(report.drain_tokens_per_s for report in current),
         longest_tokens=_highest_known(report.longest_tokens for report in current),
         drain_longest_per_s=_highest_known(report.drain_longest_per_s for report in current),
+        output_tokens=_highest_known(report.output_tokens for report in current),
         classes=_classes(current),
     )
 
@@ -93,6 +94,7 @@ def _report_of(gauges: Gauges) -> QueueSample | None:
         drain_tokens_per_s=drain[1] if drain is not None else None,
         longest_tokens=current(Queue.TAKEABLE_LONGEST),
         drain_longest_per_s=current(Queue.CLAIMED_LONGEST),
+        output_tokens=current(Queue.TAKEABLE_OUTPUT),
         classes=classes,
     )
 

@@ -86,6 +86,8 @@ class QueueSample:
     """Prompt tokens of the largest request that waits; None: unknown."""
     drain_longest_per_s: float | None = None
     """The part of `drain_tokens_per_s` that the largest claimed request makes up; None: unknown."""
+    output_tokens: float | None = None
+    """Output tokens that are expected of what waits; None: unknown."""
     classes: tuple[ClassSample, ...] = ()
     """The same by class, as far as it is known."""
 

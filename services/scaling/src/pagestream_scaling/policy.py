@@ -78,6 +78,9 @@ class BacklogPolicy:
     """Least length of the short window in start-up times: shorter noise is over before new pods are ready."""
     generated_weight: float = 4.0
     """Prompt tokens that an engine computes in the time of one generated token."""
+    output_factor_max: float = 2.0
+    """How many times the work of the requests of late, at most, the same prompt tokens of a backlog are taken for, by
+    the output that is expected of them; at least one over this. 1: expected outputs do not count."""
     prompt_s: float = 2.0
     """Seconds of a pod's work that one prompt counts as arriving load at most: a single long prompt is no rate."""
     trend: float = 0.0
@@ -116,6 +119,7 @@ class BacklogPolicy:
         ):
             _require_seconds(f"backlog.{name}", getattr(self, name))
         _require_seconds("backlog.saturated_age_s", self.saturated_age_s, positive=False)
+        _require(self.output_factor_max >= 1, "backlog.output_factor_max", self.output_factor_max, "at least 1")
         _require(0 < self.busy <= 1, "backlog.busy", self.busy, "above 0 and at most 1")
         _require(0 <= self.arrival_quantile <= 1, "backlog.arrival_quantile", self.arrival_quantile, "from 0 to 1")
         _require(0 <= self.drain_startups <= 10, "backlog.drain_startups", self.drain_startups, "from 0 to 10")

@@ -108,6 +108,7 @@ def _queue_trouble(queue: QueueSample | None, now_s: float, policy: SamplesPolic
         queue.running,
         queue.drain_tokens_per_s,
         queue.longest_tokens,
+        queue.output_tokens,
         queue.drain_longest_per_s,
         *(amount for each in queue.classes for amount in (each.tokens, each.age_s, each.drain_tokens_per_s)),
     )

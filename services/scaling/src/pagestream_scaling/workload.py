@@ -32,6 +32,8 @@ class Workload:
     """Whether the capacity was measured rather than assumed."""
     requests: int | None
     """Most requests queued or running of late: more pods could not work at once. None: unknown."""
+    work_of_token: float = 1.0
+    """Work, answers included, that came with one queued prompt token of late; 1: unknown."""
 
 
 def throughput(valid: ValidSamples, supply: Supply) -> float | None:
@@ -59,6 +61,18 @@ def divisible_tokens(queue: QueueSample, most_each: float) -> float:
         return queue.tokens
     excess = max(0.0, (queue.longest_tokens or 0.0) - most_each)
     return min(max(0.0, queue.tokens - excess), queue.depth * most_each)
+
+
+def output_factor(queue: QueueSample, work: Workload, policy: BacklogPolicy) -> float:
+    """Return the work of what waits, over that of as many prompt tokens of the requests of late.
+
+    A backlog of long answers takes longer than its prompts show. Between the bounds of the policy, since both are
+    estimates; 1 where either is unknown.
+    """
+    if not queue.output_tokens or queue.tokens <= 0 or work.work_of_token <= 1.0:
+        return 1.0
+    expected = 1.0 + policy.generated_weight * queue.output_tokens / queue.tokens
+    return min(policy.output_factor_max, max(1 / policy.output_factor_max, expected / work.work_of_token))
 
 
 def work_done(valid: ValidSamples, supply: Supply, policy: BacklogPolicy) -> float | None:
@@ -184,6 +198,7 @@ def workload(memory: ScalingMemory, supply: Supply, policy: BacklogPolicy, share
         capacity=max(_CAPACITY_MIN, _capacity(memory, policy)),
         measured=memory.capacity is not None,
         requests=memory.requests_high[0][1] if memory.requests_high else None,
+        work_of_token=_work_of_token(memory),
     )
 
 

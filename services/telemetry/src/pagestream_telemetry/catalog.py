@@ -213,6 +213,12 @@ QUEUE_TAKEABLE_LONGEST = _gauge(
     "Prompt tokens of the largest of these. All gateways export the same value.",
     "class",
 )
+QUEUE_TAKEABLE_OUTPUT = _gauge(
+    "pagestream.queue.takeable.output",
+    "{token}",
+    "Output tokens that are expected of these, by the lengths of answers before. All gateways export the same value.",
+    "class",
+)
 QUEUE_CLAIMED_RATE = _gauge(
     "pagestream.queue.claimed.rate",
     "{token}/s",
@@ -303,6 +309,7 @@ GATEWAY_METRICS = (
     QUEUE_TAKEABLE_TOKENS,
     QUEUE_TAKEABLE_AGE,
     QUEUE_TAKEABLE_LONGEST,
+    QUEUE_TAKEABLE_OUTPUT,
     QUEUE_CLAIMED_RATE,
     QUEUE_CLAIMED_LONGEST,
     QUEUE_DRAIN_RATE,

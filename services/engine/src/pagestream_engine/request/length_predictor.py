@@ -60,7 +60,10 @@ class LengthPredictor:
 
     def expected(self, seq: TokenSequence) -> float:
         """Return the output tokens to expect of a sequence, at most what it may have."""
-        shape = _shape(seq)
+        return self.expected_of(_shape(seq))
+
+    def expected_of(self, shape: RequestShape) -> float:
+        """Return the output tokens to expect of a request, at most what it may have."""
         most = shape.most_output_tokens
         found = float(most)
         weight = 0  # `max_tokens` counts only until something is known

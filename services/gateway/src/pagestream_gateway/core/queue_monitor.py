@@ -31,6 +31,7 @@ class QueueMonitor:
                 catalog.QUEUE_TAKEABLE_TOKENS,
                 catalog.QUEUE_TAKEABLE_AGE,
                 catalog.QUEUE_TAKEABLE_LONGEST,
+                catalog.QUEUE_TAKEABLE_OUTPUT,
                 catalog.QUEUE_CLAIMED_RATE,
             )
         }
@@ -100,6 +101,7 @@ def _figures(waiting: list[QueueDepth]) -> dict[Metric, float]:
         catalog.QUEUE_TAKEABLE_TOKENS: sum(each.takeable_tokens for each in waiting),
         catalog.QUEUE_TAKEABLE_AGE: max(each.takeable_oldest_s for each in waiting),
         catalog.QUEUE_TAKEABLE_LONGEST: max(each.takeable_longest for each in waiting),
+        catalog.QUEUE_TAKEABLE_OUTPUT: sum(each.takeable_output_tokens for each in waiting),
         catalog.QUEUE_CLAIMED_RATE: sum(each.drain_rate for each in waiting),
     }
 

@@ -6,13 +6,14 @@ from pagestream_scaling.classes import weighted_age, weighted_part
 from pagestream_scaling.decision import Limit
 from pagestream_scaling.supply import Supply
 from pagestream_scaling.terms.term import Situation, Term, pods_for
-from pagestream_scaling.workload import Workload, divisible_tokens
+from pagestream_scaling.workload import Workload, divisible_tokens, output_factor
 
 
 def backlog_term(situation: Situation) -> Term:
     """Pods for the work that arrives, and for the backlog that is left when a pod ordered now is ready."""
     policy, work, queue = situation.policy.backlog, situation.workload, situation.valid.queue
     part = weighted_part(queue, policy) * situation.valid.share if queue is not None else 1.0
+    part *= output_factor(queue, work, policy) if queue is not None else 1.0
     tokens = queue.tokens * part if queue is not None else 0.0
     drain_s = _drain_s(situation)
     divisible = divisible_tokens(queue, work.capacity * drain_s) * part if queue is not None else 0.0

@@ -24,7 +24,7 @@ struct Profile {
 
 struct Request {
     double arrival_s;
-    int prompt, output, partition;
+    int prompt, output, partition, expected;  // expected: output tokens, as a gateway would expect them
     int generated = 0;
     double queued_s = 0;  // when it entered the queue
 };
@@ -44,7 +44,7 @@ struct EngineStats {
 };
 
 struct QueueStats {
-    double depth, tokens, oldest_s, running, claimed_tokens;
+    double depth, tokens, oldest_s, running, claimed_tokens, expected_output;
 };
 
 enum class Kind { kReady, kStepEnd, kSteal };
@@ -77,13 +77,13 @@ uint64_t mixed(uint64_t x) {  // splitmix64
 class Fleet {
   public:
     Fleet(const Profile& profile, int64_t count, const double* arrival, const int32_t* prompt, const int32_t* output,
-          const int32_t* partition, int partitions, double steal_s, double slack_s, uint64_t seed, double* first_s,
-          double* end_s)
+          const int32_t* partition, const int32_t* expected, int partitions, double steal_s, double slack_s,
+          uint64_t seed, double* first_s, double* end_s)
         : profile_(profile), steal_s_(steal_s), slack_s_(slack_s), seed_(seed), random_(seed), fresh_(partitions), resumed_(partitions),
           owner_(partitions, -1), first_s_(first_s), end_s_(end_s) {
         requests_.reserve(count);
         for (int64_t i = 0; i < count; ++i) {
-            requests_.push_back({arrival[i], prompt[i], output[i], partition[i]});
+            requests_.push_back({arrival[i], prompt[i], output[i], partition[i], expected[i]});
             first_s_[i] = end_s_[i] = kNever;
         }
     }
@@ -137,7 +137,8 @@ class Fleet {
                 if (!each.empty()) oldest = std::min(oldest, requests_[each.front()].queued_s);
         double owned = 0;
         for (const Engine& e : engines_) owned += static_cast<double>(e.claimed);
-        *out = {static_cast<double>(depth_), static_cast<double>(queued_tokens_), oldest, owned, claimed_tokens_};
+        *out = {static_cast<double>(depth_), static_cast<double>(queued_tokens_), oldest, owned, claimed_tokens_,
+                static_cast<double>(expected_output_)};
     }
 
     int64_t num_first() const { return static_cast<int64_t>(firsts_.size()); }
@@ -173,6 +174,7 @@ class Fleet {
         const Request& request = requests_[id];
         ++depth_;
         queued_tokens_ += request.prompt;
+        if (!request.generated) expected_output_ += request.expected;
         int owner = owner_[request.partition];
         if (owner >= 0) {
             claim(owner);
@@ -274,6 +276,7 @@ class Fleet {
         Request& request = requests_[id];
         --depth_;
         queued_tokens_ -= request.prompt;
+        if (!request.generated) expected_output_ -= request.expected;
         if (!request.generated) claimed_tokens_ += request.prompt;
         ++engine.claimed;
         int64_t rank = engine.next_rank++;
@@ -452,7 +455,7 @@ class Fleet {
     std::vector<int32_t> firsts_;  // requests in the order of their first tokens
     double *first_s_, *end_s_;
     double now_ = 0, claimed_tokens_ = 0;
-    int64_t order_ = 0, depth_ = 0, queued_tokens_ = 0;
+    int64_t order_ = 0, depth_ = 0, queued_tokens_ = 0, expected_output_ = 0;
     size_t next_ = 0, finished_ = 0;
 };
 
@@ -461,10 +464,10 @@ class Fleet {
 extern "C" {
 
 Fleet* fleet_new(const Profile* profile, int64_t count, const double* arrival, const int32_t* prompt,
-                 const int32_t* output, const int32_t* partition, int32_t partitions, double steal_s, double slack_s,
-                 uint64_t seed, double* first_s, double* end_s) {
-    return new Fleet(*profile, count, arrival, prompt, output, partition, partitions, steal_s, slack_s, seed, first_s,
-                     end_s);
+                 const int32_t* output, const int32_t* partition, const int32_t* expected, int32_t partitions,
+                 double steal_s, double slack_s, uint64_t seed, double* first_s, double* end_s) {
+    return new Fleet(*profile, count, arrival, prompt, output, partition, expected, partitions, steal_s, slack_s, seed,
+                     first_s, end_s);
 }
 void fleet_free(Fleet* fleet) { delete fleet; }
 int32_t fleet_add_engine(Fleet* fleet, double ready_s) { return fleet->add_engine(ready_s); }

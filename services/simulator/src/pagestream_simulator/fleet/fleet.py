@@ -30,7 +30,7 @@ from pagestream_streams.settings import StreamsSettings
 
 from pagestream_simulator.fleet.native import load_library
 from pagestream_simulator.fleet.profile import EngineProfile
-from pagestream_simulator.traces.load import Load
+from pagestream_simulator.traces.load import Load, expected_outputs
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
@@ -75,6 +75,8 @@ class QueueState:
     """Requests that engines own."""
     claimed_tokens: float
     """Prompt tokens of all first claims so far."""
+    expected_output: float
+    """Output tokens that are expected of queued requests; begun ones count nothing."""
 
 
 class Fleet:
@@ -91,12 +93,22 @@ class Fleet:
         costs = (getattr(profile.cost, name) for name in _COSTS)
         native = _Profile(*costs, *limits, RESERVE_SHARE)
         self._state = (ctypes.c_double * 8)()
-        self._queue = (ctypes.c_double * 5)()
+        self._queue = (ctypes.c_double * 6)()
         self._load = load
+        self._expected = expected_outputs(load)
         self._handle: int | None = self._library.fleet_new(
             ctypes.byref(native),
             len(load),
-            *(_pointer(column) for column in (load.arrival_s, load.prompt_tokens, load.output_tokens, load.partition)),
+            *(
+                _pointer(column)
+                for column in (
+                    load.arrival_s,
+                    load.prompt_tokens,
+                    load.output_tokens,
+                    load.partition,
+                    self._expected,
+                )
+            ),
             partitions,
             StreamsSettings().steal_after_ms / 1000,
             SLACK_MS / 1000,
@@ -155,7 +167,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_double
     arguments: dict[str, tuple[Sequence[Any], Any]] = {
         "fleet_new": (
-            (pointer, ctypes.c_int64, *[pointer] * 4, number, real, real, ctypes.c_uint64, pointer, pointer),
+            (pointer, ctypes.c_int64, *[pointer] * 5, number, real, real, ctypes.c_uint64, pointer, pointer),
             pointer,
         ),
         "fleet_free": ((pointer,), None),

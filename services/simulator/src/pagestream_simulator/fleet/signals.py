@@ -74,7 +74,9 @@ class Signals:
         begun_s, begun = self._claimed[0]
         rate = (state.claimed_tokens - begun) / (now_s - begun_s) if now_s > begun_s else None
         age_s = 0.0 if math.isinf(state.oldest_s) else now_s - state.oldest_s
-        self._queue = QueueSample(now_s, state.depth, state.tokens, age_s, state.running, rate)
+        self._queue = QueueSample(
+            now_s, state.depth, state.tokens, age_s, state.running, rate, output_tokens=state.expected_output
+        )
 
     def _export_latencies(self, now_s: float) -> None:
         fresh = self._fleet.first_tokens(self._num_firsts)

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from pagestream_engine.request.length_predictor import LengthPredictor, RequestShape
 
 from pagestream_simulator.traces.context import scale_to_context
 from pagestream_simulator.traces.files import TraceRow
+
+LEARNT_S = 30.0
+"""Seconds from a request's arrival to the time at which gateways know its length: what an answer takes, about."""
+_MOST_OUTPUT = 131_072
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +35,18 @@ class Load:
     def duration_s(self) -> float:
         """Seconds from the trace's begin to the last arrival."""
         return float(self.arrival_s[-1])
+
+
+def expected_outputs(load: Load) -> npt.NDArray[np.int32]:
+    """Return what a gateway would expect of each output, from requests that came at least LEARNT_S before."""
+    predictor, expected, learnt = LengthPredictor(), np.zeros(len(load), dtype=np.int32), 0
+    shapes = [RequestShape(int(tokens), "", _MOST_OUTPUT) for tokens in load.prompt_tokens]
+    for number, arrival in enumerate(load.arrival_s):
+        while load.arrival_s[learnt] < arrival - LEARNT_S:
+            predictor.note_length(shapes[learnt], int(load.output_tokens[learnt]))
+            learnt += 1
+        expected[number] = round(predictor.expected_of(shapes[number])) if learnt else 0
+    return expected
 
 
 def scale_arrivals(
