@@ -29,7 +29,16 @@ from support.processes.waiting import children_of, descendants_of
 MODEL = "demo"
 TENANT = "default"
 MODULES = ("pagestream_worker.__main__", "pagestream_gateway.__main__", "transformers.models.llama")
-ENGINE_OPTIONS = ("--num-gpu-blocks-override", "512", "--deterministic")
+NUM_SEATS, NUM_BLOCKS = 8, 56
+"""Of an engine: too few for a cell's requests, so that those of class 2 are interrupted, and their blocks evicted."""
+ENGINE_OPTIONS = (
+    "--deterministic",
+    *("--scheduling-policy", "priority"),
+    *("--max-num-seqs", str(NUM_SEATS)),
+    *("--num-gpu-blocks-override", str(NUM_BLOCKS)),
+    *("--block-size", "16"),
+    *("--swap-space", "0.05"),
+)
 TEXTS_DTYPE = "float32"
 """In which the answers have the stop strings of their rows; in another one no row's finish is known beforehand."""
 MODES = (("--async-scheduling",), ("--executor", "process", "--speculative-method", "ngram"))
@@ -138,6 +147,7 @@ class FaultCluster:
         self._broker: Broker | None = None
         self._number = 0
         self._refused = 0
+        self._counted: dict[str, tuple[int, int]] = {}
 
     @property
     def members(self) -> list[Member]:
@@ -291,6 +301,22 @@ class FaultCluster:
 
     def _states(self) -> str:
         return ", ".join(f"{member.name}: {'alive' if member.part.is_alive() else 'dead'}" for member in self.members)
+
+    async def count_interrupted_and_swapped(self) -> tuple[int, int]:
+        """Return how many groups the living engines have interrupted, and the bytes of blocks that came back from host
+        memory, both since the last call. An engine's counts are a heartbeat old, and lost when it is killed.
+        """
+        connection = (await self.broker()).connection
+        keyspace = connection.keyspace
+        living = [each.decode() for each in await connection.execute("ZRANGE", keyspace.engines(MODEL), 0, -1)]
+        fields = ("displaced", "loaded_bytes")
+        found = await connection.pipeline([("HMGET", keyspace.engine(each), *fields) for each in living])
+        interrupted = swapped_bytes = 0
+        for each, counts in zip(living, found, strict=True):
+            known, now = self._counted.get(each, (0, 0)), (int(counts[0] or 0), int(counts[1] or 0))
+            interrupted, swapped_bytes = interrupted + now[0] - known[0], swapped_bytes + now[1] - known[1]
+            self._counted[each] = now
+        return interrupted, swapped_bytes
 
     async def num_quarantined(self) -> int:
         """Return the number of quarantined requests."""

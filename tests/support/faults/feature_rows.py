@@ -34,6 +34,8 @@ class FeatureRow:
     """Whether the prompt is a user's message for the model's chat template."""
     echo: bool = False
     """Whether the prompts are echoed before the answers; POST /v1/completions."""
+    priority: int = 0
+    """Its class. One of class 2 begins first, and is interrupted for those of class 0."""
 
     @property
     def is_list(self) -> bool:
@@ -132,6 +134,9 @@ FEATURE_ROWS = (
             "stop": ["never said"],
         },
     ),
+    FeatureRow("interrupted", "The mayor of the village", {"temperature": 0.9, "seed": 59}, priority=2),
+    # Its blocks are evicted while it waits, and come back from host memory.
+    FeatureRow("swapped", f"A tale. {STORY * 3}", {"temperature": 0.9, "seed": 61, "n": 2}, priority=2),
 )
 
 
@@ -149,7 +154,7 @@ def grpc_request(row: FeatureRow, *, model: str, key: str, seed: int | None = No
     if options.get("early_stopping") == "never":
         options["early_stopping"] = pb.EARLY_STOPPING_NEVER
     sampling = pb.SamplingParams(**options)
-    request = pb.GenerateRequest(model=model, sampling=sampling, idempotency_key=key)
+    request = pb.GenerateRequest(model=model, sampling=sampling, idempotency_key=key, priority=row.priority)
     if row.is_chat:
         request.chat.messages.add(role="user", content=str(row.prompt))
     else:
@@ -168,4 +173,4 @@ def http_body(row: FeatureRow, *, model: str, seed: int | None = None) -> dict[s
         asked["echo"] = True
     if row.is_chat:
         asked = {"messages": [{"role": "user", "content": row.prompt}]}
-    return {"model": model, **asked, **sampling, **options}
+    return {"model": model, "priority": row.priority, **asked, **sampling, **options}

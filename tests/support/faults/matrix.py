@@ -105,6 +105,10 @@ class CellResult:
     unfinished: int = 0
     """Streams that had not ended when the fault was injected."""
     reconnects: int = 0
+    interrupted: int = 0
+    """Groups of class 2 that engines interrupted for class 0, in those of their runs that have not ended."""
+    swapped_bytes: int = 0
+    """Of blocks that came back from host memory, likewise."""
     recovery_s: list[float] = field(default_factory=list)
     """From the injection to the next token, of each stream that had not ended."""
     failures: list[str] = field(default_factory=list)
@@ -160,12 +164,12 @@ async def _run_once(cluster: FaultCluster, cell: Cell, passage: tuple[FaultPoint
     try:
         if cell.moment is Moment.QUEUED:
             paused = await _pause_before_claiming(cluster, cluster.engines)
-            running = _start(clients)
+            running = await _start(clients)
             await _wait_accepted(clients, running)
         else:
             paused = await _pause_before_claiming(cluster, _others(cluster, cell))
             cluster.fault_points.arm(dict([passage]), _armed(cluster, cell))
-            running = _start(clients)
+            running = await _start(clients)
             paused.insert(0, await _first_pause(cluster, running))
         cluster.fault_points.disarm()
         victims = _victims(cluster, cell, paused[0])
@@ -186,6 +190,9 @@ async def _run_once(cluster: FaultCluster, cell: Cell, passage: tuple[FaultPoint
     await cluster.wait_ready()
     result.reconnects += sum(client.reconnects for client in clients)
     result.recovery_s += [took for client in open_streams if (took := client.recovery_s(injected_at)) is not None]
+    interrupted, swapped_bytes = await cluster.count_interrupted_and_swapped()
+    result.interrupted += interrupted
+    result.swapped_bytes += swapped_bytes
     result.failures += [failure async for failure in _failures(cluster, clients)]
 
 
@@ -199,8 +206,13 @@ async def _failures(cluster: FaultCluster, clients: Sequence[FeatureClient]) -> 
         yield f"{quarantined} requests are quarantined"
 
 
-def _start(clients: Sequence[FeatureClient]) -> list[asyncio.Task[object]]:
-    return [asyncio.create_task(client.run(), name=client.name) for client in clients]
+async def _start(clients: Sequence[FeatureClient]) -> list[asyncio.Task[object]]:
+    """Start the clients, those of lower classes first: they run when the others come."""
+    lower = [client for client in clients if client.row.priority]
+    running: list[asyncio.Task[object]] = [asyncio.create_task(client.run(), name=client.name) for client in lower]
+    await _wait_accepted(lower, running)
+    others = [client for client in clients if not client.row.priority]
+    return running + [asyncio.create_task(client.run(), name=client.name) for client in others]
 
 
 async def _pause_before_claiming(cluster: FaultCluster, engines: Collection[Member]) -> list[Pause]:
@@ -279,14 +291,14 @@ def _resume(cluster: FaultCluster, paused: Collection[Pause]) -> None:
 
 def table(results: Sequence[CellResult]) -> Iterator[str]:
     """Yield a Markdown table with a row for each cell, and the totals."""
-    yield "| cell | hit | open streams | reconnects | recovery max | took | result |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| cell | hit | open streams | reconnects | interrupted | swapped | recovery max | took | result |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for each in results:
         slowest = f"{max(each.recovery_s):.2f} s" if each.recovery_s else "-"
         outcome = "equal" if not each.failures else f"**{len(each.failures)} failures**"
         yield (
-            f"| {each.cell} | {' + '.join(each.victims)} | {each.unfinished} | {each.reconnects} | {slowest} "
-            f"| {each.took_s:.1f} s | {outcome} |"
+            f"| {each.cell} | {' + '.join(each.victims)} | {each.unfinished} | {each.reconnects} | {each.interrupted} "
+            f"| {each.swapped_bytes >> 10} KiB | {slowest} | {each.took_s:.1f} s | {outcome} |"
         )
     failed = sum(bool(each.failures) for each in results)
     took = sum(each.took_s for each in results)

@@ -177,6 +177,8 @@ class Worker:
             "kv_utilization": round(stats.kv_utilization, 4),
             "free_blocks": stats.num_free_blocks,
             "preemptions": stats.num_preemptions,
+            "displaced": stats.num_displaced,
+            "loaded_bytes": stats.loaded_bytes,
             "degradation_rung": int(self.degradation.rung),
             LENGTHS_FIELD: json.dumps(self._requests.lengths.table(_MOST_LENGTHS), separators=(",", ":")),
         }
