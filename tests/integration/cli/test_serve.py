@@ -1,5 +1,6 @@
 """`pagestream serve` with the demo model: real processes, from the client to the tokens and back."""
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 from pagestream_cli.servefile import ServeRecord, read_record
 from redis import Redis
 from support.clients.gateway_clients import issue_certificate
+from support.clients.many_streams import open_at_once
 from support.processes.waiting import is_running, wait_until
 
 START_LIMIT_S = 90.0
@@ -194,6 +196,13 @@ def test_bench_replays_a_trace_without_an_error(serve: Serve, tmp_path: Path) ->
     summary = json.loads((tmp_path / "out.json").read_text())["summary"]
     assert (summary["succeeded"], summary["errors"]) == (60, {})
     assert summary["output_tokens"] > 60
+
+
+def test_200_chats_at_once_end_without_an_error(serve: Serve) -> None:
+    """More than the engine has seats for, all in one moment; 1,000 are `tests/benchmarks/thousand_streams.py`."""
+    records = asyncio.run(open_at_once(serve.url, "demo", 200, 8, limit_s=120.0))
+    assert {record.error for record in records} == {""}
+    assert all(record.ttft_s is not None for record in records)
 
 
 def test_doctor_sees_the_running_serve(serve: Serve) -> None:
