@@ -1,11 +1,17 @@
-"""The two kinds of token logs, for tests that hold for both."""
+"""The kinds of token logs, for tests that hold for all."""
 
 from collections.abc import Callable
 
 from pagestream_worker.logs.base import TokenLogs
+from pagestream_worker.logs.divided_logs import DividedLogs
 from pagestream_worker.logs.library import load_library
 from pagestream_worker.logs.native_logs import NativeLogs
 from pagestream_worker.logs.python_logs import PythonLogs
+
+
+def divided_logs(limit_bytes: int) -> DividedLogs:
+    """Return the logs of an engine: in C++ where all tokens are plain. Only where `load_library` has a library."""
+    return DividedLogs(native_logs(limit_bytes), limit_bytes)
 
 
 def native_logs(limit_bytes: int) -> NativeLogs:
@@ -16,5 +22,8 @@ def native_logs(limit_bytes: int) -> NativeLogs:
     return NativeLogs(library, limit_bytes)
 
 
-KINDS: list[Callable[[int], TokenLogs]] = [PythonLogs, *([native_logs] if load_library() is not None else [])]
+KINDS: list[Callable[[int], TokenLogs]] = [
+    PythonLogs,
+    *([native_logs, divided_logs] if load_library() is not None else []),
+]
 """Each makes logs that hold at most so many bytes."""

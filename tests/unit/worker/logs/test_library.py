@@ -7,7 +7,7 @@ import pytest
 from pagestream_engine import native_prebuild
 from pagestream_engine.native_build import find_compiler
 from pagestream_worker.logs import library, opening
-from pagestream_worker.logs.native_logs import NativeLogs
+from pagestream_worker.logs.divided_logs import DividedLogs
 from pagestream_worker.logs.python_logs import PythonLogs
 
 
@@ -41,8 +41,8 @@ def test_an_image_s_library_is_used_without_a_compiler(monkeypatch: pytest.Monke
     assert library.find_or_compile() == made
     monkeypatch.setattr(opening, "load_library", library.load_library.__wrapped__)
     logs = opening.open_logs(1)
-    assert isinstance(logs, NativeLogs)
-    assert isinstance(logs.library, ctypes.PyDLL)
+    assert isinstance(logs, DividedLogs)
+    assert isinstance(logs.native.library, ctypes.PyDLL)
 
 
 def test_the_build_of_an_image_fails_without_a_compiler(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

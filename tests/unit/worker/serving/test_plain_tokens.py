@@ -9,11 +9,14 @@ from pagestream_streams import AppendKind, AppendOutcome
 from pagestream_streams.protocol.entries import END, FINISH, TOKEN
 from pagestream_streams.protocol.token_appends import TokenOutcomes
 from pagestream_worker.logs.base import TokenLogs
+from pagestream_worker.logs.library import load_library
+from pagestream_worker.logs.native_logs import NativeLog
+from pagestream_worker.logs.python_logs import PythonLog
 from pagestream_worker.logs.token_columns import TokenColumns
 from pagestream_worker.serving.outputs import StepOutputs
 from pagestream_worker.stepping.commands import AbortSequences, AddGroup
 from support.engines.request_table import RequestTable, claim
-from support.engines.token_logs import KINDS
+from support.engines.token_logs import KINDS, divided_logs
 
 IDS = [f"2a97516c-{number % 2:04x}-{number:032x}" for number in range(4)]
 
@@ -107,8 +110,8 @@ async def test_a_batch_s_refusals_are_each_request_s_own(table: RequestTable) ->
         if table.requests.settle(append, AppendOutcome(kinds[append.request_id], 0)):
             handed_back.append(append.request_id)
     for batch in pending.logs.batches:
-        outcomes = [AppendOutcome(kinds[each.request_id], 0) for each in batch.appends.appends()]
-        others = {place: each for place, each in enumerate(outcomes) if each.kind is not AppendKind.OK}
+        outcomes = [(each, AppendOutcome(kinds[each.request_id], 0)) for each in batch.appends.appends()]
+        others = {place: each for place, each in enumerate(outcomes) if each[1].kind is not AppendKind.OK}
         handed_back += table.requests.settle_tokens(batch, TokenOutcomes([2] * len(outcomes), others))
     assert handed_back == []
     assert table.requests.ids() == IDS[2:]
@@ -117,3 +120,13 @@ async def test_a_batch_s_refusals_are_each_request_s_own(table: RequestTable) ->
     ]
     lacks = written(table)
     assert lacks[IDS[2]] == [(TOKEN, "1"), (TOKEN, "2")], "all of it is sent again"
+
+
+@pytest.mark.skipif(load_library() is None, reason="the logs can't be compiled here")
+def test_what_is_no_plain_token_is_logged_in_python() -> None:
+    """A call into C++ for each entry costs three times what Python does."""
+    logs = divided_logs(1_000_000)
+    plain, several, wanting = claim("n", request_id=IDS[0]), claim("n", num_choices=2), claim("n")
+    wanting.spec.sampling.logprobs = 0
+    kinds = [type(logs.open(each)) for each in (plain, several, wanting, claim("n", prompts=2))]
+    assert kinds == [NativeLog, PythonLog, PythonLog, PythonLog]

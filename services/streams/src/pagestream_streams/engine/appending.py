@@ -109,10 +109,14 @@ class Appender:
         kinds, next_indexes, _ = zip(*reply, strict=True)
         if not any(kinds):
             return TokenOutcomes(next_indexes, {})
-        others = {place: AppendOutcome(AppendKind(kind), index) for place, (kind, index, _) in enumerate(reply) if kind}
         appends = batch.appends()
-        for place, outcome in others.items():
-            self._active_requests.settle(appends[place], outcome)
+        others = {
+            place: (appends[place], AppendOutcome(AppendKind(kind), index))
+            for place, (kind, index, _) in enumerate(reply)
+            if kind
+        }
+        for append, outcome in others.values():
+            self._active_requests.settle(append, outcome)
         return TokenOutcomes(next_indexes, others)
 
     async def mark(self, *, running: Collection[str], waiting: Collection[str]) -> None:

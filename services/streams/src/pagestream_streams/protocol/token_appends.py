@@ -49,5 +49,5 @@ class TokenOutcomes:
 
     next_indexes: Sequence[int]
     """Entries in each log."""
-    others: Mapping[int, AppendOutcome]
-    """By place, the outcomes that are not OK."""
+    others: Mapping[int, tuple[Append, AppendOutcome]]
+    """By place, the appends whose outcome is not OK, with it."""

@@ -1,4 +1,4 @@
-"""The interface of the logs, which `PythonLogs` and `NativeLogs` have."""
+"""The interface of the logs, which `PythonLogs`, `NativeLogs` and `DividedLogs` have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams import Claim
 from pagestream_streams.protocol.entries import EntryValues
 from pagestream_streams.protocol.token_appends import TokenAppends
@@ -14,6 +15,15 @@ from pagestream_worker.logs.token_columns import TokenColumns
 
 PACKED_ENTRIES = 16
 """Entries of a part, the unit in which acknowledged entries are dropped."""
+
+
+def has_plain_tokens(spec: RequestSpec) -> bool:
+    """Whether an output of a request between its first and its last one is nothing but a token of choice 0, which
+    `TokenLogs.take` writes.
+    """
+    sampling = spec.sampling
+    comes_at_end = sampling.use_beam_search or sampling.HasField("best_of")
+    return len(spec.prompts) == 1 and sampling.n <= 1 and not sampling.HasField("logprobs") and not comes_at_end
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,15 +39,16 @@ class PythonLogs:
 
     Args:
         limit_bytes: of all packed entries.
+        first_handle: above 0.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, *, first_handle: int = 1) -> None:
         self.held_bytes = 0
         """See TokenLogs."""
         self.limit_bytes = limit_bytes
         """See TokenLogs."""
         self._logs: dict[int, PythonLog] = {}
-        self._handles = count(1)
+        self._handles = count(first_handle)
 
     @property
     def is_exceeded(self) -> bool:

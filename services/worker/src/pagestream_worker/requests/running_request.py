@@ -22,7 +22,7 @@ from pagestream_streams.protocol.entries import END, FINISH, TOKEN, error_text, 
 from pagestream_streams.protocol.finish_reasons import finish_reason_name, parse_finish_reason
 from pagestream_telemetry.context import TraceContext, caller_context
 
-from pagestream_worker.logs.base import TokenLogs
+from pagestream_worker.logs.base import TokenLogs, has_plain_tokens
 from pagestream_worker.requests.sampling import child_of, sampling_from_message
 
 
@@ -111,10 +111,8 @@ class RunningRequest:
 
     @property
     def is_plain(self) -> bool:
-        """Whether an output between its first and its last one is nothing but a token: `TokenLogs.take` writes it."""
-        sampling = self.claim.spec.sampling
-        comes_at_end = sampling.use_beam_search or sampling.HasField("best_of")
-        return self._num_choices == 1 and not sampling.HasField("logprobs") and not comes_at_end
+        """See has_plain_tokens."""
+        return has_plain_tokens(self.claim.spec)
 
     def running_seq_ids(self) -> list[str]:
         """Return the sequences that run in the engine, once: the caller aborts them."""

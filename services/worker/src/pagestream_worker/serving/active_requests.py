@@ -254,8 +254,7 @@ class ActiveRequests:
             self._on_pending()
         if not outcomes.others:
             return []
-        appends = batch.appends.appends()
-        refused = ((appends[place], outcome) for place, outcome in outcomes.others.items())
+        refused = outcomes.others.values()
         return [append.request_id for append, outcome in refused if self.settle(append, outcome)]
 
     # -- leaving --
