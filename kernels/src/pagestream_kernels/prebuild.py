@@ -15,16 +15,19 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pagestream_kernels.aot import TARGETS, Target
-from pagestream_kernels.decode_plan import plan_decode
+from pagestream_kernels.decode_plan import FIXED_SPLIT_TOKENS, MAX_QUERY_LEN, plan_decode
 from pagestream_kernels.errors import KernelUnavailableError
 from pagestream_kernels.filter_and_draw import filter_and_draw
+from pagestream_kernels.linear.fixed_order_matmul import MANY_OUTPUTS, fixed_order_matmul
 from pagestream_kernels.paged_decode import paged_decode_attention
 from pagestream_kernels.paged_prefill import paged_prefill_attention
 from pagestream_kernels.rms_norm import rms_norm
+from pagestream_kernels.rope.turn import HeadNorm
 from pagestream_kernels.rope_and_cache import rope_and_cache
 from pagestream_kernels.runtime import INTERPRETED, compiling_only, triton
 from pagestream_kernels.silu_and_mul import silu_and_mul
@@ -44,6 +47,10 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    has_bias: bool = False
+    """Of query, key and value."""
+    has_head_norm: bool = False
+    """Of query and key, before they are rotated."""
     block_size: int = 64
     dtype: torch.dtype = torch.bfloat16
 
@@ -53,10 +60,10 @@ SHAPES = (
     ModelShape(3072, 8192, 24, 8, 128),  # Llama 3.2 3B
     ModelShape(4096, 14336, 32, 8, 128),  # Llama 3.1 8B, Mistral 7B
     ModelShape(8192, 28672, 64, 8, 128),  # Llama 3.1 70B
-    ModelShape(896, 4864, 14, 2, 64),  # Qwen2.5 0.5B
-    ModelShape(1536, 8960, 12, 2, 128),  # Qwen2.5 1.5B
-    ModelShape(3584, 18944, 28, 4, 128),  # Qwen2.5 7B
-    ModelShape(4096, 12288, 32, 8, 128),  # Qwen3 8B
+    ModelShape(896, 4864, 14, 2, 64, has_bias=True),  # Qwen2.5 0.5B
+    ModelShape(1536, 8960, 12, 2, 128, has_bias=True),  # Qwen2.5 1.5B
+    ModelShape(3584, 18944, 28, 4, 128, has_bias=True),  # Qwen2.5 7B
+    ModelShape(4096, 12288, 32, 8, 128, has_head_norm=True),  # Qwen3 8B
 )
 """Sizes from the configurations that their publishers ship. Other models compile at their first step."""
 
@@ -95,9 +102,12 @@ def compile_shapes(shapes: Iterable[ModelShape], targets: Sequence[Target]) -> N
             with compiling_only(), using_table(table):
                 for shape in shapes:
                     _call_each(shape)
+                    _call_linears(shape)
 
 
 def _call_each(shape: ModelShape) -> None:
+    """Call all operators but the linears, attention as in both modes."""
+
     def tensor(*sizes: int) -> torch.Tensor:
         return torch.zeros(sizes, dtype=shape.dtype)
 
@@ -117,19 +127,51 @@ def _call_each(shape: ModelShape) -> None:
     weight = tensor(shape.hidden)
     rms_norm(hidden, weight, eps=1e-6)
     rms_norm(hidden, weight, eps=1e-6, residual=tensor(_TOKENS, shape.hidden))
-    rope_and_cache(query, key, value, torch.zeros(64, width), long, keys, values, long)
+    norm = HeadNorm(tensor(width), tensor(width), 1e-6) if shape.has_head_norm else None
+    rope_and_cache(query, key, value, torch.zeros(64, width), long, keys, values, long, norm=norm)
     # Prefills first, then decodes: where a part begins is not part of the key either.
     first, decodes = slice(_PREFILLS), slice(_PREFILLS, _SEQUENCES)
     starts = torch.arange(_PREFILLS + 1, dtype=torch.int32)
     paged_prefill_attention(
         query[first], keys, values, tables, starts, lengths[first], table_rows=rows[first], scale=scale
     )
-    plan = plan_decode(lengths[decodes], num_kv_heads=kv_heads)
-    paged_decode_attention(
-        query[decodes], keys, values, tables, lengths[decodes], table_rows=rows[decodes], scale=scale, plan=plan
+    bound = {"max_seq_len": _BLOCKS * shape.block_size}
+    replayed = {"cu_query_lens": torch.arange(_SEQUENCES - _PREFILLS + 1, dtype=torch.int32)}
+    modes: tuple[dict[str, Any], ...] = (
+        {},
+        {"split_tokens": FIXED_SPLIT_TOKENS, **bound},
+        # Outputs that are computed again, in the deterministic mode.
+        {"split_tokens": FIXED_SPLIT_TOKENS, **bound, **replayed, "max_query_len": MAX_QUERY_LEN},
     )
+    for options in modes:
+        plan = plan_decode(lengths[decodes], num_kv_heads=kv_heads, **options)
+        given = {name: options[name] for name in ("cu_query_lens", "max_query_len") if name in options}
+        paged_decode_attention(
+            *(query[decodes], keys, values, tables, lengths[decodes]),
+            **given,
+            table_rows=rows[decodes],
+            scale=scale,
+            plan=plan,
+        )
     silu_and_mul(tensor(_TOKENS, 2 * shape.intermediate))
     filter_and_draw(torch.zeros(_SEQUENCES, 128), torch.ones(_SEQUENCES), long[:_SEQUENCES], long[:_SEQUENCES])
+
+
+def _call_linears(shape: ModelShape) -> None:
+    """Call the linears of the deterministic mode: of attention, of the feed-forward network, and the head."""
+    heads = shape.num_heads * shape.head_dim
+    projected = heads + 2 * shape.num_kv_heads * shape.head_dim
+    for num_outputs, num_inputs, has_bias in (
+        (projected, shape.hidden, shape.has_bias),
+        (shape.hidden, heads, False),
+        (2 * shape.intermediate, shape.hidden, False),
+        (shape.hidden, shape.intermediate, False),
+        (MANY_OUTPUTS, shape.hidden, False),
+    ):
+        # A build is for few outputs or many, however many.
+        weight = torch.empty(min(num_outputs, MANY_OUTPUTS), num_inputs, dtype=shape.dtype)
+        bias = torch.empty(len(weight), dtype=shape.dtype) if has_bias else None
+        fixed_order_matmul(torch.empty(_TOKENS, num_inputs, dtype=shape.dtype), weight, bias)
 
 
 def take_prebuilt(folder: Path = PREBUILT) -> int:
