@@ -188,4 +188,4 @@ def test_a_backlog_of_long_answers_counts_for_more_than_its_prompts() -> None:
     assert backlog(40_000 * 150 / 600) == pytest.approx(40_000, rel=0.05), "as usual"
     assert backlog(40_000 * 0.5) == pytest.approx(40_000 * (1 + POLICY.backlog.generated_weight * 0.5) / mix, rel=0.05)
     assert backlog(10**9) == pytest.approx(80_000)
-    assert backlog(1) == pytest.approx(20_000, rel=0.05)
+    assert backlog(1) == 40_000

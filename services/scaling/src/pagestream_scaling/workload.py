@@ -66,13 +66,13 @@ def divisible_tokens(queue: QueueSample, most_each: float) -> float:
 def output_factor(queue: QueueSample, work: Workload, policy: BacklogPolicy) -> float:
     """Return the work of what waits, over that of as many prompt tokens of the requests of late.
 
-    A backlog of long answers takes longer than its prompts show. Between the bounds of the policy, since both are
-    estimates; 1 where either is unknown.
+    A backlog of long answers takes longer than its prompts show. At most the policy's bound, since both are estimates;
+    never below 1, and 1 where either is unknown.
     """
     if not queue.output_tokens or queue.tokens <= 0 or work.work_of_token <= 1.0:
         return 1.0
     expected = 1.0 + policy.generated_weight * queue.output_tokens / queue.tokens
-    return min(policy.output_factor_max, max(1 / policy.output_factor_max, expected / work.work_of_token))
+    return min(policy.output_factor_max, max(1.0, expected / work.work_of_token))
 
 
 def work_done(valid: ValidSamples, supply: Supply, policy: BacklogPolicy) -> float | None:
