@@ -168,3 +168,24 @@ async def test_what_is_cancelled_leaves_the_order(redis_url: str) -> None:
         await world.broker.cancel(request, "a")
         assert await world.broker.connection.execute("EXISTS", ranks) == 0
         assert await world.claim(1) == []
+
+
+@pytest.mark.parametrize("policy", ["shortest_first", "fair"])
+async def test_the_position_follows_the_policy(redis_url: str, policy: str) -> None:
+    async with fleet(redis_url, policy) as world:
+        flood = [await world.accept("flood", tokens=120, priority=number % 2) for number in range(8)]
+        small = await world.accept("small", tokens=1)
+        before = [(await world.broker.view(each, "flood")).queue_position for each in flood]
+        first = (await world.broker.view(small, "small")).queue_position
+        place = await world.broker.place(small, "small")
+        assert place is not None
+        assert place.requests == first
+        order = await world.claim(9)
+        assert first == 0
+        assert None not in before
+        if policy == "fair":
+            assert before[1:] == [order.index(each) for each in flood[1:]]
+        else:
+            assert [order.index(each) < 5 for each in flood] == [
+                position < 5 for position in before if position is not None
+            ]

@@ -123,8 +123,10 @@ class Broker:
         found = await self.connection.run(VIEW, where.prefix, request_id, tenant)
         if found is None:
             raise RequestNotFound(request_id)
-        spec, state, reason, next_index, digest, prompt, completion, cached, attempts, queue, entry, print_ = found
-        place = await self._place(where.model, state, queue, entry) if with_position or not queue else None
+        spec, state, reason, next_index, digest, prompt, completion, cached, attempts, queue, entry, print_, rank = (
+            found
+        )
+        place = await self._place(where.model, state, queue, entry, rank) if with_position or not queue else None
         return RequestView(
             request_id=request_id,
             model=where.model,
@@ -147,13 +149,16 @@ class Broker:
         None where it does not wait in a queue, is not the tenant's, or a part of the queue can't be read now.
         """
         where = await self.directory.locate(request_id)
-        fields = "tenant", "state", "queue", "entry"
-        owner, state, queue, entry = await self.connection.execute("HMGET", where.request(request_id), *fields)
-        return await self._place(where.model, state, queue, entry) if owner == tenant.encode() else None
+        fields = "tenant", "state", "queue", "entry", "rank"
+        owner, *found = await self.connection.execute("HMGET", where.request(request_id), *fields)
+        return await self._place(where.model, *found) if owner == tenant.encode() else None
 
-    async def _place(self, model: str, state: bytes, queue: bytes | None, entry: bytes | None) -> Place | None:
+    async def _place(
+        self, model: str, state: bytes, queue: bytes | None, entry: bytes | None, rank: bytes | None
+    ) -> Place | None:
         if queue and entry:
-            return await self.positions.place(model, queue.decode(), EntryId.parse(entry))
+            known_rank = int(rank) if rank else None
+            return await self.positions.place(model, queue.decode(), EntryId.parse(entry), known_rank)
         return Place(0, None) if state == b"queued" else None  # a suspect waits for an idle engine, before all queues
 
     async def spec(self, request_id: str, tenant: str) -> RequestSpec:

@@ -25,6 +25,7 @@ SAMPLED = 1024
 _LEAST_SAMPLED, _MOST_SAMPLED = 4, 64  # from either end of one queue
 _SHORTEST_SPAN_S = 1.0  # shorter spans give no meaningful rate
 _BEGUN = 10**13  # as in prelude.lua
+_WHATEVER_CLASS = 2  # outline.lua's reply where the classes do not count
 
 
 class EntryId(NamedTuple):
@@ -85,9 +86,18 @@ class Outline:
     drain_rate: float
     """Prompt tokens a second."""
     has_engines: bool
+    order: int = 0
+    """Of classes: 0 by arrival, 1 by ranks, 2 by ranks whatever the class (docs/decisions/0205)."""
 
-    def place(self, queue: str, entry: EntryId, ageing_ms: int) -> Place:
-        """Return what goes before an entry of a queue, by the order of docs/decisions/0120."""
+    def place(self, queue: str, entry: EntryId, ageing_ms: int, rank: int | None = None) -> Place | None:
+        """Return what goes before an entry of a queue, by the order of docs/decisions/0120; None where its rank counts
+        and is unknown: it was accepted under another policy.
+        """
+        if self.order and queue.isdigit():
+            if rank is None:
+                return None
+            entry = EntryId(rank, 0)
+        ageing_ms = 0 if self.order == _WHATEVER_CLASS else ageing_ms
         key = entry.ms + _shift(queue, ageing_ms)
         found = [each.before(EntryId(key - _shift(each.name, ageing_ms), entry.number)) for each in self.queues]
         requests, tokens = (sum(column) for column in zip(*found, strict=True)) if found else (0, 0)
@@ -106,14 +116,16 @@ class QueuePositions:
         self._outlines: dict[str, tuple[float, Outline | None]] = {}
         self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def place(self, model: str, queue: str, entry: EntryId) -> Place | None:
-        """Return what goes before a queued request; None where a part of the queue can't be read now."""
+    async def place(self, model: str, queue: str, entry: EntryId, rank: int | None = None) -> Place | None:
+        """Return what goes before a queued request, of that rank if it has one; None where a part of the queue can't be
+        read now.
+        """
         async with self._reading[model]:
             until, outline = self._outlines.get(model, (float("-inf"), None))
             if time.monotonic() >= until:
                 outline, count = await self._read(model)
                 self._outlines[model] = time.monotonic() + count * SHARED_S, outline
-        return outline.place(queue, entry, self._settings.ageing_ms) if outline is not None else None
+        return outline.place(queue, entry, self._settings.ageing_ms, rank) if outline is not None else None
 
     async def _read(self, model: str) -> tuple[Outline | None, int]:
         settings = self._settings
@@ -128,8 +140,8 @@ class QueuePositions:
         if any(isinstance(each, Unavailable) for each in (living, *replies)):
             return None, len(partitions)
         rate = sum(drained / max(span_ms / 1000, _SHORTEST_SPAN_S) for drained, span_ms, *_ in replies)
-        queues = [_queue(row) for _, _, *rows in replies for row in rows]
-        return Outline(queues, rate, bool(living)), len(partitions)
+        queues = [_queue(row) for _, _, _, *rows in replies for row in rows]
+        return Outline(queues, rate, bool(living), max(order for _, _, order, *_ in replies)), len(partitions)
 
 
 def _queue(row: Any) -> QueueOutline:

@@ -151,6 +151,7 @@ else
       local rank
       rank, tenant_time = rank_of(state[5], entry, tonumber(state[6] or 0))
       call('ZADD', prefix .. 'ranks:' .. class, rank, entry)
+      call('HSET', req, 'rank', rank)
     end
   else
     enqueue(id, 'resume', tokens)
