@@ -36,9 +36,11 @@ class PrefixReport:
 
     def note(self, claims: Iterable[Claim]) -> None:
         """Note what claimed requests will have cached: of the prompts by which they were placed."""
+        first_tokens = self._settings.placement_tokens
         for claim in claims:
-            prompt, salt = claim.spec.prompts[0].ids, claim.spec.cache_salt
-            self._digests += [digest for _, digest in prefixes_of(prompt, self._settings.placement_tokens, salt)]
+            for prompt in claim.spec.prompts[:1]:
+                found = prefixes_of(prompt.ids, first_tokens, claim.spec.cache_salt)
+                self._digests += [digest for _, digest in found]
 
     async def publish(self, limit_s: float | None) -> None:
         """Publish what was noted since the last time; `limit_s` bounds the wait in seconds, None does not."""
