@@ -87,3 +87,17 @@ def test_cost_keeps_the_longer_prefix_where_recency_keeps_the_later_one() -> Non
         serve(cache, [3] * (3 * LONG // 2 + 1))
         kept[policy] = (cached_tokens(cache, [1] * (LONG + 1)), cached_tokens(cache, [2] * (LONG // 2 + 1)))
     assert kept == {"lru": (LONG // 2, LONG // 2), "cost": (LONG, 0)}
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_a_prefix_that_was_popular_goes_in_the_end(policy: str) -> None:
+    """However often it was found: as others come, each of them twice, it is lost before twenty turns of the pool."""
+    cache = make_cache(policy)
+    popular = [1, 2, 3]
+    for _ in range(300):
+        serve(cache, popular)
+    assert cached_tokens(cache, popular)
+    for first in range(10, 10 + 20 * NUM_BLOCKS, 3):
+        for _ in range(2):
+            serve(cache, [first, first + 1, first + 2])
+    assert not cached_tokens(cache, popular)

@@ -12,6 +12,10 @@ ATTENTION_TOKENS = 24_576
 model of 8 billion parameters. Attention takes 4 operations a token of context and unit of hidden size, all else about
 24 a unit of hidden size, squared."""
 
+MAX_HITS = 8
+"""Hits of a block that count: a prefix that was found thousands of times goes as soon after its last hit as one that
+was found so often."""
+
 
 class _Ageing(HeapOrder):
     """A block's value is its `worth` above the value of the last block that was evicted, and never below that of one
@@ -49,7 +53,7 @@ class _Ageing(HeapOrder):
         self._least[block] = 0.0
 
     def note_hit(self, block: int) -> None:
-        self._num_hits[block] += 1
+        self._num_hits[block] = min(self._num_hits[block] + 1, MAX_HITS)
 
 
 class LeastFrequentlyUsed(_Ageing):
