@@ -294,12 +294,16 @@ _ONLY_DEFAULT: dict[str, tuple[object, ...]] = {
 }
 """vLLM's options that are accepted at these values only: weights stay on the device."""
 
+_NOT_YET = {
+    "cpu_offload_gb": "other values are not supported yet: a GPU keeps all weights, a CPU has them in its memory",
+}
+
 
 def _refuse_unsupported(options: dict[str, Any]) -> None:
     for name, supported in _ONLY_DEFAULT.items():
         given = options.pop(name, None)
         if isinstance(given, bool) or given not in supported:
-            raise UnsupportedOption(name, given, f"{supported[0]!r}", "other values are not supported yet")
+            raise UnsupportedOption(name, given, f"{supported[0]!r}", _NOT_YET[name])
 
 
 def _is_module_name(name: object) -> bool:
