@@ -6,7 +6,8 @@ The reference workload's model (see `engine_throughput`): a prefill step of 2,04
 and one of a single sequence. An operation's limit is the larger of its bytes by the rate at which memory is read, and
 its arithmetic by the rate of multiply-adds from registers, both measured before and after. "Share" is of the step,
 "of the limit" how much of an operation's own time the limit would take: above 100 % its operands were in a cache.
-Each table is of the quickest step of its kind, since other load only slows a step down.
+Each table is of the quickest step of its kind, since other load only slows a step down. With one thread times are of
+the processor.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 
 import torch
 from engine_throughput import DTYPES, make_model, make_prompts
-from machine_limits import MachineLimits, measure_limits
+from machine_limits import MachineLimits, clock, measure_limits
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.config import EngineOptions
 from pagestream_engine.runner import ModelRunner
@@ -72,9 +72,9 @@ class Reference:
         steps = []
         while self._engine.has_unfinished_requests():
             self._timed.work.clear()
-            start = perf_counter()
+            start = clock()
             self._engine.step()
-            seconds = perf_counter() - start
+            seconds = clock() - start
             operations = {name: copy(work) for name, work in self._timed.work.items()}
             steps.append(Step(seconds, self._timed.query_lens, operations))
         return steps

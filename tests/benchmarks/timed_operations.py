@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
+from machine_limits import clock
 from pagestream_engine.attention import AttentionBatch, AttentionSpec
 from pagestream_engine.layers.linear_methods import Activation, LinearMethod
 from pagestream_engine.runner import ModelRunner
@@ -79,9 +79,9 @@ class TimedOperations:
     def _note(
         self, name: str, num_bytes: float, flops: float, function: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
-        start = perf_counter()
+        start = clock()
         result = function(*args, **options)
-        seconds = perf_counter() - start
+        seconds = clock() - start
         work = self.work.setdefault(name, Work())
         work.calls += 1
         work.seconds += seconds
