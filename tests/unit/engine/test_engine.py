@@ -124,6 +124,16 @@ def test_a_lowered_limit_stops_nothing_and_admits_nothing_more(tmp_path: Path) -
     assert engine.stats().num_running == 3, "the configured limit holds again"
 
 
+def test_a_search_wider_than_a_lowered_limit_runs_alone(tmp_path: Path) -> None:
+    engine, free = make_engine(tmp_path / "limited"), make_engine(tmp_path / "free")
+    engine.set_limits(1)
+    for each in (engine, free):
+        each.add_request("before", [4, 5], GREEDY)
+        each.add_request("search", [1, 2, 3], SEARCH)
+        each.add_request("after", [5, 6], GREEDY)
+    assert run(engine) == run(free)
+
+
 def test_a_repeated_prompt_is_found_in_the_cache(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     prompt = list(range(1, 18))
