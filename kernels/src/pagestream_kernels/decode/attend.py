@@ -231,10 +231,12 @@ def attend_variant(
     has_rows = is_fixed or max_query_len > 1  # with fixed splits one build serves any number
     if row is None:
         row = row_for("paged_decode", geometry, options, num_rows, backend=backend, table=table)
-    most_rows, warps = row.rows, row.warps
+    most_rows, tokens, warps = row.rows, row.tokens, row.warps
     if has_rows:  # with both forms of the loop, whose registers larger tiles and fewer warps do not always hold
         is_small = block_dim <= 64 and backend == "cuda" and geometry.dtype.itemsize == 2
         most_rows, warps = min(row.rows, 32 if is_small else MIN_DOT), max(row.warps, 8)
+        if geometry.dtype.itemsize == 4:
+            tokens = min(tokens, 32)
     strides = [f"{name}_stride_{axis}" for name in ("out", "query") for axis in "nh"]
     cache_strides = [f"{name}_stride_{axis}" for name in ("key", "value") for axis in "bthd"]
     return Variant(
@@ -263,7 +265,7 @@ def attend_variant(
             "CACHE_BLOCK": geometry.block_size,
             "BLOCK_DIM": block_dim,
             "BLOCK_ROWS": min(most_rows, max(MIN_DOT, next_power_of_two(num_rows))),
-            "BLOCK_KV": row.tokens,
+            "BLOCK_KV": tokens,
             "UNIT_TOKENS": unit_tokens,
             "MIN_SHARE": min_share,
             "IS_FIXED": is_fixed,

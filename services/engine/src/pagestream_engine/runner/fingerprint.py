@@ -114,7 +114,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.text.detokenizer": 3,
     "pagestream_engine.text.stop_strings": 1,
     "pagestream_kernels.cache.copy_blocks": 1,
-    "pagestream_kernels.decode.attend": 6,
+    "pagestream_kernels.decode.attend": 7,
     "pagestream_kernels.decode.merge": 2,
     "pagestream_kernels.decode.plan": 1,
     "pagestream_kernels.decode.shares": 2,
