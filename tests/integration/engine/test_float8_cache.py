@@ -121,7 +121,7 @@ def test_blocks_are_copied_and_swapped_with_all_that_belongs_to_them(kept: torch
     rows = torch.randn(40, 2, 80).mul_(torch.tensor([[1.0], [300.0]]))
     for layer in (0, 1):
         store.write(layer, rows, rows.flip(0), torch.arange(16, 56))
-    pages = HostPages(store, 3)
+    pages = HostPages(store, [2, 1])
     before = [store.gather(layer, torch.tensor([1, 2, 3])) for layer in (0, 1)]
     torch.testing.assert_close(before[0].keys.transpose(1, 2).flatten(0, 1)[:40], rows, rtol=0.07, atol=0.01)
     store.copy_blocks([(1, 4), (2, 5)])
