@@ -78,6 +78,8 @@ def test_a_cache_of_float8_is_not_deterministic(name: str) -> None:
     assert EngineConfig.from_options({"kv_cache_dtype": name}).cache.kv_cache_dtype == name
     with pytest.raises(ConfigError, match=f"kv_cache_dtype: given '{name}', expected auto or bfloat16 with determin"):
         EngineConfig.from_options({"kv_cache_dtype": name, "deterministic": True})
+    with pytest.raises(ConfigError, match="speculative_method: given 'ngram', expected None with kv_cache_dtype fp8"):
+        EngineConfig.from_options({"kv_cache_dtype": name, "speculative_method": "ngram"})
 
 
 def test_a_host_tier_needs_the_prefix_cache() -> None:

@@ -134,6 +134,42 @@ def test_a_search_wider_than_a_lowered_limit_runs_alone(tmp_path: Path) -> None:
     assert run(engine) == run(free)
 
 
+def test_a_displaced_search_needs_its_prompt_once(tmp_path: Path) -> None:
+    """Of 16 beams over 1,000 tokens: what would run again fits, so memory is not short."""
+    engine = make_engine(tmp_path, num_gpu_blocks_override=400, max_num_seqs=16, scheduling_policy="priority")
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, use_beam_search=True, n=16)
+    beams = [Sibling(f"search/{place}", params.for_child(1, place), (), place) for place in range(16)]
+    engine.add_group([7] * 1000, beams, priority=2)
+    for _ in range(5):
+        engine.step()
+    engine.add_request("urgent", [1, 2, 3], GREEDY)
+    for _ in range(3):
+        engine.step()
+    stats = engine.stats()
+    assert stats.num_displaced == 1
+    assert 0.5 < stats.kv_demand < 1.0
+
+
+@pytest.mark.parametrize("use_beam_search", [False, True])
+def test_the_shortest_goes_first_and_a_search_is_as_long_as_it_may_get(tmp_path: Path, use_beam_search: bool) -> None:
+    engine = make_engine(
+        tmp_path, max_num_seqs=1, num_gpu_blocks_override=64, max_model_len=200, scheduling_policy="shortest_first"
+    )
+    engine.add_request("first", [1], replace(GREEDY, max_tokens=100))
+    engine.step()
+    params = replace(GREEDY, max_tokens=300, use_beam_search=use_beam_search)
+    engine.add_group([1, 2], [Sibling("long", params.for_child(1, 0))])
+    engine.add_request("short", [1, 2], replace(GREEDY, max_tokens=4))
+    assert list(run(engine)) == ["first", "short", "long"]
+
+
+def test_a_search_with_many_tokens_that_end_it_is_refused(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, text=True)
+    params = replace(GREEDY, use_beam_search=True, stop_token_ids=list(range(3, 70)))
+    with pytest.raises(InvalidRequest, match="stop_token_ids: given 67 tokens that end an output, expected at most 64"):
+        engine.add_group([1, 2], [Sibling("search", params.for_child(1, 0))])
+
+
 def test_a_repeated_prompt_is_found_in_the_cache(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     prompt = list(range(1, 18))

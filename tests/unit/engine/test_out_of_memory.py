@@ -128,6 +128,17 @@ def test_all_choices_of_the_request_fail_and_no_other(tmp_path: Path) -> None:
     assert {outputs[choice.seq_id][-1].finish_reason for choice in choices} == {"error"}
 
 
+@pytest.mark.parametrize(("n", "best_of"), [(1, 2), (2, 3)])
+def test_all_choices_of_a_contest_fail_and_no_other_request(tmp_path: Path, n: int, best_of: int) -> None:
+    engine, _ = make(tmp_path, {})
+    params = replace(GREEDY, temperature=1.0, n=n, best_of=best_of)
+    engine.add_group([HUGE, *range(40)], [Sibling(f"huge/{child}", params.for_child(7, child)) for child in range(n)])
+    engine.add_request("small", [1, 2, 3], GREEDY)
+    outputs = run(engine)
+    assert_undisturbed(outputs.pop("small"), [1, 2, 3])
+    assert [[output.finish_reason for output in each] for each in outputs.values()] == [["error"]] * n
+
+
 def test_a_request_that_has_ended_is_not_failed_by_the_step_behind_its_end(tmp_path: Path) -> None:
     engine, runner = make(tmp_path, {}, async_scheduling=True, max_num_seqs=1)
     end = undisturbed([1, 2], GREEDY, ArithmeticFacts(), 4096)[2]

@@ -251,6 +251,10 @@ class EngineConfig:
         if self.model.deterministic and self.cache.kv_cache_dtype in SCALED_CACHE_DTYPES:
             hint = "a token's key is rounded to a scale that later tokens of its block may raise"
             raise ConfigError("kv_cache_dtype", self.cache.kv_cache_dtype, "auto or bfloat16 with deterministic", hint)
+        if self.speculation.speculative_method is not None and self.cache.kv_cache_dtype in SCALED_CACHE_DTYPES:
+            hint = "a draft that does not hold may have raised the scale of its block's other keys"
+            expected = "None with kv_cache_dtype fp8"
+            raise ConfigError("speculative_method", self.speculation.speculative_method, expected, hint)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

@@ -443,6 +443,7 @@ class Engine:
             if seq.seq_id in self._searches:
                 outputs += self._searches.fail(seq.seq_id, reason)
             elif not seq.params.use_beam_search:  # else its search has failed with another beam
-                self.abort_request(seq.seq_id)
+                del self._generations[seq.seq_id]
+                self._scheduler.abort(seq)
                 outputs.append(failed_output(seq, reason))
         return outputs

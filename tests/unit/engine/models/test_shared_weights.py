@@ -75,6 +75,23 @@ def test_files_that_nobody_maps_make_room(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("partial-*"))
 
 
+def test_what_a_killed_writer_has_left_is_removed(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys, torch\n"
+        "from pathlib import Path\n"
+        "from pagestream_engine.models.shared_weights import map_or_write\n"
+        "def tensors():\n"
+        "    yield 'a', torch.zeros(64)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "map_or_write('killed', tensors, 1 << 20, Path(sys.argv[1]))\n"
+    )
+    folder = tmp_path / "weights"
+    assert subprocess.run([sys.executable, "-c", code, str(folder)], check=False).returncode == -9
+    assert list(folder.glob("partial-*/*"))
+    map_or_write("key", lambda: iter(A_MODEL), MANY_BYTES, folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["key.weights", "lock"]
+
+
 def test_a_folder_of_others_is_not_used(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(Exception, match="no write permission for others"):

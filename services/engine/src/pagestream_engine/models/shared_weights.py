@@ -13,6 +13,7 @@ import hashlib
 import json
 import mmap
 import os
+import shutil
 import struct
 import tempfile
 import time
@@ -108,6 +109,8 @@ def _only_writer(folder: Path) -> Iterator[None]:
 
 
 def _write(path: Path, tensors: Iterable[Named], max_bytes: int) -> None:
+    for left in path.parent.glob("partial-*"):  # by processes that died: this one is the only writer
+        shutil.rmtree(left)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="partial-") as name:
         partial = Path(name) / path.name
         entries: dict[str, tuple[str, list[int], int]] = {}
@@ -132,9 +135,6 @@ def _make_room(folder: Path, left: int) -> None:
     Raises:
         OSError: those that are held have more.
     """
-    for partial in folder.glob("partial-*"):  # of processes that died: this one is the only writer
-        if not any(partial.iterdir()):
-            partial.rmdir()
     found = sorted(((path.stat(), path) for path in folder.glob("*" + _SUFFIX)), key=lambda each: each[0].st_mtime)
     total, oldest = sum(status.st_size for status, _ in found), time.time() - _UNUSED_S
     for status, path in found:

@@ -126,16 +126,17 @@ class BeamSearch:
     def _candidates(self, rows: Sequence[LogprobRow]) -> list[_Candidate]:
         """All candidates, the best first."""
         scores = [beam.score for beam in self._beams] or [0.0]
-        ends = self._end_token_ids if self._num_tokens > self._params.min_tokens else frozenset[int]()
-        banned = self._end_token_ids - ends
-        candidates = [
-            _Candidate(-score - logprob, parent, place, token_id, token_id in ends)
-            for parent, (score, row) in enumerate(zip(scores, rows, strict=False))
-            for place, (token_id, logprob) in enumerate(
-                zip(row.token_ids[1 : self.num_candidates + 1], row.logprobs[1:], strict=False)
-            )
-            if token_id not in banned
-        ]
+        may_end = self._num_tokens > self._params.min_tokens
+        candidates: list[_Candidate] = []
+        for parent, (score, row) in enumerate(zip(scores, rows, strict=False)):
+            num_open = 0
+            for place, (token_id, logprob) in enumerate(zip(row.token_ids[1:], row.logprobs[1:], strict=False)):
+                if num_open == self.width:
+                    break  # What comes after `width` better ones of the same beam can't be chosen.
+                is_end = token_id in self._end_token_ids
+                num_open += not is_end
+                if may_end or not is_end:
+                    candidates.append(_Candidate(-score - logprob, parent, place, token_id, is_end))
         return sorted(candidates)
 
     def _extended(self, candidate: _Candidate, rows: Sequence[LogprobRow]) -> Beam:

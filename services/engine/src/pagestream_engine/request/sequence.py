@@ -72,6 +72,7 @@ class TokenSequence:
         "end_token_ids",
         "group",
         "max_total_tokens",
+        "most_total_tokens",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -125,6 +126,8 @@ class TokenSequence:
         """Whose it is, for policies."""
         self.weight = weight
         """Its tenant's."""
+        self.most_total_tokens = max_total_tokens
+        """Of the longest output, with the prompt; for policies, which expect no more."""
         self.max_total_tokens = max_total_tokens
         """Prompt and output together: where it ends with "length". Of a beam what its search allows: see `Searches`."""
         self.cache_salt = cache_salt

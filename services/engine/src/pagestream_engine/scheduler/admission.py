@@ -115,8 +115,10 @@ class Admission:
     @property
     def num_preempted_blocks(self) -> int:
         """Blocks that preempted sequences need again."""
+        groups = {id(seq.group): seq.group for seq in list(self._waiting) if seq.was_admitted}
         num_blocks_for = self._cache.layout.num_blocks_for
-        return sum(num_blocks_for(len(seq)) for seq in list(self._waiting) if seq.was_admitted)
+        leaders = [(group, group.choose_leader()) for group in groups.values()]
+        return sum(num_blocks_for(len(leader)) + self._num_follower_blocks(group, leader) for group, leader in leaders)
 
     def num_claimable_blocks(self, num_preempted_blocks: int) -> int:
         """Return the free blocks that a sequence from outside would get: those of preempted sequences come before it,

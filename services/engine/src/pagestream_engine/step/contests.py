@@ -42,6 +42,7 @@ class Contest:
     answers: dict[str, tuple[int, Sequence[int]]]
     """Ids of outputs: the rank of each, and the tokens that an earlier run has put out."""
     reports_logprobs: bool
+    has_reported_prompt: bool = False
 
 
 class Contests:
@@ -66,7 +67,9 @@ class Contests:
                 passed.append(output)
             elif output.prompt_logprobs is not None:
                 output.seq_id = next(iter(contest.answers))
-                passed.append(output)
+                if not contest.has_reported_prompt:  # Choices that do not run together compute it once more.
+                    passed.append(output)
+                contest.has_reported_prompt = True
             else:
                 contest.entries[output.seq_id].outputs.append(output)
                 if all(entry.has_ended for entry in contest.entries.values()):

@@ -12,6 +12,9 @@ from pagestream_engine.request.generation import Generation
 from pagestream_engine.request.sequence import Sibling, TokenSequence, choice_indexes, with_extra_ids
 from pagestream_engine.step.searches import Answer, RunningSearch
 
+MAX_END_TOKENS = 64
+"""Of a search. Each step ranks them with the candidates of each beam."""
+
 
 @dataclass(frozen=True, slots=True)
 class SearchLimits:
@@ -41,6 +44,12 @@ class SearchLimits:
             raise InvalidRequest(
                 f"beam_width: given {width} and {len(seq.end_token_ids)} tokens that end an output, expected together "
                 f"at most {self.vocab_size}, the vocabulary"
+            )
+        num_ends = len(seq.end_token_ids)
+        if num_ends > MAX_END_TOKENS:
+            raise InvalidRequest(
+                f"stop_token_ids: given {num_ends} tokens that end an output, expected at most {MAX_END_TOKENS} with "
+                "use_beam_search: each step ranks them for each beam"
             )
         num_blocks = self._most_blocks(width, seq.num_prompt_tokens, max_total_tokens)
         if num_blocks > self.num_blocks:
