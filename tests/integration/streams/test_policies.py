@@ -2,12 +2,15 @@
 
 import asyncio
 import dataclasses
+import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from pagestream_streams import Broker, EngineSession, GatewaySession
 from support.protocol.token_streams import MODEL, STILL, card, spec
+from support.redis.topologies import Place, ask_all
 
 AGEING_MS = 1000
 APART_S = 0.12  # more than claim_order.SLACK_MS, as are 110 tokens
@@ -141,6 +144,92 @@ async def test_the_engine_that_started_last_decides(redis_url: str) -> None:
             await world.engines[0].heartbeat.beat()
             async with EngineSession(world.broker, model=MODEL, on_lost=lambda _: None):
                 assert await world.claim(2) == [short, long]
+
+
+async def policy_of(broker: Broker) -> str:
+    [where, *_] = await broker.directory.all_partitions(MODEL)
+    return str((await broker.connection.execute("HGET", f"{where.prefix}meta", "policy")).decode())
+
+
+async def test_an_engine_that_is_gone_decides_no_more(redis_url: str) -> None:
+    """Nor does one that has lost its lease; one that lives does, also over those that start with its policy."""
+    async with fleet(redis_url, "fcfs") as world:
+        [old] = world.engines
+        await asyncio.sleep(0.002)  # a later start in ms
+        async with EngineSession(world.broker, model=MODEL, on_lost=lambda _: None, policy="fair") as canary:
+            await canary.heartbeat.beat()
+            await old.heartbeat.beat()
+            assert await policy_of(world.broker) == "fair"
+        await old.heartbeat.beat()
+        assert await policy_of(world.broker) == "fcfs"
+
+
+async def test_an_engine_starts_by_the_time_of_redis(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet(redis_url, "fcfs") as world:
+        with monkeypatch.context() as ahead:
+            now_ns = time.time_ns
+            ahead.setattr(time, "time_ns", lambda: now_ns() + 86_400 * 10**9)
+            early = EngineSession(world.broker, model=MODEL, on_lost=lambda _: None, policy="fair")
+        async with early:
+            await early.heartbeat.beat()
+            await asyncio.sleep(0.002)  # a later start in ms
+            async with EngineSession(
+                world.broker, model=MODEL, on_lost=lambda _: None, policy="shortest_first"
+            ) as late:
+                await late.heartbeat.beat()
+                await early.heartbeat.beat()
+                assert await policy_of(world.broker) == "shortest_first"
+
+
+async def test_what_a_tenant_had_is_lost_with_the_memory_of_redis(redis_server: Place, redis_url: str) -> None:
+    """A gateway that lives on knows times of before, which no partition has any more."""
+    async with fleet(redis_url, "fair") as world:
+        for _ in range(12):
+            await world.accept("early", tokens=5000)
+        ask_all(redis_server, "FLUSHALL")
+        await world.broker.publish_model(card(), partitions=PARTITIONS)
+        async with EngineSession(world.broker, model=MODEL, on_lost=lambda _: None, policy="fair") as engine:
+            await engine.heartbeat.beat()
+            world.engines = [engine]
+            early = [await world.accept("early", tokens=110) for _ in range(2)]
+            for _ in range(8):
+                await world.accept("late", tokens=110)
+            order = await world.claim(10)
+            assert order.index(early[0]) <= 1
+            assert order.index(early[1]) <= 3
+
+
+async def test_engines_claim_by_virtual_time_when_redis_is_full(redis_server: Place, redis_url: str) -> None:
+    """Also from a partition that has only to learn the virtual time of the others."""
+    async with fleet(redis_url, "fair") as world:
+        accepted = [await world.accept(tokens=200, partition=number % PARTITIONS) for number in range(12)]
+        ask_all(redis_server, "CONFIG", "SET", "maxmemory", 1)
+        try:
+            assert sorted(await world.claim(12)) == sorted(accepted)
+        finally:
+            ask_all(redis_server, "CONFIG", "SET", "maxmemory", 0)
+
+
+async def test_the_sum_of_expected_outputs_does_not_drift(redis_url: str) -> None:
+    """An engine of a version without it takes requests and leaves their part of the sum."""
+    async with fleet(redis_url, "fcfs") as world:
+        [gateway] = world.gateways
+        table = {"octave_parts": 4, "prior": 8, "rows": [[None, None, 300, 200]]}
+        gateway.acceptor.lengths.note(MODEL, [json.dumps(table).encode()])
+        execute, [where, *_] = world.broker.connection.execute, await world.broker.directory.all_partitions(MODEL)
+
+        async def accepted() -> int:
+            request = spec(prompt=range(50), partition=0)
+            request.sampling.max_tokens = 1000
+            await gateway.accept(request)
+            return int(await execute("HGET", f"{where.prefix}meta", "outputs:0"))
+
+        assert [await accepted(), await accepted()] == [300, 600]
+        await execute("XTRIM", f"{where.prefix}queue:0", "MAXLEN", 0)
+        assert await accepted() == 300
+        await execute("HSET", f"{where.prefix}meta", "outputs:0", 100)
+        assert len(await world.claim(1)) == 1
+        assert int(await execute("HGET", f"{where.prefix}meta", "outputs:0")) == 0
 
 
 async def test_entries_that_an_earlier_version_adds_and_takes(redis_url: str) -> None:

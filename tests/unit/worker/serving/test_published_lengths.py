@@ -37,6 +37,32 @@ def test_engines_count_by_what_they_know_and_what_cannot_be_read_counts_not() ->
     assert lengths.expected("m", 100, "t", MOST) == pytest.approx(19, abs=1)
 
 
+@pytest.mark.parametrize(
+    ("scales", "row"),
+    [
+        ("4, 8", "NaN, 9"),
+        ("4, 8", "Infinity, 9"),
+        ("4, 8", "-5, 9"),
+        ("4, 8", "5, -9"),
+        ("4, 8", "5, 0"),
+        ("4, 8", "1e308, 10"),
+        ("4, 8", "7, []"),
+        ("0, 8", "5, 9"),
+        ("Infinity, 8", "5, 9"),
+        ("4, -1", "5, 9"),
+    ],
+)
+def test_an_engine_that_publishes_nonsense_counts_for_nothing(scales: str, row: str) -> None:
+    octave_parts, prior = scales.split(", ")
+    rows = f"[[null, null, 500, 40], [null, null, {row}]]"
+    bad = f'{{"octave_parts": {octave_parts}, "prior": {prior}, "rows": {rows}}}'.encode()
+    lengths = ExpectedLengths()
+    lengths.note("m", [bad])
+    assert lengths.expected("m", 100, "t", MOST) == 0
+    lengths.note("m", [published((100, "t", 10)), bad])
+    assert lengths.expected("m", 100, "t", MOST) == pytest.approx(10, abs=1)
+
+
 def test_a_table_has_a_bounded_number_of_rows() -> None:
     predictor = LengthPredictor()
     for number in range(100):

@@ -65,6 +65,8 @@ class Heartbeat:
         self._card = card
         self.refused_class: int | None = None
         """The least class that gateways are asked to refuse, once all living engines ask for it; None: none."""
+        self._started_ms = 0
+        """When the first beat took effect, by Redis' clock; 0 before."""
         self._contexts = LivingContexts(broker, identity, assignment)
         self._timer = Periodic("engine heartbeat", self._settings.heartbeat_ms / 1000, self._beat_in_time)
 
@@ -115,11 +117,12 @@ class Heartbeat:
         await self._prefixes.publish(short_s)
         answered = zip(partitions, replies, strict=True)
         answers = {where: each for where, each in answered if not isinstance(each, Unavailable)}
-        owned = {request_id.decode() for ids, _ in answers.values() for request_id in ids}
+        owned = {request_id.decode() for ids, *_ in answers.values() for request_id in ids}
+        self._started_ms = self._started_ms or max((now for *_, now in answers.values()), default=0)
         silent = {each for each in before if identity.partition_of(each) not in answers}
         await self._reconcile(before, owned | silent)
-        assignment.with_suspects = {where.number for where, (_, suspects) in answers.items() if suspects}
-        if any(suspects == _CHOSEN for _, suspects in answers.values()):
+        assignment.with_suspects = {where.number for where, (_, suspects, _) in answers.items() if suspects}
+        if any(suspects == _CHOSEN for _, suspects, _ in answers.values()):
             self._isolation.make_room()
         if failure is not None:
             raise failure
@@ -130,7 +133,7 @@ class Heartbeat:
         for reply in replies:
             if isinstance(reply, Unavailable):
                 raise reply
-        return {request_id.decode() for ids, _ in replies for request_id in ids}
+        return {request_id.decode() for ids, *_ in replies for request_id in ids}
 
     async def _beat_in_time(self) -> None:
         async with self._broker.connection.dropping_idle_on_timeout():
@@ -176,7 +179,7 @@ class Heartbeat:
             self._identity.max_model_len,
             -1 if self._assignment.leaves_longer else settings.fingerprint_grace_ms,
             self._identity.policy,
-            self._identity.started_ms,
+            self._started_ms,
             "" if self.refused_class is None else self.refused_class,
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,8 +25,6 @@ class EngineIdentity:
     keyspace: Keyspace
     policy: str = ""
     """Its scheduling policy, by which the model's queue goes as well; "" leaves the queue as it is."""
-    started_ms: int = 0
-    """When it started, in Unix milliseconds: of engines with different policies the last one decides."""
 
     @classmethod
     def create(
@@ -36,8 +33,7 @@ class EngineIdentity:
         """Add a boot nonce to a name. ValueError for a name with white space or a colon."""
         if any(character.isspace() or character == ":" for character in name):
             raise ValueError(f"expected an engine id without spaces and colons, got {name!r}")
-        engine_id, started_ms = f"{name}:{secrets.token_hex(8)}", time.time_ns() // 1_000_000
-        return cls(engine_id, model, fingerprint, max_model_len, keyspace, policy, started_ms)
+        return cls(f"{name}:{secrets.token_hex(8)}", model, fingerprint, max_model_len, keyspace, policy)
 
     def partition(self, number: int) -> Partition:
         """Return a partition of the engine's model."""

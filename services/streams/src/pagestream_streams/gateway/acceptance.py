@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
 from pagestream.v1.records_pb2 import RequestSpec
@@ -28,6 +29,16 @@ _FULL, _ACCEPTED, _WRONG_TENANT, _REMOVED, _REFUSED = 0, 1, 3, 4, 5  # accept.lu
 _REFUSED_RETRY_S = 5.0  # engines take a class again some seconds after they have memory
 
 
+class _TenantTime(NamedTuple):
+    virtual: int
+    """Greatest virtual time, in tokens over the tenant's weight."""
+    learnt_ms: int
+    """By Redis' clock. It counts in partitions whose queues have gone by the policy "fair" since then."""
+
+
+_NO_TIME = _TenantTime(0, 0)
+
+
 class Acceptor:
     """Accepts requests for one gateway."""
 
@@ -40,8 +51,8 @@ class Acceptor:
         self.engines = EngineWatch(broker.connection, self.placer, self.lengths)
         self._left_ms: dict[str, int] = {}
         """Of requests that were placed and not accepted yet: for how long other engines leave them, see left_ms."""
-        self._tenant_times: dict[tuple[str, str], int] = {}
-        """Virtual times by model and tenant: what a tenant has in one partition counts in all (accept.lua, "fair")."""
+        self._tenant_times: dict[tuple[str, str], _TenantTime] = {}
+        """By model and tenant: what a tenant has in one partition counts in all (accept.lua, "fair")."""
 
     async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str, cache_salt: bytes) -> str:
         """Create a request id; see GatewaySession.place."""
@@ -99,10 +110,11 @@ class Acceptor:
             settings.retention_s * 1000,
         )
         connection = self._broker.connection
-        time, left = self._tenant_times.get((spec.model, spec.tenant), 0), self._left_ms.pop(spec.request_id, 0)
+        known = self._tenant_times.get((spec.model, spec.tenant), _NO_TIME)
+        left = self._left_ms.pop(spec.request_id, 0)
         choices = len(spec.prompts) * max(1, spec.sampling.n)
         expected = self.lengths.expected(spec.model, tokens, spec.tenant, choices * max(1, spec.sampling.max_tokens))
-        order = (expected, time, settings.ageing_ms, left)
+        order = (expected, known.virtual, settings.ageing_ms, left, known.learnt_ms)
         reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments, "", *order)
         if reply[0] == _REMOVED:  # this process' view of the models is old, or the model was published anew
             await self._broker.directory.check_published(spec.request_id)
@@ -117,11 +129,13 @@ class Acceptor:
             raise RequestNotFound(spec.request_id)
         reach(FaultPoint.ACCEPTED)
         if reply[1]:
-            self._note_tenant_time((spec.model, spec.tenant), reply[1])
+            self._note_tenant_time((spec.model, spec.tenant), _TenantTime(reply[1], reply[2]), since_ms=reply[3])
         return bool(reply[0] == _ACCEPTED)
 
-    def _note_tenant_time(self, key: tuple[str, str], time: int) -> None:
-        self._tenant_times[key] = max(time, self._tenant_times.pop(key, 0))
+    def _note_tenant_time(self, key: tuple[str, str], time: _TenantTime, since_ms: int) -> None:
+        before = self._tenant_times.pop(key, _NO_TIME)
+        is_lost = before.learnt_ms < since_ms
+        self._tenant_times[key] = time if is_lost else _TenantTime(*map(max, time, before))
         if len(self._tenant_times) > _MOST_TENANT_TIMES:
             for oldest in list(islice(self._tenant_times, _MOST_TENANT_TIMES // 2)):
                 del self._tenant_times[oldest]

@@ -23,7 +23,8 @@
 --       [25] the greatest virtual time of the tenant that the caller knows (none: 0), see the policy "fair"
 --       [26] how far behind its arrival the policy "shortest_first" ranks a request at most, in ms (none: 0)
 --       [27] for how long engines that don't own the partition leave it longer than others, in ms (none: 0)
--- Returns: {1, virtual time of the tenant (0: none)} accepted; {2} was accepted before; {3} the id is another tenant's;
+--       [28] when the caller learnt [25], by the time that a reply had (none: 0)
+-- Returns: {1, virtual time of the tenant (0: none), now, since when the queues go by their policy} accepted; {2} was accepted before; {3} the id is another tenant's;
 --          {4, removal} the model was removed;
 --          {0, requests, tokens, drained, drain window in ms, bound of requests, bound of tokens, whose bound it is
 --          (0: all tenants', 1: this tenant's)} beyond a bound; {5, class} every living engine asks to refuse this
@@ -76,20 +77,22 @@ end
 
 -- The place of a new request in the order of a policy that ranks. "fair" is start-time fair queueing: the sorted set
 -- `fair` has the virtual time of each tenant that is ahead of the partition's, which claim.lua moves on. What a tenant
--- has in other partitions the caller knows, as far as it went through it.
-local function rank_of(policy, entry, virtual_time)
+-- has in other partitions the caller knows, as far as it went through it. What it learnt before the queues went by
+-- "fair" counts not: the partition and its virtual time may have been lost since then.
+local function rank_of(policy, entry, virtual_time, since)
   local work, fair = tokens + expected, prefix .. 'fair'
   if policy == 'shortest_first' then
     return rank_by_work(entry, work, tonumber(ARGV[26] or 0)), 0
   end
-  local start = math.max(virtual_time, tonumber(ARGV[25] or 0), tonumber(call('ZSCORE', fair, tenant) or 0))
+  local brought = tonumber(ARGV[28] or 0) >= since and tonumber(ARGV[25] or 0) or 0
+  local start = math.max(virtual_time, brought, tonumber(call('ZSCORE', fair, tenant) or 0))
   local ends = start + math.max(1, math.ceil(work / weight))
   call('ZREMRANGEBYSCORE', fair, '-inf', virtual_time)
   call('ZADD', fair, ends, tenant)
   return start, ends
 end
 
-local known, tenant_time = call('HMGET', req, 'state', 'readers', 'tenant', 'kept'), 0
+local known, tenant_time, since = call('HMGET', req, 'state', 'readers', 'tenant', 'kept'), 0, 0
 if known[3] and known[3] ~= tenant then
   return {3}
 end
@@ -115,11 +118,13 @@ elseif ARGV[21] == '1' then
   if removed then
     call('DEL', prefix .. 'removed')
   end
-  return {1, 0}
+  return {1, 0, now, 0}
 else
   local requests = call('XLEN', prefix .. 'queue:' .. class)
-  local state = call('HMGET', meta, 'tokens:' .. class, 'classes', 'drain_from', 'drained', 'policy', 'virtual')
+  local state = call('HMGET', meta, 'tokens:' .. class, 'classes', 'drain_from', 'drained', 'policy', 'virtual',
+    'outputs:' .. class, 'policy_since')
   local queued = tonumber(state[1] or 0)
+  since = tonumber(state[8] or 0)
   local window = drain_span(state[3], now)
   local drained = window and tonumber(state[4] or 0) or 0
   window = window or 0
@@ -143,13 +148,16 @@ else
   if bounded then
     call('HINCRBY', meta, 'tokens:' .. class, tokens)
     charge(class, tenant, tokens, weight)
-    if expected > 0 then
+    local outputs = tonumber(state[7] or 0)
+    if requests == 0 and outputs ~= expected then -- engines of a version without this sum don't subtract
+      call('HSET', meta, 'outputs:' .. class, expected)
+    elseif requests > 0 and expected > 0 then
       call('HINCRBY', meta, 'outputs:' .. class, expected)
     end
     local entry = enqueue(id, class, tokens)
     if RANKED[state[5]] then
       local rank
-      rank, tenant_time = rank_of(state[5], entry, tonumber(state[6] or 0))
+      rank, tenant_time = rank_of(state[5], entry, tonumber(state[6] or 0), since)
       call('ZADD', prefix .. 'ranks:' .. class, rank, entry)
       call('HSET', req, 'rank', rank)
     end
@@ -168,4 +176,4 @@ if gateway ~= '' and known[1] ~= 'finished' then
   call('ZADD', prefix .. 'gateways', now + lease, gateway)
 end
 call('PUBLISH', ARGV[14], ARGV[15])
-return {known[1] and 2 or 1, tenant_time}
+return {known[1] and 2 or 1, tenant_time, now, since}

@@ -269,6 +269,7 @@ if #claims > HEAD then
   call('ZADD', prefix .. 'leases', now + lease, engine)
 end
 if virtual_time > tonumber(known[4] or 0) then
+  although_full() -- where nothing is claimed, this is the first write
   call('HSET', meta, 'virtual', virtual_time)
 end
 if drained > 0 then

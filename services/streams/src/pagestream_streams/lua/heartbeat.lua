@@ -11,11 +11,11 @@
 --       [7] how long begun requests wait for an engine with their fingerprint, in ms
 --       [8] the context that the engine holds (0 or none: any)
 --       [9] how long suspects that need a longer context are left to others, in ms (negative: for ever)
---       [10] the engine's policy, by which requests are claimed ('' or none: unknown), and [11] when it started: of
---            several engines with different ones the last that started decides
+--       [10] the engine's policy, by which requests are claimed ('' or none: unknown), and [11] when it started (0: it
+--            starts now): of several living engines with different ones the last that started decides
 --       [12] the least class that the engine asks gateways to refuse ('': none), see accept.lua
 -- Returns: for each partition {the ids that it owns, whether a suspect that it may run waits here (0: no, 1: yes, for
---          an idle engine, 2: yes, and this engine was chosen to become idle)}.
+--          an idle engine, 2: yes, and this engine was chosen to become idle), now}.
 -- Retry: harmless, the lease is renewed again.
 local engine, lease, patience = ARGV[1], ARGV[2], tonumber(ARGV[4])
 local control, now = tonumber(ARGV[5]), now_ms()
@@ -28,21 +28,26 @@ else
   call('HSET', prefix .. 'refusals', engine, ARGV[12])
 end
 
--- Has the queues go by this engine's policy, unless they go by that of one that started later.
+-- Has the queues go by this engine's policy, unless they go by that of a living one that started later.
+-- Fields of meta: policy, policy_by (the engine that decides), policy_from (when it started), and policy_since (since
+-- when the queues have gone by this policy).
 local function set_policy(policy, started)
-  local found = call('HMGET', prefix .. 'meta', 'policy', 'policy_from', 'classes')
-  if tonumber(found[2] or 0) >= tonumber(started) then
+  local meta = prefix .. 'meta'
+  local found = call('HMGET', meta, 'policy', 'policy_by', 'policy_from', 'classes')
+  local lease = found[2] and tonumber(call('ZSCORE', prefix .. 'leases', found[2]) or 0) or 0
+  if lease > now and (found[2] == engine or tonumber(found[3]) >= started) then
     return
   end
-  call('HSET', prefix .. 'meta', 'policy', policy, 'policy_from', started)
+  call('HSET', meta, 'policy', policy, 'policy_by', engine, 'policy_from', started)
   if found[1] ~= policy then
-    for class in string.gmatch(found[3] or '', '%d+') do
+    call('HSET', meta, 'policy_since', now)
+    for class in string.gmatch(found[4] or '', '%d+') do
       call('DEL', prefix .. 'ranks:' .. class)
     end
   end
 end
 if (ARGV[10] or '') ~= '' then
-  set_policy(ARGV[10], ARGV[11])
+  set_policy(ARGV[10], ARGV[11] == '0' and now or tonumber(ARGV[11]))
 end
 
 -- A list of engine ids without this engine's.
@@ -99,4 +104,4 @@ local function wanted()
   return 2
 end
 
-return {call('SMEMBERS', prefix .. 'owned:' .. engine), wanted()}
+return {call('SMEMBERS', prefix .. 'owned:' .. engine), wanted(), now}

@@ -118,8 +118,8 @@ local function uncount(id, class, tokens)
   local key, meta = prefix .. 'tenants:' .. class, prefix .. 'meta'
   local tenant, expected = unpack(call('HMGET', prefix .. 'req:' .. id, 'tenant', 'expected'))
   call('HINCRBY', meta, 'tokens:' .. class, -tokens)
-  if expected and expected ~= '0' then
-    call('HINCRBY', meta, 'outputs:' .. class, -expected)
+  if expected and expected ~= '0' and call('HINCRBY', meta, 'outputs:' .. class, -expected) < 0 then
+    call('HSET', meta, 'outputs:' .. class, 0)
   end
   if tenant and call('HINCRBY', key, 'r' .. tenant, -1) <= 0 then
     call('HINCRBY', meta, 'weights:' .. class, -(call('HGET', key, 'w' .. tenant) or 0))

@@ -8,11 +8,16 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import log2
+from typing import NamedTuple
 
 _log = logging.getLogger(__name__)
 
 _Key = tuple[int | None, str | None]
 """Part of the octave of the prompt's length, and tenant; None for any."""
+
+
+_MOST = 2**40
+"""Greatest number of a table that is believed; sums of products stay finite."""
 
 
 @dataclass
@@ -22,6 +27,31 @@ class _Medians:
     sums: defaultdict[_Key, float] = field(default_factory=lambda: defaultdict(float))
     """Of the engines' medians, each times its requests."""
     counts: defaultdict[_Key, int] = field(default_factory=lambda: defaultdict(int))
+
+
+class _Table(NamedTuple):
+    octave_parts: int
+    prior: int
+    rows: list[tuple[_Key, float, int]]
+    """Median in tokens, and the number of requests that it is of."""
+
+    @classmethod
+    def parse(cls, text: bytes) -> _Table:
+        """Read what `LengthPredictor.table` wrote. ValueError, TypeError, KeyError, OverflowError or RecursionError."""
+        document = json.loads(text)
+        rows: list[tuple[_Key, float, int]] = []
+        for length, tenant, median, count in document["rows"]:
+            if not (length is None or isinstance(length, int)) or not (tenant is None or isinstance(tenant, str)):
+                raise TypeError(f"expected a length and a tenant, got {length!r} and {tenant!r}")
+            rows.append(((length, tenant), _within(float(median), 0, _MOST), int(_within(count, 1, _MOST))))
+        octave_parts, prior = (int(_within(document[name], 1, _MOST)) for name in ("octave_parts", "prior"))
+        return cls(octave_parts, prior, rows)
+
+
+def _within(value: float, least: int, most: int) -> float:
+    if not least <= value <= most:  # nor is NaN
+        raise ValueError(f"expected a number from {least} to {most}, got {value}")
+    return value
 
 
 class ExpectedLengths:
@@ -37,15 +67,16 @@ class ExpectedLengths:
         Without any table what is known stays: the last engine may have gone.
         """
         medians = _Medians()
-        for table in tables:
+        for text in tables:
             try:
-                document = json.loads(table)
-                medians.octave_parts, medians.prior = int(document["octave_parts"]), int(document["prior"])
-                for length, tenant, median, count in document["rows"]:
-                    medians.sums[length, tenant] += float(median) * int(count)
-                    medians.counts[length, tenant] += int(count)
-            except (ValueError, TypeError, KeyError) as error:
+                table = _Table.parse(text)
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
                 _log.debug("an engine of %s publishes lengths that can't be read: %s", model, error)
+                continue
+            medians.octave_parts, medians.prior = table.octave_parts, table.prior
+            for key, median, count in table.rows:
+                medians.sums[key] += median * count
+                medians.counts[key] += count
         if medians.counts:
             self._models[model] = medians
 
