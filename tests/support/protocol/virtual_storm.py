@@ -152,7 +152,7 @@ class Storm:
         engine.beats_at = self.now + BEAT_MS
         alone = any(run.alone for run in engine.runs.values())
         can = int(bool(engine.runs) and not alone)
-        _, wanted = self.call("heartbeat", engine.id, LEASE, can, PATIENCE, CONTROL, "", 0)
+        _, wanted, _ = self.call("heartbeat", engine.id, LEASE, can, PATIENCE, CONTROL, "", 0)
         engine.with_suspects = wanted != 0
         if wanted == CHOSEN:
             self._hand_back(engine)

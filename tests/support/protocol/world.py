@@ -497,9 +497,10 @@ class Protocol:
         must(not retired or listed in (0, self._listed(engine)), "an engine that ends renewed its place")
         living = {each for each, until in self.state["ps:engines:test/model"].items() if until > world.now}
         must(set(registered) == living, f"registry answered {registered}")
-        owned, wanted = self.call("heartbeat", engine, LEASE, can, 500, CONTROL, PRINTS[name], PATIENCE)
+        owned, wanted, now = self.call("heartbeat", engine, LEASE, can, 500, CONTROL, PRINTS[name], PATIENCE)
         must(self.state["leases"][engine] == world.now + LEASE, "the lease wasn't renewed")
         must(sorted(owned) == self.state.get(f"owned:{engine}", []), f"heartbeat answered {owned}")
+        must(now == world.now, f"heartbeat answered the time {now}")
         for request, record in requests(self.state).items():
             if f"lapsed:{engine}" in before and request in before[f"lapsed:{engine}"] and record["state"] != "finished":
                 must(engine not in record.get("died_on", "").split(), "a living engine's death still counts")

@@ -25,7 +25,7 @@
 --       [27] for how long engines that don't own the partition leave it longer than others, in ms (none: 0)
 --       [28] when the caller learnt [25], by the time that a reply had (none: 0)
 -- Returns: {1, virtual time of the tenant (0: none), now, since when the queues go by their policy} accepted;
---          {2, 0} was accepted before; {3} the id is another tenant's; {4, removal} the model was removed;
+--          {2} was accepted before; {3} the id is another tenant's; {4, removal} the model was removed;
 --          {0, requests, tokens, drained, drain window in ms, bound of requests, bound of tokens, whose bound it is
 --          (0: all tenants', 1: this tenant's)} beyond a bound; {5, class} every living engine asks to refuse this
 --          class and the lower ones, from `class` on, see docs/decisions/0214.
