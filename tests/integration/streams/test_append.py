@@ -148,9 +148,11 @@ class TestContiguous:
             assert first is not None
             assert second is not None
             assert first.next_indexes == (4, 2)
-            assert first.others == {1: AppendOutcome(AppendKind.GAP, 2)}
+            assert [(place, outcome) for place, (_, outcome) in first.others.items()] == [
+                (1, AppendOutcome(AppendKind.GAP, 2))
+            ]
             assert second.next_indexes[0] == 4
-            assert [outcome.kind for outcome in second.others.values()] == [AppendKind.FENCED, AppendKind.CONFLICT]
+            assert [outcome.kind for _, outcome in second.others.values()] == [AppendKind.FENCED, AppendKind.CONFLICT]
             assert [numbers(await log_of(broker, claim.request_id)) for claim in claims] == [
                 [100, 101, 102, 103], [100, 101], [100, 101, 102, 103], [100, 101], [100, 101]
             ]  # fmt: skip

@@ -48,7 +48,8 @@ def level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     assert compiler is not None
 
     @cache
-    def load(head_dim: int) -> ctypes.CDLL:
+    def load(head_dim: int, cache_dtype: torch.dtype | None = None) -> ctypes.CDLL:
+        assert cache_dtype is None, "the model's"
         return ctypes.CDLL(str(compile_into(folder, library_for(head_dim, given), compiler)))
 
     with pytest.MonkeyPatch.context() as patch:
