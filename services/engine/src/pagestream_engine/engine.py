@@ -281,7 +281,7 @@ class Engine:
             max_num_seqs: sequences that run at once; from 1 to the configured limit; beyond, the nearer end holds.
             saves_blocks: whether evicted blocks go to host memory; those that are there stay.
         """
-        self._scheduler.admission.max_num_seqs = max(1, min(max_num_seqs, self.config.scheduler.max_num_seqs))
+        self._scheduler.admission.seats.most = max(1, min(max_num_seqs, self.config.scheduler.max_num_seqs))
         if self._cache.tier is not None:
             self._cache.tier.saves_blocks = saves_blocks
 

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import pytest
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.request.sampling_params import SamplingParams
@@ -9,13 +10,41 @@ SHARED = [5] * 80
 """A prompt of 20 of the 40 blocks."""
 
 
-def test_nobody_is_displaced_for_blocks_that_others_hold_too(tmp_path: Path) -> None:
-    options = {"scheduling_policy": "priority", "block_size": 4, "num_gpu_blocks_override": 40, "max_num_seqs": 8}
-    engine = Engine(
-        make_folder(tmp_path),
-        EngineConfig.from_options(options),
+def make_engine(folder: Path, num_blocks: int = 40, **options: int) -> Engine:
+    return Engine(
+        make_folder(folder),
+        EngineConfig.from_options(
+            {"scheduling_policy": "priority", "block_size": 4, "num_gpu_blocks_override": num_blocks, "max_num_seqs": 8}
+            | options
+        ),
         make_runner=lambda _, config: ArithmeticRunner(config, ArithmeticFacts(vocab_size=23)),
     )
+
+
+def num_high_running(engine: Engine) -> int:
+    return sum(seq.priority == 0 for seq in engine._scheduler.running())
+
+
+@pytest.mark.parametrize("step_tokens", [64, 9], ids=["at once", "without a budget for the first step"])
+def test_beyond_a_lowered_limit_each_takes_one_place(tmp_path: Path, step_tokens: int) -> None:
+    """Eight of four that may run are displaced by what comes first as at a full batch: one for one."""
+    engine = make_engine(tmp_path, 400, max_num_batched_tokens=step_tokens)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for number in range(8):
+        engine.add_request(f"low {number}", [number + 1, 2, 3, 4, 5], params, priority=1)
+    while engine.stats().num_running < 8:
+        engine.step()
+    engine.set_limits(4)
+    for number in range(2):
+        engine.add_request(f"high {number}", [9 + number] * 5, params, priority=0)
+    for _ in range(12):
+        engine.step()
+    stats = engine.stats()
+    assert (stats.num_displaced, stats.num_running, num_high_running(engine)) == (2, 8, 2)
+
+
+def test_nobody_is_displaced_for_blocks_that_others_hold_too(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     engine.add_request("holder", [*SHARED, 1], params, priority=0)
     for _ in range(3):

@@ -26,6 +26,7 @@ from pagestream_engine.scheduler.prefill import PrefillSet
 from pagestream_engine.scheduler.prefill_budget import ChunkBudget
 from pagestream_engine.scheduler.restore_cost import RestoreCost
 from pagestream_engine.scheduler.scheduled_step import ScheduledSequence
+from pagestream_engine.scheduler.seats import Seats
 
 RESERVE_SHARE = 4
 """Blocks are kept free for one in so many running sequences when another is admitted: a few steps of growth, so that
@@ -67,8 +68,7 @@ class Admission:
         """Take groups from `waiting` and start them in `prefill`, within the limits of `config` for all that run; call
         `on_start` for each sequence."""
         self._on_start = on_start
-        self.max_num_seqs = config.max_num_seqs
-        """Sequences that run at once. It may be set to less while they run, from 1 on."""
+        self.seats = Seats(config.max_num_seqs)
         self._max_chunk = config.max_num_batched_tokens
         self._cache = cache
         self._waiting = waiting
@@ -82,7 +82,7 @@ class Admission:
         cache = self._cache
         promised = self._num_promised_blocks()
         coming = self._coming_hashes()
-        while budget.limit(0) > 0 and self._num_running < self.max_num_seqs:
+        while budget.limit(0) > 0:
             group = self._waiting.peek()
             if group is None or self._surely_lacks_room(group, promised):
                 return
@@ -110,7 +110,8 @@ class Admission:
         num_running, leader = self._num_running, group.choose_leader()
         wanted = self.num_wanted_blocks(group, leader, self._prefill.get_computed_blocks(group, leader))
         wanted += self._num_promised_blocks() + self.num_reserved_blocks(num_running)
-        return num_running + len(group.members) - self.max_num_seqs, wanted - self._cache.pool.num_free
+        num_seats = max(self.seats.limit_for(group), num_running)
+        return num_running + len(group.members) - num_seats, wanted - self._cache.pool.num_free
 
     @property
     def num_preempted_blocks(self) -> int:
@@ -136,7 +137,7 @@ class Admission:
 
     def _has_room(self, group: SequenceGroup, num_wanted_blocks: int) -> bool:
         num_running = self._num_running
-        if num_running + len(group.members) > self.max_num_seqs:
+        if num_running + len(group.members) > self.seats.limit_for(group):
             return False
         return num_wanted_blocks + self.num_reserved_blocks(num_running) <= self._cache.pool.num_free
 
@@ -175,6 +176,7 @@ class Admission:
     ) -> None:
         """Take the next waiting group, and start it, with its first chunk or the loads before it."""
         self._waiting.pop()
+        self.seats.note_start()
         self._prefill.start(group, leader, prefix)
         for seq in group.members:
             self._on_start(seq)

@@ -198,6 +198,8 @@ class Scheduler:
         displaced = displaced_groups(head, by_rank, self._policy, self.admission, pool)
         if displaced and self._in_flight.num_steps:
             return False
+        if displaced:
+            self.admission.seats.keep(head, self.num_running)
         for group in displaced:
             self._requeue(group)
             self.num_displaced += 1
