@@ -13,11 +13,13 @@ async def engine_on(broker: Broker, stack: AsyncExitStack) -> Worker:
 
 async def test_no_new_request_of_a_lower_class_is_claimed_and_begun_ones_are(broker: Broker) -> None:
     async with GatewaySession(broker) as gateway, AsyncExitStack() as stack:
-        begun, lower, first = spec(priority=2), spec(priority=2), spec(priority=0)
+        begun, held, lower, first = spec(priority=2), spec(), spec(priority=2), spec(priority=0)
         await gateway.accept(begun)
         engine = await engine_on(broker, stack)
         [claim] = await engine.claim()
         await engine.generate(claim, 2)
+        await gateway.accept(held)
+        await engine.claim()
         await engine.session.hand_back([begun.request_id])
         for each in (lower, first):
             await gateway.accept(each)
@@ -26,6 +28,20 @@ async def test_no_new_request_of_a_lower_class_is_claimed_and_begun_ones_are(bro
         assert [claim.request_id for claim in claims] == [begun.request_id, first.request_id]
         engine.session.limit_classes(claimed=None, refused=None)
         [claim] = await engine.session.claim(max_requests=9, max_prompt_tokens=1000)
+        assert claim.request_id == lower.request_id
+
+
+async def test_an_engine_that_holds_nothing_claims_every_class(broker: Broker) -> None:
+    async with GatewaySession(broker) as gateway, AsyncExitStack() as stack:
+        held, lower = spec(priority=0), spec(priority=2)
+        engine = await engine_on(broker, stack)
+        engine.session.limit_classes(claimed=0, refused=None)
+        await gateway.accept(held)
+        [claim] = await engine.claim()
+        await gateway.accept(lower)
+        assert not await engine.session.claim(max_requests=1, max_prompt_tokens=1000)
+        await engine.generate(claim, 1, finish=True)
+        [claim] = await engine.session.claim(max_requests=1, max_prompt_tokens=1000)
         assert claim.request_id == lower.request_id
 
 

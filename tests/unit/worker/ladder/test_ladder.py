@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagestream_worker.ladder.effects import effects_at, lowered_batch
-from pagestream_worker.ladder.ladder import TOP, Ladder, Pace, Resource, Rung, Shares, Watermarks
+from pagestream_worker.ladder.effects import BatchLimit, Effects, Ladders, Rungs, effects_at
+from pagestream_worker.ladder.ladder import BETWEEN_MARKS, TOP, Ladder, Pace, Resource, Rung, Shares, Watermarks
 
 MARKS = {
     Resource.DEVICE: Watermarks(1.0, 0.9),
@@ -41,14 +41,31 @@ def rungs_of(readings: Readings) -> list[Rung]:
 @pytest.mark.parametrize("resource", Resource)
 def test_every_resource_climbs_every_rung_and_ease_leads_back(resource: Resource) -> None:
     ladder, marks = Ladder(MARKS, PACE), MARKS[resource]
-    up = walk(ladder, with_share(resource, marks.high), int(TOP * CLIMB_S) + 5)
+    assert set(walk(ladder, with_share(resource, marks.high), 100)) == {Rung.NORMAL}, "at the mark it is well used"
+    up = walk(ladder, with_share(resource, marks.high + 0.01), int(TOP * CLIMB_S) + 5)
     higher, lower = list(Rung)[1:], list(Rung)[:-1]
     assert [up.index(rung) + 1 for rung in higher] == [int(CLIMB_S * rung) for rung in higher]
-    between = with_share(resource, (marks.high + marks.low) / 2)
-    assert set(walk(ladder, between, 100)) == {TOP}, "between the marks nothing moves"
     assert set(walk(ladder, with_share(Resource.REDIS, None), 100)) == {TOP}, "what is unknown is no relief"
     down = walk(ladder, with_share(resource, marks.low - 0.01), int(TOP * DESCEND_S))
     assert [down.index(rung) + 1 for rung in lower] == [int(DESCEND_S * (TOP - rung)) for rung in lower]
+
+
+@pytest.mark.parametrize("resource", Resource)
+def test_between_the_marks_it_comes_back_slowly(resource: Resource) -> None:
+    ladder, marks = Ladder(MARKS, PACE), MARKS[resource]
+    walk(ladder, with_share(resource, marks.high + 0.01), int(TOP * CLIMB_S))
+    pace_s = DESCEND_S * BETWEEN_MARKS
+    down = walk(ladder, with_share(resource, (marks.high + marks.low) / 2), int(TOP * pace_s))
+    lower = list(Rung)[:-1]
+    assert [down.index(rung) + 1 for rung in lower] == [int(pace_s * (TOP - rung)) for rung in lower]
+
+
+def test_noise_at_the_high_mark_moves_nothing_to_and_fro() -> None:
+    ladder, marks = Ladder(MARKS, PACE), MARKS[Resource.DEVICE]
+    noise = [with_share(Resource.DEVICE, marks.high + 0.01)] + 8 * [with_share(Resource.DEVICE, marks.high - 0.01)]
+    walk(ladder, noise[0], int(3 * CLIMB_S))
+    rungs = [ladder.update(shares, PERIOD_S) for _ in range(100) for shares in noise]
+    assert set(rungs) == {Rung.SMALL_BATCH}, "one reading up is worth eight between the marks"
 
 
 def test_a_stopped_process_does_not_skip_rungs() -> None:
@@ -76,17 +93,52 @@ def test_less_in_use_is_never_a_higher_rung(readings: Readings, bounds: list[dic
     assert all(low <= high for low, high in zip(rungs_of(less), rungs_of(readings), strict=True))
 
 
+@given(READINGS)
+def test_who_watches_less_is_never_on_a_higher_rung(readings: Readings) -> None:
+    ladders = Ladders(MARKS, PACE)
+    for shares, periods in readings:
+        for _ in range(periods):
+            rungs = ladders.update(shares, PERIOD_S)
+            assert rungs.blocks <= rungs.own <= rungs.all == ladders.rung
+
+
+@pytest.mark.parametrize(
+    ("resource", "rungs", "greatest"),
+    [
+        (Resource.DEVICE, Rungs(TOP, TOP, TOP), 0),
+        (Resource.HOST, Rungs(Rung.NORMAL, TOP, TOP), 0),
+        (Resource.REDIS, Rungs(Rung.NORMAL, Rung.NORMAL, TOP), None),
+    ],
+)
+def test_only_for_own_memory_a_class_is_left(resource: Resource, rungs: Rungs, greatest: int | None) -> None:
+    ladders, short = Ladders(MARKS, PACE), with_share(resource, 1.4)
+    reached = [ladders.update(short, PERIOD_S) for _ in range(int(TOP * CLIMB_S))][-1]
+    assert reached == rungs
+    assert effects_at(reached) == Effects(
+        claims_ahead=False, keeps_cache=False, greatest_class=greatest, refused_class=1
+    )
+
+
 def test_each_rung_gives_up_more() -> None:
-    effects = [effects_at(rung) for rung in Rung]
+    effects = [effects_at(Rungs(rung, rung, rung)) for rung in Rung]
     assert [each.claims_ahead for each in effects] == [True] + 7 * [False]
     assert [each.keeps_cache for each in effects] == 2 * [True] + 6 * [False]
-    assert [each.lowers_batch for each in effects] == 3 * [False] + 5 * [True]
     assert [each.greatest_class for each in effects] == [None, None, None, None, 1, 1, 0, 0]
     assert [each.refused_class for each in effects] == [None, None, None, None, None, 2, 2, 1]
 
 
 @pytest.mark.parametrize(
-    ("most", "running", "lowered"), [(64, 64, 32), (64, 20, 15), (64, 1, 1), (64, 0, 32), (1, 0, 1)]
+    ("most", "running", "lowered"), [(64, 64, 32), (64, 28, 21), (64, 1, 16), (64, 0, 16), (1, 0, 1)]
 )
 def test_a_lowered_batch(most: int, running: int, lowered: int) -> None:
-    assert lowered_batch(most, running) == lowered
+    limit = BatchLimit(most)
+    limit.update(Rung.SMALL_BATCH, running)
+    assert limit.most == lowered
+
+
+def test_the_batch_is_lowered_at_each_climb_and_given_back_with_its_rung() -> None:
+    limit, most = BatchLimit(64), []
+    for rung, running in ((2, 64), (3, 40), (3, 1), (4, 28), (5, 24), (4, 1), (5, 28), (3, 1), (2, 1)):
+        limit.update(Rung(rung), running)
+        most.append(limit.most)
+    assert most == [64, 30, 30, 21, 18, 18, 21, 21, 64]

@@ -85,9 +85,13 @@ class Claimer:
         self._virtual_time = 0
         """The latest of all partitions, which it takes from each to the others; see the policy "fair" in accept.lua."""
         self._greatest_class: int | None = None
+        self._holds_nothing = False
 
     def limit_class(self, greatest: int | None) -> None:
-        """Claim only requests of the classes up to `greatest` from now on, and begun ones of any; None: of all."""
+        """Claim only requests of the classes up to `greatest` from now on, and begun ones of any; None: of all.
+
+        While the engine holds nothing, it claims all: what was accepted must not wait beside idle engines.
+        """
         if greatest != self._greatest_class:
             self._greatest_class = greatest
             self._order.forget()
@@ -104,6 +108,10 @@ class Claimer:
         if assignment.same_fingerprint_only != self._had_same_fingerprint_only:
             self._had_same_fingerprint_only = assignment.same_fingerprint_only
             self._order.forget()
+        holds_nothing = not len(self._active_requests)
+        if self._greatest_class is not None and holds_nothing != self._holds_nothing:
+            self._order.forget()  # the heads of other classes
+        self._holds_nothing = holds_nothing
         with self._active_requests.claiming():
             try:
                 await self._ask_changed(found)
@@ -274,7 +282,7 @@ class Claimer:
             -1 if assignment.leaves_longer else settings.fingerprint_grace_ms,
             "" if greatest_class is None else greatest_class,
             self._virtual_time,
-            "" if self._greatest_class is None else self._greatest_class,
+            "" if self._greatest_class is None or self._holds_nothing else self._greatest_class,
         )
         return Call(CLAIM, self._where(take.number).prefix, arguments)
 

@@ -206,7 +206,7 @@ class EngineSession:
         """Leave lower classes to other engines, or to better times. Begun requests of any class are claimed.
 
         Args:
-            claimed: the greatest class to claim; None: all.
+            claimed: the greatest class to claim while the engine holds a request; None: all.
             refused: the least class that gateways are asked to refuse, from the next heartbeat on. They do when all
                 living engines ask for it; None: none.
         """

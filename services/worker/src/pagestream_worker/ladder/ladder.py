@@ -38,18 +38,20 @@ class Rung(IntEnum):
 
 
 TOP = max(Rung)
+BETWEEN_MARKS = 4
+"""So many times as long as below the low marks each rung down takes between the marks."""
 Shares = Mapping[Resource, float | None]
 """Used / all of each resource; None: unknown now."""
 
 
 @dataclass(frozen=True)
 class Watermarks:
-    """Shares between which nothing changes."""
+    """Shares between which it recovers slowly."""
 
     high: float
-    """From here on the resource is short."""
+    """Above it the resource is short."""
     low: float
-    """Below it, it no longer is."""
+    """Below it there is enough."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,13 @@ class Pace:
 
 
 class Ladder:
-    """Climbs while some resource is at its high watermark, and descends while all are below their low ones.
+    """Climbs while some resource is above its high watermark, and descends while none is.
 
-    A level follows the time of both: one up in each `climb_s`, one down in each `descend_s`. The rung follows the level
-    with a play of one, so that it turns back only after a whole level in the other direction: noise around a watermark
-    never moves it to and fro. Both rise with the shares: with more in use at each moment, no rung is ever lower.
+    A level follows the time of both: one up in each `climb_s`; one down in each `descend_s` while all are below their
+    low watermarks, and at a quarter of that pace while some are between, so that no rung stays for ever. The rung
+    follows the level with a play of one, so that it turns back only after a whole level in the other direction: noise
+    around a watermark never moves it to and fro. Both rise with the shares: with more in use at each moment, no rung is
+    ever lower; nor is it with more resources watched.
 
     An update moves by at most one rung.
 
@@ -89,16 +93,22 @@ class Ladder:
         seconds = min(elapsed_s, self._pace.longest_gap_s)
         if self.short(shares):
             self._level = min(float(TOP), self._level + seconds / self._pace.climb_s)
-        elif self._is_relieved(shares):
-            self._level = max(0.0, self._level - seconds / self._pace.descend_s)
+        else:
+            self._level = max(0.0, self._level - seconds * self._relief(shares) / self._pace.descend_s)
         self.rung = Rung(max(math.floor(self._level), min(self.rung, math.ceil(self._level))))
         return self.rung
 
     def short(self, shares: Shares) -> list[Resource]:
-        """Return the resources at their high watermark."""
-        return [each for each, marks in self._marks.items() if (shares.get(each) or 0.0) >= marks.high]
+        """Return the resources above their high watermark."""
+        return [each for each, marks in self._marks.items() if (shares.get(each) or 0.0) > marks.high]
 
-    def _is_relieved(self, shares: Shares) -> bool:
-        """Whether all are known, and below their low watermark."""
-        known = [(shares.get(each), marks) for each, marks in self._marks.items()]
-        return all(share is not None and share < marks.low for share, marks in known)
+    def _relief(self, shares: Shares) -> float:
+        """Return the share of the pace down that counts where nothing is short: none while one is unknown."""
+        relief = 1.0
+        for each, marks in self._marks.items():
+            share = shares.get(each)
+            if share is None:
+                return 0.0
+            if share >= marks.low:
+                relief = 1 / BETWEEN_MARKS
+        return relief

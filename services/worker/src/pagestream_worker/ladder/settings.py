@@ -18,8 +18,8 @@ class DegradationSettings:
     """Watermarks as shares in use, and the pace between rungs."""
 
     device_high: float = 1.0
-    """KV blocks that sequences hold or, preempted, need again, of all. Only above 1 does the pool not hold what was
-    admitted: a pool that is full of running sequences is well used."""
+    """KV blocks that sequences hold or, preempted, need again, of all. It is short above this, not at it:
+    only above 1 does the pool not hold what was admitted; a pool that is full of running sequences is well used."""
     device_low: float = 0.9
     """As above; a lowered batch comes to less."""
     host_high: float = 0.95
@@ -31,7 +31,7 @@ class DegradationSettings:
     climb_s: float = 5.0
     """Seconds of shortage for each rung up: requests that end in that time may end it."""
     descend_s: float = 10.0
-    """Seconds below all low watermarks for each rung down."""
+    """Seconds below all low watermarks for each rung down; between the marks four times as many."""
     period_s: float = 1.0
     """Seconds between two readings."""
 

@@ -10,9 +10,9 @@ from pagestream_streams import EngineSession
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.tasks import Periodic, within
 
-from pagestream_worker.ladder.effects import Effects, effects_at, lowered_batch
+from pagestream_worker.ladder.effects import NO_EFFECTS, BatchLimit, Effects, Ladders, effects_at
 from pagestream_worker.ladder.host_memory import host_share
-from pagestream_worker.ladder.ladder import Ladder, Resource, Rung, Shares
+from pagestream_worker.ladder.ladder import Resource, Rung, Shares
 from pagestream_worker.ladder.settings import DegradationSettings
 from pagestream_worker.requests.claim_budget import ClaimBudget
 from pagestream_worker.serving.active_requests import ActiveRequests
@@ -30,7 +30,7 @@ _KEPT_SHARE = 8
 
 
 class Degradation:
-    """The ladder of one engine, between its start and its end.
+    """The ladders of one engine, between its start and its end.
 
     Args:
         settings: of the ladder.
@@ -57,22 +57,22 @@ class Degradation:
     ) -> None:
         self._settings = settings
         self._core = core
-        self._max_num_seqs = max_num_seqs
+        self._batch = BatchLimit(max_num_seqs)
         self._budget = budget
         self._requests = requests
         self._kept_log_bytes = kept_log_bytes
         self._telemetry = telemetry
         self._host = host
-        self._ladder = Ladder(settings.marks, settings.pace)
+        self._ladders = Ladders(settings.marks, settings.pace)
         self._looked_at: float | None = None
-        self._effects = effects_at(Rung.NORMAL)
+        self._effects = NO_EFFECTS
         self.shares: Shares = {}
         """At the last reading."""
 
     @property
     def rung(self) -> Rung:
         """The rung in force."""
-        return self._ladder.rung
+        return self._ladders.rung
 
     def watch(self, session: EngineSession) -> Periodic:
         """Return the task that reads and acts every `period_s`, once it is started."""
@@ -89,26 +89,28 @@ class Degradation:
         now, before = time.monotonic(), self.rung
         elapsed_s = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
-        rung = self._ladder.update(self.shares, elapsed_s)
-        if rung is not before:
-            self._note_transition(before, rung)
-            self._apply(effects_at(rung), stats.num_running, session)
+        rungs = self._ladders.update(self.shares, elapsed_s)
+        if rungs.all is not before:
+            self._note_transition(before, rungs.all)
+        most = self._batch.most
+        self._batch.update(rungs.blocks, stats.num_running)
+        effects = effects_at(rungs)
+        if (effects, self._batch.most) != (self._effects, most):
+            self._apply(effects, session)
         if not self._effects.keeps_cache:
             self._requests.drop_acknowledged(self._kept_log_bytes // _KEPT_SHARE)
 
-    def _apply(self, effects: Effects, num_running: int, session: EngineSession) -> None:
-        before, self._effects = self._effects, effects
-        if (effects.keeps_cache, effects.lowers_batch) != (before.keeps_cache, before.lowers_batch):
-            most = lowered_batch(self._max_num_seqs, num_running) if effects.lowers_batch else self._max_num_seqs
-            self._budget.limit_sequences(most)
-            self._core.submit(SetLimits(most, saves_blocks=effects.keeps_cache))
+    def _apply(self, effects: Effects, session: EngineSession) -> None:
+        self._effects = effects
+        self._budget.limit_sequences(self._batch.most)
+        self._core.submit(SetLimits(self._batch.most, saves_blocks=effects.keeps_cache))
         self._budget.limit_lookahead(claims_ahead=effects.claims_ahead)
         session.limit_classes(claimed=effects.greatest_class, refused=effects.refused_class)
 
     def _note_transition(self, before: Rung, rung: Rung) -> None:
         climbs = rung > before
         self._telemetry.moved((rung if climbs else before).name.lower(), "up" if climbs else "down")
-        short = [each.value for each in self._ladder.short(self.shares)]
+        short = [each.value for each in self._ladders.short(self.shares)]
         shares = {each.value: None if share is None else round(share, 3) for each, share in self.shares.items()}
         logger.warning(
             "degraded to %s" if climbs else "recovered to %s",
