@@ -29,7 +29,7 @@ ROUNDS ?= 10
 # docker, buildah, or a command: see deploy/images/build.sh.
 IMAGE_BUILDER ?= $(PAGESTREAM_IMAGE_BUILDER)
 
-.PHONY: help setup run test kube-test test-fast check bench faults faults-campaign families topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels kernel-tables constraints clean
+.PHONY: help setup run test kube-test kernel-test test-fast check bench faults faults-campaign families topologies properties model-check gpu images cluster-test operator-scale proto demo-model kernels kernel-tables constraints clean
 
 help: ## List the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -51,6 +51,9 @@ test: $(STAMP) ## Run the tests (under 15 minutes on two cores): those that kill
 
 kube-test: $(STAMP) ## The chart and the operator against a real API server, without a cluster (minutes)
 	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow' $(KUBE_TESTS) $(PYTEST_ARGS)
+
+kernel-test: $(STAMP) ## The builds and interpreted cases of the kernels' cover that `make test` leaves out (minutes)
+	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'slow and not gpu' tests/unit/kernels $(PYTEST_ARGS)
 
 test-fast: $(STAMP) ## Run at each change: the unit tests but interpreted kernels and C++ builds (under 5 minutes)
 	$(SHARED_CORES) $(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow and not gpu and not builds' tests/unit $(PYTEST_ARGS)

@@ -7,14 +7,14 @@ import torch
 from pagestream_kernels import KernelArgumentError, paged_decode_attention, paged_decode_attention_reference
 from support.kernels import cases as kernel_cases
 from support.kernels.worker import KernelWorker
-from support.pairwise import Case, pairwise
+from support.pairwise import Case, pairwise, sampled
 
 COVER = pairwise(kernel_cases.FACTORS["float8_attention"])
 WRITES = pairwise(kernel_cases.FACTORS["rope_and_quantise"])
 
 
 @pytest.mark.builds
-@pytest.mark.parametrize("case", COVER, ids=kernel_cases.case_id)
+@pytest.mark.parametrize("case", sampled(COVER), ids=kernel_cases.case_id)
 def test_kernel_matches_reference(interpreter: KernelWorker, case: Case) -> None:
     interpreter.run("float8_attention", case)
 
