@@ -307,3 +307,23 @@ async def test_all_background_tasks_end_at_close(broker: Broker) -> None:
         await engine.claim()
         assert len(asyncio.all_tasks()) > len(before)
     assert asyncio.all_tasks() == before
+
+
+async def test_a_beat_publishes_prefixes_beside_the_load(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other would be two waits in a beat where Redis is slow. Each of both waits here for the other."""
+    async with worker(broker) as engine:
+        heartbeat, prefixes, both = engine.session.heartbeat, engine.session.prefixes, asyncio.Barrier(2)
+        await heartbeat.stop()
+        publish, load = prefixes.publish, heartbeat._publish_load
+
+        async def publish_prefixes(limit_s: float | None) -> None:
+            await both.wait()
+            await publish(limit_s)
+
+        async def publish_load() -> None:
+            await both.wait()
+            await load()
+
+        monkeypatch.setattr(prefixes, "publish", publish_prefixes)
+        monkeypatch.setattr(heartbeat, "_publish_load", publish_load)
+        await asyncio.wait_for(heartbeat.beat(), 10)

@@ -89,7 +89,7 @@ class Heartbeat:
         does not answer in time keeps its requests held here.
         """
         identity, assignment, connection = self._identity, self._assignment, self._broker.connection
-        lease_ms, short_s = self._settings.lease_ms, None if limit_s is None else limit_s / 2
+        short_s = None if limit_s is None else limit_s / 2
         partitions = assignment.partitions = await self._read_partitions(short_s)
         before = self._active_requests.snapshot()
         registry, registered = (
@@ -107,14 +107,8 @@ class Heartbeat:
             await connection.execute("ZREM", registry, identity.engine_id)
         elif not isinstance(living, Unavailable):
             assignment.assign(identity.engine_id, {each.decode() for each in living})
-        try:
-            async with within(short_s, "the engine's load"):
-                await self._publish_load(lease_ms)
-                if not (assignment.is_retired or isinstance(living, Unavailable)):
-                    await self._contexts.update({each.decode() for each in living})
-        except Unavailable as error:
-            failure = error
-        await self._prefixes.publish(short_s)
+        unpublished, _ = await asyncio.gather(self._publish(living, short_s), self._prefixes.publish(short_s))
+        failure = unpublished or failure
         answered = zip(partitions, replies, strict=True)
         answers = {where: each for where, each in answered if not isinstance(each, Unavailable)}
         owned = {request_id.decode() for ids, *_ in answers.values() for request_id in ids}
@@ -126,6 +120,17 @@ class Heartbeat:
             self._isolation.make_room()
         if failure is not None:
             raise failure
+
+    async def _publish(self, living: Sequence[bytes] | Unavailable, limit_s: float | None) -> Unavailable | None:
+        """Publish the engine's load and read the others' contexts; return what prevents it."""
+        try:
+            async with within(limit_s, "the engine's load"):
+                await self._publish_load()
+                if not (self._assignment.is_retired or isinstance(living, Unavailable)):
+                    await self._contexts.update({each.decode() for each in living})
+        except Unavailable as error:
+            return error
+        return None
 
     async def owned(self, partitions: Sequence[Partition]) -> set[str]:
         """Return what Redis shows as this engine's, claims whose replies were lost included. Unavailable."""
@@ -195,7 +200,7 @@ class Heartbeat:
             )
             await self._hand_back.hand_back(unclaimed)
 
-    async def _publish_load(self, lease_ms: int) -> None:
+    async def _publish_load(self) -> None:
         load = self._load() if self._load else {}
         identity = self._identity
         fields: list[Argument] = ["model", identity.model, FINGERPRINT_FIELD, identity.fingerprint]
@@ -203,4 +208,4 @@ class Heartbeat:
         for name, value in load.items():
             fields += [name, str(value)]
         key = self._identity.keyspace.engine(self._identity.engine_id)
-        await self._broker.connection.pipeline([("HSET", key, *fields), ("PEXPIRE", key, lease_ms)])
+        await self._broker.connection.pipeline([("HSET", key, *fields), ("PEXPIRE", key, self._settings.lease_ms)])
