@@ -101,6 +101,8 @@ class Request:
     row: TraceRow
     arrived_s: float
     digests: list[bytes]
+    idle_s: float
+    """When an engine that has nothing else may take it."""
     ripe_s: float
     """When any engine may take it."""
 
@@ -140,11 +142,15 @@ class Fleet:
             self._now = now
             prompt = tokens_of(row)
             placer = self.placers[number % len(self.placers)]
-            partition, held = placer.place(MODEL, self.num_partitions, prompt, b"")
+            placed = placer.place(MODEL, self.num_partitions, prompt, b"")
             digests = [digest for _, digest in prefixes_of(prompt, SETTINGS.placement_tokens)]
-            ripe_s = now + (SETTINGS.steal_after_ms + left_ms(SETTINGS, held)) / 1e3
-            self.queues[partition].append(Request(row, now, digests, ripe_s))
-            self._take(self.owner[partition], now)
+            left = left_ms(SETTINGS, placed.held_tokens)
+            idle_s, ripe_s = (
+                now + (SETTINGS.steal_after_ms + min(left, most)) / 1e3 for most in (SETTINGS.steal_idle_ms, left)
+            )
+            self.queues[placed.partition].append(Request(row, now, digests, idle_s, ripe_s))
+            self._take(self.owner[placed.partition], now)
+            self._at(idle_s, -2)
             self._at(ripe_s, -2)
         while any(self.queues):
             self._advance(self._events[0][0])
@@ -180,14 +186,14 @@ class Fleet:
         if self.engines[index].is_busy:
             return
         may = [
-            (request.arrived_s, number, place)
+            (now < request.ripe_s and self.owner[number] != index, request.arrived_s, number, place)
             for number, queue in enumerate(self.queues)
             for place, request in enumerate(queue)
-            if self.owner[number] == index or request.ripe_s <= now
+            if self.owner[number] == index or request.idle_s <= now
         ]
         if not may:
             return
-        _, number, place = min(may)
+        *_, number, place = min(may)
         self.num_stolen += self.owner[number] != index
         request = self.queues[number][place]
         del self.queues[number][place]

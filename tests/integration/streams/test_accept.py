@@ -387,8 +387,9 @@ class TestPlacement:
             request.request_id = request_id
             await second.accept(request)
             where = await broker.directory.locate(request_id)
-            left_ms = await broker.connection.execute("HGET", where.request(request_id), "left")
-            assert int(left_ms) == 960 * FAST.steal_held_us // 1000
+            queue = f"{where.prefix}queue:{request.priority}"
+            [[_, fields]] = await broker.connection.execute("XRANGE", queue, "-", "+")
+            assert int(fields[b"l"]) == 960 * FAST.steal_held_us // 1000
 
     async def test_unknown_model(self, broker: Broker) -> None:
         async with GatewaySession(broker) as gateway:

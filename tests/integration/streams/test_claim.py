@@ -2,9 +2,13 @@
 
 import asyncio
 import dataclasses
+import re
 
+import pytest
 from pagestream.v1.inference_pb2 import REQUEST_STATE_RUNNING
-from pagestream_streams import Broker, GatewaySession, RequestView
+from pagestream_streams import Broker, EngineSession, GatewaySession, RequestView
+from pagestream_streams.connection.scripts import CLAIM
+from pagestream_streams.gateway.placing import Placed
 from support.protocol.token_streams import FAST, MODEL, TENANT, card, spec, worker
 
 
@@ -128,7 +132,7 @@ async def test_doorbell_wakes_an_idle_engine(broker: Broker) -> None:
 
 async def test_stealing_moves_the_coldest(redis_url: str) -> None:
     """What its engine has cached is left to it for longer than what came later and is cached nowhere."""
-    settings = dataclasses.replace(FAST, steal_held_us=100_000, steal_held_most_ms=600_000)
+    settings = dataclasses.replace(FAST, steal_held_us=100_000, steal_held_most_ms=600_000, steal_idle_ms=600_000)
     async with await Broker.connect(redis_url, settings) as broker, GatewaySession(broker) as gateway:
         await broker.publish_model(card(), partitions=2)
         async with worker(broker) as one, worker(broker) as other:
@@ -150,3 +154,71 @@ async def test_stealing_moves_the_coldest(redis_url: str) -> None:
             assert await thief.session.claim(max_requests=1, max_prompt_tokens=1000) == []
             [kept] = await owner.claim()
             assert kept.request_id == ids_of[1]
+
+
+async def accept_cached(broker: Broker, gateway: GatewaySession, partition: int, count: int) -> list[str]:
+    """Accept requests that are left to the engine of a partition for ten minutes; return their ids."""
+    found = []
+    for _ in range(count):
+        request = spec(partition=partition)
+        placed = Placed(MODEL, "its engine", partition, new_tokens=0, held_tokens=10_000)
+        gateway.acceptor.note_placed(request.request_id, placed)
+        await gateway.accept(request)
+        found.append(request.request_id)
+    return found
+
+
+LEFT = dataclasses.replace(FAST, steal_held_us=1_000_000, steal_held_most_ms=600_000, steal_after_ms=1)
+
+
+async def test_engines_beyond_the_partitions_take_what_is_cached_elsewhere(redis_url: str) -> None:
+    async with await Broker.connect(redis_url, LEFT) as broker, GatewaySession(broker) as gateway:
+        await broker.publish_model(card(), partitions=1)
+        async with worker(broker) as one, worker(broker) as other:
+            await one.session.heartbeat.beat()
+            [spare] = [each for each in (one, other) if not each.session.assignment.own]
+            accepted = await accept_cached(broker, gateway, 0, 1)
+            assert [each.request_id for each in await spare.claim()] == accepted
+
+
+async def test_an_engine_takes_its_own_before_what_is_cached_elsewhere_and_that_before_it_stands_idle(
+    redis_url: str,
+) -> None:
+    settings = dataclasses.replace(LEFT, steal_idle_ms=1)
+    async with await Broker.connect(redis_url, settings) as broker, GatewaySession(broker) as gateway:
+        await broker.publish_model(card(), partitions=2)
+        async with worker(broker) as one, worker(broker) as other:
+            await one.session.heartbeat.beat()
+            [theirs], [mine] = other.session.assignment.own, one.session.assignment.own
+            cached = await accept_cached(broker, gateway, theirs, 1)
+            await asyncio.sleep(0.2)  # more than what counts as the same time
+            later = spec(partition=mine)
+            await gateway.accept(later)
+            one.session.claim_order.forget()
+            assert [each.request_id for each in await one.claim()] == [later.request_id]
+            assert [each.request_id for each in await one.claim()] == cached
+
+
+@pytest.mark.parametrize("policy", ["oldest", "fair"])
+async def test_a_look_passes_few_cached_entries_and_reads_no_records(redis_url: str, policy: str) -> None:
+    async with await Broker.connect(redis_url, LEFT) as broker, GatewaySession(broker) as gateway:
+        await broker.publish_model(card(), partitions=1)
+        session = EngineSession(broker, model=MODEL, on_lost=lambda _: None, policy=policy, max_model_len=8192)
+        async with session:
+            await accept_cached(broker, gateway, 0, 40)
+            await gateway.accept(spec(partition=0))
+            await asyncio.sleep(0.05)
+            where = (await broker.directory.all_partitions(MODEL))[0]
+            before = await num_commands(broker, "hget"), await num_commands(broker, "xrange")
+            look = ("thief:1", "n", 0, 10**6, 1, 30_000, 1500, 10_000, 0, "", 30_000, 6000, 0, 8192, 0, "", "", 30_000)
+            reply = await broker.connection.run(CLAIM, where.prefix, *look)
+            assert await num_commands(broker, "hget") - before[0] < 16  # of heartbeats
+            assert await num_commands(broker, "xrange") - before[1] < 36
+            assert len(reply[1]) == 4  # no head: the one behind them is not looked for
+
+
+async def num_commands(broker: Broker, name: str) -> int:
+    """Return how often the server has run a command."""
+    text = str(await broker.connection.execute("INFO", "commandstats"))
+    found = re.search(rf"cmdstat_{name}\W+(?:\{{'calls': |calls=)(\d+)", text)
+    return int(found[1]) if found else 0

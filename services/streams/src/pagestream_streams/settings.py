@@ -61,13 +61,16 @@ class StreamsSettings:
     """Microseconds for which an entry is left to that engine longer, for each token of its prompt that the engine has
     cached: twenty times what a large model takes to compute one, since the turns that follow are found there, too; ...
     """
-    steal_held_most_ms: int = 8000
-    """... and at most so many milliseconds: for as long it may be overtaken."""
+    steal_held_most_ms: int = 4000
+    """... and at most so many milliseconds, for which engines with requests of their own may overtake it; ..."""
+    steal_idle_ms: int = 1000
+    """... and at most so many for an engine with room and nothing of its own: it would stand idle. One that owns no
+    partition never has anything of its own: it leaves nothing longer."""
     placement_tokens: int = 64
     """Tokens of the shortest beginning of a prompt by which gateways and engines know it again; a power of two."""
     placement_digests: int = 131_072
     """Beginnings of prompts that a gateway remembers for each model, with the engines that have computed them: those of
-    3,000 prompts of 8,000 tokens that have nothing in common, in 30 MB."""
+    3,000 prompts of 8,000 tokens that have nothing in common, in 23 MB; 43 MB where each is held by nine engines."""
     placement_most_work: float = 1.3
     """What an engine may have got from a gateway in the last 30 s, as a multiple of what the others have on average,
     before a prompt whose beginning it holds goes to another one. Above 1."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pagestream_streams import StreamsSettings
-from pagestream_streams.gateway.held_prefixes import HeldPrefixes
+from pagestream_streams.gateway.held_prefixes import MOST_HOLDERS, HeldPrefixes
 from pagestream_streams.gateway.placing import Placer, left_ms
 from pagestream_streams.protocol import placement
 from pagestream_streams.protocol.keys import Keyspace, Partition
@@ -119,4 +119,32 @@ def test_what_is_remembered_is_bounded_and_the_least_used_goes() -> None:
 
 
 def test_a_held_prompt_is_left_to_its_engine_for_longer_up_to_a_bound() -> None:
-    assert [left_ms(SETTINGS, held) for held in (0, 1000, 100_000)] == [0, 1000, 8000]
+    assert [left_ms(SETTINGS, held) for held in (0, 1000, 100_000)] == [0, 1000, 4000]
+
+
+def test_the_last_holders_of_a_beginning_are_remembered() -> None:
+    held, engines = HeldPrefixes(100), [f"engine-{number}" for number in range(MOST_HOLDERS + 2)]
+    for engine in engines:
+        held.note(digests([0] * 64), engine)
+    assert held.lengths(prefixes_of([0] * 64, 64), engines).keys() == set(engines[2:])
+
+
+def test_refused_requests_are_no_work() -> None:
+    """A prompt that is refused again and again does not drive what its engine is given elsewhere."""
+    gateway = Gateway()
+    holder = gateway.engine_of(SYSTEM_PROMPT)
+    for _ in range(100):
+        gateway.placer.note_refused(gateway.placer.place("m", PARTITIONS, SYSTEM_PROMPT, b""))
+    assert gateway.placer.queued.total() == 0
+    assert {gateway.engine_of([*SYSTEM_PROMPT, end]) for end in range(5)} == {holder}
+
+
+def test_models_that_are_gone_are_forgotten() -> None:
+    gateway = Gateway()
+    gateway.engine_of(SYSTEM_PROMPT)
+    gateway.placer.keep_only({"m"})
+    assert gateway.placer.place("m", PARTITIONS, SYSTEM_PROMPT, b"").held_tokens == 640
+    gateway.placer.keep_only({"other"})
+    gateway.placer.note_living("m", ENGINES)
+    assert gateway.placer.place("m", PARTITIONS, SYSTEM_PROMPT, b"").held_tokens == 0
+    assert gateway.placer.queued.total() == 1

@@ -114,6 +114,14 @@ class ClaimOrder:
         old.sort(key=lambda number: self._known[number].asked_at)
         return wanted + old[:REFRESH_AT_ONCE]
 
+    def may_have(self, numbers: Collection[int]) -> bool:
+        """Return whether any of some partitions may have something that the engine may take, as far as it is known."""
+        return any(self._may_have(number) for number in numbers)
+
+    def _may_have(self, number: int) -> bool:
+        known = self._known.get(number)
+        return known is None or known.heads.first is not None or self._rang_at.get(number, -math.inf) >= known.asked_at
+
     def unsure(self, room: int) -> list[int]:
         """Return the partitions whose first head is too large, and that were asked for what fits into other room."""
         return [number for number, known in self._known.items() if self._is_unsure(known.heads, room)]

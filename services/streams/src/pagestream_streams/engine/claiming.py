@@ -283,8 +283,16 @@ class Claimer:
             "" if greatest_class is None else greatest_class,
             self._virtual_time,
             "" if self._greatest_class is None or self._holds_nothing else self._greatest_class,
+            self._most_left_ms(),
         )
         return Call(CLAIM, self._where(take.number).prefix, arguments)
+
+    def _most_left_ms(self) -> int:
+        """Return for how long at most an entry is left longer than others to the engine that has its beginning."""
+        settings, own = self._broker.settings, self._assignment.own
+        if not own:
+            return 0
+        return settings.steal_held_most_ms if self._order.may_have(own) else settings.steal_idle_ms
 
     def _where(self, number: int) -> Partition:
         return self._identity.keyspace.partition(self._identity.model, number)

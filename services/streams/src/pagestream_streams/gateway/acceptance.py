@@ -14,7 +14,7 @@ from pagestream_streams.connection.scripts import ACCEPT
 from pagestream_streams.errors import ClassRefused, ModelNotFound, PartitionGone, QueueFull, RequestNotFound
 from pagestream_streams.fault_points import FaultPoint, reach
 from pagestream_streams.gateway.engine_watch import EngineWatch
-from pagestream_streams.gateway.placing import Placer, left_ms
+from pagestream_streams.gateway.placing import Placed, Placer, left_ms
 from pagestream_streams.gateway.reservations import Reservation, record_ms, reserve
 from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.expected_lengths import ExpectedLengths
@@ -49,8 +49,8 @@ class Acceptor:
         self.placer = Placer(broker.settings, broker.connection.keyspace)
         self.lengths = ExpectedLengths()
         self.engines = EngineWatch(broker.connection, self.placer, self.lengths)
-        self._left_ms: dict[str, int] = {}
-        """Of requests that were placed and not accepted yet: for how long other engines leave them, see left_ms."""
+        self._placed: dict[str, Placed] = {}
+        """Where requests were placed that are not accepted yet."""
         self._tenant_times: dict[tuple[str, str], _TenantTime] = {}
         """By model and tenant: what a tenant has in one partition counts in all (accept.lua, "fair")."""
 
@@ -60,10 +60,14 @@ class Acceptor:
         await self.engines.read_once_old(model, self._broker.settings.beat_limit_s / 2)
         placed = self.placer.place(model, partitions, prompt_token_ids, cache_salt)
         request_id = ids.new(model, placed.partition, tenant)
-        self._left_ms[request_id] = left_ms(self._broker.settings, placed.held_tokens)
-        if len(self._left_ms) > _MOST_PLACED:  # those that were never accepted
-            self._left_ms.pop(next(iter(self._left_ms)))
+        self.note_placed(request_id, placed)
         return request_id
+
+    def note_placed(self, request_id: str, placed: Placed) -> None:
+        """Keep where a request was placed until it is accepted."""
+        self._placed[request_id] = placed
+        if len(self._placed) > _MOST_PLACED:  # those that were never accepted
+            self._placed.pop(next(iter(self._placed)))
 
     async def accept(
         self,
@@ -111,7 +115,8 @@ class Acceptor:
         )
         connection = self._broker.connection
         known = self._tenant_times.get((spec.model, spec.tenant), _NO_TIME)
-        left = self._left_ms.pop(spec.request_id, 0)
+        placed = self._placed.pop(spec.request_id, None)
+        left = left_ms(settings, placed.held_tokens) if placed else 0
         choices = len(spec.prompts) * max(1, spec.sampling.n)
         expected = self.lengths.expected(spec.model, tokens, spec.tenant, choices * max(1, spec.sampling.max_tokens))
         order = (expected, known.virtual, settings.ageing_ms, left, known.learnt_ms)
@@ -119,6 +124,8 @@ class Acceptor:
         if reply[0] == _REMOVED:  # this process' view of the models is old, or the model was published anew
             await self._broker.directory.check_published(spec.request_id)
             reply = await connection.run_acknowledged(ACCEPT, where.prefix, *arguments, reply[1], *order)
+        if reply[0] in (_FULL, _REFUSED) and placed:
+            self.placer.note_refused(placed)
         if reply[0] == _REMOVED:
             raise ModelNotFound(spec.model)
         if reply[0] == _FULL:

@@ -41,6 +41,13 @@ class EngineWatch:
         if time.monotonic() - self._read_at.get(model, -math.inf) > _OLD_S:
             await self.read({model}, limit_s)
 
+    def keep_only(self, models: Collection[str]) -> None:
+        """Forget models that are not published any more."""
+        self._placer.keep_only(models)
+        for known in (self._next, self._read_at, self._lengths_read_at):
+            for model in known.keys() - models:
+                del known[model]
+
     async def read(self, models: Collection[str], limit_s: float) -> None:
         """Read what is new of some models. What can't be read in `limit_s` seconds is read the next time."""
         self._read_at.update(dict.fromkeys(models, time.monotonic()))

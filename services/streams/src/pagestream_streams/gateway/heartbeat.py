@@ -62,7 +62,9 @@ class GatewayHeartbeat:
                 registered, queued = reply
                 self._acceptor.placer.queued[where] = queued
                 await self._registrations.compare(where, registered)
-            await self._acceptor.engines.read({where.model for where in partitions}, limit_s / 2)
+            models = {where.model for where in partitions}
+            self._acceptor.engines.keep_only(models)
+            await self._acceptor.engines.read(models, limit_s / 2)
             if replies and all(isinstance(reply, Unavailable) for reply in replies):
                 raise replies[0]
 

@@ -7,6 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 from pagestream_streams.protocol.prefixes import Prefix
 
+MOST_HOLDERS = 16
+"""Engines that are remembered for each beginning, the last ones: a prompt that is a fifth of all has 13 of 64."""
+
 
 class HeldPrefixes:
     """The digests of beginnings with the engines that have computed them, least recently used out first.
@@ -15,9 +18,9 @@ class HeldPrefixes:
     """
 
     def __init__(self, most: int) -> None:
-        """`most`: digests that are kept, of about 200 bytes each."""
+        """`most`: digests that are kept; docs/benchmarks/placement.md says what they take."""
         self._most = most
-        self._engines: OrderedDict[bytes, set[str]] = OrderedDict()
+        self._engines: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
         self._expected: dict[bytes, str] = {}
         """Where the last request with a beginning was placed, until any engine says that it has computed it."""
 
@@ -35,12 +38,14 @@ class HeldPrefixes:
     def note(self, digests: Iterable[bytes], engine: str) -> None:
         """Note that an engine has taken a request with these beginnings, whichever was expected to."""
         for digest in digests:
-            self._touch(digest).add(engine)
+            engines = self._touch(digest)
+            if engine not in engines:
+                self._engines[digest] = (*engines, engine)[-MOST_HOLDERS:]
             self._expected.pop(digest, None)
         self._forget()
 
-    def _touch(self, digest: bytes) -> set[str]:
-        engines = self._engines.setdefault(digest, set())
+    def _touch(self, digest: bytes) -> tuple[str, ...]:
+        engines = self._engines.setdefault(digest, ())
         self._engines.move_to_end(digest)
         return engines
 
@@ -56,8 +61,7 @@ class HeldPrefixes:
             engines = self._engines.get(digest)
             if engines is None:
                 break
-            engines.intersection_update(among)
-            found.update(dict.fromkeys(engines, num_tokens))
+            found.update((engine, num_tokens) for engine in engines if engine in among)
             expected = self._expected.get(digest)
             if expected is not None and expected in among:
                 found[expected] = num_tokens

@@ -18,7 +18,11 @@ from pagestream_streams.settings import StreamsSettings
 class Placed(NamedTuple):
     """Where a request goes."""
 
+    model: str
+    engine: str
     partition: int
+    new_tokens: int
+    """Of its prompt, that the partition's engine has to compute."""
     held_tokens: int
     """Of its prompt, that the partition's engine seems to have computed."""
 
@@ -71,6 +75,13 @@ class Placer:
         """Note beginnings of prompts that an engine has published as computed."""
         self._fleets[model].held.note(digests, engine)
 
+    def keep_only(self, models: Collection[str]) -> None:
+        """Forget models that are not published any more."""
+        for model in self._fleets.keys() - models:
+            del self._fleets[model]
+        for where in [each for each in self.queued if each.model not in models]:
+            del self.queued[where]
+
     def place(self, model: str, partitions: int, prompt_token_ids: Sequence[int], cache_salt: bytes) -> Placed:
         """Return the partition of a prompt among those of its model.
 
@@ -92,10 +103,18 @@ class Placer:
         engine = min(fleet.work.with_room(owned, self._settings.placement_most_work), key=cost)
         held = lengths.get(engine, 0)
         number = min(owned[engine], key=lambda each: self._load(model, each))
-        fleet.work.add(engine, len(prompt_token_ids) - held)
+        placed = Placed(model, engine, number, len(prompt_token_ids) - held, held)
+        fleet.work.add(engine, placed.new_tokens)
         fleet.held.expect((digest for _, digest in prefixes), engine)
         self.queued[self._keyspace.partition(model, number)] += 1
-        return Placed(number, held)
+        return placed
+
+    def note_refused(self, placed: Placed) -> None:
+        """Note that a request was not accepted where it was placed: its engine has no work by it."""
+        if placed.model not in self._fleets:
+            return
+        self._fleets[placed.model].work.add(placed.engine, -placed.new_tokens, -1)
+        self.queued[self._keyspace.partition(placed.model, placed.partition)] -= 1
 
     def _load(self, model: str, number: int) -> int:
         return self.queued[self._keyspace.partition(model, number)]

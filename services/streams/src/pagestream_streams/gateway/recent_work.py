@@ -18,25 +18,25 @@ class RecentWork:
         self.tokens: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
         self._clock = clock
-        self._last: deque[tuple[float, str, int]] = deque()
+        self._last: deque[tuple[float, str, int, int]] = deque()
 
-    def add(self, engine: str, num_tokens: int) -> None:
-        """Note a request of which an engine has to compute `num_tokens`."""
-        self._last.append((self._clock(), engine, num_tokens))
+    def add(self, engine: str, num_tokens: int, requests: int = 1) -> None:
+        """Note a request of which an engine has to compute `num_tokens`; both negative: one that was refused."""
+        self._last.append((self._clock(), engine, num_tokens, requests))
         self.tokens[engine] += num_tokens
-        self.requests[engine] += 1
+        self.requests[engine] += requests
 
     def mean_tokens(self, num_tokens: int) -> float:
         """Return what a request's engine has to compute on average, one of `num_tokens` among them."""
-        return (self.tokens.total() + num_tokens) / (len(self._last) + 1)
+        return (self.tokens.total() + num_tokens) / (self.requests.total() + 1)
 
     def with_room(self, engines: Collection[str], most: float) -> list[str]:
         """Return the engines with at most `most` times what the others have on average, and some more; never none."""
         since = self._clock() - WINDOW_S
         while self._last and self._last[0][0] < since:
-            _, oldest, num_tokens = self._last.popleft()
+            _, oldest, num_tokens, requests_of = self._last.popleft()
             self.tokens[oldest] -= num_tokens
-            self.requests[oldest] -= 1
+            self.requests[oldest] -= requests_of
         tokens, requests = (sum(each[engine] for engine in engines) for each in (self.tokens, self.requests))
         part = most / (len(engines) - 1 + most)  # of the sum: with two engines most : 1
         more = AHEAD * tokens / max(1, requests)

@@ -70,9 +70,6 @@ local function write_record()
     'readers', '', 'attempts', 0, 'accepted', now, 'deadline', deadline > 0 and now + deadline or 0,
     'grace', grace, 'continue', continue, 'context', ARGV[19] or 0, 'kept', kept,
     'expected', expected)
-  if tonumber(ARGV[27] or 0) > 0 then
-    call('HSET', req, 'left', ARGV[27])
-  end
 end
 
 -- The place of a new request in the order of a policy that ranks. "fair" is start-time fair queueing: the sorted set
@@ -154,7 +151,7 @@ else
     elseif requests > 0 and expected > 0 then
       call('HINCRBY', meta, 'outputs:' .. class, expected)
     end
-    local entry = enqueue(id, class, tokens)
+    local entry = enqueue(id, class, tokens, ARGV[19] or 0, ARGV[27] or 0)
     if RANKED[state[5]] then
       local rank
       rank, tenant_time = rank_of(state[5], entry, tonumber(state[6] or 0), since)

@@ -6,7 +6,8 @@
 -- comes before a bound (docs/decisions/0120). An engine that
 -- holds nothing gets a suspect before all that, and then nothing else (docs/decisions/0024). One that needs a longer
 -- context than the engine holds is left to other engines for ARGV[18]. Entries are looked at until LOOK_BEHIND more
--- than the first were too large for the room, or MOST_LEFT were left to other engines.
+-- than the first were too large for the room, MOST_LEFT were left to other engines, or MOST_CACHED only because those
+-- have their beginnings (docs/decisions/0217).
 -- Run by: engine/claiming.py.
 -- KEYS: the prefix of the partition's keys, and a second name in its slot (see prelude.lua).
 -- ARGV: [1] engine id, [2] nonce (random), [3] most requests (0: only look), [4] most tokens
@@ -26,6 +27,7 @@
 --            earlier key is not overtaken
 --       [20] the virtual time that the engine knows from all partitions (none: 0), see the policy "fair" in accept.lua
 --       [21] the greatest class to claim of requests that are not begun ('' or none: all)
+--       [22] for how long entries are left longer at most, whatever they say, in ms ('' or none: as they say)
 -- Returns: {now, what is next, {id, spec, epoch, next index, digest, attempts, deadline, isolated (0 | 1), cached
 --          tokens, ms in its queue, key}...}. What is next: {whether a suspect waits that this engine may run (0 | 1),
 --          ms until an entry may be taken that is left to other engines (-1: none), the room that the rest is about,
@@ -43,7 +45,8 @@ local greatest_class, greatest_new_class = tonumber(ARGV[19] or ''), tonumber(AR
 local meta, now, drained = prefix .. 'meta', now_ms(), 0
 local claims, HEAD = {now, {}}, 2
 local drained_tokens, drained_longest, drained_of = 0, 0, {}
-local LOOK_BEHIND, MOST_LEFT = 16, 256
+local LOOK_BEHIND, MOST_LEFT, MOST_CACHED = 16, 256, 16
+local most_longer = tonumber(ARGV[22] or '') or math.huge
 local known = call('HMGET', meta, 'classes', 'prints', 'policy', 'virtual')
 local policy, virtual_time = known[3], math.max(tonumber(known[4] or 0), tonumber(ARGV[20] or 0))
 local class_step = policy == 'fair' and 0 or ageing -- tenants, not classes
@@ -81,7 +84,14 @@ end
 
 local ripens = -1 -- ms until the first entry that is left to other engines may be taken
 
--- An entry of a queue, or nothing where it is left to other engines; then also whether all behind it are.
+-- The context that an entry's request needs.
+local function context_of(entry)
+  local fields = entry[2]
+  return tonumber(fields[5] == 'c' and fields[6] or call('HGET', prefix .. 'req:' .. fields[2], 'context') or 0)
+end
+
+-- An entry of a queue, or nothing where it is left to other engines; then also whether all behind it are, and whether
+-- it is only because the engine of its partition has its beginning.
 local function candidate(queue, entry)
   local arrival, least = tonumber(string.match(entry[1], '^%d+')), min_age
   local id, print = entry[2][2], queue.print
@@ -91,17 +101,19 @@ local function candidate(queue, entry)
     least = math.max(least, patience)
   end
   local is_last = waited < least and not queue.ranks -- those behind it are younger
-  if waited >= least and context > 0 and tonumber(call('HGET', prefix .. 'req:' .. id, 'context') or 0) > context then
+  if waited >= least and context > 0 and context_of(entry) > context then
     least = context_patience < 0 and math.huge or math.max(least, context_patience)
   end
-  if waited >= least and min_age > 0 and not queue.begun then
-    least = math.max(least, min_age + tonumber(call('HGET', prefix .. 'req:' .. id, 'left') or 0))
+  local is_cached = false
+  if waited >= least and min_age > 0 and entry[2][7] == 'l' then
+    least = min_age + math.min(tonumber(entry[2][8]), most_longer)
+    is_cached = waited < least
   end
   if waited < least then
     if least < math.huge then
       ripens = ripens < 0 and least - waited or math.min(ripens, least - waited)
     end
-    return nil, is_last
+    return nil, is_last, is_cached
   end
   return {queue = queue, entry = entry[1], id = id, tokens = tonumber(entry[2][4]), arrival = arrival,
     key = order_key(queue.name, entry[3] or arrival, class_step), stays = queue.begun or waited >= ageing}
@@ -148,12 +160,12 @@ end
 -- Finds a queue's first entry that this engine may take, and the first of those that fits into the room. Returns
 -- whether the queue has any.
 local function look(queue)
-  local from, count, seen, large, left = queue.from, 1, 0, 0, queue.left
+  local from, count, seen, large, left, cached = queue.from, 1, 0, 0, queue.left, queue.cached
   queue.first, queue.fit = nil, nil
   repeat
     local entries = entries_from(queue, from, count)
     for _, entry in ipairs(entries) do
-      local found, is_last = candidate(queue, entry)
+      local found, is_last, is_cached = candidate(queue, entry)
       queue.first, from = queue.first or found, queue.ranks and from + 1 or '(' .. entry[1]
       if found and found.tokens <= max_tokens then
         queue.fit = found
@@ -161,12 +173,12 @@ local function look(queue)
       elseif found then
         large = large + 1
       else
-        left = left + 1
+        left, cached = left + 1, cached + (is_cached and 1 or 0)
         if not queue.first then
-          queue.from, queue.left = from, left -- the same for all of this script
+          queue.from, queue.left, queue.cached = from, left, cached -- the same for all of this script
         end
       end
-      if is_last or large > LOOK_BEHIND or left >= MOST_LEFT then
+      if is_last or large > LOOK_BEHIND or left >= MOST_LEFT or cached >= MOST_CACHED then
         return true
       end
     end
@@ -179,7 +191,8 @@ end
 
 local queues = {}
 local function add(name, print)
-  local queue = {name = name, print = print, begun = string.sub(name, 1, 6) == 'resume', from = '-', left = 0}
+  local queue = {name = name, print = print, begun = string.sub(name, 1, 6) == 'resume', from = '-', left = 0,
+    cached = 0}
   local class = tonumber(name)
   if retired and name ~= 'resume:' .. fingerprint or greatest_class and not class
     or greatest_new_class and class and class > greatest_new_class then

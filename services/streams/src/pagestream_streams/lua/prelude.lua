@@ -61,13 +61,15 @@ local function ensure_group(queue)
   end
 end
 
--- Appends a request to a queue, and records the entry in the request so that it can be taken out.
-local function enqueue(id, name, tokens)
+-- Appends a request to a queue, and records the entry in the request so that it can be taken out. `context` and `left`
+-- are what claims would otherwise read from the record of each entry that they pass over: the context that it needs,
+-- and for how many ms other engines leave it longer (none: not known, and 0).
+local function enqueue(id, name, tokens, context, left)
   local queue = prefix .. 'queue:' .. name
   if call('XLEN', queue) == 0 then
     ensure_group(queue)
   end
-  local entry = call('XADD', queue, '*', 'id', id, 't', tokens)
+  local entry = call('XADD', queue, '*', 'id', id, 't', tokens, unpack(context and {'c', context, 'l', left} or {}))
   call('HSET', prefix .. 'req:' .. id, 'queue', name, 'entry', entry)
   return entry
 end
