@@ -27,7 +27,7 @@ from pagestream_streams import (
 )
 from pagestream_streams.protocol import ids
 from pagestream_streams.protocol.keys import Keyspace
-from support.protocol.token_streams import FAST, MODEL, TENANT, eventually, numbers, read_all, spec, worker
+from support.protocol.token_streams import FAST, MODEL, TENANT, card, eventually, numbers, read_all, spec, worker
 from support.redis.topologies import Place, ask_all
 
 
@@ -390,6 +390,17 @@ class TestPlacement:
             queue = f"{where.prefix}queue:{request.priority}"
             [[_, fields]] = await broker.connection.execute("XRANGE", queue, "-", "+")
             assert int(fields[b"l"]) == 960 * FAST.steal_held_us // 1000
+
+    async def test_a_refused_request_is_no_work_of_its_engine(self, redis_url: str) -> None:
+        settings = dataclasses.replace(FAST, max_queued_requests=0)
+        async with await Broker.connect(redis_url, settings) as broker, GatewaySession(broker) as gateway:
+            await broker.publish_model(card(), partitions=1)
+            request = spec()
+            request.request_id = await gateway.place(MODEL, range(1000), TENANT)
+            assert gateway.acceptor.placer.queued.total() == 1
+            with pytest.raises(QueueFull):
+                await gateway.accept(request)
+            assert gateway.acceptor.placer.queued.total() == 0
 
     async def test_unknown_model(self, broker: Broker) -> None:
         async with GatewaySession(broker) as gateway:

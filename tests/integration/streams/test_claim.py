@@ -168,7 +168,9 @@ async def accept_cached(broker: Broker, gateway: GatewaySession, partition: int,
     return found
 
 
-LEFT = dataclasses.replace(FAST, steal_held_us=1_000_000, steal_held_most_ms=600_000, steal_after_ms=1)
+LEFT = dataclasses.replace(
+    FAST, steal_held_us=1_000_000, steal_held_most_ms=600_000, steal_idle_ms=600_000, steal_after_ms=1
+)
 
 
 async def test_engines_beyond_the_partitions_take_what_is_cached_elsewhere(redis_url: str) -> None:

@@ -28,6 +28,7 @@ from pagestream_streams.errors import Unavailable
 from pagestream_streams.protocol.claimed_log import ClaimedLog
 from pagestream_streams.protocol.keys import Partition
 from pagestream_streams.protocol.records import Claim
+from pagestream_streams.settings import StreamsSettings
 
 _log = logging.getLogger(__name__)
 
@@ -283,16 +284,9 @@ class Claimer:
             "" if greatest_class is None else greatest_class,
             self._virtual_time,
             "" if self._greatest_class is None or self._holds_nothing else self._greatest_class,
-            self._most_left_ms(),
+            _most_left_ms(settings, self._order, assignment.own),
         )
         return Call(CLAIM, self._where(take.number).prefix, arguments)
-
-    def _most_left_ms(self) -> int:
-        """Return for how long at most an entry is left longer than others to the engine that has its beginning."""
-        settings, own = self._broker.settings, self._assignment.own
-        if not own:
-            return 0
-        return settings.steal_held_most_ms if self._order.may_have(own) else settings.steal_idle_ms
 
     def _where(self, number: int) -> Partition:
         return self._identity.keyspace.partition(self._identity.model, number)
@@ -367,3 +361,10 @@ class Claimer:
 
 def _tokens(claim: Claim) -> int:
     return sum(len(prompt.ids) for prompt in claim.spec.prompts) + claim.log.num_tokens
+
+
+def _most_left_ms(settings: StreamsSettings, order: ClaimOrder, own: Collection[int]) -> int:
+    """Return for how long at most an entry is left longer than others to the engine that has its beginning."""
+    if not own:
+        return 0
+    return settings.steal_held_most_ms if order.may_have(own) else settings.steal_idle_ms
