@@ -8,6 +8,7 @@ import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, REQUEST_STATE_FINISHED
 from pagestream_streams import Broker, EngineSession, GatewaySession
 from pagestream_streams.connection.scripts import REGISTER
+from pagestream_streams.errors import RequestNotFound
 from pagestream_streams.protocol.keys import Partition
 from support.protocol.token_streams import (
     FAST,
@@ -82,13 +83,17 @@ async def test_a_lost_model_card_is_published_again_by_its_engine(broker: Broker
     async with EngineSession(broker, model=MODEL, on_lost=lambda _: None, card=card(MODEL)) as session:
         ask_all(redis_server, "FLUSHALL")
 
-        async def is_known() -> bool:
-            return [(info.name, info.partitions) for info in await broker.models()] == [(MODEL, 2)]
-
-        await eventually(is_known)
         async with GatewaySession(broker) as gateway:
             request = spec(partition=1)
-            await gateway.accept(request)
+
+            async def is_accepted() -> bool:
+                try:
+                    return await gateway.accept(request)
+                except RequestNotFound:
+                    return False
+
+            await eventually(is_accepted)
+            assert [(info.name, info.partitions) for info in await broker.models()] == [(MODEL, 2)]
             claims = []
             while not claims:
                 claims = await session.claim(max_requests=1, max_prompt_tokens=100)
