@@ -7,8 +7,10 @@ that an image has them in. This module imports no torch, and neither may those.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol
@@ -28,17 +30,17 @@ class LibraryModule(Protocol):
 
 
 def prebuild(folder: Path, libraries: Iterable[NativeLibrary], compiler: str) -> Iterator[Path]:
-    """Compile libraries into `folder`; yield their paths.
+    """Compile libraries into `folder`, as many at once as there are processors; yield their paths.
 
     Raises:
         NativeBuildError: the compiler failed, or took longer than its limit.
         OSError: the folder can't be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for library in libraries:
-        made = compile_into(folder, library, compiler)
-        made.chmod(0o755)
-        yield made
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for made in pool.map(lambda library: compile_into(folder, library, compiler), libraries):
+            made.chmod(0o755)
+            yield made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,6 +19,8 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 """Where an image's build puts them (`pagestream_engine.native_prebuild`). A checkout has none."""
 HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
 """Those of published models of the families that the engine runs, and of the models in its tests."""
+LEAST_CACHED_DIM = 64
+"""Smaller heads are those of tests: an image brings them for the model's own dtype alone."""
 CACHES = ("", "fp8")
 """What an image's libraries keep keys and values as. A model of 32 or 16 other bits with a cache of bfloat16 needs a
 compiler, or runs on torch's operations."""
@@ -72,5 +74,5 @@ def libraries(head_dims: Sequence[int] = HEAD_DIMS, caches: Sequence[str] = CACH
     """Yield what an image brings: each level of this architecture for each head size and kind of cache."""
     for level in LEVELS.get(platform.machine(), ()):
         for head_dim in head_dims:
-            for cache in caches:
+            for cache in caches if head_dim >= LEAST_CACHED_DIM else caches[:1]:
                 yield library_for(head_dim, level, cache)
