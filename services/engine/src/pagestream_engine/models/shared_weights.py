@@ -3,7 +3,7 @@
 A file holds the bytes of tensors, each from a multiple of 64, then a JSON object `{name: [dtype, shape, begin]}`, its
 SHA-256, its length, and a magic number: a file that is cut off is no such file. It is written under another name,
 renamed, and never changed. The folder is the user's own. One process writes at a time, the others wait for it; a
-process that maps a file holds a shared lock on it, and what nobody holds may be removed for want of room.
+process that maps a file holds a shared lock on it, and an unlocked one may be removed for want of room.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _END = struct.Struct("<32sQ")
 _ALIGNMENT = 64
 _SUFFIX = ".weights"
 _UNUSED_S = 30 * 24 * 3600.0
-"""After which a file that nobody holds is removed whenever another is written."""
+"""After which an unlocked file is removed whenever another is written."""
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int32)}
 
 Named = tuple[str, Tensor]
@@ -130,7 +130,7 @@ def _write(path: Path, tensors: Iterable[Named], max_bytes: int) -> None:
 
 
 def _make_room(folder: Path, left: int) -> None:
-    """Remove files that nobody holds, the longest unused ones first, until at most `left` bytes remain.
+    """Remove unlocked files, the longest unused ones first, until at most `left` bytes remain.
 
     Raises:
         OSError: those that are held have more.
