@@ -7,7 +7,7 @@ from contextlib import aclosing, suppress
 import pytest
 from pagestream.v1.inference_pb2 import FINISH_REASON_CANCELLED, ON_DISCONNECT_CONTINUE, REQUEST_STATE_FINISHED
 from pagestream_streams import Broker, GatewaySession
-from support.protocol.token_streams import FAST, MODEL, TENANT, eventually, numbers, read_all, spec, worker
+from support.protocol.token_streams import FAST, FORGETFUL, MODEL, TENANT, eventually, numbers, read_all, spec, worker
 
 GRACE_MS = 150
 
@@ -108,9 +108,9 @@ async def test_on_disconnect_continue_has_no_grace(broker: Broker) -> None:
         assert not await finished(broker, request.request_id)
 
 
-async def test_an_accepted_request_that_is_never_read_is_abandoned(broker: Broker) -> None:
+async def test_an_accepted_request_that_is_never_read_is_abandoned(broker: Broker, redis_url: str) -> None:
     """Its client went away between accept and read."""
-    async with GatewaySession(broker) as gateway:
+    async with await Broker.connect(redis_url, FORGETFUL) as forgetful, GatewaySession(forgetful) as gateway:
         request = spec(grace_ms=GRACE_MS)
         await gateway.accept(request)
         await eventually(lambda: finished(broker, request.request_id))
@@ -132,7 +132,7 @@ async def test_a_dead_gateway_s_reads_get_their_grace_in_full(broker: Broker) ->
 async def test_who_could_not_know_that_its_gateway_died_has_time_to_notice(broker: Broker, redis_url: str) -> None:
     """A client that left said so; that of a silent gateway still waits for an answer."""
     # A hole in the sweeps would start all graces anew, as if no client could have noticed.
-    slow = dataclasses.replace(FAST, silence_ms=600_000, lease_ms=2400, sweep_gap_ms=2200)
+    slow = dataclasses.replace(FORGETFUL, silence_ms=600_000, lease_ms=2400, sweep_gap_ms=2200)
     async with (
         await Broker.connect(redis_url, slow) as patient,
         GatewaySession(patient) as alive,

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TypeVar, cast
 
@@ -49,10 +49,12 @@ FAST = StreamsSettings(
     silence_ms=50,
     poll_ms=60,
     steal_after_ms=20,
-    accepted_unread_ms=300,
+    accepted_unread_ms=10_000,  # no machine takes as long from an accept to its read, or its gateway's death
     directory_ttl_s=0.2,
     command_timeout_s=3.0,
 )
+# What is accepted and not read in 300 ms is left by its gateway.
+FORGETFUL = replace(FAST, accepted_unread_ms=300)
 # Timers that never fire: for tests that drive each step.
 STILL = StreamsSettings(lease_ms=600_000, heartbeat_ms=100_000, sweep_ms=100_000, sweep_gap_ms=400_000)
 
