@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from pagestream_engine import LLM, SamplingParams
-from pagestream_engine.errors import ConfigError, UnsupportedOption
+from pagestream_engine.errors import ConfigError
 from support.engines.tiny_models import make_model, random_prompts
 
 NUM_TOKENS = 24
@@ -28,9 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_llm(folder: Path) -> Iterator[MakeLLM]:
     llms: list[LLM] = []
 
-    def make(**options: Any) -> LLM:
+    def make(model: Path = folder, **options: Any) -> LLM:
         defaults = {"dtype": "float32", "device": "cpu", "block_size": BLOCK_SIZE, "max_num_batched_tokens": 32}
-        llms.append(LLM(folder, **{**defaults, **options}))
+        llms.append(LLM(model, **{**defaults, **options}))
         return llms[-1]
 
     yield make
@@ -88,14 +88,26 @@ def test_a_tier_that_is_full_forgets_and_computes(make_llm: MakeLLM) -> None:
     assert tiered.engine.stats().num_host_pages == tiered.engine.stats().num_used_host_pages == 3
 
 
-def test_what_can_not_be_kept_is_refused_by_name(make_llm: MakeLLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_windows_come_back_with_the_layers_that_see_all(make_llm: MakeLLM, tmp_path: Path, ahead: bool) -> None:
+    prompts = random_prompts(LENGTHS)
+    options: dict[str, Any] = {"model": make_model(tmp_path / "gemma2", "gemma2"), "async_scheduling": ahead}
+    calm = generate(make_llm(**options, num_gpu_blocks_override=512), prompts)
+    computed = []
+    for swap_space in (0, 16 * MIB):
+        llm = make_llm(**options, num_gpu_blocks_override=24, swap_space=swap_space)
+        assert {group.spec.window for group in llm.engine.kv_layout.groups} == {24, None}
+        assert generate(llm, prompts) == generate(llm, prompts) == calm
+        assert llm.engine.stats().num_preemptions > 0
+        computed.append(llm.engine.stats().num_prompt_tokens)
+    assert computed[1] < 0.75 * computed[0]
+
+
+def test_what_can_not_be_kept_is_refused_by_name(make_llm: MakeLLM) -> None:
     with pytest.raises(ConfigError, match=r"swap_space: given .*, expected GiB of at least one block"):
         make_llm(num_gpu_blocks_override=16, swap_space=1e-9)
     with pytest.raises(ConfigError, match=r"swap_space: given .* and at most the .* free ones"):
         make_llm(num_gpu_blocks_override=16, swap_space=1e6)
-    windowed = make_model(tmp_path / "gemma", "gemma2")
-    with pytest.raises(UnsupportedOption, match=r"swap_space: given 1, .*sliding windows"):
-        LLM(windowed, dtype="float32", device="cpu", num_gpu_blocks_override=64, swap_space=1)
 
 
 def test_host_pages_and_a_cpus_pool_fit_into_its_memory_together(

@@ -13,4 +13,3 @@ LAYERS: dict[str, tuple[KVSpec, ...]] = {
     "window with larger blocks": (KVSpec(2, 2), KVSpec(1, 2, window=4), KVSpec(1, 1, window=9)),
 }
 """By what is particular about them. Windows are as short as the prompts of the tests."""
-FULL_LAYERS = [name for name, specs in LAYERS.items() if all(spec.window is None for spec in specs)]

@@ -1,7 +1,8 @@
 """Random groups of siblings in tiny pools: forks, copies, preemptions, failed steps, aborts and resumes in any order.
 
-The bookkeeping holds after every step, no sequence writes a block that another reads, and every sibling gets the tokens
-that it gets alone.
+The policy, the layers and their windows, a host tier, drafts, two steps in flight and the dtype of keys and values are
+drawn together. The bookkeeping holds after every step, no sequence writes a block that another reads, every sibling
+ends, and gets the tokens that it gets alone.
 """
 
 import tempfile
@@ -29,10 +30,11 @@ from support.engines.arithmetic_model import (
     searched,
     undisturbed,
 )
-from support.engines.kv_layouts import FULL_LAYERS, LAYERS
+from support.engines.kv_layouts import LAYERS
 from support.engines.kv_waste import check_waste
 from support.engines.policies import POLICIES
 from support.engines.speculating_model import SpeculatingRunner
+from support.engines.stored_tokens import StoringRunner, StoringSpeculatingRunner
 
 FACTS = ArithmeticFacts(vocab_size=23)
 PREFIXES = ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9, 9], [3])
@@ -67,6 +69,7 @@ class GroupMachine(RuleBasedStateMachine):
         counts_seed=st.integers(0, 99),
         policy=st.sampled_from(POLICIES),
         separates_outputs=st.booleans(),
+        kv_cache_dtype=st.sampled_from([None, None, "auto", "bfloat16", "fp8"]),
     )
     def start(
         self,
@@ -83,10 +86,11 @@ class GroupMachine(RuleBasedStateMachine):
         counts_seed: int,
         policy: str,
         separates_outputs: bool,
+        kv_cache_dtype: str | None,
     ) -> None:
-        if num_host_pages:  # half of the runs have a tier, so that it meets everything else
-            caching = True
-            layers = FULL_LAYERS[len(layers) % len(FULL_LAYERS)]
+        caching = caching or num_host_pages > 0  # half of the runs have a tier, so that it meets everything else
+        if kv_cache_dtype == "fp8":
+            num_drafts = 0  # as `EngineConfig` has it
         self.facts = replace(FACTS, kv_specs=LAYERS[layers], separates_outputs=separates_outputs)
         config = EngineConfig.from_options(
             {
@@ -98,14 +102,16 @@ class GroupMachine(RuleBasedStateMachine):
                 "async_scheduling": ahead,
                 "swap_space": num_host_pages * HOST_PAGE_BYTES / 2**30,
                 "scheduling_policy": policy,
+                "kv_cache_dtype": kv_cache_dtype or "auto",
             }
         )
 
         def make_runner(_: Path, config: EngineConfig) -> SeededRunner:
             if num_drafts:
-                self.runner = SpeculatingRunner(config, self.facts, num_drafts, Random(counts_seed))
+                speculating = SpeculatingRunner if kv_cache_dtype is None else StoringSpeculatingRunner
+                self.runner = speculating(config, self.facts, num_drafts, Random(counts_seed))
             else:
-                self.runner = SeededRunner(config, self.facts)
+                self.runner = (SeededRunner if kv_cache_dtype is None else StoringRunner)(config, self.facts)
             return self.runner
 
         self.engine = Engine(make_folder(Path(self.folder.name)), config, make_runner=make_runner)
@@ -202,6 +208,11 @@ class GroupMachine(RuleBasedStateMachine):
         assert (self.runner.fails is None) or not self.expected
         self.runner.fails = None
 
+    @rule(max_num_seqs=st.integers(1, 8), saves_blocks=st.booleans())
+    def limit(self, *, max_num_seqs: int, saves_blocks: bool) -> None:
+        """As an engine that gives up seats and saves for want of memory, and takes them back."""
+        self.engine.set_limits(max_num_seqs, saves_blocks=saves_blocks)
+
     @rule(times=st.integers(1, 8))
     def step(self, times: int) -> None:
         for _ in range(times):
@@ -234,5 +245,5 @@ class GroupMachine(RuleBasedStateMachine):
         assert self.engine.stats().num_free_blocks == self.engine.stats().num_blocks
 
 
-GroupMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+GroupMachine.TestCase.settings = settings(max_examples=70, stateful_step_count=30, deadline=None)
 TestGroupMachine = GroupMachine.TestCase

@@ -24,7 +24,7 @@ class GroupCache:
         Args:
             pool: of all groups.
             index: in the layout.
-            group: without a window, if there is a tier.
+            group: one of the layout's.
             hasher: of the layout's smallest blocks.
             tier: below the pool.
         """
@@ -53,7 +53,7 @@ class GroupCache:
         else:
             # What others hold too is not free again when this one has left it behind.
             ref_counts = self._pool.ref_counts
-            num_held = sum(1 for block in table if block != NO_BLOCK and ref_counts[block] <= 1)
+            num_held = sum(1 for block in table if block == TO_LOAD or (block != NO_BLOCK and ref_counts[block] <= 1))
         return max(0, self.group.max_blocks_held(len(seq), chunk) - num_held)
 
     def num_own_blocks(self, num_shared_tokens: int, num_tokens: int, chunk: int) -> int:

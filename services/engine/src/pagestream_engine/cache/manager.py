@@ -56,11 +56,11 @@ class CacheManager:
             pool: of all groups.
             layout: of the model.
             enable_prefix_caching: whether full blocks are found again.
-            tier: below the pool; only of a layout without windows, and with prefix caching.
+            tier: below the pool; only with prefix caching.
         """
         self.tier = tier
         self.num_host_hit_tokens = 0
-        """Of the hit tokens those whose block was loaded from host memory."""
+        """Of the hit tokens those whose block was loaded from host memory, in the KV group that loaded most."""
         self.pool = pool
         self.layout = layout
         self.block_size = layout.block_size
@@ -152,9 +152,12 @@ class CacheManager:
         for cache, table in zip(self.groups, prefix.tables, strict=True):
             cache.reuse(seq, table)
         if self.tier is not None:
+            num_loaded = 0
             for cache, table in zip(self.groups, prefix.tables, strict=True):
                 cache.load(seq)  # After all that was found is referenced, so that none of it is evicted.
-                self.num_host_hit_tokens += table.count(TO_LOAD) * cache.group.block_size // len(self.groups)
+                # Of the group that loads most: a window has only the end of a prefix.
+                num_loaded = max(num_loaded, table.count(TO_LOAD) * cache.group.block_size)
+            self.num_host_hit_tokens += num_loaded
         seq.num_cached_blocks = prefix.num_tokens // self.block_size
         seq.num_computed_tokens = prefix.num_tokens
         if self.enable_prefix_caching:

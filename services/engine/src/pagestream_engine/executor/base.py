@@ -210,9 +210,6 @@ def make_tier(pool: BlockPool, facts: ExecutorFacts, limits: SchedulerConfig) ->
 
 def _with_host_pages(facts: ExecutorFacts, runner: Runner, swap_space: float) -> ExecutorFacts:
     """Allocate the host pages of so many GiB."""
-    if any(group.spec.window is not None for group in facts.kv_layout.groups):
-        hint = "a model with sliding windows has no host tier"
-        raise UnsupportedOption("swap_space", swap_space, "0", hint)
     if not isinstance(runner, TieredRunner):
         raise UnsupportedOption("swap_space", swap_space, "0", f"{type(runner).__name__} has no host pages")
     return replace(facts, host_memory=runner.allocate_host_pages(int(swap_space * 2**30)))
