@@ -82,6 +82,16 @@ def test_a_cache_of_float8_is_not_deterministic(name: str) -> None:
         EngineConfig.from_options({"kv_cache_dtype": name, "speculative_method": "ngram"})
 
 
+def test_a_draft_model_is_a_method_of_its_own() -> None:
+    assert EngineConfig.from_options({"speculative_model": "small"}).speculation.method == "draft_model"
+    with pytest.raises(ConfigError, match="speculative_model: given 'small', expected None with speculative_method n"):
+        EngineConfig.from_options({"speculative_model": "small", "speculative_method": "ngram"})
+    with pytest.raises(ConfigError, match="speculative_model: given None, expected a folder"):
+        EngineConfig.from_options({"speculative_method": "draft_model"})
+    with pytest.raises(ConfigError, match="speculative_method: given 'draft_model', expected None with kv_cache_dty"):
+        EngineConfig.from_options({"speculative_model": "small", "kv_cache_dtype": "fp8"})
+
+
 def test_a_host_tier_needs_the_prefix_cache() -> None:
     assert EngineConfig.from_options({"swap_space": 1.5}).cache.swap_space == 1.5
     with pytest.raises(ConfigError, match="swap_space: given 4, expected 0 without enable_prefix_caching"):

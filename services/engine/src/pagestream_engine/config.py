@@ -13,7 +13,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
 EXECUTORS = ("inline", "process")
-SPECULATIVE_METHODS = ("ngram",)
+SPECULATIVE_METHODS = ("ngram", "draft_model")
 MAX_SPECULATIVE_TOKENS = 15
 """With the last token, what one pass of attention over a decode takes."""
 EVICTION_POLICIES = ("lru", "slru", "lfu", "cost")
@@ -153,7 +153,11 @@ class SpeculationConfig:
     """Drafts of the tokens after a sequence's last one, which one step checks together. They change no token."""
 
     speculative_method: str | None = None
-    """ngram: what followed where the last tokens of prompt and output stood before. None: no drafts."""
+    """ngram: what followed where the last tokens of prompt and output stood before. draft_model: what
+    `speculative_model` gives. None: draft_model where there is one, else no drafts."""
+    speculative_model: str | None = None
+    """A draft model with the model's vocabulary: a folder, or the name of a Hugging Face repository. Its weights, and
+    its keys and values in each block, take of the same memory."""
     num_speculative_tokens: int = 5
     """Most drafts of a sequence in a step; it gets as many as have paid so far, or none."""
     prompt_lookup_min: int = 2
@@ -164,9 +168,27 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         if self.speculative_method is not None:
             _choice("speculative_method", self.speculative_method, SPECULATIVE_METHODS)
+        model = self.speculative_model
+        if model is not None and (not isinstance(model, str) or not model):
+            raise ConfigError("speculative_model", model, "a folder or the name of a repository, or None")
+        if model is not None and self.speculative_method == "ngram":
+            raise ConfigError("speculative_model", model, "None with speculative_method ngram")
+        if model is None and self.speculative_method == "draft_model":
+            expected = "a folder or the name of a repository with speculative_method draft_model"
+            raise ConfigError("speculative_model", None, expected)
         _between("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
         _at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
         _at_least("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
+
+    @property
+    def method(self) -> str | None:
+        """The method that counts: `speculative_method`, or draft_model where only its model is named."""
+        return "draft_model" if self.speculative_model is not None else self.speculative_method
+
+    @property
+    def most_drafts(self) -> int:
+        """Most drafts of a sequence in a step; 0 without speculation."""
+        return 0 if self.method is None else self.num_speculative_tokens
 
 
 @dataclass(frozen=True)
@@ -221,6 +243,7 @@ class EngineOptions(TypedDict, total=False):
     itl_bound_ms: float | None
     scheduling_policy: str
     speculative_method: str | None
+    speculative_model: str | None
     num_speculative_tokens: int
     prompt_lookup_min: int
     prompt_lookup_max: int
@@ -251,10 +274,10 @@ class EngineConfig:
         if self.model.deterministic and self.cache.kv_cache_dtype in SCALED_CACHE_DTYPES:
             hint = "a token's key is rounded to a scale that later tokens of its block may raise"
             raise ConfigError("kv_cache_dtype", self.cache.kv_cache_dtype, "auto or bfloat16 with deterministic", hint)
-        if self.speculation.speculative_method is not None and self.cache.kv_cache_dtype in SCALED_CACHE_DTYPES:
+        if self.speculation.method is not None and self.cache.kv_cache_dtype in SCALED_CACHE_DTYPES:
             hint = "a draft that does not hold may have raised the scale of its block's other keys"
             expected = "None with kv_cache_dtype fp8"
-            raise ConfigError("speculative_method", self.speculation.speculative_method, expected, hint)
+            raise ConfigError("speculative_method", self.speculation.method, expected, hint)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:

@@ -102,6 +102,7 @@ _ENGINE_OPTIONS = (
     "itl_bound_ms",
     "scheduling_policy",
     "speculative_method",
+    "speculative_model",
     "num_speculative_tokens",
     "prompt_lookup_min",
     "prompt_lookup_max",
@@ -148,6 +149,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--speculative-method",
         choices=SPECULATIVE_METHODS,
         help="of drafts that a step checks together (default: none)",
+    )
+    group.add_argument(
+        "--speculative-model", metavar="MODEL", help="that drafts: a folder or repository, of the model's vocabulary"
     )
     group.add_argument("--num-speculative-tokens", type=int, metavar="N", help="most drafts of a sequence in a step")
     group.add_argument("--prompt-lookup-min", type=int, metavar="TOKENS", help="that must have stood before (ngram)")

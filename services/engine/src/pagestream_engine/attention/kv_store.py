@@ -109,7 +109,13 @@ class KVStore:
         """Of each layer, where there are scales."""
         self.parts: tuple[Tensor, ...] = ()
         """What a block consists of, (2, layers of the largest group, num_blocks, ...) each: elements of keys and
-        values, and their scales, if any."""
+        values, and their scales, if any. With `attach` those of the other store follow."""
+        self._attached: KVStore | None = None
+
+    def attach(self, other: KVStore) -> None:
+        """Let each block have a page of another store too, a draft model's: both are allocated, copied and kept in host
+        memory as one. Before `allocate`."""
+        self._attached = other
 
     @property
     def num_slots(self) -> int:
@@ -118,8 +124,8 @@ class KVStore:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers of a group, keys and values."""
-        return block_bytes(self.shapes)
+        """Bytes of one block over all layers of a group, keys and values, and of its page in an attached store."""
+        return block_bytes(self.shapes) + (0 if self._attached is None else self._attached.block_bytes)
 
     @property
     def cache(self) -> Tensor:
@@ -141,6 +147,9 @@ class KVStore:
                 self.layers[layer] = LayerCache(keys.view(block), self._view_values(values, shape))
                 if self.has_scales:
                     self.scales[layer] = LayerScales(*(half[slot, :, : shape.num_kv_heads] for half in self.parts[-1]))
+        if self._attached is not None:
+            self._attached.allocate(num_blocks)
+            self.parts += self._attached.parts
 
     def _view_values(self, pages: Tensor, shape: CacheShape) -> Tensor:
         """View (num_blocks, page_size) as `LayerCache.values`."""

@@ -51,6 +51,22 @@ class StepInputs:
     """(samples,) int64: rows of the batch that get a token."""
 
 
+class Spans(NamedTuple):
+    """Tokens of some rows, packed: long ones first, which attention computes as prefills."""
+
+    rows: Int64Array
+    """(spans,)"""
+    starts: Int64Array
+    """(spans,): position of the first token of each."""
+    counts: Int64Array
+    """(spans,): tokens of each, at least 1."""
+    token_ids: Int32Array
+    """(tokens,)"""
+    num_prefills: int
+    is_wanted: npt.NDArray[np.bool_]
+    """(spans,): whether what the last token of each gives is wanted."""
+
+
 class PersistentBatch:
     """Tokens, lengths and block tables of up to `max_num_seqs` sequences.
 
@@ -190,6 +206,33 @@ class PersistentBatch:
             for table, size in zip(self.block_tables, self._block_sizes, strict=True)
         ]
         return StepInputs(token_ids, attention, sample_at, sample_logits, sampled_rows)
+
+    def span_inputs(self, spans: Spans, group: int) -> tuple[Tensor, Tensor, AttentionBatch]:
+        """Return token ids, the packed tokens whose result is wanted, and the batch of a KV group, for tokens that a
+        draft model computes; what the batch counts as computed stays as it is.
+
+        Args:
+            spans: of rows whose blocks cover them.
+            group: whose block tables are read.
+        """
+        ends = spans.starts + spans.counts
+        cumulated = spans.counts.cumsum()
+        owners = np.repeat(np.arange(len(ends)), spans.counts)
+        positions = np.arange(len(owners)) + (ends - cumulated)[owners]
+        wanted = cumulated[spans.is_wanted] - 1
+        numbers: list[Integers] = [spans.rows, positions, spans.rows[owners], spans.token_ids, wanted]
+        rows, sent_positions, token_rows, token_ids, sent_wanted = self.send(numbers)
+        table = self.block_tables[group]
+        batch = AttentionBatch(
+            positions=sent_positions,
+            slots=_slots(table, token_rows, sent_positions, self._block_sizes[group]),
+            block_tables=table,
+            table_rows=rows,
+            query_lens=spans.counts.tolist(),
+            seq_lens=ends.tolist(),
+            num_prefills=spans.num_prefills,
+        )
+        return token_ids, sent_wanted, batch
 
     def count_computed(self, plan: StepPlan) -> Int64Array:
         """Count a plan's tokens as computed. Return (scheduled,) the position of the first new one of each row."""

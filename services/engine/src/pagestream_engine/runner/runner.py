@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from pagestream_engine.attention import prefers_triton
@@ -16,6 +17,7 @@ from pagestream_engine.cache.host_tier import HostMemory
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, OutOfMemory
 from pagestream_engine.models.config import DTYPES, ModelInfo
+from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.safetensors_file import read_folder
 from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target
@@ -36,7 +38,9 @@ from pagestream_engine.runner.profile import estimated_cpu_step_bytes, largest_g
 from pagestream_engine.runner.prompt_rows import PromptRows
 from pagestream_engine.runner.recorder import CudaGraphRecorder, Recorder
 from pagestream_engine.runner.results import ReportedPrompts, pending_result, with_prompts
-from pagestream_engine.runner.speculation import Drafts, Speculation, verify
+from pagestream_engine.runner.speculation import Drafts, verify
+from pagestream_engine.runner.speculation.draft_source import TargetBlocks, load_draft
+from pagestream_engine.runner.speculation.select import make_speculation
 from pagestream_engine.runner.warm_up import warm_up_plans
 from pagestream_engine.sampler import SamplingBatch
 from pagestream_engine.step.pending import PendingResult
@@ -81,7 +85,11 @@ class ModelRunner:
         exact_linears = wants_exact_linears(wanted, self.dtype, device, by_triton=by_triton)
         shared_bytes = int(config.model.shared_weights_gb * 2**30)
         target = Target(self.dtype, device, self.max_model_len, exact_linears, by_triton, shared_bytes)
-        self._check_weights(model_dir)
+        draft_model = config.speculation.speculative_model
+        draft_dir = None if draft_model is None else resolve_model(draft_model)
+        folders = [model_dir] if draft_dir is None else [model_dir, draft_dir]
+        num_bytes = sum(map(_num_elements, folders)) * self.dtype.itemsize
+        check_weights_fit(num_bytes, device, config.cache.gpu_memory_utilization)
         with torch.inference_mode():
             specs = source.attention_specs(target)
             self.kv_layout = kv_layout(specs, block_size_for(config, device), self.max_model_len)
@@ -94,6 +102,10 @@ class ModelRunner:
             self._model = source.load(target, self._backend)
             check_model_allows(wanted, self._model)
             self.numerics = settle_numerics(self._model, self._backend, self.dtype, exact_linears=exact_linears)
+            draft = None
+            if draft_dir is not None:
+                draft = load_draft(draft_dir, config, target, info, TargetBlocks(self.kv_layout, self._backend.store))
+        self._draft_bytes = 0 if draft is None else draft.model.weight_bytes()
         self._model_dir = model_dir
         self._plugin_digest = source.plugin_digest
         self._num_blocks = 0
@@ -113,9 +125,8 @@ class ModelRunner:
             device,
             sends_lengths=self._backend.attention.reads_device_lengths,
         )
-        speculates = config.speculation.speculative_method is not None
-        self.num_speculative_tokens = config.speculation.num_speculative_tokens if speculates else 0
-        self._speculation = Speculation(config.speculation, config.scheduler.max_num_seqs) if speculates else None
+        self.num_speculative_tokens = config.speculation.most_drafts
+        self._speculation = make_speculation(config, draft, self._batch, self._guess)
         self.forget_rows()
 
     @property
@@ -241,13 +252,11 @@ class ModelRunner:
         return 0 if self._recorder is None else 1
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of weights ("model") and of the KV cache ("kv_pool"), without what a step needs for itself."""
+        """Bytes of weights ("model", with a draft model's) and of the KV cache ("kv_pool"), without what a step needs
+        for itself."""
         num_blocks = self._num_blocks + self._num_padding_blocks
-        return {"model": self._model.weight_bytes(), "kv_pool": num_blocks * self._backend.store.block_bytes}
-
-    def _check_weights(self, model_dir: Path) -> None:
-        num_bytes = sum(math.prod(entry.shape) for entry in read_folder(model_dir).values()) * self.dtype.itemsize
-        check_weights_fit(num_bytes, self.device, self._config.cache.gpu_memory_utilization)
+        weight_bytes = self._model.weight_bytes() + self._draft_bytes
+        return {"model": weight_bytes, "kv_pool": num_blocks * self._backend.store.block_bytes}
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingResult:
@@ -262,18 +271,24 @@ class ModelRunner:
         with step_memory(plan.num_tokens, len(plan.sampled_rows)):
             if plan.reset:
                 self.forget_rows()
+            self._edit(plan)
             if self._speculation is not None:
                 return self._speculation.run(plan, self._execute, self._batch.settle)
             return self._execute(plan)
 
-    def _execute(self, plan: StepPlan, drafts: Drafts | None = None) -> PendingResult:
+    def _edit(self, plan: StepPlan) -> None:
         self._batch.apply(plan)
         self._prompt_rows.apply(plan)
-        self._edit_sampling(plan)
+        _edit_sampling(self._sampling, plan)
         if self._host_pages is not None:
             self._host_pages.launch(plan.saves.tolist(), plan.loads.tolist())
         if len(plan.copies):
             self._backend.store.copy_blocks(plan.copies.tolist())
+
+    def _guess(self, logits: Tensor, rows: ArrayLike, num_ahead: int) -> Tensor:
+        return self._sampling.guess(logits, rows, num_ahead)
+
+    def _execute(self, plan: StepPlan, drafts: Drafts | None = None) -> PendingResult:
         if not len(plan.rows):
             return pending_result(plan.step_id, None, None)
         if self._graphs is not None and self._graphs.takes(plan):
@@ -305,25 +320,31 @@ class ModelRunner:
         self._batch.next_tokens.index_copy_(0, rows, sampled.token_ids)
         return pending_result(plan.step_id, sampled, reported)
 
-    def _edit_sampling(self, plan: StepPlan) -> None:
-        for row in plan.removed.tolist():
-            self._sampling.remove(row)
-        for new in plan.added:
-            prompt, output = np.split(new.token_ids, [new.num_prompt_tokens])
-            self._sampling.add(
-                new.row,
-                new.params,
-                seed=new.seed,
-                end_token_ids=new.end_token_ids,
-                prompt_token_ids=prompt,
-                output_token_ids=output,
-            )
-
     def forget_rows(self) -> None:
         max_num_seqs, info = self._config.scheduler.max_num_seqs, self.model_info
         self._batch.forget_rows()
         self._prompt_rows = PromptRows(info.vocab_size, self.device)
         self._sampling = SamplingBatch(max_num_seqs, info.vocab_size, self.device)
+
+
+def _edit_sampling(sampling: SamplingBatch, plan: StepPlan) -> None:
+    for row in plan.removed.tolist():
+        sampling.remove(row)
+    for new in plan.added:
+        prompt, output = np.split(new.token_ids, [new.num_prompt_tokens])
+        sampling.add(
+            new.row,
+            new.params,
+            seed=new.seed,
+            end_token_ids=new.end_token_ids,
+            prompt_token_ids=prompt,
+            output_token_ids=output,
+        )
+
+
+def _num_elements(folder: Path) -> int:
+    """Of all weights of a model."""
+    return sum(math.prod(entry.shape) for entry in read_folder(folder).values())
 
 
 def _free_bytes(device: torch.device) -> int:

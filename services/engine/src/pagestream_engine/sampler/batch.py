@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.out_of_memory import is_out_of_memory
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.sampler.columns import RowColumns
-from pagestream_engine.sampler.draw import draw_for
+from pagestream_engine.sampler.draw import draw_for, largest
 from pagestream_engine.sampler.pipeline import Chosen, choose
 from pagestream_engine.sampler.sampled import Sampled
 from pagestream_engine.sampler.selection import HostRows, Places, Selection, select
@@ -136,6 +137,27 @@ class SamplingBatch:
             _log.exception("sampling of %d rows failed; each is tried alone", len(sampled))
             return self._sample_those_that_can(logits, sampled, masks)
         return self._advance(selection, chosen)
+
+    def guess(self, logits: Tensor, rows: ArrayLike, num_ahead: int) -> Tensor:
+        """Return (rows,) int64 the tokens that `sample` would give from these logits after `num_ahead` more tokens,
+        whose penalties and the like are not counted. The state stays as it is; where sampling raises, or the logits
+        are not finite, a token is any.
+
+        Args:
+            logits: (rows, vocab_size) of any float dtype, of a draft model.
+            rows: as for `sample`.
+            num_ahead: tokens between each row's next one and its guess.
+        """
+        guessed = np.asarray(rows, dtype=np.int64)
+        try:
+            selection = replace(self._select(guessed, None), reported=None)
+            chosen = choose(logits, selection, self._columns.positions + num_ahead, None, self._draw)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            _log.debug("guesses for %d rows failed", len(guessed), exc_info=error)
+            return largest(logits).token_ids.clamp_(0, self._vocab_size - 1)
+        return chosen.drawn.token_ids.clamp_(0, self._vocab_size - 1)
 
     def _choose(self, logits: Tensor, rows: Places, masks: TokenMasks | None) -> tuple[Selection, Chosen]:
         """Choose a token for each row; the state stays as it is."""

@@ -50,6 +50,28 @@ def test_the_cost_of_a_draft() -> None:
     assert cost.of_a_draft == pytest.approx(6 / (2 + 14 / 3), rel=0.05)
 
 
+def test_a_draft_costs_what_it_takes_to_make_it() -> None:
+    """At equal acceptance, and where one more token of a step costs nothing: making a draft takes 1 % of a step, a
+    third of it, or longer than a step."""
+    numbers = []
+    for seconds in (0.01, 0.3, 1.5):
+        lengths = DraftLengths(1, MOST)
+        for drafts in (0, 1, 2, 3) * 5:
+            lengths.cost.note(1 + drafts, 1, 1.0, drafts, seconds * drafts)
+        numbers.append(lengths.wanted(0))
+    assert numbers[0] == MOST
+    assert numbers[0] > numbers[1] > numbers[2] == 0
+
+
+def test_a_row_is_known_after_a_few_checked_drafts() -> None:
+    lengths = DraftLengths(1, 15)
+    for tokens in (1, 2, 3, 4) * 5:
+        lengths.cost.note(tokens, 1, 1.0 + 0.1 * tokens)
+    before = lengths.wanted(0)
+    lengths.note(0, 6, 6)
+    assert lengths.wanted(0) >= 2 * before > 0
+
+
 def test_a_new_row_expects_what_others_have_accepted() -> None:
     lengths = DraftLengths(2, MOST)
     before = lengths.wanted(1)

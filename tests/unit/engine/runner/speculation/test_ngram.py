@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pagestream_engine import SamplingParams
 from pagestream_engine.runner.speculation.ngram import NgramProposer
+from pagestream_engine.runner.speculation.proposer import RowCount
+from pagestream_engine.step.records import NewSequence
+
+
+def sequence(row: int, token_ids: list[int]) -> NewSequence:
+    tokens = np.array(token_ids, np.int32)
+    return NewSequence(row, tokens, len(tokens), 0, SamplingParams(), 0, (), ())
 
 
 def by_definition(tokens: list[int], shortest: int, longest: int, count: int) -> list[int]:
@@ -30,15 +38,17 @@ def test_it_proposes_what_the_definition_says(
 ) -> None:
     """Token ids with equal bytes at other offsets are among them."""
     proposer = NgramProposer(2, shortest, shortest + more)
-    proposer.start(1, np.array(tokens[:cut], np.int32))
+    proposer.start(sequence(1, tokens[:cut]))
     for token in tokens[cut:]:
         proposer.extend(1, [token])
-    assert list(proposer.propose(1, count)) == by_definition(tokens, shortest, shortest + more, count)
+    assert list(proposer.propose((), [RowCount(1, count)])[0]) == by_definition(
+        tokens, shortest, shortest + more, count
+    )
 
 
 @pytest.mark.parametrize("distance", [100, 9000])
 def test_it_searches_the_latest_tokens_only(distance: int) -> None:
     """The bound of its time."""
     proposer = NgramProposer(1, 2, 3)
-    proposer.start(0, np.array([1, 2, 3, *range(10, 10 + distance), 1, 2], np.int32))
-    assert list(proposer.propose(0, 1)) == ([3] if distance == 100 else [])
+    proposer.start(sequence(0, [1, 2, 3, *range(10, 10 + distance), 1, 2]))
+    assert list(proposer.propose((), [RowCount(0, 1)])[0]) == ([3] if distance == 100 else [])

@@ -5,7 +5,6 @@ token which a step of its own would have given: drafts change when tokens come, 
 """
 
 from pagestream_engine.runner.speculation.drafts import Drafts
-from pagestream_engine.runner.speculation.speculation import Speculation
 from pagestream_engine.runner.speculation.verification import verify
 
-__all__ = ["Drafts", "Speculation", "verify"]
+__all__ = ["Drafts", "verify"]

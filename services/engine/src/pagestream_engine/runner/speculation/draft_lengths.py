@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 _LEARNING_RATE = 0.1
-"""Of a row's acceptance with each draft that was checked."""
+"""Of a row's acceptance with each draft that was checked, once there were a few."""
+_PRIOR_CHECKS = 2
+"""Checked drafts that the acceptance counts for which a row begins with."""
 _FORGETTING = 0.98
 """Weight that the earlier steps keep with each new one."""
 _PROBE_AFTER = 32
@@ -20,9 +22,23 @@ class StepCost:
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = self._sampled = 0.0
+        self._drafts = self._draft_seconds = 0.0
 
-    def note(self, num_tokens: int, num_sampled: int, seconds: float) -> None:
-        """Take a step of decodes: tokens that it has computed, tokens that it gave, and its time."""
+    def note(
+        self, num_tokens: int, num_sampled: int, seconds: float, num_drafts: int = 0, draft_seconds: float = 0.0
+    ) -> None:
+        """Take a step of decodes.
+
+        Args:
+            num_tokens: that it has computed.
+            num_sampled: that it gave.
+            seconds: of computing and sampling.
+            num_drafts: that were made for it.
+            draft_seconds: of making them.
+        """
+        if num_drafts:
+            self._drafts = self._drafts * _FORGETTING + num_drafts
+            self._draft_seconds = self._draft_seconds * _FORGETTING + draft_seconds
         self._weight = self._weight * _FORGETTING + 1
         self._tokens = self._tokens * _FORGETTING + num_tokens
         self._sampled = self._sampled * _FORGETTING + num_sampled
@@ -32,12 +48,17 @@ class StepCost:
 
     @property
     def of_a_draft(self) -> float:
-        """Tokens that are given, on the average, in the time that one more token of a step takes; in [0, 1]."""
-        spread = self._squares * self._weight - self._tokens * self._tokens
-        if spread <= 1e-3 * self._tokens * self._tokens or not self._seconds:
+        """Tokens that are given, on the average, in the time that one more draft takes: to make it, and to compute one
+        more token in the step; in [0, 1]."""
+        if not self._seconds:
             return _UNKNOWN_COST
+        tokens_per_s = self._sampled / self._seconds
+        making = self._draft_seconds / self._drafts * tokens_per_s if self._drafts else 0.0
+        spread = self._squares * self._weight - self._tokens * self._tokens
+        if spread <= 1e-3 * self._tokens * self._tokens:
+            return min(1.0, _UNKNOWN_COST + making)
         slope = (self._products * self._weight - self._tokens * self._seconds) / spread
-        return min(1.0, max(0.0, slope * self._sampled / self._seconds))
+        return min(1.0, max(0.0, slope * tokens_per_s) + making)
 
 
 class DraftLengths:
@@ -53,11 +74,13 @@ class DraftLengths:
         self._most = most
         self._mean = _FIRST_ACCEPTANCE
         self._acceptance = [_FIRST_ACCEPTANCE] * max_num_seqs
+        self._num_checked = [0] * max_num_seqs
         self._num_idle = [0] * max_num_seqs
 
     def start(self, row: int) -> None:
         """Take a sequence: it is expected to accept what others have accepted."""
         self._acceptance[row] = self._mean
+        self._num_checked[row] = 0
         self._num_idle[row] = 0
 
     def wanted(self, row: int) -> int:
@@ -78,5 +101,7 @@ class DraftLengths:
         """Learn from drafts that were checked: those up to the first that did not hold."""
         for index in range(min(num_drafts, num_accepted + 1)):
             held = float(index < num_accepted)
-            self._acceptance[row] += _LEARNING_RATE * (held - self._acceptance[row])
+            self._num_checked[row] += 1
+            rate = max(_LEARNING_RATE, 1 / (_PRIOR_CHECKS + self._num_checked[row]))
+            self._acceptance[row] += rate * (held - self._acceptance[row])
             self._mean += _LEARNING_RATE / 10 * (held - self._mean)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import cycle, islice
 
 import numpy as np
 
-from pagestream_engine.step.records import Int32Array
+from pagestream_engine.runner.speculation.proposer import RowCount
+from pagestream_engine.step.records import NewSequence
 
 _WIDTH = 4
 """Bytes of a token."""
@@ -28,15 +29,20 @@ class NgramProposer:
         self._tokens = [bytearray() for _ in range(max_num_seqs)]
         self._shortest, self._longest = shortest, longest
 
-    def start(self, row: int, token_ids: Int32Array) -> None:
+    def start(self, new: NewSequence) -> None:
         """Take a sequence with the tokens that it has."""
-        self._tokens[row] = bytearray(token_ids.astype("<i4").tobytes())
+        self._tokens[new.row] = bytearray(new.token_ids.astype("<i4").tobytes())
 
-    def extend(self, row: int, token_ids: Iterable[int]) -> None:
+    def extend(self, row: int, token_ids: Sequence[int]) -> None:
         """Append what was sampled."""
-        self._tokens[row] += np.fromiter(token_ids, "<i4").tobytes()
+        for token_id in token_ids:
+            self._tokens[row] += token_id.to_bytes(_WIDTH, "little")
 
-    def propose(self, row: int, count: int) -> Sequence[int]:
+    def propose(self, chunks: Sequence[RowCount], wanted: Sequence[RowCount]) -> Sequence[Sequence[int]]:
+        """See `Proposer`; chunks of prompts need nothing."""
+        return [self._following(row, count) for row, count in wanted]
+
+    def _following(self, row: int, count: int) -> Sequence[int]:
         """Return `count` tokens that may come next, or none.
 
         Where fewer follow the place that was found, they are repeated: the sequence is in a loop then.

@@ -1,4 +1,4 @@
-"""What a runner keeps for speculation: the rows' tokens, and how many drafts pay."""
+"""What a runner does for speculation: drafts for each step, and how many of them pay."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from time import perf_counter
 
 import numpy as np
 
-from pagestream_engine.config import SpeculationConfig
 from pagestream_engine.runner.speculation.draft_lengths import DraftLengths
 from pagestream_engine.runner.speculation.drafts import NO_TOKEN, Drafts
-from pagestream_engine.runner.speculation.ngram import NgramProposer
+from pagestream_engine.runner.speculation.proposer import Proposer, RowCount
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan, StepResult
 
@@ -23,31 +22,33 @@ class Speculation:
     """Makes drafts for the decodes of a plan, and learns from what became of them.
 
     Args:
-        config: settings.
+        proposer: of drafts.
         max_num_seqs: rows of the batch.
+        num_speculative_tokens: most drafts of a row in a step.
     """
 
-    def __init__(self, config: SpeculationConfig, max_num_seqs: int) -> None:
-        self._most = config.num_speculative_tokens
+    def __init__(self, proposer: Proposer, max_num_seqs: int, num_speculative_tokens: int) -> None:
+        self._most = num_speculative_tokens
         self._most_rows = max(max_num_seqs, 1 + self._most)
         """Of logits in a step."""
         self._lengths = DraftLengths(max_num_seqs, self._most)
-        self._proposer = NgramProposer(max_num_seqs, config.prompt_lookup_min, config.prompt_lookup_max)
+        self._proposer = proposer
 
     def run(self, plan: StepPlan, execute: Execute, settle: Settle) -> PendingResult:
         """Run a step with drafts to its end: the next ones depend on its tokens.
 
         Args:
-            plan: the next one, with room for drafts.
+            plan: the next one, with room for drafts; the batch has been edited by it.
             execute: computes and samples a plan with its drafts, if there are any.
             settle: takes the tokens of a plan with drafts.
         """
         started = perf_counter()
         plan, drafts = self.propose(plan)
+        proposed = perf_counter()
         result = execute(plan, drafts)()
         if drafts is not None:
             settle(plan, result.tokens())
-        self.note(plan, drafts, result, perf_counter() - started)
+        self.note(plan, drafts, result, proposed - started, perf_counter() - proposed)
         return lambda: result
 
     def propose(self, plan: StepPlan) -> tuple[StepPlan, Drafts | None]:
@@ -57,43 +58,62 @@ class Speculation:
             plan: the next one; its new rows are taken.
         """
         for new in plan.added:
-            self._proposer.start(new.row, new.token_ids)
+            self._proposer.start(new)
             self._lengths.start(new.row)
         first = plan.num_prefills
-        counts = plan.num_new_tokens[first:]
-        if not len(counts) or counts.max() == 1:
+        rows, counts = plan.rows.tolist(), plan.num_new_tokens.tolist()
+        chunks = [RowCount(row, count) for row, count in zip(rows[:first], counts[:first], strict=True)]
+        wanted, indices = self._wanted(rows[first:], counts[first:], self._most_rows - len(plan.sampled_rows))
+        drafts = self._proposer.propose(chunks, wanted) if chunks or wanted else ()
+        if max(counts[first:], default=1) == 1:
             return plan, None
-        token_ids = np.full((len(counts), self._most), NO_TOKEN, np.int32)
-        room = self._most_rows - len(plan.sampled_rows)
-        num_drafts = np.zeros(len(counts), np.int32)
-        for index, (row, count) in enumerate(zip(plan.rows[first:].tolist(), counts.tolist(), strict=True)):
-            wanted = min(self._lengths.wanted(row), count - 1, room)
-            if wanted > 0:
-                drafts = self._proposer.propose(row, wanted)
-                token_ids[index, : len(drafts)] = drafts
-                num_drafts[index] = len(drafts)
-                room -= len(drafts)
         num_new_tokens = plan.num_new_tokens.copy()
-        num_new_tokens[first:] = 1 + num_drafts
-        narrowed = replace(plan, num_new_tokens=num_new_tokens)
-        return narrowed, Drafts(token_ids) if num_drafts.any() else None
+        num_new_tokens[first:] = 1
+        token_ids = np.full((len(rows) - first, self._most), NO_TOKEN, np.int32)
+        for index, given in zip(indices, drafts, strict=True):
+            token_ids[index, : len(given)] = given
+            num_new_tokens[first + index] += len(given)
+        return replace(plan, num_new_tokens=num_new_tokens), Drafts(token_ids) if any(drafts) else None
 
-    def note(self, plan: StepPlan, drafts: Drafts | None, result: StepResult, seconds: float) -> None:
+    def _wanted(self, rows: Sequence[int], counts: Sequence[int], room: int) -> tuple[list[RowCount], list[int]]:
+        """Return how many drafts decodes should have, and the index of each such decode.
+
+        Args:
+            rows: of the decodes.
+            counts: most tokens that each computes.
+            room: most drafts of all.
+        """
+        wanted, indices = [], []
+        for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            if count > 1:
+                num_drafts = min(self._lengths.wanted(row), count - 1, room)
+                if num_drafts > 0:
+                    wanted.append(RowCount(row, num_drafts))
+                    indices.append(index)
+                    room -= num_drafts
+        return wanted, indices
+
+    def note(
+        self, plan: StepPlan, drafts: Drafts | None, result: StepResult, draft_seconds: float, seconds: float
+    ) -> None:
         """Take the tokens of a step, and the time that it took.
 
         Args:
             plan: as `propose` returned it.
             drafts: likewise.
             result: the step's.
-            seconds: from the plan to its result.
+            draft_seconds: of `propose`.
+            seconds: from there to the result.
         """
         tokens = result.tokens()
         for row, token_ids in zip(plan.sampled_rows.tolist(), tokens, strict=True):
             self._proposer.extend(row, token_ids)
         num_decodes = len(plan.rows) - plan.num_prefills
+        num_drafts = 0
         if drafts is not None:
-            rows = plan.rows[plan.num_prefills :].tolist()
-            for row, count, token_ids in zip(rows, drafts.counts.tolist(), tokens[-num_decodes:], strict=True):
+            rows, counts = plan.rows[plan.num_prefills :].tolist(), drafts.counts.tolist()
+            num_drafts = sum(counts)
+            for row, count, token_ids in zip(rows, counts, tokens[-num_decodes:], strict=True):
                 self._lengths.note(row, count, max(0, len(token_ids) - 1))
         if not plan.num_prefills and num_decodes:
-            self._lengths.cost.note(plan.num_tokens, sum(map(len, tokens)), seconds)
+            self._lengths.cost.note(plan.num_tokens, sum(map(len, tokens)), seconds, num_drafts, draft_seconds)

@@ -1,0 +1,32 @@
+"""Which speculation a runner has, by its settings."""
+
+from __future__ import annotations
+
+from pagestream_engine.config import EngineConfig
+from pagestream_engine.runner.persistent_batch import PersistentBatch
+from pagestream_engine.runner.speculation.draft_model import DraftModel, Guess, LoadedDraft
+from pagestream_engine.runner.speculation.ngram import NgramProposer
+from pagestream_engine.runner.speculation.proposer import Proposer
+from pagestream_engine.runner.speculation.speculation import Speculation
+
+
+def make_speculation(
+    config: EngineConfig, draft: LoadedDraft | None, batch: PersistentBatch, guess: Guess
+) -> Speculation | None:
+    """Return None where the settings name no method.
+
+    Args:
+        config: settings.
+        draft: the model of `speculative_model`, if there is one.
+        batch: of the runner.
+        guess: `SamplingBatch.guess` of the runner's rows.
+    """
+    settings, max_num_seqs = config.speculation, config.scheduler.max_num_seqs
+    if settings.method is None:
+        return None
+    proposer: Proposer
+    if draft is None:
+        proposer = NgramProposer(max_num_seqs, settings.prompt_lookup_min, settings.prompt_lookup_max)
+    else:
+        proposer = DraftModel(draft, batch, max_num_seqs, guess)
+    return Speculation(proposer, max_num_seqs, settings.most_drafts)
