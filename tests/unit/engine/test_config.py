@@ -48,6 +48,7 @@ def test_every_option_is_a_field_or_refused() -> None:
         ("swap_space", -1),
         ("shared_weights_gb", float("inf")),
         ("kv_cache_dtype", "fp8_e5m2"),
+        ("quantization", "int3"),
         ("swap_space", "4"),
         ("swap_space", float("nan")),
         ("max_num_seqs", 0),

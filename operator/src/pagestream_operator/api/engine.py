@@ -35,6 +35,8 @@ class EngineOptions(ApiModel):
     deterministic: bool | None = None
     """Whether logits are the same bit for bit whatever else is in the batch. Default: on a CPU where that is
     free, which it is not in bfloat16 on a CPU with AMX, else false. On a GPU its cost has not been measured."""
+    quantization: Literal["int8"] | None = None
+    """int8 rounds the weights of linears to 8 bits while they are loaded. Default: as the checkpoint has them."""
     shared_weights_gb: Annotated[float, Field(ge=0, le=1_048_576)] | None = None
     """GiB below `$XDG_CACHE_HOME/pagestream/weights` for weights as a CPU's deterministic linears take them, which the
     engines of a machine map. For a volume of the node that `template` mounts there. Default 0: in the pod's memory."""

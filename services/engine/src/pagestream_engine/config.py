@@ -14,6 +14,8 @@ DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
 EXECUTORS = ("inline", "process")
 SPECULATIVE_METHODS = ("ngram", "draft_model")
+QUANTIZATIONS = ("int8",)
+"""Of weights that are quantised while they are loaded."""
 MAX_SPECULATIVE_TOKENS = 15
 """With the last token, what one pass of attention over a decode takes."""
 EVICTION_POLICIES = ("lru", "slru", "lfu", "cost")
@@ -46,6 +48,10 @@ class ModelConfig:
     """Whether a sequence's logits are the same bit for bit in any batch, after preemption and in any chunks. None: yes
     on a CPU where it is free, which it is not in bfloat16 on a CPU with AMX. On a GPU its cost has not been measured,
     and None is off."""
+    quantization: str | None = None
+    """int8 rounds the weights of linears to 8 bits while they are loaded, with a scale for each output; activations,
+    norms, the embedding, a head that is the embedding, and routers of experts keep the dtype. None: as the checkpoint
+    has them."""
     shared_weights_gb: float = 0.0
     """GiB of disk, below `$XDG_CACHE_HOME/pagestream/weights`, for weights in the layout of the CPU's deterministic
     linears: all engines of the machine map the same pages, and start without laying them out anew. 0: each engine has
@@ -68,6 +74,8 @@ class ModelConfig:
         shared = self.shared_weights_gb
         if not (_is_number(shared) and 0.0 <= shared < inf):
             raise ConfigError("shared_weights_gb", shared, "GiB of at least 0")
+        if self.quantization is not None:
+            _choice("quantization", self.quantization, QUANTIZATIONS)
         _at_least("seed", self.seed, 0)
         _at_least("max_logprobs", self.max_logprobs, -1)
 
@@ -230,6 +238,7 @@ class EngineOptions(TypedDict, total=False):
     enforce_eager: bool
     attention_backend: str
     deterministic: bool | None
+    quantization: str | None
     shared_weights_gb: float
     seed: int
     max_logprobs: int

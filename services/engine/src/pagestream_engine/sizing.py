@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
@@ -21,7 +20,8 @@ from pagestream_engine.models.config import DTYPES, ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.registry import find_family, fused_architectures
-from pagestream_engine.models.weights import LinearWeight, TensorWeight, Weight, WeightMap
+from pagestream_engine.models.stored_size import num_elements, stored_bytes
+from pagestream_engine.models.weights import WeightMap
 from pagestream_engine.runner.backends import cache_shapes, kv_layout
 
 GB = 10**9
@@ -104,12 +104,12 @@ def size_config(file: ConfigFile, config: EngineConfig) -> ModelSize:
     block_size = config.cache.block_size or TRITON_BLOCK_SIZE
     layout = kv_layout(family.attention_specs(decoder, longest), block_size, longest)
     of_block = block_bytes(cache_shapes(layout, dtype, config.cache.kv_cache_dtype))
-    num_parameters = count_parameters(family.weights(decoder))
+    weights = family.weights(decoder)
     return ModelSize(
         architecture=decoder.info.architecture,
         dtype=str(dtype).removeprefix("torch."),
-        num_parameters=num_parameters,
-        weight_bytes=num_parameters * dtype.itemsize,
+        num_parameters=count_parameters(weights),
+        weight_bytes=stored_bytes(weights, dtype, config.model.quantization),
         kv_bytes_per_token=_kv_bytes_per_token(layout, of_block),
         block_bytes=of_block,
         activation_bytes=_activation_bytes(decoder, config, dtype),
@@ -121,7 +121,7 @@ def size_config(file: ConfigFile, config: EngineConfig) -> ModelSize:
 
 def count_parameters(weights: WeightMap) -> int:
     """Return the elements of all parameters; a tied one counts once."""
-    return sum(map(_num_elements, weights.values()))
+    return sum(map(num_elements, weights.values()))
 
 
 def largest_batches(size: ModelSize, memory_bytes: int, utilization: float) -> dict[int, int]:
@@ -133,14 +133,6 @@ def largest_batches(size: ModelSize, memory_bytes: int, utilization: float) -> d
 def contexts_of(size: ModelSize) -> Sequence[int]:
     """Return those of CONTEXTS that a model has; its own longest where it has none of them."""
     return [context for context in CONTEXTS if context <= size.max_model_len] or [size.max_model_len]
-
-
-def _num_elements(weight: Weight) -> int:
-    if isinstance(weight, LinearWeight):
-        return weight.num_rows * (weight.in_features + weight.bias)
-    if isinstance(weight, TensorWeight):
-        return sum(part.rows for part in weight.parts) * prod(weight.trailing)
-    return 0  # tied: counted where it belongs
 
 
 def _kv_bytes_per_token(layout: KVLayout, of_block: int) -> float:

@@ -17,6 +17,7 @@ from pagestream_engine.config import (
     EVICTION_POLICIES,
     EXECUTORS,
     KV_CACHE_DTYPES,
+    QUANTIZATIONS,
     SPECULATIVE_METHODS,
     EngineConfig,
     EngineOptions,
@@ -87,6 +88,7 @@ _ENGINE_OPTIONS = (
     "attention_backend",
     "deterministic",
     "max_model_len",
+    "quantization",
     "shared_weights_gb",
     "seed",
     "max_logprobs",
@@ -127,6 +129,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="bit-identical logits in any batch (default: on a CPU where it is free, off on a GPU)",
     )
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="of prompt and output together")
+    group.add_argument("--quantization", choices=QUANTIZATIONS, help="of the linears' weights while they are loaded")
     group.add_argument("--shared-weights-gb", type=float, metavar="GIB", help="disk for weights that engines share")
     group.add_argument("--seed", type=int, help="of the generator that draws seeds where a request brings none")
     group.add_argument("--max-logprobs", type=int, metavar="N", help="that a request may ask for; -1 is no limit")

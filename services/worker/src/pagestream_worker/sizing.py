@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = {
         "architecture": size.architecture,
         "dtype": size.dtype,
+        "quantization": config.model.quantization,
         "num_parameters": size.num_parameters,
         "weight_bytes": size.weight_bytes,
         "kv_bytes_per_token": size.kv_bytes_per_token,

@@ -26,6 +26,7 @@ NOT_DECIDING = {
     "pagestream_engine.layers.linear_times": "measures time",
     "pagestream_engine.layers.native.levels": "names how kernels are compiled; the level is part of the fingerprint",
     "pagestream_engine.layers.select": "chooses linear methods; the mode and their level are part of the fingerprint",
+    "pagestream_engine.models.stored_size": "counts bytes",
     "pagestream_engine.request.length_predictor": "expects lengths, for the order of requests",
     "pagestream_engine.request.logprob_row": "holds what was decided",
     "pagestream_engine.request.outputs": "holds what was decided",

@@ -13,6 +13,7 @@ from pagestream_engine.models.loader import load_parameters
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.registry import BuildContext, Family, plugin_digest
 from pagestream_engine.models.source import ModelSource, Target
+from pagestream_engine.models.stored_size import stored_bytes
 
 
 class FamilySource(ModelSource):
@@ -25,6 +26,11 @@ class FamilySource(ModelSource):
         self._config = family.read(file)
         self.routes_tokens = isinstance(self._config, DecoderConfig) and self._config.experts is not None
         super().__init__(folder, self._config.info)
+
+    def weight_bytes(self, target: Target) -> int:
+        if target.quantization is None:
+            return super().weight_bytes(target)
+        return stored_bytes(self._family.weights(self._config), target.dtype, target.quantization)
 
     def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:
         return self._family.attention_specs(self._config, target.max_model_len)

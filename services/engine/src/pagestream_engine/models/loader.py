@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from pagestream_engine.errors import DOWNLOAD_AGAIN, InvariantViolation, NativeBuildError, WeightsError
 from pagestream_engine.layers.linear import Linear
+from pagestream_engine.layers.linear_methods import LinearMethod
+from pagestream_engine.layers.quantised.select import choose_quantised_method, from_parts, parts_of
+from pagestream_engine.layers.quantised.weight import quantise_int8
 from pagestream_engine.layers.select import choose_method, kernel_build, lays_out_anew, panels_of
 from pagestream_engine.models.folder import model_revision
 from pagestream_engine.models.safetensors_file import Entry, FileCache, open_files, read_folder
@@ -86,6 +90,8 @@ def _laid_out(folder: Path, weights: WeightMap, target: Target) -> Iterator[tupl
         panels = panels_of(linear.method)
         if panels is not None:
             yield name, panels
+        for part, tensor in parts_of(linear.method).items():
+            yield name + part, tensor
         if linear.bias is not None:
             yield name + _BIAS, linear.bias
 
@@ -98,8 +104,11 @@ def _from_file(shared: SharedWeights, weights: WeightMap, target: Target) -> Par
             case TensorWeight():
                 parameters.add_tensor(name, _found(found, name))
             case LinearWeight():
-                like = torch.empty(weight.num_rows, weight.in_features, dtype=target.dtype, device="meta")
-                method = choose_method(like, exact=True, packed=_found(found, name))
+                shape = (weight.num_rows, weight.in_features)
+                method = from_parts(partial(_part, shared, name), shape, target.dtype)
+                if method is None:
+                    like = torch.empty(shape, dtype=target.dtype, device="meta")
+                    method = choose_method(like, exact=True, packed=_found(found, name))
                 bias = _found(shared.tensor(name + _BIAS), name + _BIAS) if weight.bias else None
                 parameters.add_linear(name, Linear(method, bias))
             case TiedWeight():
@@ -107,6 +116,10 @@ def _from_file(shared: SharedWeights, weights: WeightMap, target: Target) -> Par
                 method = choose_method(matrix, exact=True, may_copy=found is not None, packed=found)
                 parameters.add_linear(name, Linear(method), is_shared=not method.is_copy)
     return parameters
+
+
+def _part(shared: SharedWeights, name: str, part: str) -> Tensor | None:
+    return shared.tensor(name + part)
 
 
 def _found(tensor: Tensor | None, name: str) -> Tensor:
@@ -122,7 +135,7 @@ def _key(folder: Path, weights: WeightMap, target: Target) -> str:
         model_revision(folder),
         *(f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ino}" for path, status in files),
         repr(sorted(weights.items())),
-        f"{target.dtype} {target.exact_linears}",
+        f"{target.dtype} {target.exact_linears} {target.quantization}",
         kernel_build(target.dtype),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
@@ -206,8 +219,7 @@ def _load_one(parameters: Parameters, name: str, weight: Weight, reader: WeightR
         case TensorWeight():
             parameters.add_tensor(name, reader.read(weight.parts, *weight.trailing))
         case LinearWeight():
-            matrix = reader.matrix(weight)
-            method = choose_method(matrix, exact=exact, by_triton=by_triton)
+            method = _method_of(weight, reader)
             bias = reader.read(weight.parts, suffix=".bias") if weight.bias else None
             parameters.add_linear(name, Linear(method, bias))
         case TiedWeight():
@@ -216,3 +228,12 @@ def _load_one(parameters: Parameters, name: str, weight: Weight, reader: WeightR
             may_copy = matrix.nbytes <= _COPIED_HEAD_BYTES
             method = choose_method(matrix, exact=exact, by_triton=by_triton, may_copy=may_copy)
             parameters.add_linear(name, Linear(method), is_shared=not method.is_copy)
+
+
+def _method_of(weight: LinearWeight, reader: WeightReader) -> LinearMethod:
+    target = reader.target
+    matrix = reader.matrix(weight)
+    if target.quantization == "int8" and not weight.is_sensitive:
+        quantised = quantise_int8(matrix)
+        return choose_quantised_method(quantised, target.dtype, exact=target.exact_linears, by_triton=target.by_triton)
+    return choose_method(matrix, exact=target.exact_linears, by_triton=target.by_triton)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from pagestream_engine.attention import AttentionSpec, Backend
 from pagestream_engine.models.config import ModelInfo
 from pagestream_engine.models.model import Model
+from pagestream_engine.models.safetensors_file import read_folder
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Target:
     """Whether the model runs on the Triton kernels."""
     shared_bytes: int = 0
     """Most that files of weights have which all engines of the machine map; 0: weights are in this process's memory."""
+    quantization: str | None = None
+    """`ModelConfig.quantization`."""
 
 
 class ModelSource(ABC):
@@ -43,6 +47,14 @@ class ModelSource(ABC):
     def __init__(self, folder: Path, info: ModelInfo) -> None:
         self.folder = folder
         self.info = info
+
+    def weight_bytes(self, target: Target) -> int:
+        """Return the bytes that the weights need in memory while they are loaded, about.
+
+        Raises:
+            ModelFileError: a file is missing or malformed.
+        """
+        return sum(prod(entry.shape) for entry in read_folder(self.folder).values()) * target.dtype.itemsize
 
     @abstractmethod
     def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:

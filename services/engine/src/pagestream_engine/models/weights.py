@@ -47,6 +47,8 @@ class LinearWeight:
     parts: tuple[Part, ...]
     in_features: int
     bias: bool = False
+    is_sensitive: bool = False
+    """Whether it keeps the model's dtype where the others are quantised: a router, whose choices are all or nothing."""
 
     @property
     def num_rows(self) -> int:

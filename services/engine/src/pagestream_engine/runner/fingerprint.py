@@ -40,12 +40,18 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.layers.linear": 4,
     "pagestream_engine.layers.linear_methods": 4,
     "pagestream_engine.layers.mlp": 2,
-    "pagestream_engine.layers.native.library": 6,
-    "pagestream_engine.layers.native.linear": 5,
+    "pagestream_engine.layers.native.library": 7,
+    "pagestream_engine.layers.native.linear": 6,
     "pagestream_engine.layers.native.panel_memory": 1,
     "pagestream_engine.layers.native.product": 3,
+    "pagestream_engine.layers.native.quantised": 1,
     "pagestream_engine.layers.native.tiles": 2,
+    "pagestream_engine.layers.native.vectors": 1,
     "pagestream_engine.layers.norm": 2,
+    "pagestream_engine.layers.quantised.methods": 1,
+    "pagestream_engine.layers.quantised.native": 1,
+    "pagestream_engine.layers.quantised.select": 1,
+    "pagestream_engine.layers.quantised.weight": 1,
     "pagestream_engine.layers.rope": 4,
     "pagestream_engine.models.config": 5,
     "pagestream_engine.models.decoder": 6,
@@ -54,29 +60,29 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.models.families.gemma3": 2,
     "pagestream_engine.models.families.llama": 3,
     "pagestream_engine.models.families.mistral": 2,
-    "pagestream_engine.models.families.mixtral": 2,
+    "pagestream_engine.models.families.mixtral": 3,
     "pagestream_engine.models.families.phi3": 2,
     "pagestream_engine.models.families.qwen2": 2,
     "pagestream_engine.models.families.qwen3": 2,
     "pagestream_engine.models.families.qwen3_moe": 3,
-    "pagestream_engine.models.family_source": 4,
+    "pagestream_engine.models.family_source": 5,
     "pagestream_engine.models.folder": 2,
     "pagestream_engine.models.general.interface": 2,
-    "pagestream_engine.models.general.linears": 2,
+    "pagestream_engine.models.general.linears": 3,
     "pagestream_engine.models.general.masks": 3,
     "pagestream_engine.models.general.model": 5,
     "pagestream_engine.models.general.norms": 2,
     "pagestream_engine.models.general.probe": 3,
     "pagestream_engine.models.general.rotations": 1,
-    "pagestream_engine.models.general.source": 8,
-    "pagestream_engine.models.loader": 8,
+    "pagestream_engine.models.general.source": 9,
+    "pagestream_engine.models.loader": 9,
     "pagestream_engine.models.model": 6,
     "pagestream_engine.models.registry": 3,
     "pagestream_engine.models.safetensors_file": 2,
     "pagestream_engine.models.select": 1,
     "pagestream_engine.models.shared_weights": 2,
-    "pagestream_engine.models.source": 6,
-    "pagestream_engine.models.weights": 3,
+    "pagestream_engine.models.source": 7,
+    "pagestream_engine.models.weights": 4,
     "pagestream_engine.request.beam_search": 2,
     "pagestream_engine.request.checks": 1,
     "pagestream_engine.request.generation": 5,
@@ -88,7 +94,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.runner.persistent_batch": 11,
     "pagestream_engine.runner.prompt_rows": 2,
     "pagestream_engine.runner.recorder": 1,
-    "pagestream_engine.runner.runner": 29,
+    "pagestream_engine.runner.runner": 30,
     "pagestream_engine.runner.speculation.verification": 1,
     "pagestream_engine.sampler.batch": 6,
     "pagestream_engine.sampler.columns": 2,
@@ -148,7 +154,15 @@ the sources with the digests that were recorded for these versions, and finds so
 """
 
 
-def fingerprint(model_dir: Path, backend: Backend, max_model_len: int, numerics: Numerics, plugin_digest: str) -> str:
+def fingerprint(
+    model_dir: Path,
+    backend: Backend,
+    max_model_len: int,
+    numerics: Numerics,
+    plugin_digest: str,
+    *,
+    quantization: str | None,
+) -> str:
     """Return 16 hexadecimal digits of a SHA-256 over all that the bits of a logit may depend on.
 
     Args:
@@ -157,6 +171,7 @@ def fingerprint(model_dir: Path, backend: Backend, max_model_len: int, numerics:
         max_model_len: longest sequence, in tokens.
         numerics: the settled mode.
         plugin_digest: `ModelSource.plugin_digest`.
+        quantization: `ModelConfig.quantization`.
     """
     parts = [
         model_revision(model_dir),
@@ -170,6 +185,7 @@ def fingerprint(model_dir: Path, backend: Backend, max_model_len: int, numerics:
         torch.__version__,
         _device(backend.store.device),
         plugin_digest,
+        quantization or "",
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

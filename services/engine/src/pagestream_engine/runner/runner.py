@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, OutOfMemory
 from pagestream_engine.models.config import DTYPES, ModelInfo
 from pagestream_engine.models.folder import resolve_model
-from pagestream_engine.models.safetensors_file import read_folder
 from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target
 from pagestream_engine.runner.backends import backend_for, block_size_for, cache_shapes, kv_layout
@@ -84,12 +82,21 @@ class ModelRunner:
         check_model_allows(wanted, source, by_triton=by_triton)
         exact_linears = wants_exact_linears(wanted, self.dtype, device, by_triton=by_triton)
         shared_bytes = int(config.model.shared_weights_gb * 2**30)
-        target = Target(self.dtype, device, self.max_model_len, exact_linears, by_triton, shared_bytes)
+        target = Target(
+            self.dtype,
+            device,
+            self.max_model_len,
+            exact_linears,
+            by_triton,
+            shared_bytes,
+            config.model.quantization,
+        )
         draft_model = config.speculation.speculative_model
         draft_dir = None if draft_model is None else resolve_model(draft_model)
-        folders = [model_dir] if draft_dir is None else [model_dir, draft_dir]
-        num_bytes = sum(map(_num_elements, folders)) * self.dtype.itemsize
-        check_weights_fit(num_bytes, device, config.cache.gpu_memory_utilization)
+        sources = [source] if draft_dir is None else [source, open_model(draft_dir)]
+        check_weights_fit(
+            sum(each.weight_bytes(target) for each in sources), device, config.cache.gpu_memory_utilization
+        )
         with torch.inference_mode():
             specs = source.attention_specs(target)
             self.kv_layout = kv_layout(specs, block_size_for(config, device), self.max_model_len)
@@ -132,7 +139,14 @@ class ModelRunner:
     @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits: in deterministic mode, engines that have them in common compute the same bits."""
-        return fingerprint(self._model_dir, self._backend, self.max_model_len, self.numerics, self._plugin_digest)
+        return fingerprint(
+            self._model_dir,
+            self._backend,
+            self.max_model_len,
+            self.numerics,
+            self._plugin_digest,
+            quantization=self._config.model.quantization,
+        )
 
     @property
     def is_deterministic(self) -> bool:
@@ -340,11 +354,6 @@ def _edit_sampling(sampling: SamplingBatch, plan: StepPlan) -> None:
             prompt_token_ids=prompt,
             output_token_ids=output,
         )
-
-
-def _num_elements(folder: Path) -> int:
-    """Of all weights of a model."""
-    return sum(math.prod(entry.shape) for entry in read_folder(folder).values())
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -40,8 +40,9 @@ def size(model: str | None, gpus: Sequence[str]) -> dict[str, Any]:
 def as_text(found: dict[str, Any]) -> str:
     """Format the sizes, and a line for each card."""
     contexts = list(next(iter(found["gpus"].values()))["sequences"])
+    form = f"{found['quantization']} and {found['dtype']}" if found["quantization"] else found["dtype"]
     lines = [
-        f"{found['architecture']} in {found['dtype']}: {found['num_parameters'] / 1e6:,.1f} M parameters, "
+        f"{found['architecture']} in {form}: {found['num_parameters'] / 1e6:,.1f} M parameters, "
         f"{found['weight_bytes'] / 1e9:,.2f} GB",
         f"KV cache: {found['kv_bytes_per_token'] / 1024:g} KiB a token, up to {found['max_model_len']:,} tokens",
         f"activations: about {found['activation_bytes'] / 1e9:.2f} GB (an engine measures them at its start)",

@@ -16,7 +16,7 @@ from pagestream_engine.native_levels import ARMV8_A, X86_64_V3, X86_64_V4, Level
 
 SOURCE = Path(__file__).parent / "linear.cpp"
 _ACTIVATIONS = SOURCE.parents[2] / "attention" / "native" / "activations.h"
-HEADERS = (*(SOURCE.with_name(name) for name in ("product.h", "tiles.h")), _ACTIVATIONS)
+HEADERS = (*(SOURCE.with_name(name) for name in ("product.h", "quantised.h", "tiles.h", "vectors.h")), _ACTIVATIONS)
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Where an image's build puts the libraries (`pagestream_engine.native_prebuild`)."""
 

@@ -23,11 +23,11 @@ from pagestream_engine.native_build import cached
 from pagestream_engine.native_levels import find_library
 
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_EPILOGUES: dict[Activation | None, int] = {None: -1, "silu": 0, "gelu": 1, "gelu_tanh": 2}
+EPILOGUES: dict[Activation | None, int] = {None: -1, "silu": 0, "gelu": 1, "gelu_tanh": 2}
 """Numbers of `Epilogue` in product.h."""
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
-_MEMORY = PanelMemory()
+PANEL_MEMORY = PanelMemory()
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class NativeLinears:
     def pack(self, weight: Tensor) -> Tensor:
         """(out features, in features) -> its words in panels, (words,) int32."""
         outputs, inputs = weight.shape
-        packed = _MEMORY.take(self._packed_words(inputs, outputs))
+        packed = PANEL_MEMORY.take(self._packed_words(inputs, outputs))
         self._pack(packed.data_ptr(), weight.data_ptr(), inputs, outputs, torch.get_num_threads())
         return packed
 
@@ -101,7 +101,7 @@ class NativeLinears:
         packed_at = None if packed is None else packed.data_ptr()
         bias_at = None if bias is None else bias.data_ptr()
         operands = (out.data_ptr(), x.data_ptr(), weight_at, packed_at, bias_at)
-        sizes = (rows, inputs, out_features, _EPILOGUES[activation], torch.get_num_threads())
+        sizes = (rows, inputs, out_features, EPILOGUES[activation], torch.get_num_threads())
         scratch = self._scratch.words
         missing = self._linear(*operands, scratch.data_ptr(), scratch.numel(), *sizes)
         if missing:

@@ -45,7 +45,8 @@ def experts_weights(config: DecoderConfig, prefix: str, *, gate: str, up: str, d
     """Declare a router and its experts, whose projections have these names in the checkpoint."""
     experts = experts_of(config)
     size, hidden = experts.intermediate_size, config.hidden_size
-    weights: dict[str, Weight] = {"router": LinearWeight.of(prefix + "gate", experts.num_experts, hidden)}
+    gates = (Part(prefix + "gate", experts.num_experts),)
+    weights: dict[str, Weight] = {"router": LinearWeight(gates, hidden, is_sensitive=True)}
     for expert in range(experts.num_experts):
         own = f"{prefix}experts.{expert}."
         weights[f"experts.{expert}.gate_up"] = LinearWeight((Part(own + gate, size), Part(own + up, size)), hidden)

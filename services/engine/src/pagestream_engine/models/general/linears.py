@@ -5,35 +5,48 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from pagestream_engine.layers.linear import Linear
+from pagestream_engine.layers.quantised.select import choose_quantised_method
+from pagestream_engine.layers.quantised.weight import quantise_int8
 from pagestream_engine.layers.select import choose_method, lays_out_anew
 
 
 class EngineLinear(nn.Module):
     """A `torch.nn.Linear` that the engine computes."""
 
-    def __init__(self, linear: nn.Linear, *, exact: bool) -> None:
+    def __init__(self, linear: nn.Linear, *, exact: bool, quantization: str | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         bias = None if linear.bias is None else linear.bias.detach()
-        self.linear = Linear(choose_method(linear.weight.detach(), exact=exact), bias)
+        weight = linear.weight.detach()
+        if quantization is None:
+            method = choose_method(weight, exact=exact)
+        else:
+            method = choose_quantised_method(quantise_int8(weight), weight.dtype, exact=exact)
+        self.linear = Linear(method, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in features) -> (..., out features)."""
         return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
-def replace_linears(model: nn.Module, *, exact: bool = False) -> dict[str, nn.Linear]:
-    """Replace every linear whose weight nothing else has, where that is faster.
+_ROUTERS = ("gate", "router")
+"""Names of linears that choose experts, which keep the model's dtype."""
+
+
+def replace_linears(model: nn.Module, *, exact: bool = False, quantization: str | None = None) -> dict[str, nn.Linear]:
+    """Replace every linear whose weight nothing else has, where that is faster or its weight is to be quantised.
 
     Args:
         model: modelling code with its weights.
         exact: as `choose_method` has it.
+        quantization: `ModelConfig.quantization`.
 
     Returns:
         The replaced modules by name, for `restore_linears`.
     """
     weight = next(model.parameters())
-    if not lays_out_anew(weight.device.type, weight.dtype, exact=exact):
+    lays_out = lays_out_anew(weight.device.type, weight.dtype, exact=exact)
+    if not lays_out and quantization is None:
         return {}
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -45,8 +58,12 @@ def replace_linears(model: nn.Module, *, exact: bool = False) -> dict[str, nn.Li
         for name, module in model.named_modules()
         if type(module) is nn.Linear and owners[id(module.weight)] == 1 and not _has_hooks(module)
     }
-    for name, module in found.items():
-        _set(model, name, EngineLinear(module, exact=exact))
+    for name, module in list(found.items()):
+        kept = name.rpartition(".")[2] in _ROUTERS
+        if kept and not lays_out:
+            del found[name]
+            continue
+        _set(model, name, EngineLinear(module, exact=exact, quantization=None if kept else quantization))
     return found
 
 

@@ -54,11 +54,11 @@ class GeneralSource(ModelSource):
 
     def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:
         self._module = self._read_weights(target)
-        replaced = replace_linears(self._module, exact=target.exact_linears)
+        replaced = replace_linears(self._module, exact=target.exact_linears, quantization=target.quantization)
         try:
             found = self._probe(self._module, target)
         except UnsupportedModel:
-            if not replaced:
+            if not replaced or target.quantization is not None:
                 raise
             # Modelling code may read a linear's weight.
             restore_linears(self._module, replaced)

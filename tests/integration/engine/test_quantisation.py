@@ -1,0 +1,114 @@
+"""Quantised models against the same models with the weights that the quantised ones stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pagestream_engine import LLM, SamplingParams
+from pagestream_engine.layers.native.library import native_linears
+from pagestream_engine.layers.quantised.weight import quantise_int8
+from safetensors.torch import load_file, save_file
+from support.engines.architectures import VOCAB_SIZE, small_config, write_model
+from support.engines.tiny_models import make_model, random_prompts
+
+OPTIONS = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 64, "max_logprobs": 5}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+PROMPTS = [[5, 9, 5, 9, 5, 9, 5], *([token % VOCAB_SIZE for token in prompt] for prompt in random_prompts([3, 40]))]
+TOLERANCE = 2e-4
+"""Of log probabilities in float32, whose sums are grouped otherwise."""
+KEPT = (".gate.weight", "embed_tokens.weight", "wte.weight", "wpe.weight")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def generate(folder: Path, params: SamplingParams = GREEDY, **options: Any) -> list[tuple[list[int], list[float]]]:
+    """Return each output's tokens, and their log probabilities."""
+    llm = LLM(str(folder), **{**OPTIONS, **options})
+    answers = [answer.outputs[0] for answer in llm.generate(PROMPTS, params)]
+    llm.engine.close()
+    return [
+        (
+            list(answer.token_ids),
+            [at[token].logprob for token, at in zip(answer.token_ids, answer.logprobs or (), strict=False)],
+        )
+        for answer in answers
+    ]
+
+
+def check_equal(got: list[tuple[list[int], list[float]]], expected: list[tuple[list[int], list[float]]]) -> None:
+    """Compare tokens, and log probabilities within the tolerance."""
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
+    for (_, these), (_, those) in zip(got, expected, strict=True):
+        assert these == pytest.approx(those, abs=TOLERANCE)
+
+
+def dequantised_copy(folder: Path, target: Path) -> Path:
+    """Write a model whose linears have the weights that int8 makes of them."""
+    target.mkdir()
+    tensors = {
+        name: tensor
+        if tensor.dim() < 2 or name.endswith(KEPT)
+        else quantise_int8(tensor).dequantised(torch.float32).contiguous()
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    for path in folder.iterdir():
+        if path.name != "model.safetensors":
+            (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral", "phi"])
+def test_int8_made_while_loading(tmp_path: Path, name: str) -> None:
+    """`phi` has no family: its linears are those of transformers' code, which are replaced."""
+    folder = tmp_path / "model"
+    if name == "phi":
+        write_model(folder, small_config("phi"))
+    else:
+        make_model(folder, name)
+    expected = generate(dequantised_copy(folder, tmp_path / "dequantised"))
+    got = generate(folder, quantization="int8")
+    check_equal(got, expected)
+    plain = generate(folder)
+    assert all(these[1] != pytest.approx(those[1], abs=1e-5) for these, those in zip(got, plain, strict=True))
+
+
+def test_memory_and_fingerprint(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "llama", hidden_size=192, intermediate_size=384)
+    engines = [LLM(str(folder), **OPTIONS, **options).engine for options in ({}, {"quantization": "int8"})]
+    plain, quantised = (engine.memory_bytes()["model"] for engine in engines)
+    fingerprints = {engine.fingerprint for engine in engines}
+    for engine in engines:
+        engine.close()
+    embedding = 331 * 192 * 4
+    assert quantised - embedding < 0.3 * (plain - embedding)
+    assert len(fingerprints) == 2
+
+
+def test_drafts_beams_batches_and_shared_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model(tmp_path / "model", "llama")
+    expected = generate(folder, quantization="int8")
+    assert generate(folder, quantization="int8", speculative_method="ngram") == expected
+    beams = SamplingParams(temperature=0, max_tokens=4, use_beam_search=True, beam_width=2)
+    reference = dequantised_copy(folder, tmp_path / "dequantised")
+    found = generate(folder, beams, quantization="int8")
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in generate(reference, beams)]
+    if native_linears(torch.float32) is None:
+        return
+    monkeypatch.setattr("pagestream_engine.models.loader.weights_folder", lambda: tmp_path / "weights")
+    for _ in range(2):
+        shared = generate(folder, quantization="int8", deterministic=True, shared_weights_gb=1)
+        assert shared == expected
+    assert len(list((tmp_path / "weights").glob("*.weights"))) == 1
+    monkeypatch.setattr("pagestream_engine.layers.quantised.select.quantised_linears", lambda dtype: None)
+    check_equal(generate(folder, quantization="int8"), expected)
