@@ -189,6 +189,10 @@ def test_every_metric_arrives_under_its_name(collector: Collector, stack: Stack)
         assert (sample.start_ns > 0) == (metric.kind is not Kind.GAUGE)
         assert sample.resource["pagestream.pool"] == "pool-of-the-test"
     assert {sample.instance for sample in fresh()} >= {"engine-0", "gateway-0", "gateway-1"}
+    [whole] = {sample.value for sample in fresh("pagestream.engine.startup.duration")}
+    parts = {sample.attributes["part"]: sample.value for sample in fresh("pagestream.engine.startup.part.duration")}
+    assert set(parts) == {"process", "import", "weights", "cache", "warm_up", "join"}
+    assert sum(parts.values()) == pytest.approx(whole)
 
 
 def cancel_one(stack: Stack) -> bool:

@@ -82,6 +82,8 @@ class Engine:
         deterministic engines that have it in common give the same tokens the same logits, bit for bit."""
         self.is_deterministic = facts.is_deterministic
         """Whether a token's logits depend on its sequence alone, bit for bit."""
+        self.load_s = facts.load_s
+        """Seconds by part of the load: see ExecutorFacts."""
         order = make_eviction_order(config.cache.eviction_policy, facts.num_blocks)
         self._pool = BlockPool(facts.num_blocks, order)
         tier = make_tier(self._pool, facts, config.scheduler)

@@ -152,6 +152,12 @@ MEMORY_USAGE = _gauge("pagestream.memory.usage", "By", "Memory of the device by 
 GPU_UTILIZATION = _gauge("pagestream.gpu.utilization", "1", "Share of the last moments in which the GPU computed.")
 GPU_MEMORY_USAGE = _gauge("pagestream.gpu.memory.usage", "By", "Memory of the GPU that is in use, by all processes.")
 STARTUP_DURATION = _gauge("pagestream.engine.startup.duration", "s", "From the process' start until it claims.")
+STARTUP_PART_DURATION = _gauge(
+    "pagestream.engine.startup.part.duration",
+    "s",
+    "Of the startup's parts: process (and its child's), import (of torch), weights, cache, warm_up, join (Redis).",
+    "part",
+)
 DRAINING = _gauge("pagestream.engine.draining", "1", "1 from SIGTERM to the engine's end, else 0.")
 QUEUE_WAIT = _histogram("pagestream.queue.wait", "s", "From acceptance to the first claim.", _WAITS)
 ENGINE_TIME_PER_OUTPUT_TOKEN = _histogram(
@@ -288,6 +294,7 @@ ENGINE_METRICS = (
     GPU_UTILIZATION,
     GPU_MEMORY_USAGE,
     STARTUP_DURATION,
+    STARTUP_PART_DURATION,
     DRAINING,
     QUEUE_WAIT,
     ENGINE_TIME_PER_OUTPUT_TOKEN,

@@ -17,7 +17,7 @@ from pagestream_engine.models.folder import resolve_model
 from pagestream_streams import Broker, EngineSession
 from pagestream_streams.errors import Unavailable
 from pagestream_telemetry.endpoint import Endpoint, Probes
-from pagestream_telemetry.process import Telemetry, running_telemetry
+from pagestream_telemetry.process import Telemetry, process_age_s, running_telemetry
 
 from pagestream_worker.card import build_card
 from pagestream_worker.collector import spare_what_lives
@@ -137,12 +137,13 @@ async def _serve(process: ProcessSettings, core: EngineCore, stop: asyncio.Event
     connecting = _when_redis_answers(lambda: Broker.connect(settings.redis_url, streams))
     # The model loads while Redis may still be starting, and the logs may be compiled.
     loading = asyncio.gather(_load(core, settings, instruments), connecting, asyncio.to_thread(load_library))
-    (engine, card), broker, _ = await _unless_stopped(loading, stop)
+    (engine, card, age_s), broker, _ = await _unless_stopped(loading, stop)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(broker)
         publishing = _when_redis_answers(lambda: broker.publish_model(card, partitions=settings.partitions))
         await _unless_stopped(publishing, stop)
         telemetry = WorkerTelemetry(instruments.telemetry, settings.served_model_name, settings.engine_id)
+        telemetry.loaded(age_s, engine.load_s)
         worker = Worker(core, settings, instruments.health, telemetry, degradation=process.degradation)
         session = EngineSession(
             broker,
@@ -173,12 +174,17 @@ async def _serve(process: ProcessSettings, core: EngineCore, stop: asyncio.Event
             _limit_exit(settings.exit_timeout_s)
 
 
-async def _load(core: EngineCore, settings: WorkerSettings, instruments: Instruments) -> tuple[EngineFacts, ModelCard]:
-    """Wait for the engine, then open the metrics port: a model or an option that is refused opens none."""
+async def _load(
+    core: EngineCore, settings: WorkerSettings, instruments: Instruments
+) -> tuple[EngineFacts, ModelCard, float]:
+    """Wait for the engine, then open the metrics port: a model or an option that is refused opens none. Returns the
+    age of this process, too, in seconds.
+    """
     engine = await asyncio.wrap_future(core.loaded)
+    age_s = process_age_s()
     card = build_card(resolve_model(settings.model), settings.served_model_name, engine)
     instruments.open_port()
-    return engine, card
+    return engine, card, age_s
 
 
 async def _when_redis_answers(action: Callable[[], Awaitable[T]]) -> T:

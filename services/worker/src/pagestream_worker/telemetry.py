@@ -5,6 +5,7 @@ here), decode. All are children of the span that accepted the request, so that a
 tree: its last phase is missing, and the next engine's phases follow with the next attempt.
 """
 
+import logging
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from pagestream_telemetry.process import Telemetry, process_age_s
 from pagestream_telemetry.spans import Span, SpanKind
 
 from pagestream_worker.requests.running_request import RunningRequest
+
+logger = logging.getLogger(__name__)
 
 SERVICE = "pagestream-engine"
 
@@ -50,14 +53,31 @@ class WorkerTelemetry:
         self._queue_wait = registry.distribution(catalog.QUEUE_WAIT).series(model)
         self._per_token = registry.distribution(catalog.ENGINE_TIME_PER_OUTPUT_TOKEN).series(model)
         self._startup = registry.number(catalog.STARTUP_DURATION).series(model)
+        self._startup_parts = registry.number(catalog.STARTUP_PART_DURATION)
+        self._loaded_s = 0.0
         self._resumes = registry.number(catalog.RESUMES).series(model)
         self._cancellations = registry.number(catalog.CANCELLATIONS).series(model)
         self._errors = registry.number(catalog.ERRORS)
         self._transitions = registry.number(catalog.DEGRADATION_TRANSITIONS)
 
+    def loaded(self, age_s: float, load_s: Mapping[str, float]) -> None:
+        """Record the startup's parts so far.
+
+        Args:
+            age_s: of the process, when its engine was loaded.
+            load_s: seconds by part of the load.
+        """
+        self._loaded_s = age_s
+        parts = {"process": max(0.0, age_s - sum(load_s.values())), **load_s}
+        for part, seconds in parts.items():
+            self._startup_parts.series(self._model, part).set(seconds)
+        logger.info("loaded", extra={"model": self._model, **{f"{part}_s": round(parts[part], 3) for part in parts}})
+
     def ready(self) -> None:
         """Record the startup's duration: the engine claims from now on."""
-        self._startup.set(process_age_s())
+        age_s = process_age_s()
+        self._startup_parts.series(self._model, "join").set(age_s - self._loaded_s)
+        self._startup.set(age_s)
 
     def step(self, duration_s: float, sequences: int) -> None:
         """Record a step."""

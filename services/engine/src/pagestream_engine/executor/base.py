@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -12,6 +12,7 @@ from pagestream_engine.cache.host_tier import HostMemory, HostTier
 from pagestream_engine.cache.kv_groups import KVLayout
 from pagestream_engine.config import EngineConfig, SchedulerConfig
 from pagestream_engine.errors import UnsupportedOption
+from pagestream_engine.executor.load_times import LoadTimes
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan, StepResult
 
@@ -130,6 +131,8 @@ class ExecutorFacts:
     """Whether a token's logits depend on its sequence alone, bit for bit."""
     host_memory: HostMemory | None = None
     """For blocks that are evicted; None without `swap_space`."""
+    load_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by part of the load: import (of torch and the runner), weights, cache, warm_up."""
 
 
 class Executor(Protocol):
@@ -180,15 +183,22 @@ class Executor(Protocol):
 
 def load_runner(make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> tuple[Runner, ExecutorFacts]:
     """Load a runner with its KV cache."""
+    times = LoadTimes()
+    if make_runner is make_model_runner:
+        import pagestream_engine.runner.runner  # noqa: F401 - its time is not that of the weights
+    times.note("import")
     runner = make_runner(folder, config)
+    times.note("weights")
     num_blocks = config.cache.num_gpu_blocks_override or runner.profile_num_blocks()
     runner.allocate_kv_cache(num_blocks)
     facts = facts_of(runner, num_blocks)
     if config.cache.swap_space:
         facts = _with_host_pages(facts, runner, config.cache.swap_space)
+    times.note("cache")
     if isinstance(runner, WarmingRunner):
         runner.warm_up()
-    return runner, facts
+    times.note("warm_up")
+    return runner, replace(facts, load_s=times.seconds)
 
 
 def make_tier(pool: BlockPool, facts: ExecutorFacts, limits: SchedulerConfig) -> HostTier | None:

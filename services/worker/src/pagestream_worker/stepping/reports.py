@@ -33,6 +33,8 @@ class EngineFacts:
     """See model_revision, which needs torch."""
     memory_bytes: Mapping[str, int]
     """Device memory by use."""
+    load_s: Mapping[str, float]
+    """Seconds by part of the load."""
     stats: EngineStats
     """Before the first request."""
 
@@ -53,6 +55,7 @@ class EngineFacts:
             is_deterministic=engine.is_deterministic,
             revision=model_revision(engine.folder),
             memory_bytes=dict(engine.memory_bytes()),
+            load_s=dict(engine.load_s),
             stats=engine.stats(),
         )
 
