@@ -107,6 +107,20 @@ def test_recorded_decodes_give_the_tokens_of_launched_ones(folder_of: Callable[[
     assert runner.num_late_compilations == 0
 
 
+@pytest.mark.parametrize(("model", "deterministic"), [("llama", False), ("llama", True), ("qwen3-moe", False)])
+def test_weights_that_come_for_their_turn_give_the_same_tokens(
+    folder_of: Callable[[str], Path], model: str, *, deterministic: bool
+) -> None:
+    folder = make_model(folder_of(model).parent / f"{model}-deep", model, num_hidden_layers=9)
+    options = {"deterministic": deterministic, "num_gpu_blocks_override": 24}
+    plain, on_device = _engine(folder, "cuda", enforce_eager=True, **options)
+    offloading, runner = _engine(folder, "cuda", cpu_offload_gb=0.25, async_scheduling=True, **options)
+    assert runner._graphs is None
+    assert runner.memory_bytes()["model"] < on_device.memory_bytes()["model"] / 2
+    assert _serve(offloading) == _serve(plain)
+    assert offloading.stats().num_preemptions > 0
+
+
 def test_requests_go_on_in_another_engine_as_they_would_have(folder_of: Callable[[str], Path]) -> None:
     undisturbed = _serve(_engine(folder_of("llama"), "cuda")[0])
     first, _ = _engine(folder_of("llama"), "cuda")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pagestream_engine import LLM, SamplingParams
-from pagestream_engine.errors import ConfigError, InvalidRequest, ModelNotFound, UnsupportedOption
+from pagestream_engine.errors import ConfigError, InvalidRequest, ModelNotFound
 from pagestream_engine.request.sampling_params import child_seed
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan
@@ -146,11 +146,9 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
     assert llm.generate("a", GREEDY)[0].outputs[0].finish_reason == "length"
 
 
-def test_unknown_and_unsupported_options_are_named(tmp_path: Path) -> None:
+def test_unknown_options_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel: given 2"):
         make_llm(tmp_path, tensor_parallel=2)
-    with pytest.raises(UnsupportedOption, match="cpu_offload_gb: given 4"):
-        make_llm(tmp_path, cpu_offload_gb=4)
     make_llm(tmp_path, swap_space=0, cpu_offload_gb=0)
 
 

@@ -40,6 +40,9 @@ class EngineOptions(ApiModel):
     shared_weights_gb: Annotated[float, Field(ge=0, le=1_048_576)] | None = None
     """GiB below `$XDG_CACHE_HOME/pagestream/weights` for weights as a CPU's deterministic linears take them, which the
     engines of a machine map. For a volume of the node that `template` mounts there. Default 0: in the pod's memory."""
+    cpu_offload_gb: Annotated[float, Field(ge=0, le=65_536)] | None = None
+    """GiB of host memory, at most, for weights of a GPU's model: layers' weights stay there and are copied to the GPU
+    for their turn in each step, which makes steps longer. Part of the pod's memory. A CPU refuses it. Default 0."""
     seed: Annotated[int, Field(ge=0, le=2**53)] | None = None
     """Seed of the generator that draws seeds for requests without one. Default 0."""
     max_logprobs: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None

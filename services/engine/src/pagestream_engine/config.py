@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any, TypedDict
 
-from pagestream_engine.errors import ConfigError, UnsupportedOption
+from pagestream_engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -56,6 +56,10 @@ class ModelConfig:
     """GiB of disk, below `$XDG_CACHE_HOME/pagestream/weights`, for weights in the layout of the CPU's deterministic
     linears: all engines of the machine map the same pages, and start without laying them out anew. 0: each engine has
     its own memory, as it has where its linears are others."""
+    cpu_offload_gb: float = 0.0
+    """GiB of host memory for weights of a GPU's model, at most: of as many layers as fit, spread evenly. Before a
+    layer's turn its weights are copied to one of two buffers, while the layers before it compute; decodes are not
+    recorded as CUDA graphs then. 0: all weights are on the GPU."""
     seed: int = 0
     """Of the generator that draws seeds for requests that bring none."""
     max_logprobs: int = 20
@@ -76,6 +80,11 @@ class ModelConfig:
             raise ConfigError("shared_weights_gb", shared, "GiB of at least 0")
         if self.quantization is not None:
             _choice("quantization", self.quantization, QUANTIZATIONS)
+        if not (_is_number(self.cpu_offload_gb) and 0.0 <= self.cpu_offload_gb < inf):
+            raise ConfigError("cpu_offload_gb", self.cpu_offload_gb, "GiB of at least 0")
+        if self.cpu_offload_gb and self.quantization is not None:
+            hint = "weights of 8 bits have layouts of their own, which stay on the device"
+            raise ConfigError("cpu_offload_gb", self.cpu_offload_gb, f"0 with quantization {self.quantization}", hint)
         _at_least("seed", self.seed, 0)
         _at_least("max_logprobs", self.max_logprobs, -1)
 
@@ -240,6 +249,7 @@ class EngineOptions(TypedDict, total=False):
     deterministic: bool | None
     quantization: str | None
     shared_weights_gb: float
+    cpu_offload_gb: float
     seed: int
     max_logprobs: int
     block_size: int | None
@@ -260,7 +270,6 @@ class EngineOptions(TypedDict, total=False):
     async_scheduling: bool | None
     plugins: Sequence[str]
     swap_space: float
-    cpu_offload_gb: float
     kv_cache_dtype: str
 
 
@@ -294,10 +303,8 @@ class EngineConfig:
 
         Raises:
             ConfigError: an option is unknown or malformed.
-            UnsupportedOption: `cpu_offload_gb` asks for more than the default.
         """
         options = dict(options)
-        _refuse_unsupported(options)
         names = [name for group in _GROUPS.values() for name in group]
         unknown = sorted(set(options) - set(names))
         if unknown:
@@ -325,21 +332,6 @@ _GROUPS = {
     "executor": tuple(f.name for f in fields(ExecutorConfig)),
     "extensions": tuple(f.name for f in fields(ExtensionConfig)),
 }
-_ONLY_DEFAULT: dict[str, tuple[object, ...]] = {
-    "cpu_offload_gb": (0, None),
-}
-"""vLLM's options that are accepted at these values only: weights stay on the device."""
-
-_NOT_YET = {
-    "cpu_offload_gb": "other values are not supported yet: a GPU keeps all weights, a CPU has them in its memory",
-}
-
-
-def _refuse_unsupported(options: dict[str, Any]) -> None:
-    for name, supported in _ONLY_DEFAULT.items():
-        given = options.pop(name, None)
-        if isinstance(given, bool) or given not in supported:
-            raise UnsupportedOption(name, given, f"{supported[0]!r}", _NOT_YET[name])
 
 
 def _is_module_name(name: object) -> bool:

@@ -28,7 +28,7 @@ class LLM:
     Args:
         model: a model folder, or the name of a Hugging Face repository.
         options: vLLM's engine options (`EngineOptions`). `num_gpu_blocks_override` and `block_size` hold on a CPU too,
-            where the pool is in host memory. `cpu_offload_gb` is accepted at its default only.
+            where the pool is in host memory.
 
     Raises:
         ModelNotFound: there is no such model.

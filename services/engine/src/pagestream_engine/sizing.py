@@ -19,6 +19,7 @@ from pagestream_engine.errors import UnsupportedModel
 from pagestream_engine.models.config import DTYPES, ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.folder import resolve_model
+from pagestream_engine.models.offload.plan import plan_offload
 from pagestream_engine.models.registry import find_family, fused_architectures
 from pagestream_engine.models.stored_size import num_elements, stored_bytes
 from pagestream_engine.models.weights import WeightMap
@@ -53,6 +54,9 @@ class ModelSize:
     dtype: str
     num_parameters: int
     weight_bytes: int
+    """On the device."""
+    host_weight_bytes: int
+    """In host memory, by `cpu_offload_gb`."""
     kv_bytes_per_token: float
     """Of one more token in a long sequence: layers with a window take none."""
     block_bytes: int
@@ -86,6 +90,7 @@ def size_model(model: str | Path, config: EngineConfig) -> ModelSize:
         ModelNotFound: there is no such model.
         ModelFileError: its configuration is malformed.
         UnsupportedModel: it is of no fused family: others show their layers only once they are loaded.
+        ConfigError: `cpu_offload_gb` would free no memory.
     """
     return size_config(ConfigFile.read(resolve_model(model)), config)
 
@@ -105,11 +110,16 @@ def size_config(file: ConfigFile, config: EngineConfig) -> ModelSize:
     layout = kv_layout(family.attention_specs(decoder, longest), block_size, longest)
     of_block = block_bytes(cache_shapes(layout, dtype, config.cache.kv_cache_dtype))
     weights = family.weights(decoder)
+    weight_bytes, host_weight_bytes = stored_bytes(weights, dtype, config.model.quantization), 0
+    if config.model.cpu_offload_gb:
+        plan = plan_offload(weights, dtype, int(config.model.cpu_offload_gb * 2**30), pinned=True)
+        weight_bytes, host_weight_bytes = weight_bytes - plan.freed_bytes, plan.weight_bytes
     return ModelSize(
         architecture=decoder.info.architecture,
         dtype=str(dtype).removeprefix("torch."),
         num_parameters=count_parameters(weights),
-        weight_bytes=stored_bytes(weights, dtype, config.model.quantization),
+        weight_bytes=weight_bytes,
+        host_weight_bytes=host_weight_bytes,
         kv_bytes_per_token=_kv_bytes_per_token(layout, of_block),
         block_bytes=of_block,
         activation_bytes=_activation_bytes(decoder, config, dtype),

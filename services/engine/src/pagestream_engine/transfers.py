@@ -16,6 +16,8 @@ from torch import Tensor
 
 Integers = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 _FIRST_CAPACITY = 4096  # numbers
+MAX_SLAB_BYTES = 1 << 30
+"""Of pinned memory that is allocated at once."""
 
 
 class Upload(Protocol):
@@ -130,6 +132,26 @@ def unpack(packed: Tensor, shapes: Sequence[tuple[torch.Size, bool]]) -> list[Te
         (part.view(torch.float32) if is_float else part).view(shape)
         for part, (shape, is_float) in zip(parts, shapes, strict=True)
     ]
+
+
+def slab_pages(num_bytes: int, page_bytes: int, *, pinned: bool) -> list[int]:
+    """Return how many pages each allocation holds, so that all of them take at most `num_bytes`.
+
+    torch rounds pinned memory up to a power of two: 33 GiB at once would take 64. Each allocation is therefore as many
+    pages as fit into a power of two of bytes, the largest first: less than a page is lost in each, and less than two
+    behind the last. Other memory is one allocation.
+    """
+    if not pinned:
+        return [num_bytes // page_bytes] if num_bytes >= page_bytes else []
+    most = max(MAX_SLAB_BYTES, 1 << (page_bytes - 1).bit_length())
+    slabs = []
+    while num_bytes >= page_bytes:
+        slab = min(most, 1 << (num_bytes.bit_length() - 1))
+        if slab < page_bytes:
+            break
+        slabs.append(slab // page_bytes)
+        num_bytes -= slab
+    return slabs
 
 
 def _event() -> torch.cuda.Event:

@@ -90,6 +90,7 @@ _ENGINE_OPTIONS = (
     "max_model_len",
     "quantization",
     "shared_weights_gb",
+    "cpu_offload_gb",
     "seed",
     "max_logprobs",
     "block_size",
@@ -131,6 +132,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="of prompt and output together")
     group.add_argument("--quantization", choices=QUANTIZATIONS, help="of the linears' weights while they are loaded")
     group.add_argument("--shared-weights-gb", type=float, metavar="GIB", help="disk for weights that engines share")
+    group.add_argument(
+        "--cpu-offload-gb", type=float, metavar="GIB", help="of host memory for weights of a GPU's model"
+    )
     group.add_argument("--seed", type=int, help="of the generator that draws seeds where a request brings none")
     group.add_argument("--max-logprobs", type=int, metavar="N", help="that a request may ask for; -1 is no limit")
     group.add_argument("--block-size", type=int, metavar="TOKENS", help="in a KV block")

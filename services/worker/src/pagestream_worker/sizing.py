@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "quantization": config.model.quantization,
         "num_parameters": size.num_parameters,
         "weight_bytes": size.weight_bytes,
+        "host_weight_bytes": size.host_weight_bytes,
         "kv_bytes_per_token": size.kv_bytes_per_token,
         "activation_bytes": size.activation_bytes,
         "max_model_len": size.max_model_len,

@@ -7,7 +7,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pagestream_engine.attention.kv_store import CacheShape, KVStore
-from pagestream_engine.runner.host_pages import MAX_SLAB_BYTES, HostPages, slab_pages
+from pagestream_engine.runner.host_pages import HostPages
+from pagestream_engine.transfers import MAX_SLAB_BYTES, slab_pages
 
 GIB = 1 << 30
 

@@ -17,7 +17,7 @@ from pagestream_engine.layers.mlp import Mlp
 from pagestream_engine.layers.norm import RmsNorm
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.model import Model
-from pagestream_engine.models.weights import Parameters
+from pagestream_engine.models.weights import Parameters, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,32 @@ class SandwichNormLayer:
         return self.post_mlp_norm(self.mlp(x)), residual
 
 
+@dataclass(frozen=True, slots=True)
+class OffloadedLayer:
+    """A layer whose weights are on the device for its turn alone."""
+
+    layer: DecoderLayer
+    turn: Turn
+
+    @property
+    def attention(self) -> SelfAttention:
+        """The layer's."""
+        return self.layer.attention
+
+    def forward(
+        self, x: Tensor | None, residual: Tensor, step: DecoderStep, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `DecoderLayer.forward`."""
+        self.turn.begin()
+        result = self.layer.forward(x, residual, step, wanted)
+        self.turn.end()
+        return result
+
+
 class DecoderModel(Model):
     """The forward pass of the fused families. Weights come from the loader, small steps from the backend."""
+
+    computes_offloaded = True
 
     def __init__(
         self,
@@ -143,8 +167,12 @@ class DecoderModel(Model):
         super().__init__(config.info)
         self.config = config
         self.can_be_deterministic = config.logit_soft_cap is None  # torch's tanh depends on an element's place
-        self.can_be_recorded = config.experts is None  # which experts run depends on the tokens
-        self.layers = layers
+        # Which experts run depends on the tokens; and a layer that comes out of turn is copied once, not each time.
+        self.can_be_recorded = config.experts is None and not parameters.offloaded
+        self.layers: Sequence[DecoderLayer] = [
+            OffloadedLayer(layer, parameters.offloaded[index]) if index in parameters.offloaded else layer
+            for index, layer in enumerate(layers)
+        ]
         self.norm = norm
         self.embedding = parameters.tensor("embedding")
         self.head = parameters.linear("head")

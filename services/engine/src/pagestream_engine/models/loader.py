@@ -18,6 +18,8 @@ from pagestream_engine.layers.quantised.select import choose_quantised_method, f
 from pagestream_engine.layers.quantised.weight import quantise_int8
 from pagestream_engine.layers.select import choose_method, kernel_build, lays_out_anew, panels_of
 from pagestream_engine.models.folder import model_revision
+from pagestream_engine.models.offload.layers import OffloadedWeights
+from pagestream_engine.models.offload.plan import plan_offload
 from pagestream_engine.models.safetensors_file import Entry, FileCache, open_files, read_folder
 from pagestream_engine.models.shared_weights import SharedWeights, map_or_write, weights_folder
 from pagestream_engine.models.source import Target
@@ -40,7 +42,17 @@ def load_parameters(folder: Path, weights: WeightMap, target: Target) -> Paramet
     Raises:
         ModelFileError: a file is missing or malformed.
         WeightsError: a tensor is missing, unexpected, or mis-shaped.
+        ConfigError: what is offloaded would free no memory.
     """
+    if target.offload is not None:
+        pinned = target.device.type == "cuda"
+        plan = plan_offload(weights, target.dtype, target.offload.max_bytes, pinned=pinned)
+        offloaded = OffloadedWeights(plan, target.dtype, target.device, target.offload.copier)
+        _log.info("%d layers' weights are in %d MiB of host memory", len(plan.pages), offloaded.num_host_bytes >> 20)
+        parameters = Parameters(offloaded.layers, offloaded.num_device_bytes)
+        for _ in _load_each(folder, weights, target, parameters, offloaded):
+            pass
+        return parameters
     if target.shared_bytes and can_be_shared(target):
         key = _key(folder, weights, target)
         try:
@@ -65,15 +77,25 @@ def can_be_shared(target: Target) -> bool:
     return target.device.type == "cpu" and is_exact and bool(kernel_build(target.dtype))
 
 
-def _load_each(folder: Path, weights: WeightMap, target: Target, parameters: Parameters) -> Iterator[str]:
-    """Read a folder's weights into `parameters`; yield the name of each that is there."""
+def _load_each(
+    folder: Path,
+    weights: WeightMap,
+    target: Target,
+    parameters: Parameters,
+    offloaded: OffloadedWeights | None = None,
+) -> Iterator[str]:
+    """Read a folder's weights into `parameters`, and those of some layers into host memory; yield the name of each that
+    is there."""
     entries = read_folder(folder)
     with open_files() as files:
         reader = WeightReader(entries, files, target)
         if lays_out_anew(target.device.type, target.dtype, exact=target.exact_linears, by_triton=target.by_triton):
             reader.reserve(weights.values())
         for name, weight in weights.items():
-            _load_one(parameters, name, weight, reader)
+            if offloaded is not None and isinstance(weight, LinearWeight) and name in offloaded:
+                _load_offloaded(parameters, name, weight, reader, offloaded)
+            else:
+                _load_one(parameters, name, weight, reader)
             yield name
         is_tied = any(isinstance(weight, TiedWeight) for weight in weights.values())
         reader.check_all_used(tied=is_tied)
@@ -164,7 +186,7 @@ class WeightReader:
         if self._scratch is None:
             return self.read(weight.parts, weight.in_features, suffix=".weight")
         target = self._scratch[: weight.num_rows * weight.in_features].view(weight.num_rows, weight.in_features)
-        self._fill(target, weight.parts, ".weight")
+        self.fill(target, weight.parts, ".weight")
         return target
 
     def read(self, parts: Sequence[Part], *trailing: int, suffix: str = "") -> Tensor:
@@ -181,7 +203,7 @@ class WeightReader:
         target = torch.empty(
             sum(part.rows for part in parts), *trailing, dtype=self.target.dtype, device=self.target.device
         )
-        self._fill(target, parts, suffix)
+        self.fill(target, parts, suffix)
         return target
 
     def check_all_used(self, *, tied: bool) -> None:
@@ -195,7 +217,8 @@ class WeightReader:
                 "expected none; check that config.json belongs to these weights"
             )
 
-    def _fill(self, target: Tensor, parts: Sequence[Part], suffix: str) -> None:
+    def fill(self, target: Tensor, parts: Sequence[Part], suffix: str) -> None:
+        """Do `read` into a tensor of the result's shape."""
         begin = 0
         for part in parts:
             self._read_one(target[begin : begin + part.rows], part.name + suffix)
@@ -211,6 +234,18 @@ class WeightReader:
             raise WeightsError(f"{name}: given shape {entry.shape}, expected {tuple(target.shape)} by config.json")
         self._files.read(entry, target)
         self._used.add(name)
+
+
+def _load_offloaded(
+    parameters: Parameters, name: str, weight: LinearWeight, reader: WeightReader, offloaded: OffloadedWeights
+) -> None:
+    """Read a matrix into host memory; what computes with it sees its place on the device, and copies none of it."""
+    reader.fill(offloaded.host_matrix(name, weight), weight.parts, ".weight")
+    target = reader.target
+    in_buffer = offloaded.device_matrix(name, weight)
+    method = choose_method(in_buffer, exact=target.exact_linears, by_triton=target.by_triton, may_copy=False)
+    bias = reader.read(weight.parts, suffix=".bias") if weight.bias else None
+    parameters.add_linear(name, Linear(method, bias), is_shared=True)
 
 
 def _load_one(parameters: Parameters, name: str, weight: Weight, reader: WeightReader) -> None:

@@ -22,6 +22,9 @@ class Model(ABC):
     """Whether `forward` launches the same operations for any tokens and waits for none of them: what recording a CUDA
     graph takes. Modelling code that is not ours may do otherwise."""
 
+    computes_offloaded: bool = False
+    """Whether its layers begin and end the turns of `Parameters.offloaded`."""
+
     forward_gives_logits: bool = False
     """Whether `forward` returns logits already, which `logits` takes and returns: as wide as the vocabulary."""
 

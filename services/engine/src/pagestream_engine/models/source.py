@@ -13,6 +13,7 @@ import torch
 from pagestream_engine.attention import AttentionSpec, Backend
 from pagestream_engine.models.config import ModelInfo
 from pagestream_engine.models.model import Model
+from pagestream_engine.models.offload.layers import OffloadTarget
 from pagestream_engine.models.safetensors_file import read_folder
 
 
@@ -32,6 +33,8 @@ class Target:
     """Most that files of weights have which all engines of the machine map; 0: weights are in this process's memory."""
     quantization: str | None = None
     """`ModelConfig.quantization`."""
+    offload: OffloadTarget | None = None
+    """How weights are kept in host memory; None: all are on the device."""
 
 
 class ModelSource(ABC):
@@ -41,6 +44,8 @@ class ModelSource(ABC):
     """False where it is known before the weights are read that `Model.can_be_deterministic` will be."""
     routes_tokens: bool = False
     """Whether a router chooses experts for each token."""
+    can_offload: bool = False
+    """Whether it can keep weights in host memory: `Target.offload`."""
     plugin_digest: str = ""
     """Of the source files of a plugin that compute the model; empty where there are none."""
 

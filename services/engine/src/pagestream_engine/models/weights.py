@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -74,13 +74,31 @@ WeightMap = Mapping[str, Weight]
 """Parameter -> what fills it, in the order of loading."""
 
 
+class Turn(Protocol):
+    """Of a layer whose linears have their weights between `begin` and `end` alone."""
+
+    def begin(self) -> None:
+        """Let what is launched from now on compute with them."""
+        ...
+
+    def end(self) -> None:
+        """Note that all of the layer is launched."""
+        ...
+
+
 class Parameters:
     """A model's loaded parameters by the names of its `WeightMap`."""
 
-    def __init__(self) -> None:
+    def __init__(self, offloaded: Mapping[int, Turn] | None = None, num_buffer_bytes: int = 0) -> None:
+        """Args:
+        offloaded: turns of the layers whose linears are in host memory, by their index.
+        num_buffer_bytes: that those take on the device.
+        """
+        self.offloaded = {} if offloaded is None else offloaded
+        """Turns of the layers that have any."""
         self._tensors: dict[str, Tensor] = {}
         self._linears: dict[str, Linear] = {}
-        self._num_bytes = 0
+        self._num_bytes = num_buffer_bytes
 
     def add_tensor(self, name: str, tensor: Tensor) -> None:
         """Add a parameter that is a tensor."""
@@ -88,9 +106,10 @@ class Parameters:
         self._num_bytes += tensor.nbytes
 
     def add_linear(self, name: str, linear: Linear, *, is_shared: bool = False) -> None:
-        """Add a parameter that is a linear; a weight that is shared with a tensor is counted there."""
+        """Add a parameter that is a linear. A weight that is shared, with a tensor or with other layers' in a buffer,
+        is counted there."""
         self._linears[name] = linear
-        self._num_bytes += 0 if is_shared else linear.num_bytes
+        self._num_bytes += linear.num_bytes - (linear.method.num_bytes if is_shared else 0)
 
     def drop_linear(self, name: str) -> Linear:
         """Return a linear, and hold it no longer."""
@@ -109,7 +128,7 @@ class Parameters:
         return list(self._linears.values())
 
     def num_bytes(self) -> int:
-        """Bytes of all parameters, as the checkpoint's layout has them."""
+        """Bytes of all parameters on the device, as the checkpoint's layout has them."""
         return self._num_bytes
 
 

@@ -11,7 +11,10 @@ from typing import Protocol
 
 import torch
 
-from pagestream_engine.errors import ModelTooLarge, OutOfMemory
+from pagestream_engine.errors import ConfigError, ModelTooLarge, OutOfMemory, UnsupportedOption
+from pagestream_engine.models.offload.copier import Copier, CudaCopier
+from pagestream_engine.models.offload.layers import OffloadTarget
+from pagestream_engine.models.source import ModelSource
 from pagestream_engine.out_of_memory import is_out_of_memory
 
 CPU_SHARE = 0.25
@@ -131,6 +134,37 @@ def check_weights_fit(num_bytes: int, device: torch.device, gpu_memory_utilizati
         free = available_bytes()
     if num_bytes > free:
         raise ModelTooLarge(num_bytes, max(0, free), device.type)
+
+
+def offload_target(
+    given_gb: float, source: ModelSource, device: torch.device, copier: Copier | None
+) -> OffloadTarget | None:
+    """Return how weights are kept in host memory; None where none are.
+
+    Args:
+        given_gb: `ModelConfig.cpu_offload_gb`.
+        source: of the model.
+        device: that computes.
+        copier: in place of a GPU's, on any device.
+
+    Raises:
+        UnsupportedOption: the device is a CPU, or the model can't compute with weights that come and go.
+        ConfigError: there is less host memory.
+    """
+    if not given_gb:
+        return None
+    if copier is None and device.type == "cpu":
+        hint = "a CPU computes with the weights where they are, in its own memory"
+        raise UnsupportedOption("cpu_offload_gb", given_gb, "0", hint)
+    if not source.can_offload:
+        hint = f"{source.info.architecture} runs by the code of transformers, whose weights stay on the device"
+        raise UnsupportedOption("cpu_offload_gb", given_gb, "0", hint)
+    num_bytes, free = int(given_gb * 2**30), available_bytes()
+    if num_bytes > free:
+        raise ConfigError(
+            "cpu_offload_gb", given_gb, f"at most the {free / 2**30:.1f} GiB of host memory that are free"
+        )
+    return OffloadTarget(num_bytes, CudaCopier(device) if copier is None else copier)
 
 
 @contextmanager

@@ -17,17 +17,19 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, OutOfMemory
 from pagestream_engine.models.config import DTYPES, ModelInfo
 from pagestream_engine.models.folder import resolve_model
+from pagestream_engine.models.offload.copier import Copier
 from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target
 from pagestream_engine.runner.backends import backend_for, block_size_for, cache_shapes, kv_layout
 from pagestream_engine.runner.decode_graphs import DecodeGraphs, can_record, graph_sizes
 from pagestream_engine.runner.fingerprint import fingerprint
-from pagestream_engine.runner.host_pages import HostPages, slab_pages
+from pagestream_engine.runner.host_pages import HostPages
 from pagestream_engine.runner.memory import (
     available_bytes,
     check_weights_fit,
     cpu_pool_bytes,
     gpu_pool_bytes,
+    offload_target,
     step_memory,
 )
 from pagestream_engine.runner.numerics import check_model_allows, settle_numerics, wants_exact_linears
@@ -43,6 +45,7 @@ from pagestream_engine.runner.warm_up import warm_up_plans
 from pagestream_engine.sampler import SamplingBatch
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan
+from pagestream_engine.transfers import slab_pages
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +58,12 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model_dir: Path, config: EngineConfig, device: torch.device, recorder: Recorder | None = None
+        self,
+        model_dir: Path,
+        config: EngineConfig,
+        device: torch.device,
+        recorder: Recorder | None = None,
+        copier: Copier | None = None,
     ) -> None:
         """Load the weights.
 
@@ -64,6 +72,7 @@ class ModelRunner:
             config: settings.
             device: that computes.
             recorder: of steps of decodes; None: CUDA graphs on a GPU, unless `enforce_eager`.
+            copier: of offloaded weights; None: a stream of a GPU's.
 
         Raises:
             ModelError: the folder is incomplete, or holds a model that is not supported, or does not fit into memory.
@@ -90,6 +99,7 @@ class ModelRunner:
             by_triton,
             shared_bytes,
             config.model.quantization,
+            offload_target(config.model.cpu_offload_gb, source, device, copier),
         )
         draft_model = config.speculation.speculative_model
         draft_dir = None if draft_model is None else resolve_model(draft_model)
@@ -109,9 +119,8 @@ class ModelRunner:
             self._model = source.load(target, self._backend)
             check_model_allows(wanted, self._model)
             self.numerics = settle_numerics(self._model, self._backend, self.dtype, exact_linears=exact_linears)
-            draft = None
-            if draft_dir is not None:
-                draft = load_draft(draft_dir, config, target, info, TargetBlocks(self.kv_layout, self._backend.store))
+            blocks = TargetBlocks(self.kv_layout, self._backend.store)
+            draft = None if draft_dir is None else load_draft(draft_dir, config, target, info, blocks)
         self._draft_bytes = 0 if draft is None else draft.model.weight_bytes()
         self._model_dir = model_dir
         self._plugin_digest = source.plugin_digest

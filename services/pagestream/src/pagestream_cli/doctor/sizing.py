@@ -43,7 +43,7 @@ def as_text(found: dict[str, Any]) -> str:
     form = f"{found['quantization']} and {found['dtype']}" if found["quantization"] else found["dtype"]
     lines = [
         f"{found['architecture']} in {form}: {found['num_parameters'] / 1e6:,.1f} M parameters, "
-        f"{found['weight_bytes'] / 1e9:,.2f} GB",
+        f"{found['weight_bytes'] / 1e9:,.2f} GB" + _in_host_memory(found["host_weight_bytes"]),
         f"KV cache: {found['kv_bytes_per_token'] / 1024:g} KiB a token, up to {found['max_model_len']:,} tokens",
         f"activations: about {found['activation_bytes'] / 1e9:.2f} GB (an engine measures them at its start)",
         "",
@@ -54,3 +54,7 @@ def as_text(found: dict[str, Any]) -> str:
         cells = "".join(f"{count if count else 'none':>10}" for count in card["sequences"].values())
         lines.append(f"{name:<10}{card['memory_bytes'] / 1e9:>5.0f} GB{cells}")
     return "\n".join(lines)
+
+
+def _in_host_memory(num_bytes: int) -> str:
+    return f", and {num_bytes / 1e9:,.2f} GB in host memory" if num_bytes else ""

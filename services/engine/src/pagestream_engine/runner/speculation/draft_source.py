@@ -48,7 +48,7 @@ def load_draft(
         raise ConfigError(_OPTION, str(folder), expected, f"its own has {source.info.vocab_size}")
     group = _full_group(blocks.layout, folder)
     max_model_len = min(target.max_model_len, source.info.max_position_embeddings)
-    own_target = replace(target, max_model_len=max_model_len)
+    own_target = replace(target, max_model_len=max_model_len, offload=None)  # it is small, and runs more often
     specs = source.attention_specs(own_target)
     if len({(spec.num_kv_heads, spec.head_dim) for spec in specs}) != 1:
         raise ConfigError(_OPTION, str(folder), "a model whose layers have caches of one shape")
