@@ -32,6 +32,16 @@ class VirtualRequest(NamedTuple):
     tenant: str = ""
 
 
+class Collected(NamedTuple):
+    """A step that has ended."""
+
+    step: ScheduledStep
+    sampled: list[TokenSequence]
+    """Those that it has sampled a token for; `arrival` is the request's number."""
+    ended: list[TokenSequence]
+    """Those of them that got their last token."""
+
+
 class VirtualEngine:
     """Serves requests in steps of the real scheduler, each of which answers every sample with a token.
 
@@ -62,7 +72,6 @@ class VirtualEngine:
         """When each request's last token came; infinity before."""
         self._step_seconds = step_seconds
         self._num_ahead = num_ahead
-        self._coming: deque[tuple[int, VirtualRequest]] = deque()
         self._ends_at: dict[TokenSequence, int] = {}
         """Of each request that was added and has not ended: the tokens of its prompt and its answer."""
         self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
@@ -75,43 +84,56 @@ class VirtualEngine:
             requests: in the order of their arrival.
             on_step: called with the seconds of each step when it ends, before its tokens are taken.
         """
-        self._coming.extend(enumerate(requests))
-        self.first_s, self.end_s = np.full((2, len(self._coming)), np.inf)
-        while self._coming or self._ends_at:
-            self._add_arrived()
-            launched = self._launch()
+        coming = deque(enumerate(requests))
+        self.first_s, self.end_s = np.full((2, len(coming)), np.inf)
+        while coming or self._ends_at:
+            while coming and coming[0][1].arrival_s <= self.now_s:
+                self.add(*coming.popleft())
+            launched = self.launch() is not None
             if self._in_flight and (len(self._in_flight) > self._num_ahead or not launched):
-                self._collect(on_step)
+                self._note_times(self.collect(on_step))
             elif not launched:
-                self.now_s = self._coming[0][1].arrival_s
+                self.now_s = coming[0][1].arrival_s
         while self._in_flight:  # computes tokens after the last ends
-            self._collect(on_step)
+            self._note_times(self.collect(on_step))
 
-    def _add_arrived(self) -> None:
-        while self._coming and self._coming[0][1].arrival_s <= self.now_s:
-            number, request = self._coming.popleft()
-            seq = TokenSequence(
-                str(number),
-                [number + 1] + [0] * (request.prompt_tokens - 1),
-                _PARAMS,
-                seed=0,
-                arrival=number,
-                max_total_tokens=self._max_tokens,
-                priority=request.priority,
-                tenant=request.tenant,
-            )
-            self._ends_at[seq] = request.prompt_tokens + request.output_tokens
-            self.scheduler.add(seq)
+    def _note_times(self, collected: Collected) -> None:
+        for chunk in collected.step.prefills:
+            if chunk.needs_sample:
+                number = chunk.seq.arrival
+                self.first_s[number] = min(self.first_s[number], self.now_s)
+        for seq in collected.ended:
+            self.end_s[seq.arrival] = self.now_s
 
-    def _launch(self) -> bool:
+    # -- step by step, for those who keep the clock of several engines --
+
+    def add(self, number: int, request: VirtualRequest) -> None:
+        """Queue a request under a number that no other has; prompts with different numbers have nothing in common."""
+        seq = TokenSequence(
+            str(number),
+            [number + 1] + [0] * (request.prompt_tokens - 1),
+            _PARAMS,
+            seed=0,
+            arrival=number,
+            max_total_tokens=self._max_tokens,
+            priority=request.priority,
+            tenant=request.tenant,
+        )
+        self._ends_at[seq] = request.prompt_tokens + request.output_tokens
+        self.scheduler.add(seq)
+
+    def launch(self) -> float | None:
+        """Schedule a step and send it; return the seconds that it takes, or None where nothing can run."""
         step = self.scheduler.schedule()
         if step.is_empty:
-            return False
-        self._in_flight.append((step, self._step_seconds(step)))
+            return None
+        seconds = self._step_seconds(step)
+        self._in_flight.append((step, seconds))
         self.scheduler.update_after_schedule(step)
-        return True
+        return seconds
 
-    def _collect(self, on_step: Callable[[float], None] | None) -> None:
+    def collect(self, on_step: Callable[[float], None] | None = None) -> Collected:
+        """Go on to the end of the oldest step in flight, and take its tokens."""
         step, seconds = self._in_flight.popleft()
         self.now_s += seconds
         if on_step is not None:
@@ -119,12 +141,8 @@ class VirtualEngine:
         sampled = step.sampled()
         self.scheduler.update_from_output(step, [(0,)] * len(sampled))
         self.scheduler.prefill_budget.note(step, seconds)
-        for chunk in step.prefills:
-            if chunk.needs_sample and chunk.seq in self._ends_at:
-                number = chunk.seq.arrival
-                self.first_s[number] = min(self.first_s[number], self.now_s)
         ended = [seq for seq in sampled if len(seq.token_ids) >= self._ends_at.get(seq, self._max_tokens + 1)]
         for seq in ended:
-            self.end_s[seq.arrival] = self.now_s
             del self._ends_at[seq]
         self.scheduler.finish_requests(ended)
+        return Collected(step, sampled, ended)
