@@ -47,7 +47,7 @@ def tables(kept: Kept) -> Iterator[str]:
             for name in _PAIRS
         )
         per_s = setting.capacity["requests_per_s"]
-        yield f"\n**{setting.machine}, {setting.trace}**: {per_s:.2f} requests a second; objectives {pairs}\n"
+        yield f"\n**{setting.machine}, {setting.trace}**: {per_s:.2f} requests a second;\nobjectives {pairs}\n"
         yield "| load | pool | TTFT mean | p50 | p99 | ITL mean | p50 | p99 | met: strict | loose |"
         yield "|---|---|---|---|---|---|---|---|---|---|"
         for load in SHOWN_LOADS:
