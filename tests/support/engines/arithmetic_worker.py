@@ -82,7 +82,11 @@ class Running:
 
 def arithmetic_engine(folder: Path, config: EngineConfig, runner: type[ArithmeticRunner]) -> Engine:
     """Make an engine with an arithmetic model."""
-    return Engine(folder, config, make_runner=lambda _, config: runner(config, FACTS))
+    return Engine(folder, config, make_runner=partial(_make_runner, runner))
+
+
+def _make_runner(runner: type[ArithmeticRunner], _: Path, config: EngineConfig) -> ArithmeticRunner:
+    return runner(config, FACTS)
 
 
 async def started_core(folder: Path, config: EngineConfig, runner: type[ArithmeticRunner], kind: str) -> EngineCore:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import ConfigError
+from pagestream_engine.errors import ConfigError, OutOfMemory
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan, StepResult
 from support.engines.arithmetic_model import ArithmeticFacts, SeededRunner
@@ -35,6 +37,57 @@ class FaultyRunner(SeededRunner):
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise Unpicklable(lambda: None)
         return super().execute(plan)
+
+
+class FaultyRank(SeededRunner):
+    """Does once, at the step that its rank's file says, what it says: `kill`, `stop`, `raise`, or `differ`."""
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        super().__init__(config, FACTS)
+        self._file = rank_file(folder, config.place.rank)
+
+    def execute(self, plan: StepPlan) -> PendingResult:
+        fault = self._take_fault()
+        if fault == "raise":
+            raise OutOfMemory("no memory for this step")
+        if fault in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        result = super().execute(plan)()
+        if fault == "differ":
+            result = replace(result, token_ids=result.token_ids + 1)
+        return lambda: result
+
+    def _take_fault(self) -> str:
+        if not self._file.exists():
+            return ""
+        step, _, fault = self._file.read_text().partition(" ")
+        if not fault or self.num_steps < int(step):
+            return ""
+        self._file.unlink()
+        return fault
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """File of a rank's fault: the number of the first step at which it happens, and the fault."""
+    return folder / f"fault_of_rank_{rank}"
+
+
+def make_faulty_rank(folder: Path, config: EngineConfig) -> FaultyRank:
+    """Return a runner that reads its rank's fault from the folder."""
+    return FaultyRank(folder, config)
+
+
+def refuse_on_rank_1(folder: Path, config: EngineConfig) -> FaultyRank:
+    """Fail on one rank; the other one waits for it."""
+    if config.place.rank == 1:
+        return refuse_rank()
+    time.sleep(3600)
+    return FaultyRank(folder, config)
+
+
+def refuse_rank() -> FaultyRank:
+    """Fail as a rank without a device."""
+    raise ConfigError("device", "cuda", "cpu or auto", "torch finds no GPU on this machine")
 
 
 class UnendingRunner(SeededRunner):

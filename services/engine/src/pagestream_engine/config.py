@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any, TypedDict
 
-from pagestream_engine.errors import ConfigError
+from pagestream_engine.errors import ConfigError, UnsupportedOption
+from pagestream_engine.parallel.place import RankPlace
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -16,6 +17,8 @@ EXECUTORS = ("inline", "process")
 SPECULATIVE_METHODS = ("ngram", "draft_model")
 QUANTIZATIONS = ("int8",)
 """Of weights that are quantised while they are loaded."""
+MAX_RANKS = 64
+"""Of a group on one machine."""
 MAX_SPECULATIVE_TOKENS = 15
 """With the last token, what one pass of attention over a decode takes."""
 EVICTION_POLICIES = ("lru", "slru", "lfu", "cost")
@@ -225,6 +228,23 @@ class ExecutorConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """Processes that compute each step together. Above one they replace what `executor` names."""
+
+    tensor_parallel_size: int = 1
+    """Ranks among which each layer is divided: processes of one machine, with a GPU each, or on a CPU with a part of
+    its threads each. A divisor of the model's attention heads and of the width of its MLPs."""
+    pipeline_parallel_size: int = 1
+    """Stages of layers; one is all there is."""
+
+    def __post_init__(self) -> None:
+        _between("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
+        if self.pipeline_parallel_size != 1 or isinstance(self.pipeline_parallel_size, bool):
+            hint = "layers can't be divided among stages yet; tensor_parallel_size divides each layer"
+            raise UnsupportedOption("pipeline_parallel_size", self.pipeline_parallel_size, "1", hint)
+
+
+@dataclass(frozen=True)
 class ExtensionConfig:
     """Code of the user's."""
 
@@ -268,6 +288,8 @@ class EngineOptions(TypedDict, total=False):
     prompt_lookup_max: int
     executor: str
     async_scheduling: bool | None
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
     plugins: Sequence[str]
     swap_space: float
     kv_cache_dtype: str
@@ -286,9 +308,13 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     extensions: ExtensionConfig = field(default_factory=ExtensionConfig)
+    place: RankPlace = field(default_factory=RankPlace)
+    """Of this process among the ranks; no option."""
 
     def __post_init__(self) -> None:
+        self._check_ranks()
         if self.model.deterministic and self.cache.kv_cache_dtype in SCALED_CACHE_DTYPES:
             hint = "a token's key is rounded to a scale that later tokens of its block may raise"
             raise ConfigError("kv_cache_dtype", self.cache.kv_cache_dtype, "auto or bfloat16 with deterministic", hint)
@@ -296,6 +322,18 @@ class EngineConfig:
             hint = "a draft that does not hold may have raised the scale of its block's other keys"
             expected = "None with kv_cache_dtype fp8"
             raise ConfigError("speculative_method", self.speculation.method, expected, hint)
+
+    def _check_ranks(self) -> None:
+        size = self.parallel.tensor_parallel_size
+        refused = {
+            "kv_cache_dtype fp8": self.cache.kv_cache_dtype in SCALED_CACHE_DTYPES,
+            "quantization": self.model.quantization is not None,
+            "cpu_offload_gb": bool(self.model.cpu_offload_gb),
+            "a draft model": self.speculation.method == "draft_model",
+        }
+        for name, is_set in refused.items():
+            if size > 1 and is_set:
+                raise UnsupportedOption("tensor_parallel_size", size, f"1 with {name}", "ranks have none yet")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -320,6 +358,7 @@ class EngineConfig:
             scheduler=SchedulerConfig(**groups["scheduler"]),
             speculation=SpeculationConfig(**groups["speculation"]),
             executor=ExecutorConfig(**groups["executor"]),
+            parallel=ParallelConfig(**groups["parallel"]),
             extensions=ExtensionConfig(**groups["extensions"]),
         )
 
@@ -330,6 +369,7 @@ _GROUPS = {
     "scheduler": tuple(f.name for f in fields(SchedulerConfig)),
     "speculation": tuple(f.name for f in fields(SpeculationConfig)),
     "executor": tuple(f.name for f in fields(ExecutorConfig)),
+    "parallel": tuple(f.name for f in fields(ParallelConfig)),
     "extensions": tuple(f.name for f in fields(ExtensionConfig)),
 }
 

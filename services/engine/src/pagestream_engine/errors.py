@@ -14,7 +14,8 @@ class EngineError(Exception):
 
 
 def _restored(kind: type[EngineError], arguments: tuple[object, ...], state: dict[str, object]) -> EngineError:
-    error = kind.__new__(kind, *arguments)
+    # MemoryError has a `__new__` of its own, which refuses subclasses that have another base before it.
+    error = Exception.__new__(kind, *arguments) if issubclass(kind, MemoryError) else kind.__new__(kind, *arguments)
     error.args = arguments
     error.__dict__.update(state)
     return error
@@ -34,6 +35,17 @@ class ExecutorDied(EngineError, RuntimeError):  # noqa: N818
             f"was killed by signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exited: {exit_code}"
         )
         super().__init__(f"the executor's process {how}; restart_executor() starts another")
+
+
+class RankLost(ExecutorDied):
+    """A rank of a group has died, hangs, or failed alone; the others were ended with it."""
+
+    def __init__(self, rank: int, size: int, how: str, exit_code: int | None = None) -> None:
+        self.rank = rank
+        self.exit_code = exit_code
+        RuntimeError.__init__(
+            self, f"rank {rank} of {size} {how}, and the others were ended; restart_executor() starts another group"
+        )
 
 
 class ConfigError(EngineError, ValueError):

@@ -111,6 +111,8 @@ _ENGINE_OPTIONS = (
     "prompt_lookup_max",
     "executor",
     "async_scheduling",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
     "plugins",
 )
 
@@ -169,6 +171,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="schedule the next step while one runs (default: where a step can run meanwhile)",
     )
+    group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="processes that divide each layer")
+    group.add_argument("--pipeline-parallel-size", type=int, metavar="N", help="stages of layers; 1 is all there is")
     group.add_argument(
         "--plugins",
         type=split_names,

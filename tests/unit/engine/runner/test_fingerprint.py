@@ -15,7 +15,7 @@ import write_source_digests as digests  # noqa: E402
 DECIDING_FOLDERS = (
     *(
         f"pagestream_engine.{name}"
-        for name in ("attention", "layers", "models", "request", "runner", "sampler", "text")
+        for name in ("attention", "layers", "models", "parallel", "request", "runner", "sampler", "text")
     ),
     "pagestream_kernels",
 )
@@ -30,6 +30,7 @@ NOT_DECIDING = {
     "pagestream_engine.models.offload.layers": "copies whole pages before they are read",
     "pagestream_engine.models.offload.plan": "chooses where weights wait, from which the same kernels compute",
     "pagestream_engine.models.stored_size": "counts bytes",
+    "pagestream_engine.parallel.place": "says which rank a process is; their number is part of the fingerprint",
     "pagestream_engine.request.length_predictor": "expects lengths, for the order of requests",
     "pagestream_engine.request.logprob_row": "holds what was decided",
     "pagestream_engine.request.outputs": "holds what was decided",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.host_tier import HostMemory, HostTier
 from pagestream_engine.cache.kv_groups import KVLayout
 from pagestream_engine.config import EngineConfig, SchedulerConfig
-from pagestream_engine.errors import UnsupportedOption
+from pagestream_engine.errors import ConfigError, UnsupportedOption
 from pagestream_engine.executor.load_times import LoadTimes
 from pagestream_engine.step.pending import PendingResult
 from pagestream_engine.step.records import StepPlan, StepResult
@@ -247,7 +248,16 @@ def make_model_runner(folder: Path, config: EngineConfig) -> Runner:
 
     from pagestream_engine.runner.runner import ModelRunner
 
-    device = config.model.device
+    device, place = config.model.device, config.place
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return ModelRunner(folder, config, torch.device(device))
+    if place.size == 1:
+        return ModelRunner(folder, config, torch.device(device))
+    if device == "cpu":
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, torch.get_num_threads() // place.size))
+        return ModelRunner(folder, config, torch.device(device))
+    if torch.cuda.device_count() < place.size:
+        expected = f"at most the {torch.cuda.device_count()} GPUs of this machine"
+        raise ConfigError("tensor_parallel_size", place.size, expected)
+    return ModelRunner(folder, config, torch.device(device, place.rank))

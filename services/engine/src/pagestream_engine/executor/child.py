@@ -10,9 +10,9 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Protocol
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ExecutorError
@@ -34,7 +34,19 @@ class Failure:
 LOADING = -1
 
 
-def run_child(connection: Connection, make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> None:
+class Pipe(Protocol):
+    """An end of a pipe of pickled messages."""
+
+    def recv_bytes(self) -> bytes:
+        """Wait for the next message; raises EOFError where the other end has closed."""
+        ...
+
+    def send_bytes(self, message: bytes, /) -> None:
+        """Send a message; raises OSError where the other end has closed."""
+        ...
+
+
+def run_child(connection: Pipe, make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> None:
     """Load a runner, send its facts, and run plans until the other end closes the pipe. Exits the process."""
     try:
         _run(connection, make_runner, folder, config)
@@ -56,7 +68,7 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def _run(connection: Connection, make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> None:
+def _run(connection: Pipe, make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> None:
     # A terminal's interrupt is for the process that holds the requests: it closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -75,7 +87,7 @@ class _Steps:
     After a failure, the steps of its run are dropped; a plan that resets begins a new run.
     """
 
-    def __init__(self, connection: Connection, runner: Runner) -> None:
+    def __init__(self, connection: Pipe, runner: Runner) -> None:
         self._connection = connection
         self._runner = runner
         self._launched: SimpleQueue[tuple[int, int, PendingResult] | None] = SimpleQueue()
@@ -120,7 +132,7 @@ class _Steps:
                 return
 
 
-def _send(connection: Connection, message: object) -> bool:
+def _send(connection: Pipe, message: object) -> bool:
     """Send a message; return False where the other end has closed."""
     try:
         connection.send_bytes(pickle.dumps(message, protocol=5))

@@ -8,6 +8,7 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.executor.base import Executor, RunnerFactory
 from pagestream_engine.executor.inline import InlineExecutor
 from pagestream_engine.executor.process import ProcessExecutor
+from pagestream_engine.executor.rank_group import RankGroup
 
 
 def make_executor(make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> Executor:
@@ -18,5 +19,7 @@ def make_executor(make_runner: RunnerFactory, folder: Path, config: EngineConfig
         folder: the model's.
         config: settings.
     """
+    if config.parallel.tensor_parallel_size > 1:
+        return RankGroup(make_runner, folder, config)
     kind = ProcessExecutor if config.executor.executor == "process" else InlineExecutor
     return kind(make_runner, folder, config)

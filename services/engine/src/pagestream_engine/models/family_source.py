@@ -8,6 +8,7 @@ from typing import Any
 
 from pagestream_engine.attention import AttentionSpec, Backend
 from pagestream_engine.errors import UnsupportedOption
+from pagestream_engine.models import sharding
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder_config import DecoderConfig
 from pagestream_engine.models.loader import load_parameters
@@ -16,6 +17,7 @@ from pagestream_engine.models.offload.plan import plan_offload
 from pagestream_engine.models.registry import BuildContext, Family, plugin_digest
 from pagestream_engine.models.source import ModelSource, Target
 from pagestream_engine.models.stored_size import stored_bytes
+from pagestream_engine.models.weights import WeightMap
 
 
 class FamilySource(ModelSource):
@@ -32,23 +34,38 @@ class FamilySource(ModelSource):
         super().__init__(folder, self._config.info)
 
     def weight_bytes(self, target: Target) -> int:
-        weights = self._family.weights(self._config)
+        weights = self._weights(target)
         if target.offload is not None:
             plan = plan_offload(weights, target.dtype, target.offload.max_bytes, pinned=target.device.type == "cuda")
             return stored_bytes(weights, target.dtype, None) - plan.freed_bytes
-        if target.quantization is None:
+        is_alone_on_a_gpu = target.ranks.size > 1 and target.device.type == "cuda"
+        if target.quantization is None and not is_alone_on_a_gpu:  # ranks on a CPU share its memory
             return super().weight_bytes(target)
         return stored_bytes(weights, target.dtype, target.quantization)
 
     def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:
-        return self._family.attention_specs(self._config, target.max_model_len)
+        return self._family.attention_specs(self._config_of_rank(target), target.max_model_len)
 
     def load(self, target: Target, backend: Backend) -> Model:
-        weights = self._family.weights(self._config)
+        ranks, weights = target.ranks, self._weights(target)
         parameters = load_parameters(self.folder, weights, target)
-        specs = self.attention_specs(target)
-        model = self._family.build(self._config, parameters, specs, BuildContext(backend, target.max_model_len))
+        sharding.join_linears(parameters, weights, ranks, self.info.vocab_size)
+        context = BuildContext(backend, target.max_model_len, ranks)
+        model = self._family.build(self._config_of_rank(target), parameters, self.attention_specs(target), context)
         if target.offload is not None and not model.computes_offloaded:
             hint = f"the family of {self.info.architecture} builds a model of its own, which needs its weights in place"
             raise UnsupportedOption("cpu_offload_gb", target.offload.max_bytes / 2**30, "0", hint)
         return model
+
+    def _weights(self, target: Target) -> WeightMap:
+        ranks, weights = target.ranks, self._family.weights(self._config)
+        if ranks.size == 1:
+            return weights
+        return sharding.shard_weights(weights, self._config, ranks.rank, ranks.size)
+
+    def _config_of_rank(self, target: Target) -> Any:
+        size = target.ranks.size
+        if size > 1 and not isinstance(self._config, DecoderConfig):
+            hint = f"the family of {self.info.architecture} has no DecoderConfig, which has what is divided"
+            raise UnsupportedOption(sharding.OPTION, size, "1", hint)
+        return self._config if size == 1 else sharding.shard_config(self._config, size)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ def _from_file(shared: SharedWeights, weights: WeightMap, target: Target) -> Par
                 bias = _found(shared.tensor(name + _BIAS), name + _BIAS) if weight.bias else None
                 parameters.add_linear(name, Linear(method, bias))
             case TiedWeight():
-                matrix = parameters.tensor(weight.to)
+                matrix = weight.of(parameters.tensor(weight.to))
                 method = choose_method(matrix, exact=True, may_copy=found is not None, packed=found)
                 parameters.add_linear(name, Linear(method), is_shared=not method.is_copy)
     return parameters
@@ -163,6 +164,14 @@ def _key(folder: Path, weights: WeightMap, target: Target) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
+class Columns(NamedTuple):
+    """Which columns of a matrix in a file are read, as many as there is room for."""
+
+    first: int
+    of: int
+    """Columns of the matrix."""
+
+
 class WeightReader:
     """Hands out tensors by name, and remembers which were asked for."""
 
@@ -183,10 +192,13 @@ class WeightReader:
 
     def matrix(self, weight: LinearWeight) -> Tensor:
         """Read the (rows, in features) of a linear; after `reserve` they stay until the next call only."""
+        shape = weight.num_rows, weight.in_features
         if self._scratch is None:
-            return self.read(weight.parts, weight.in_features, suffix=".weight")
-        target = self._scratch[: weight.num_rows * weight.in_features].view(weight.num_rows, weight.in_features)
-        self.fill(target, weight.parts, ".weight")
+            target = torch.empty(*shape, dtype=self.target.dtype, device=self.target.device)
+        else:
+            target = self._scratch[: shape[0] * shape[1]].view(shape)
+        columns = None if weight.all_columns is None else Columns(weight.first_column, weight.all_columns)
+        self.fill(target, weight.parts, ".weight", columns)
         return target
 
     def read(self, parts: Sequence[Part], *trailing: int, suffix: str = "") -> Tensor:
@@ -217,22 +229,28 @@ class WeightReader:
                 "expected none; check that config.json belongs to these weights"
             )
 
-    def fill(self, target: Tensor, parts: Sequence[Part], suffix: str) -> None:
-        """Do `read` into a tensor of the result's shape."""
+    def fill(self, target: Tensor, parts: Sequence[Part], suffix: str, columns: Columns | None = None) -> None:
+        """Do `read` into a tensor of the result's shape; with `columns` only these of each matrix."""
         begin = 0
         for part in parts:
-            self._read_one(target[begin : begin + part.rows], part.name + suffix)
+            self._read_one(target[begin : begin + part.rows], part, part.name + suffix, columns)
             begin += part.rows
 
-    def _read_one(self, target: Tensor, name: str) -> None:
+    def _read_one(self, target: Tensor, part: Part, name: str, columns: Columns | None) -> None:
+        expected = (part.all_rows or part.rows, *target.shape[1:])
+        if columns is not None:
+            expected = (expected[0], columns.of)
         entry = self._entries.get(name)
         if entry is None:
-            raise WeightsError(
-                f"{name}: missing, expected among the weights with shape {tuple(target.shape)}; {DOWNLOAD_AGAIN}"
-            )
-        if entry.shape != tuple(target.shape):
-            raise WeightsError(f"{name}: given shape {entry.shape}, expected {tuple(target.shape)} by config.json")
-        self._files.read(entry, target)
+            raise WeightsError(f"{name}: missing, expected among the weights with shape {expected}; {DOWNLOAD_AGAIN}")
+        if entry.shape != expected:
+            raise WeightsError(f"{name}: given shape {entry.shape}, expected {expected} by config.json")
+        rows = entry.rows(part.first_row, part.rows)
+        if columns is None:
+            self._files.read(rows, target)
+        else:
+            for index, row in enumerate(target):
+                self._files.read(rows.row_part(index, columns.first, len(row)), row)
         self._used.add(name)
 
 
@@ -258,7 +276,7 @@ def _load_one(parameters: Parameters, name: str, weight: Weight, reader: WeightR
             bias = reader.read(weight.parts, suffix=".bias") if weight.bias else None
             parameters.add_linear(name, Linear(method, bias))
         case TiedWeight():
-            matrix = parameters.tensor(weight.to)
+            matrix = weight.of(parameters.tensor(weight.to))
             # The plain layout is needed too, and another one is a second copy: made only of a small matrix.
             may_copy = matrix.nbytes <= _COPIED_HEAD_BYTES
             method = choose_method(matrix, exact=exact, by_triton=by_triton, may_copy=may_copy)

@@ -18,6 +18,7 @@ from pagestream_engine.layers.rope import Rope, cos_sin_table
 from pagestream_engine.models.config import ConfigFile, ModelInfo
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.weights import Parameters, WeightMap
+from pagestream_engine.parallel.ranks import ONE_RANK, Ranks
 
 
 class HasInfo(Protocol):
@@ -39,6 +40,8 @@ class BuildContext:
     backend: Backend
     max_model_len: int
     """Longest sequence, in tokens."""
+    ranks: Ranks = ONE_RANK
+    """Among which the model is divided."""
     _rotations: dict[Rope, Rotation] = field(default_factory=dict)
 
     def rotation(self, rope: Rope) -> Rotation:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,6 +34,18 @@ class Entry:
     begin: int
     """Of its bytes, from the file's start."""
     num_bytes: int
+
+    def rows(self, first: int, count: int) -> Entry:
+        """Return where `count` of its rows lie, one after the other."""
+        of_row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return replace(
+            self, shape=(count, *self.shape[1:]), begin=self.begin + first * of_row, num_bytes=count * of_row
+        )
+
+    def row_part(self, row: int, first: int, count: int) -> Entry:
+        """Return where `count` elements of a matrix's row lie."""
+        begin = self.begin + (row * self.shape[1] + first) * self.dtype.itemsize
+        return replace(self, shape=(count,), begin=begin, num_bytes=count * self.dtype.itemsize)
 
 
 def read_folder(folder: Path) -> dict[str, Entry]:

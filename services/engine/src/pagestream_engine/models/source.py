@@ -15,6 +15,7 @@ from pagestream_engine.models.config import ModelInfo
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.offload.layers import OffloadTarget
 from pagestream_engine.models.safetensors_file import read_folder
+from pagestream_engine.parallel.ranks import ONE_RANK, Ranks
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Target:
     """`ModelConfig.quantization`."""
     offload: OffloadTarget | None = None
     """How weights are kept in host memory; None: all are on the device."""
+    ranks: Ranks = ONE_RANK
+    """Among which the model is divided."""
 
 
 class ModelSource(ABC):

@@ -24,6 +24,10 @@ class Part:
     """Of the tensor in the checkpoint; of a linear, without `.weight` and `.bias`."""
     rows: int
     """How many it fills."""
+    first_row: int = 0
+    """Of the tensor: the first one that is read."""
+    all_rows: int | None = None
+    """That the tensor has; None: those that are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +50,14 @@ class LinearWeight:
 
     parts: tuple[Part, ...]
     in_features: int
+    """Columns that are read of each tensor."""
     bias: bool = False
     is_sensitive: bool = False
     """Whether it keeps the model's dtype where the others are quantised: a router, whose choices are all or nothing."""
+    first_column: int = 0
+    """Of each tensor: the first one that is read."""
+    all_columns: int | None = None
+    """That each tensor has; None: those that are read."""
 
     @property
     def num_rows(self) -> int:
@@ -67,6 +76,12 @@ class TiedWeight:
 
     to: str
     """Parameter that holds the weight; declared before this one."""
+    rows: tuple[int, int] | None = None
+    """First and end of its rows that are the linear's; None: all."""
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """Return the linear's rows of the parameter."""
+        return matrix if self.rows is None else matrix[slice(*self.rows)]
 
 
 Weight = TensorWeight | LinearWeight | TiedWeight
@@ -110,6 +125,10 @@ class Parameters:
         is counted there."""
         self._linears[name] = linear
         self._num_bytes += linear.num_bytes - (linear.method.num_bytes if is_shared else 0)
+
+    def replace_linear(self, name: str, linear: Linear) -> None:
+        """Put another linear, with the same weight, in the place of a declared one."""
+        self._linears[name] = linear
 
     def drop_linear(self, name: str) -> Linear:
         """Return a linear, and hold it no longer."""

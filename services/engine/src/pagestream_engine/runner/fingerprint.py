@@ -60,12 +60,12 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.models.families.gemma3": 2,
     "pagestream_engine.models.families.llama": 3,
     "pagestream_engine.models.families.mistral": 2,
-    "pagestream_engine.models.families.mixtral": 3,
+    "pagestream_engine.models.families.mixtral": 4,
     "pagestream_engine.models.families.phi3": 2,
     "pagestream_engine.models.families.qwen2": 2,
     "pagestream_engine.models.families.qwen3": 2,
     "pagestream_engine.models.families.qwen3_moe": 3,
-    "pagestream_engine.models.family_source": 6,
+    "pagestream_engine.models.family_source": 7,
     "pagestream_engine.models.folder": 2,
     "pagestream_engine.models.general.interface": 2,
     "pagestream_engine.models.general.linears": 3,
@@ -74,15 +74,17 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.models.general.norms": 2,
     "pagestream_engine.models.general.probe": 3,
     "pagestream_engine.models.general.rotations": 1,
-    "pagestream_engine.models.general.source": 9,
-    "pagestream_engine.models.loader": 10,
+    "pagestream_engine.models.general.source": 10,
+    "pagestream_engine.models.loader": 11,
     "pagestream_engine.models.model": 7,
-    "pagestream_engine.models.registry": 3,
-    "pagestream_engine.models.safetensors_file": 2,
+    "pagestream_engine.models.registry": 4,
+    "pagestream_engine.models.safetensors_file": 3,
     "pagestream_engine.models.select": 1,
     "pagestream_engine.models.shared_weights": 2,
-    "pagestream_engine.models.source": 8,
-    "pagestream_engine.models.weights": 5,
+    "pagestream_engine.models.sharding": 1,
+    "pagestream_engine.models.source": 9,
+    "pagestream_engine.models.weights": 6,
+    "pagestream_engine.parallel.ranks": 1,
     "pagestream_engine.request.beam_search": 2,
     "pagestream_engine.request.checks": 1,
     "pagestream_engine.request.generation": 5,
@@ -94,7 +96,7 @@ FINGERPRINTED_SOURCES: Mapping[str, int] = {
     "pagestream_engine.runner.persistent_batch": 11,
     "pagestream_engine.runner.prompt_rows": 2,
     "pagestream_engine.runner.recorder": 1,
-    "pagestream_engine.runner.runner": 31,
+    "pagestream_engine.runner.runner": 32,
     "pagestream_engine.runner.speculation.verification": 1,
     "pagestream_engine.sampler.batch": 6,
     "pagestream_engine.sampler.columns": 2,
@@ -162,6 +164,7 @@ def fingerprint(
     plugin_digest: str,
     *,
     quantization: str | None,
+    num_ranks: int,
 ) -> str:
     """Return 16 hexadecimal digits of a SHA-256 over all that the bits of a logit may depend on.
 
@@ -172,6 +175,7 @@ def fingerprint(
         numerics: the settled mode.
         plugin_digest: `ModelSource.plugin_digest`.
         quantization: `ModelConfig.quantization`.
+        num_ranks: whose parts of a sum are added up.
     """
     parts = [
         model_revision(model_dir),
@@ -186,6 +190,7 @@ def fingerprint(
         _device(backend.store.device),
         plugin_digest,
         quantization or "",
+        f"{num_ranks} ranks",
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -114,11 +114,12 @@ def gpu_pool_bytes(use: MemoryUse, gpu_memory_utilization: float, num_graphs: in
     return max(0, use.free - kept - (use.total - int(use.total * gpu_memory_utilization)))
 
 
-def cpu_pool_bytes(step_bytes: int, host_bytes: int = 0, available: int | None = None) -> int:
+def cpu_pool_bytes(step_bytes: int, host_bytes: int = 0, available: int | None = None, *, num_ranks: int = 1) -> int:
     """Bytes for the KV cache in host memory, where the largest step takes `step_bytes` beside it, and pages for evicted
-    blocks `host_bytes`."""
-    available = (available_bytes() if available is None else available) - host_bytes
-    return max(0, min(CPU_LIMIT_BYTES, int(available * CPU_SHARE) - step_bytes))
+    blocks `host_bytes`. Each of several ranks has its part of the machine and of the limit; the other two are its own.
+    """
+    available = (available_bytes() if available is None else available) // num_ranks - host_bytes
+    return max(0, min(CPU_LIMIT_BYTES // num_ranks, int(available * CPU_SHARE) - step_bytes))
 
 
 def check_weights_fit(num_bytes: int, device: torch.device, gpu_memory_utilization: float) -> None:

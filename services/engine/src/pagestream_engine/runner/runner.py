@@ -20,6 +20,7 @@ from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.offload.copier import Copier
 from pagestream_engine.models.select import open_model
 from pagestream_engine.models.source import Target
+from pagestream_engine.parallel.ranks import open_ranks
 from pagestream_engine.runner.backends import backend_for, block_size_for, cache_shapes, kv_layout
 from pagestream_engine.runner.decode_graphs import DecodeGraphs, can_record, graph_sizes
 from pagestream_engine.runner.fingerprint import fingerprint
@@ -91,6 +92,7 @@ class ModelRunner:
         check_model_allows(wanted, source, by_triton=by_triton)
         exact_linears = wants_exact_linears(wanted, self.dtype, device, by_triton=by_triton)
         shared_bytes = int(config.model.shared_weights_gb * 2**30)
+        self._ranks = open_ranks(config.place, device, fixed_order=exact_linears)
         target = Target(
             self.dtype,
             device,
@@ -100,6 +102,7 @@ class ModelRunner:
             shared_bytes,
             config.model.quantization,
             offload_target(config.model.cpu_offload_gb, source, device, copier),
+            self._ranks,
         )
         draft_model = config.speculation.speculative_model
         draft_dir = None if draft_model is None else resolve_model(draft_model)
@@ -126,7 +129,8 @@ class ModelRunner:
         self._plugin_digest = source.plugin_digest
         self._num_blocks = 0
         self._host_pages: HostPages | None = None
-        if recorder is None and device.type == "cuda" and not config.model.enforce_eager:
+        # Graphs with exchanges between ranks have not been tried.
+        if recorder is None and device.type == "cuda" and not config.model.enforce_eager and self._ranks.size == 1:
             recorder = CudaGraphRecorder(device)
         can_be_used = recorder is not None and can_record(self._model, self._backend, recorder)
         self._recorder = recorder if can_be_used else None
@@ -142,7 +146,7 @@ class ModelRunner:
             sends_lengths=self._backend.attention.reads_device_lengths,
         )
         self.num_speculative_tokens = config.speculation.most_drafts
-        self._speculation = make_speculation(config, draft, self._batch, self._guess)
+        self._speculation = make_speculation(config, draft, self._batch, self._guess, self._ranks.first)
         self.forget_rows()
 
     @property
@@ -155,6 +159,7 @@ class ModelRunner:
             self.numerics,
             self._plugin_digest,
             quantization=self._config.model.quantization,
+            num_ranks=self._ranks.size,
         )
 
     @property
@@ -191,7 +196,8 @@ class ModelRunner:
                 "num_gpu_blocks_override",
             )
         longest = self.kv_layout.num_blocks_for(self.max_model_len, scheduler.max_num_batched_tokens)
-        return min(pool_bytes // block_bytes - self._num_padding_blocks, scheduler.max_num_seqs * longest)
+        num_blocks = min(pool_bytes // block_bytes - self._num_padding_blocks, scheduler.max_num_seqs * longest)
+        return self._ranks.least(num_blocks)
 
     def _profile(self) -> tuple[int, int]:
         """Run what `profile` says on a cache of one block. Return the bytes for the pool, and of the largest step."""
@@ -205,7 +211,8 @@ class ModelRunner:
                 step_bytes, pool_bytes = use.step, gpu_pool_bytes(use, share, len(sizes))
             else:
                 step_bytes = estimated_cpu_step_bytes(self, self._config, vocab_size)
-                pool_bytes = cpu_pool_bytes(step_bytes, int(self._config.cache.swap_space * 2**30))
+                host_bytes = int(self._config.cache.swap_space * 2**30) // self._ranks.size
+                pool_bytes = cpu_pool_bytes(step_bytes, host_bytes, num_ranks=self._ranks.size)
         finally:
             self.forget_rows()
         _log.info("the largest step takes %d MiB, the KV pool gets %d MiB", step_bytes >> 20, pool_bytes >> 20)
@@ -219,7 +226,8 @@ class ModelRunner:
         """
         if num_blocks < 1:
             raise ConfigError("num_gpu_blocks_override", num_blocks, "at least 1")
-        most = _free_bytes(self.device) // self._backend.store.block_bytes - self._num_padding_blocks
+        free = _free_bytes(self.device, self._ranks.size)
+        most = free // self._backend.store.block_bytes - self._num_padding_blocks
         if num_blocks > most:
             hint = "lower it, or leave it out to take what fits"
             expected = f"at most {most}, blocks of {self._backend.store.block_bytes} bytes in the memory that is free"
@@ -228,12 +236,13 @@ class ModelRunner:
         self._num_blocks = num_blocks
 
     def allocate_host_pages(self, num_bytes: int) -> HostMemory:
-        """Allocate at most so many bytes of host memory for blocks, once the cache is allocated.
+        """Allocate at most so many bytes of host memory for blocks, over all ranks, once the cache is allocated.
 
         Raises:
             ConfigError: they do not hold one block, or there is less memory.
         """
-        store, free = self._backend.store, available_bytes()
+        store, free = self._backend.store, available_bytes() // self._ranks.size
+        num_bytes //= self._ranks.size
         page_bytes, is_cuda = store.block_bytes, self.device.type == "cuda"
         if not is_cuda:  # whose memory counts as free until blocks are first written
             free -= sum(part.nbytes for part in store.parts)
@@ -242,7 +251,8 @@ class ModelRunner:
             expected = f"GiB of at least one block of {page_bytes} bytes, and at most the {free / 2**30:.1f} free ones"
             raise ConfigError("swap_space", num_bytes / 2**30, expected)
         self._host_pages = pages = HostPages(store, slabs)
-        return HostMemory(len(pages), page_bytes, pages.measure_load_s())
+        num_pages = self._ranks.least(len(pages))
+        return HostMemory(num_pages, page_bytes, self._ranks.first(pages.measure_load_s()))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -365,8 +375,8 @@ def _edit_sampling(sampling: SamplingBatch, plan: StepPlan) -> None:
         )
 
 
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+def _free_bytes(device: torch.device, num_ranks: int) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes() // num_ranks
 
 
 def _max_model_len(given: int | None, info: ModelInfo) -> int:

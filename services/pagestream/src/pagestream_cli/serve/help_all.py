@@ -54,7 +54,7 @@ def groups() -> dict[str, tuple[type, ...]]:
     from pagestream_worker.settings import WorkerSettings
 
     gateway = {group.upper(): (kind,) for group, kind in OWN_GROUPS.items()}
-    engine = tuple(fields_of(EngineConfig).values())
+    engine = tuple(group for name, group in fields_of(EngineConfig).items() if name != "place")
     common = {"BROKER": (StreamsSettings,), "TELEMETRY": (TelemetrySettings,)}
     return {**gateway, "WORKER": (WorkerSettings,), "ENGINE": engine, **common}
 

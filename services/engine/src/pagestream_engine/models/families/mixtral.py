@@ -54,12 +54,15 @@ def experts_weights(config: DecoderConfig, prefix: str, *, gate: str, up: str, d
     return weights
 
 
-def mixture(builder: DecoderBuilder, prefix: str) -> MixtureOfExperts:
-    """Build the mixture of experts whose parameters have a prefix."""
+def mixture(builder: DecoderBuilder, prefix: str) -> Mlp:
+    """Build the mixture of experts whose parameters have a prefix. Ranks hold a part of each expert, and add up what
+    comes of all."""
     shape = experts_of(builder.config)
     experts = [builder.gated_mlp(f"{prefix}experts.{expert}.") for expert in range(shape.num_experts)]
     router = builder.parameters.linear(prefix + "router")
-    return MixtureOfExperts(router, experts, shape.experts_per_token, normalises=shape.normalises)
+    experts_of_rank = MixtureOfExperts(router, experts, shape.experts_per_token, normalises=shape.normalises)
+    ranks = builder.context.ranks
+    return experts_of_rank if ranks.size == 1 else lambda x: ranks.sum(experts_of_rank(x))
 
 
 def experts_of(config: DecoderConfig) -> ExpertsConfig:

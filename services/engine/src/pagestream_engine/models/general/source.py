@@ -14,7 +14,14 @@ import torch
 from torch import nn
 
 from pagestream_engine.attention import AttentionSpec, Backend
-from pagestream_engine.errors import DOWNLOAD_AGAIN, ModelError, ModelFileError, UnsupportedModel, WeightsError
+from pagestream_engine.errors import (
+    DOWNLOAD_AGAIN,
+    ModelError,
+    ModelFileError,
+    UnsupportedModel,
+    UnsupportedOption,
+    WeightsError,
+)
 from pagestream_engine.layers.attention import PagedAttention
 from pagestream_engine.layers.rope import RopeContext
 from pagestream_engine.models.config import ConfigFile, ModelInfo
@@ -53,6 +60,10 @@ class GeneralSource(ModelSource):
         self._found: tuple[AttentionSpec, ...] = ()
 
     def attention_specs(self, target: Target) -> Sequence[AttentionSpec]:
+        size = target.ranks.size
+        if size > 1:
+            hint = f"{self.info.architecture} runs by transformers' code, which can't be divided"
+            raise UnsupportedOption("tensor_parallel_size", size, "1", hint)
         self._module = self._read_weights(target)
         replaced = replace_linears(self._module, exact=target.exact_linears, quantization=target.quantization)
         try:

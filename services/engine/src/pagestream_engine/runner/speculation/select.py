@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.runner.persistent_batch import PersistentBatch
 from pagestream_engine.runner.speculation.draft_model import DraftModel, Guess, LoadedDraft
@@ -11,7 +13,11 @@ from pagestream_engine.runner.speculation.speculation import Speculation
 
 
 def make_speculation(
-    config: EngineConfig, draft: LoadedDraft | None, batch: PersistentBatch, guess: Guess
+    config: EngineConfig,
+    draft: LoadedDraft | None,
+    batch: PersistentBatch,
+    guess: Guess,
+    agree: Callable[[float], float],
 ) -> Speculation | None:
     """Return None where the settings name no method.
 
@@ -20,6 +26,7 @@ def make_speculation(
         draft: the model of `speculative_model`, if there is one.
         batch: of the runner.
         guess: `SamplingBatch.guess` of the runner's rows.
+        agree: see `Speculation`.
     """
     settings, max_num_seqs = config.speculation, config.scheduler.max_num_seqs
     if settings.method is None:
@@ -29,4 +36,4 @@ def make_speculation(
         proposer = NgramProposer(max_num_seqs, settings.prompt_lookup_min, settings.prompt_lookup_max)
     else:
         proposer = DraftModel(draft, batch, max_num_seqs, guess)
-    return Speculation(proposer, max_num_seqs, settings.most_drafts)
+    return Speculation(proposer, max_num_seqs, settings.most_drafts, agree)

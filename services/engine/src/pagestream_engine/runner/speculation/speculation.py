@@ -25,9 +25,13 @@ class Speculation:
         proposer: of drafts.
         max_num_seqs: rows of the batch.
         num_speculative_tokens: most drafts of a row in a step.
+        agree: returns one number for all ranks, which measure different times and must have the same drafts.
     """
 
-    def __init__(self, proposer: Proposer, max_num_seqs: int, num_speculative_tokens: int) -> None:
+    def __init__(
+        self, proposer: Proposer, max_num_seqs: int, num_speculative_tokens: int, agree: Callable[[float], float]
+    ) -> None:
+        self._agree = agree
         self._most = num_speculative_tokens
         self._most_rows = max(max_num_seqs, 1 + self._most)
         """Of logits in a step."""
@@ -116,4 +120,5 @@ class Speculation:
             for row, count, token_ids in zip(rows, counts, tokens[-num_decodes:], strict=True):
                 self._lengths.note(row, count, max(0, len(token_ids) - 1))
         if not plan.num_prefills and num_decodes:
-            self._lengths.cost.note(plan.num_tokens, sum(map(len, tokens)), seconds, num_drafts, draft_seconds)
+            num_tokens, seconds, draft_seconds = sum(map(len, tokens)), self._agree(seconds), self._agree(draft_seconds)
+            self._lengths.cost.note(plan.num_tokens, num_tokens, seconds, num_drafts, draft_seconds)

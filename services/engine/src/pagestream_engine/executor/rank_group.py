@@ -1,0 +1,262 @@
+"""Steps by several processes, each of which has a part of the model: one plan for all, and rank 0's result."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import shutil
+import tempfile
+from collections import deque
+from dataclasses import replace
+from multiprocessing.connection import wait
+from pathlib import Path
+from time import monotonic
+from typing import NoReturn
+
+import numpy as np
+
+from pagestream_engine.config import EngineConfig
+from pagestream_engine.errors import EngineError, InvariantViolation, RankLost
+from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory
+from pagestream_engine.executor.child import Failure
+from pagestream_engine.executor.rank_process import Answer, RankProcess
+from pagestream_engine.executor.stragglers import Stragglers
+from pagestream_engine.parallel.place import Progress, RankPlace
+from pagestream_engine.step.records import StepPlan, StepResult
+
+_FAILURE_LIMIT_S = 1.0
+"""For the others to fail, too, when a rank has failed: they wait for it if it has failed alone."""
+_POLL_S = 0.1
+_CLOSE_LIMIT_S = 5.0
+
+
+class RankGroup:
+    """Starts `tensor_parallel_size` processes by `spawn`, and sends each plan to all of them.
+
+    A step that all ranks fail alike fails alone: none has exchanged more than another. A rank that dies, hangs
+    (`Stragglers`), fails alone, or samples other tokens than rank 0 ends the group: the others are killed.
+
+    A program that uses it must guard its entry point by `if __name__ == "__main__"`: each process imports that module.
+
+    Args:
+        make_runner: loads a rank's part of the model by `config.place`; a function of a module.
+        folder: the model's.
+        config: settings.
+
+    Raises:
+        RankLost: a process ended while it loaded.
+        Exception: what loading raised.
+    """
+
+    def __init__(self, make_runner: RunnerFactory, folder: Path, config: EngineConfig) -> None:
+        context = multiprocessing.get_context("spawn")
+        size = config.parallel.tensor_parallel_size
+        self._folder = Path(tempfile.mkdtemp(prefix="pagestream-ranks-"))
+        self._stragglers = Stragglers(Progress(self._folder, size, create=True))
+        self._ranks: list[RankProcess] = []
+        self._in_flight: deque[int] = deque()
+        self._lost: RankLost | None = None
+        try:
+            for rank in range(size):
+                place = RankPlace(rank, size, self._folder)
+                self._ranks.append(RankProcess(context, make_runner, folder, replace(config, place=place)))
+            self.facts = _agreed(self._load())
+        except BaseException:
+            self._end()
+            raise
+
+    @property
+    def overlaps(self) -> bool:
+        return True
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the ranks that were started."""
+        return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
+
+    def submit(self, plan: StepPlan) -> None:
+        self._raise_lost()
+        message = pickle.dumps(plan, protocol=5)
+        for rank in self._ranks:
+            try:
+                rank.connection.send_bytes(message)
+            except OSError as error:
+                self._lose(rank, "takes no plans", error)
+            except BaseException:
+                # Interrupted: some ranks may have the plan, or a part of it.
+                self._lose_all("has not all of a plan")
+                raise
+        self._in_flight.append(plan.step_id)
+
+    def collect(self) -> StepResult:
+        self._raise_lost()
+        try:
+            answers = self._gather(self._in_flight[0])
+            failures = {rank: each for rank, each in enumerate(answers) if isinstance(each, Failure)}
+            if len(failures) == len(answers):
+                raise failures[0].error
+            for rank, failure in failures.items():
+                # The others go on with the next plan, which this one drops.
+                self._lose(self._ranks[rank], "failed alone", failure.error)
+            return self._checked([each for each in answers if isinstance(each, StepResult)])
+        except BaseException:
+            self._in_flight.clear()
+            raise
+        finally:
+            if self._in_flight:
+                self._in_flight.popleft()
+
+    def check_alive(self) -> None:
+        self._raise_lost()
+        for rank in self._ranks:
+            if rank.process.exitcode is not None:
+                self._lose(rank, "")
+
+    def close(self) -> None:
+        """End the processes: they get the end of their pipes, and are killed if that does not end them within 5 s."""
+        self._in_flight.clear()
+        self._end(_CLOSE_LIMIT_S)
+
+    # -- answers --
+
+    def _load(self) -> list[ExecutorFacts]:
+        """Wait for the facts of all ranks; one that fails ends the wait."""
+        failed_at = None
+        while failed_at is None or monotonic() < failed_at + _FAILURE_LIMIT_S:
+            if all(rank.answers for rank in self._ranks):
+                break
+            self._receive(_POLL_S, notice_deaths=failed_at is None)
+            if failed_at is None and any(isinstance(each, Failure) for each in self._answers()):
+                failed_at = monotonic()
+        answers = [rank.answers.popleft() for rank in self._ranks if rank.answers]
+        errors = [each.error for each in answers if isinstance(each, Failure)]
+        if errors:
+            # One that misses another rank fails, too, and says less.
+            raise next((error for error in errors if isinstance(error, EngineError)), errors[0])
+        return [each for each in answers if isinstance(each, ExecutorFacts)]
+
+    def _gather(self, step_id: int) -> list[Answer]:
+        """Wait for the step's answer of each rank; those of steps that an interrupted caller has dropped come first."""
+        failed_at = None
+        self._stragglers.begin()
+        while True:
+            for rank in self._ranks:
+                _drop_before(rank.answers, step_id)
+            waiting = [rank for rank in self._ranks if not rank.answers]
+            if not waiting:
+                self._stragglers.end()
+                return [rank.answers.popleft() for rank in self._ranks]
+            now = monotonic()
+            failures = [each for each in self._answers() if isinstance(each, Failure)]
+            failed_at = now if failures and failed_at is None else failed_at
+            if failed_at is not None and now > failed_at + _FAILURE_LIMIT_S:
+                self._lose(self._failed_rank(), "failed alone", failures[0].error)
+            hanging = self._stragglers.find([rank.rank for rank in waiting])
+            if hanging is not None:
+                self._lose(self._ranks[hanging], f"made no progress for {self._stragglers.limit_s:.1f} s")
+            self._receive(_POLL_S)
+
+    def _receive(self, timeout_s: float, *, notice_deaths: bool = True) -> None:
+        """Receive what has come, or comes within the time.
+
+        Raises:
+            RankLost: a rank has died.
+        """
+        connections = {rank.connection: rank for rank in self._ranks if not rank.has_ended}
+        sentinels = {rank.process.sentinel: rank for rank in self._ranks}
+        ready = wait([*connections, *(sentinels if notice_deaths else ())], timeout_s)
+        dead = [sentinels[each] for each in ready if isinstance(each, int)]
+        for connection, rank in connections.items():
+            if connection not in ready:
+                continue
+            try:
+                rank.receive()
+            except (EOFError, OSError) as error:
+                rank.has_ended = True
+                if notice_deaths:
+                    self._lose(rank, "sends nothing", error)
+            except BaseException:
+                # Interrupted, perhaps in the middle of a message: nothing after it can be read.
+                self._lose_all("was interrupted within an answer")
+                raise
+        for rank in dead:
+            if not any(isinstance(each, Failure) for each in rank.answers):
+                self._lose(rank, "")
+
+    def _answers(self) -> list[Answer]:
+        return [rank.answers[0] for rank in self._ranks if rank.answers]
+
+    def _failed_rank(self) -> RankProcess:
+        return next(rank for rank in self._ranks if rank.answers and isinstance(rank.answers[0], Failure))
+
+    def _checked(self, results: list[StepResult]) -> StepResult:
+        """Return rank 0's result. Each rank goes on with the tokens that it has sampled: they must be the same."""
+        first, *others = results
+        for rank, other in enumerate(others, 1):
+            if not (np.array_equal(first.token_ids, other.token_ids) and np.array_equal(first.counts, other.counts)):
+                self._lose(self._ranks[rank], "sampled other tokens than rank 0")
+        return first
+
+    # -- the end --
+
+    def _lose(self, rank: RankProcess, how: str, cause: BaseException | None = None) -> NoReturn:
+        """End the group because of a rank, and raise RankLost.
+
+        Args:
+            rank: the one.
+            how: what it does, for one that is alive.
+            cause: if an error has shown it.
+        """
+        code = rank.process.exitcode
+        if code is None and isinstance(cause, (EOFError, OSError)):
+            rank.process.join(_POLL_S)  # whose end comes just after that of its pipe
+            code = rank.process.exitcode
+        if code is not None:
+            how = f"was killed by signal {-code}" if code < 0 else f"exited: {code}"
+        self._lost = RankLost(rank.rank, len(self._ranks), how, code)
+        self._end()
+        raise self._lost from cause
+
+    def _lose_all(self, how: str) -> None:
+        self._lost = RankLost(0, len(self._ranks), how)
+        self._end()
+
+    def _raise_lost(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    def _end(self, limit_s: float | None = None) -> None:
+        """End all processes; None: by SIGKILL, all at once."""
+        for rank in self._ranks:
+            rank.connection.close()
+            if limit_s is None:
+                rank.process.kill()
+        until = monotonic() + (limit_s or 0.0)
+        for rank in self._ranks:
+            rank.end(max(0.0, until - monotonic()))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _drop_before(answers: deque[Answer], step_id: int) -> None:
+    while answers:
+        answer = answers[0]
+        if isinstance(answer, ExecutorFacts) or answer.step_id > step_id:
+            raise InvariantViolation(f"a rank answered {answer!r:.80}, expected the answer to plan {step_id}")
+        if answer.step_id == step_id:
+            return
+        answers.popleft()
+
+
+def _agreed(facts: list[ExecutorFacts]) -> ExecutorFacts:
+    """Return rank 0's facts, with the memory of all ranks.
+
+    Raises:
+        InvariantViolation: the ranks have loaded different things.
+    """
+    first = facts[0]
+    for each in facts[1:]:
+        same = (each.fingerprint, each.num_blocks, each.host_memory and each.host_memory.num_pages)
+        if same != (first.fingerprint, first.num_blocks, first.host_memory and first.host_memory.num_pages):
+            raise InvariantViolation(f"ranks: given {same}, expected what rank 0 has loaded")
+    total = {name: sum(each.memory_bytes[name] for each in facts) for name in first.memory_bytes}
+    return replace(first, memory_bytes=total)

@@ -1,0 +1,62 @@
+"""Find a rank that hangs: the others wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+
+from pagestream_engine.parallel.place import Progress
+
+HANG_LIMIT_S = 1.5
+"""Of a rank behind the others, without progress. All ranks do the same work between two exchanges."""
+_FIRST_LIMIT_S = 60.0
+"""Of the first step, in which a rank may import or compile what it has not used before."""
+
+
+class Stragglers:
+    """Watches a group while a step is waited for.
+
+    A rank hangs if it stays behind the others, by the number of exchanges that it has begun or by its answer to the
+    step, for `limit_s`. Where all are as far as each other, they compute: that has no limit here.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._longest_s: float | None = None
+        self._began = 0.0
+        self._last: tuple[int, int] | None = None
+        """The hindmost rank and its count."""
+        self._since = 0.0
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds: as long as the longest step so far took, and as long as the others took in this one, on a machine
+        where that is more."""
+        if self._longest_s is None:
+            return _FIRST_LIMIT_S
+        return max(HANG_LIMIT_S, self._longest_s, self._since - self._began)
+
+    def begin(self) -> None:
+        """Begin to wait for a step."""
+        self._began, self._last = monotonic(), None
+
+    def end(self) -> None:
+        """Note that the step has been answered by all ranks."""
+        self._longest_s = max(self._longest_s or 0.0, monotonic() - self._began)
+
+    def find(self, waiting: Sequence[int]) -> int | None:
+        """Return the rank that hangs, None while none does.
+
+        Args:
+            waiting: ranks that have not answered.
+        """
+        counts = self._progress.counts()
+        count, rank = min((counts[rank], rank) for rank in waiting)
+        is_behind = len(waiting) < len(counts) or count < max(counts)
+        if not is_behind:
+            self._last = None
+        elif (rank, count) != self._last:
+            self._last, self._since = (rank, count), monotonic()
+        elif monotonic() - self._since > self.limit_s:
+            return rank
+        return None

@@ -1,0 +1,43 @@
+"""Which of a group's ranks a process is, and how far each rank has got, without torch."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+_COUNT_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """A process's place in a group of ranks. Its executor sets it; no option does."""
+
+    rank: int = 0
+    size: int = 1
+    """Ranks of the group."""
+    folder: Path | None = None
+    """Where the ranks find each other; None for a rank alone."""
+
+
+class Progress:
+    """How many collectives each rank has begun, in a file that all ranks and their parent map.
+
+    Each rank writes its own count, from one thread.
+    """
+
+    def __init__(self, folder: Path, size: int, *, create: bool = False) -> None:
+        """Map the file of a group's folder; with `create` make it first, all counts 0."""
+        path = folder / "progress"
+        if create:
+            path.write_bytes(bytes(size * _COUNT_BYTES))
+        with path.open("r+b") as file:
+            self._counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
+
+    def advance(self, rank: int) -> None:
+        """Count one more collective of a rank."""
+        self._counts[rank] += 1
+
+    def counts(self) -> list[int]:
+        """Return the count of each rank."""
+        return self._counts.tolist()

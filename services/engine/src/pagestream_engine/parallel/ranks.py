@@ -1,0 +1,139 @@
+"""What the ranks of a group exchange within a step, by `torch.distributed`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - torch's own habit
+from torch import Tensor
+
+from pagestream_engine.errors import InvariantViolation
+from pagestream_engine.parallel.place import Progress, RankPlace
+
+_LIMIT = timedelta(minutes=30)
+"""Of one exchange. Ranks load weights at different speeds; while they serve, the executor notices earlier that one
+hangs."""
+_WIDE = torch.float32
+
+
+class Ranks(Protocol):
+    """The group that this process is a rank of. All ranks call the same methods in the same order."""
+
+    rank: int
+    size: int
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Add up the ranks' tensors of one shape; all get the same bits."""
+        ...
+
+    def concatenate(self, x: Tensor, num_columns: int) -> Tensor:
+        """Put the ranks' (rows, columns) beside each other, rank 0's first, up to `num_columns`; each but the last rank
+        that has any brings as many as rank 0."""
+        ...
+
+    def least(self, number: int) -> int:
+        """Return the least of the ranks' numbers."""
+        ...
+
+    def first(self, number: float) -> float:
+        """Return rank 0's number."""
+        ...
+
+
+class OneRank:
+    """A process that holds a whole model."""
+
+    rank, size = 0, 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def concatenate(self, x: Tensor, num_columns: int) -> Tensor:
+        return x[:, :num_columns]
+
+    def least(self, number: int) -> int:
+        return number
+
+    def first(self, number: float) -> float:
+        return number
+
+
+ONE_RANK = OneRank()
+
+
+class DistributedRanks:
+    """A group over gloo on a CPU, over NCCL on GPUs."""
+
+    def __init__(self, place: RankPlace, device: torch.device, *, fixed_order: bool) -> None:
+        """Meet the other ranks; waits for them.
+
+        Args:
+            place: of this process.
+            device: that computes.
+            fixed_order: whether sums have one order of additions, whatever the shape. On a CPU they always have.
+        """
+        if place.folder is None:
+            raise InvariantViolation(f"rank {place.rank} of {place.size}: given no folder to meet the others in")
+        self.rank, self.size = place.rank, place.size
+        self._progress = Progress(place.folder, place.size)
+        self._device = device
+        self._in_order = fixed_order or device.type == "cpu"
+        if sys.platform == "linux":  # the ranks are on one machine, whatever its host name resolves to
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{place.folder / 'store'}",
+            rank=place.rank,
+            world_size=place.size,
+            timeout=_LIMIT,
+        )
+
+    def sum(self, x: Tensor) -> Tensor:
+        """In the order of ranks, each element by itself: `all_reduce` of more than two ranks adds in an order that
+        depends on an element's place in the tensor, and so on the batch. 16-bit elements are added in float32, and
+        rounded once."""
+        if not x.numel():
+            return x
+        if not self._in_order:
+            self._progress.advance(self.rank)
+            total = x.contiguous()
+            dist.all_reduce(total)
+            return total
+        first, *others = self._gather(x)
+        total = first.to(_WIDE) if x.dtype.itemsize < _WIDE.itemsize else first
+        for each in others:
+            total += each
+        return total.to(x.dtype)
+
+    def concatenate(self, x: Tensor, num_columns: int) -> Tensor:
+        if not x.numel() and not len(x):
+            return x.new_empty(0, num_columns)
+        most = -(-num_columns // self.size)
+        parts = self._gather(F.pad(x, (0, most - x.shape[1])))
+        return torch.cat(parts, dim=1)[:, :num_columns]
+
+    def least(self, number: int) -> int:
+        return min(int(each) for each in self._gather(torch.tensor([number], device=self._device)))
+
+    def first(self, number: float) -> float:
+        gathered = self._gather(torch.tensor([number], dtype=torch.float64, device=self._device))
+        return float(gathered[0])
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        self._progress.advance(self.rank)
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x)
+        return parts
+
+
+def open_ranks(place: RankPlace, device: torch.device, *, fixed_order: bool) -> Ranks:
+    """Return the group of a place: the process alone, or with the others, which this waits for."""
+    return ONE_RANK if place.size == 1 else DistributedRanks(place, device, fixed_order=fixed_order)

@@ -1,0 +1,93 @@
+"""Ranks compute what one process computes, with the prefix cache, preemption, chunks of prompts and drafts.
+
+A group of ranks takes seconds of processor to start, so each model has one for all that it is asked.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pagestream_engine import LLM, SamplingParams
+from pagestream_engine.request.outputs import RequestOutput
+from support.engines.tiny_models import make_model, random_prompts
+
+REQUESTS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.8, "seed": 1, "logprobs": 1},
+    {"temperature": 0.0, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    {"temperature": 0.9, "seed": 2, "top_p": 0.9, "logprobs": 0},
+    {"temperature": 0.0, "logprobs": 0, "prompt_logprobs": 1},
+]
+"""Each for a prompt of its own: all run in one batch."""
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "deterministic": True,
+    "block_size": 4,
+    "num_gpu_blocks_override": 32,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 17,
+}
+"""A pool that preempts, and chunks of prompts."""
+TOLERANCE = 2e-5
+"""Of log probabilities in float32, whose sums have another order of additions."""
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+def generate(llm: LLM, indices: range = range(len(REQUESTS))) -> list[RequestOutput]:
+    prompts = random_prompts([3, 9, 14, 5, 11])
+    params = [SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **REQUESTS[index]}) for index in indices]
+    return llm.generate([{"prompt_token_ids": prompts[index] * 2} for index in indices], params, use_tqdm=False)
+
+
+def check_close(found: list[RequestOutput], expected: list[RequestOutput], tolerance: float) -> None:
+    """Compare tokens, and log probabilities of outputs and prompts."""
+    for one, other in zip(found, expected, strict=True):
+        rows = []
+        for choice, wanted in zip(one.outputs, other.outputs, strict=True):
+            assert choice.token_ids == wanted.token_ids
+            rows += list(zip(choice.logprobs or (), wanted.logprobs or (), strict=True))
+        rows += list(zip(one.prompt_logprobs or (), other.prompt_logprobs or (), strict=True))
+        for row, wanted_row in rows:
+            values = {token: each.logprob for token, each in (row or {}).items()}
+            wanted_values = {token: each.logprob for token, each in (wanted_row or {}).items()}
+            assert values == pytest.approx(wanted_values, abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "size", "options"),
+    [
+        pytest.param("llama-tied", {}, 2, {}, id="tied head, bias of the output"),
+        pytest.param("qwen3", {}, 2, {"speculative_method": "ngram", "prompt_lookup_min": 1}, id="norms, drafts"),
+        pytest.param("qwen2", HEADS, 4, {"swap_space": 0.001}, id="biases, KV heads on two ranks, host pages"),
+        pytest.param("mixtral", {"sliding_window": None}, 2, {}, id="experts"),
+    ],
+)
+def test_ranks_give_the_tokens_of_one_process(
+    tmp_path: Path, name: str, changes: dict[str, Any], size: int, options: dict[str, Any]
+) -> None:
+    folder = make_model(tmp_path / "model", name, **changes)
+    alone = LLM(folder, **OPTIONS)
+    expected = generate(alone)
+    assert alone.engine.stats().num_preemptions > 0
+    llm = LLM(folder, tensor_parallel_size=size, **OPTIONS, **options)
+    try:
+        assert llm.engine.is_deterministic
+        assert llm.engine.fingerprint != alone.engine.fingerprint
+        found = generate(llm)
+        check_close(found, expected, TOLERANCE)
+        stats = llm.engine.stats()
+        assert stats.num_preemptions > 0
+        assert (stats.num_draft_tokens > 0) == ("speculative_method" in options)
+        assert (stats.loaded_bytes > 0) == ("swap_space" in options)
+        one_by_one = [output for index in range(len(REQUESTS)) for output in generate(llm, range(index, index + 1))]
+        check_close(one_by_one, found, 0.0)
+        generate(llm, range(2, 3))
+        num_hits = llm.engine.stats().prefix_hit_tokens
+        check_close(generate(llm, range(2, 3)), found[2:3], 0.0)
+        assert llm.engine.stats().prefix_hit_tokens > num_hits
+        llm.engine.check_invariants()
+    finally:
+        llm.engine.close()
