@@ -10,8 +10,8 @@ from pagestream_kernels.paged_prefill import paged_prefill_attention, paged_pref
 from pagestream_kernels.paging import BLOCK_SIZES, MAX_HEAD_DIM
 from pagestream_kernels.prefill.plan import PrefillPlan, plan_prefill
 from pagestream_kernels.rms_norm import rms_norm, rms_norm_reference
+from pagestream_kernels.rope.arguments import HeadNorm
 from pagestream_kernels.rope.rope_and_quantise import rope_and_quantise, rope_and_quantise_reference
-from pagestream_kernels.rope.turn import HeadNorm
 from pagestream_kernels.rope_and_cache import rope_and_cache, rope_and_cache_reference
 from pagestream_kernels.runtime import INTERPRETED
 from pagestream_kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference

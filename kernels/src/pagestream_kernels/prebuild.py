@@ -27,7 +27,7 @@ from pagestream_kernels.linear.fixed_order_matmul import MANY_OUTPUTS, fixed_ord
 from pagestream_kernels.paged_decode import paged_decode_attention
 from pagestream_kernels.paged_prefill import paged_prefill_attention
 from pagestream_kernels.rms_norm import rms_norm
-from pagestream_kernels.rope.turn import HeadNorm
+from pagestream_kernels.rope.arguments import HeadNorm
 from pagestream_kernels.rope_and_cache import rope_and_cache
 from pagestream_kernels.runtime import INTERPRETED, compiling_only, triton
 from pagestream_kernels.silu_and_mul import silu_and_mul

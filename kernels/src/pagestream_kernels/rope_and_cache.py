@@ -7,18 +7,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pagestream_kernels.rope.turn import HeadNorm, check_rotation, pair_columns, turned, turned_reference
-from pagestream_kernels.runtime import (
-    Variant,
-    cdiv,
-    kernel,
-    next_power_of_two,
-    pointer_to,
-    require_launchable,
-    tl,
+from pagestream_kernels.rope.arguments import (
+    HeadNorm,
+    check_rotation,
+    rotation_arguments,
+    rotation_constants,
+    rotation_signature,
 )
-
-TILE_ELEMENTS = 2048  # heads of one token share a program up to this many elements
+from pagestream_kernels.rope.turn import pair_columns, turned, turned_reference
+from pagestream_kernels.runtime import Variant, cdiv, kernel, require_launchable, tl
 
 
 @kernel(
@@ -150,31 +147,17 @@ def rope_and_cache_variant(
     interleaved: bool = False,
 ) -> Variant:
     """How the kernel is built; `index_dtypes` are those of the positions and of the slot mapping."""
-    pointer = pointer_to(dtype)
-    block_dim = next_power_of_two(head_dim)
-    cache_strides = [f"{cache}_cache_stride_{axis}" for cache in ("key", "value") for axis in "bthd"]
-    strides = [f"{name}_stride_{axis}" for name in ("query", "key", "value") for axis in "nh"]
     return Variant(
         kernel=_rope_and_cache_kernel,
-        signature={
-            **dict.fromkeys(("query_ptr", "key_ptr", "value_ptr", "key_cache_ptr", "value_cache_ptr"), pointer),
-            "cos_sin_ptr": pointer_to(angle_dtype),
-            **dict.fromkeys(("query_weight_ptr", "key_weight_ptr"), pointer if has_norm else pointer_to(angle_dtype)),
-            "eps": "fp32",
-            "positions_ptr": pointer_to(index_dtypes[0]),
-            "slot_mapping_ptr": pointer_to(index_dtypes[1]),
-            **dict.fromkeys(("num_heads", "num_kv_heads", *strides, "cos_sin_stride", *cache_strides), "i32"),
-        },
-        constants={
-            "HEAD_DIM": head_dim,
-            "HALF_DIM": rotary_dim // 2,
-            "CACHE_BLOCK": block_size,
-            "BLOCK_HEADS": min(next_power_of_two(num_heads), max(1, TILE_ELEMENTS // block_dim)),
-            "BLOCK_HALF": next_power_of_two(rotary_dim // 2),
-            "BLOCK_DIM": block_dim,
-            "HAS_NORM": has_norm,
-            "INTERLEAVED": interleaved,
-        },
+        signature=rotation_signature(dtype, dtype, angle_dtype, index_dtypes, has_norm=has_norm),
+        constants=rotation_constants(
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            block_size=block_size,
+            num_heads=num_heads,
+            has_norm=has_norm,
+            interleaved=interleaved,
+        ),
         num_warps=4,
         num_stages=1,
         unit_strides=("key_cache_stride_d", "value_cache_stride_d"),
@@ -214,7 +197,8 @@ def rope_and_cache(
 
     Source: RoFormer, https://arxiv.org/abs/2104.09864; computed in float32.
     """
-    check_rotation(query, key, value, cos_sin, positions, key_cache, value_cache, slot_mapping, norm=norm)
+    rows = (query, key, value, cos_sin, positions, key_cache, value_cache, slot_mapping)
+    check_rotation(*rows, norm=norm)
     require_launchable(query.device, reference="rope_and_cache_reference")
     num_tokens, num_heads, head_dim = query.shape
     variant = rope_and_cache_variant(
@@ -230,37 +214,7 @@ def rope_and_cache(
     )
     block_heads = variant.constants["BLOCK_HEADS"]
     num_tiles = cdiv(num_heads, block_heads) + cdiv(key.shape[1], block_heads)
-    strides = {
-        f"{name}_stride_{axis}": stride
-        for name, axes, tensor in (
-            ("query", "nh", query),
-            ("key", "nh", key),
-            ("value", "nh", value),
-            ("key_cache", "bthd", key_cache),
-            ("value_cache", "bthd", value_cache),
-        )
-        for axis, stride in zip(axes, tensor.stride(), strict=False)
-    }
-    variant.launch(
-        (num_tokens, num_tiles),
-        {
-            "query_ptr": query,
-            "key_ptr": key,
-            "value_ptr": value,
-            "cos_sin_ptr": cos_sin,
-            "positions_ptr": positions,
-            "key_cache_ptr": key_cache,
-            "value_cache_ptr": value_cache,
-            "slot_mapping_ptr": slot_mapping,
-            "query_weight_ptr": cos_sin if norm is None else norm.query_weight,
-            "key_weight_ptr": cos_sin if norm is None else norm.key_weight,
-            "eps": 1.0 if norm is None else norm.eps,
-            "num_heads": num_heads,
-            "num_kv_heads": key.shape[1],
-            "cos_sin_stride": cos_sin.stride(0),
-            **strides,
-        },
-    )
+    variant.launch((num_tokens, num_tiles), rotation_arguments(*rows, norm=norm))
 
 
 def rope_and_cache_reference(

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from pagestream_kernels.paging import FLOAT8
-from pagestream_kernels.rope.turn import HeadNorm, check_rotation, pair_columns, turned, turned_reference
+from pagestream_kernels.rope.arguments import (
+    TILE_ELEMENTS,
+    HeadNorm,
+    check_rotation,
+    rotation_arguments,
+    rotation_constants,
+    rotation_signature,
+)
+from pagestream_kernels.rope.turn import pair_columns, turned, turned_reference
 from pagestream_kernels.runtime import (
     INTERPRETED,
     Variant,
@@ -16,12 +24,10 @@ from pagestream_kernels.runtime import (
     jit,
     kernel,
     next_power_of_two,
-    pointer_to,
     require_launchable,
     tl,
 )
 
-TILE_ELEMENTS = 2048  # of query heads, or of a run's tokens, that a program holds at a time
 LARGEST = tl.constexpr(448.0) if tl is not None else 448.0  # of float8 e4m3
 LEAST_EXPONENT = -60  # of a scale
 MOST_EXPONENT = 60
@@ -282,35 +288,21 @@ def rope_and_quantise_variant(
     interleaved: bool = False,
 ) -> Variant:
     """How the kernel is built; `index_dtypes` are those of the positions and of the slot mapping."""
-    pointer = pointer_to(dtype)
-    block_dim = next_power_of_two(head_dim)
-    rows = max(1, TILE_ELEMENTS // block_dim)
-    cache_strides = [f"{cache}_cache_stride_{axis}" for cache in ("key", "value") for axis in "bthd"]
-    strides = [f"{name}_stride_{axis}" for name in ("query", "key", "value") for axis in "nh"]
-    counts = ("num_tokens", "num_heads", "num_kv_heads", "cos_sin_stride")
+    signature = rotation_signature(dtype, FLOAT8, angle_dtype, index_dtypes, has_norm=has_norm)
+    constants = rotation_constants(
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        block_size=block_size,
+        num_heads=num_heads,
+        has_norm=has_norm,
+        interleaved=interleaved,
+    )
     return Variant(
         kernel=_rope_and_quantise_kernel,
-        signature={
-            **dict.fromkeys(("query_ptr", "key_ptr", "value_ptr"), pointer),
-            **dict.fromkeys(("key_cache_ptr", "value_cache_ptr"), pointer_to(FLOAT8)),
-            **dict.fromkeys(("key_scales_ptr", "value_scales_ptr"), "*fp32"),
-            "cos_sin_ptr": pointer_to(angle_dtype),
-            "positions_ptr": pointer_to(index_dtypes[0]),
-            "slot_mapping_ptr": pointer_to(index_dtypes[1]),
-            **dict.fromkeys(("query_weight_ptr", "key_weight_ptr"), pointer if has_norm else pointer_to(angle_dtype)),
-            "eps": "fp32",
-            **dict.fromkeys((*counts, *strides, *cache_strides), "i32"),
-        },
+        signature={**signature, **dict.fromkeys(("key_scales_ptr", "value_scales_ptr"), "*fp32"), "num_tokens": "i32"},
         constants={
-            "HEAD_DIM": head_dim,
-            "HALF_DIM": rotary_dim // 2,
-            "CACHE_BLOCK": block_size,
-            "BLOCK_HEADS": min(next_power_of_two(num_heads), rows),
-            "BLOCK_TOKENS": min(block_size, rows),
-            "BLOCK_HALF": next_power_of_two(rotary_dim // 2),
-            "BLOCK_DIM": block_dim,
-            "HAS_NORM": has_norm,
-            "INTERLEAVED": interleaved,
+            **constants,
+            "BLOCK_TOKENS": min(block_size, max(1, TILE_ELEMENTS // next_power_of_two(head_dim))),
             "LEAST": LEAST_EXPONENT,
             "MOST": MOST_EXPONENT,
             "ROUNDS": INTERPRETED,
@@ -373,39 +365,10 @@ def rope_and_quantise(
         has_norm=norm is not None,
         interleaved=interleaved,
     )
-    strides = {
-        f"{name}_stride_{axis}": stride
-        for name, axes, tensor in (
-            ("query", "nh", query),
-            ("key", "nh", key),
-            ("value", "nh", value),
-            ("key_cache", "bthd", key_cache),
-            ("value_cache", "bthd", value_cache),
-        )
-        for axis, stride in zip(axes, tensor.stride(), strict=False)
-    }
+    arguments = rotation_arguments(*rows, norm=norm)
     variant.launch(
         (num_tokens, cdiv(num_heads, variant.constants["BLOCK_HEADS"]) + key.shape[1]),
-        {
-            "query_ptr": query,
-            "key_ptr": key,
-            "value_ptr": value,
-            "cos_sin_ptr": cos_sin,
-            "positions_ptr": positions,
-            "key_cache_ptr": key_cache,
-            "value_cache_ptr": value_cache,
-            "key_scales_ptr": key_scales,
-            "value_scales_ptr": value_scales,
-            "slot_mapping_ptr": slot_mapping,
-            "query_weight_ptr": cos_sin if norm is None else norm.query_weight,
-            "key_weight_ptr": cos_sin if norm is None else norm.key_weight,
-            "eps": 1.0 if norm is None else norm.eps,
-            "num_tokens": num_tokens,
-            "num_heads": num_heads,
-            "num_kv_heads": key.shape[1],
-            "cos_sin_stride": cos_sin.stride(0),
-            **strides,
-        },
+        {**arguments, "key_scales_ptr": key_scales, "value_scales_ptr": value_scales, "num_tokens": num_tokens},
     )
 
 

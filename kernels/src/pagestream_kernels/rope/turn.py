@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from pagestream_kernels.checks import INDEX_DTYPES, check_dtype, check_last_stride, check_same_device, check_shape
-from pagestream_kernels.errors import KernelArgumentError
-from pagestream_kernels.paging import check_cache
 from pagestream_kernels.runtime import jit, tl
 
 
@@ -81,79 +76,6 @@ def pair_columns(
         firsts = half
         seconds = half + HALF_DIM
     return firsts, seconds, tl.arange(0, BLOCK_DIM)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorm:
-    """The norms of query and key heads before their rotation (Qwen3, Gemma 3)."""
-
-    query_weight: Tensor  # (head_dim,) of the query's dtype
-    key_weight: Tensor  # as query_weight
-    eps: float
-
-
-def check_rotation(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-    norm: HeadNorm | None = None,
-) -> None:
-    """Check the arguments of `rope_and_cache`, or with scales of `rope_and_quantise`."""
-    geometry = check_cache(query, key_cache, value_cache, key_scales, value_scales)
-    num_tokens, num_kv_heads = query.shape[0], key_cache.shape[2]
-    for name, tensor in (("key", key), ("value", value)):
-        check_shape(
-            name,
-            tensor,
-            (num_tokens, num_kv_heads, geometry.head_dim),
-            meaning="(num_tokens, num_kv_heads, head_dim)",
-        )
-        check_dtype(name, tensor, (query.dtype,))
-        check_last_stride(name, tensor)
-    check_shape("cos_sin", cos_sin, (None, None), meaning="(max_position, rotary_dim)")
-    check_dtype("cos_sin", cos_sin, (torch.float32, query.dtype))
-    check_last_stride("cos_sin", cos_sin)
-    rotary_dim = cos_sin.shape[1]
-    if rotary_dim % 2 or not 2 <= rotary_dim <= geometry.head_dim:
-        raise KernelArgumentError(
-            f"cos_sin: expected an even rotary_dim of 2 to head_dim={geometry.head_dim}, got {rotary_dim}"
-        )
-    for name, tensor in (("positions", positions), ("slot_mapping", slot_mapping)):
-        check_shape(name, tensor, (num_tokens,), meaning="(num_tokens,)")
-        check_dtype(name, tensor, INDEX_DTYPES)
-        check_last_stride(name, tensor)
-    check_same_device(
-        ("query", query),
-        ("key", key),
-        ("value", value),
-        ("cos_sin", cos_sin),
-        ("positions", positions),
-        ("key_cache", key_cache),
-        ("value_cache", value_cache),
-        ("slot_mapping", slot_mapping),
-        ("key_scales", key_scales),
-        ("value_scales", value_scales),
-    )
-    if norm is not None:
-        _check_norm(norm, query)
-
-
-def _check_norm(norm: HeadNorm, query: Tensor) -> None:
-    for name, weight in (("norm.query_weight", norm.query_weight), ("norm.key_weight", norm.key_weight)):
-        check_dtype(name, weight, (query.dtype,))
-        check_shape(name, weight, (query.shape[2],), meaning="(head_dim,)")
-        check_last_stride(name, weight)
-        check_same_device(("query", query), (name, weight))
-    if not norm.eps > 0:
-        raise KernelArgumentError(f"norm.eps: expected a number > 0, got {norm.eps}")
 
 
 def turned_reference(
