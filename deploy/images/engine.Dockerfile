@@ -27,6 +27,7 @@ RUN if [ -n "${TORCH_INDEX}" ]; then /opt/builder/bin/python -m pip --python /op
 # -- the C++ kernels for every instruction set, and the worker's logs: this layer changes with their folders alone --
 FROM ${BASE_IMAGE} AS kernels
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++
+COPY services/engine/src/pagestream_engine/adapters/native /src/pagestream_engine/adapters/native
 COPY services/engine/src/pagestream_engine/attention/native /src/pagestream_engine/attention/native
 COPY services/engine/src/pagestream_engine/layers/native /src/pagestream_engine/layers/native
 COPY services/engine/src/pagestream_engine/sampler/native /src/pagestream_engine/sampler/native
@@ -36,7 +37,7 @@ COPY services/engine/src/pagestream_engine/cpu.py services/engine/src/pagestream
      services/engine/src/pagestream_engine/native_prebuild.py /src/pagestream_engine/
 RUN PYTHONPATH=/src python3 -m pagestream_engine.native_prebuild --out /prebuilt \
       pagestream_engine.attention.native.levels pagestream_engine.layers.native.levels \
-      pagestream_engine.sampler.native.levels pagestream_worker.logs.library
+      pagestream_engine.adapters.native.levels pagestream_engine.sampler.native.levels pagestream_worker.logs.library
 
 # -- our packages --
 FROM thirdparty AS ours

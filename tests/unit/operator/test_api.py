@@ -2,7 +2,14 @@ import dataclasses
 from typing import Any
 
 import pytest
-from pagestream_engine.config import CacheConfig, ExtensionConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from pagestream_engine.config import (
+    AdapterConfig,
+    CacheConfig,
+    ExtensionConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from pagestream_operator import api
 from pagestream_operator.api.engine import EngineOptions
 from pagestream_operator.api.scaling import LAW, Scaling, law_name
@@ -59,7 +66,7 @@ def test_a_malformed_status_counts_as_none() -> None:
 
 
 def test_engine_options_are_those_of_the_engine() -> None:
-    groups = (ModelConfig, CacheConfig, SchedulerConfig, SpeculationConfig, ExtensionConfig)
+    groups = (ModelConfig, CacheConfig, SchedulerConfig, SpeculationConfig, ExtensionConfig, AdapterConfig)
     known = {field.name for group in groups for field in dataclasses.fields(group)}
     assert set(EngineOptions.model_fields) == known
 

@@ -91,6 +91,15 @@ class EngineOptions(ApiModel):
     plugins: Annotated[list[ModuleName], Field(max_length=32)] | None = None
     """Modules that register scheduling policies and model families, imported first. They are in the image, or in a
     volume that `PYTHONPATH` in `template.env` names."""
+    enable_lora: bool | None = None
+    """Whether requests may name LoRA adapters. Default false."""
+    max_loras: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Adapters that run at once; a request with another one waits. Default 32."""
+    max_lora_rank: Annotated[int, Field(ge=1, le=512)] | None = None
+    """Largest rank of an adapter. Default 256."""
+    max_cpu_loras: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    """Adapters that stay in host memory, at least `maxLoras`; others are read again when a request comes. Part of the
+    pod's memory. Default 64."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

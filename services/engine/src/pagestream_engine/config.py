@@ -21,6 +21,7 @@ MAX_RANKS = 64
 """Of a group on one machine."""
 MAX_SPECULATIVE_TOKENS = 15
 """With the last token, what one pass of attention over a decode takes."""
+MAX_LORAS, MAX_LORA_RANK = 256, 512
 EVICTION_POLICIES = ("lru", "slru", "lfu", "cost")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3")
 SCALED_CACHE_DTYPES = ("fp8", "fp8_e4m3")
@@ -245,6 +246,27 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class AdapterConfig:
+    """LoRA adapters, which requests name."""
+
+    enable_lora: bool = False
+    """Whether requests may name adapters."""
+    max_loras: int = 32
+    """Adapters that run at once; a request with another one waits."""
+    max_lora_rank: int = 256
+    """Largest rank of an adapter that is loaded."""
+    max_cpu_loras: int = 64
+    """Adapters whose matrices stay in host memory; others are read again when a request comes. At least `max_loras`."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enable_lora, bool):
+            raise ConfigError("enable_lora", self.enable_lora, "True or False")
+        _between("max_loras", self.max_loras, 1, MAX_LORAS)
+        _between("max_lora_rank", self.max_lora_rank, 1, MAX_LORA_RANK)
+        _at_least("max_cpu_loras", self.max_cpu_loras, self.max_loras)
+
+
+@dataclass(frozen=True)
 class ExtensionConfig:
     """Code of the user's."""
 
@@ -293,6 +315,10 @@ class EngineOptions(TypedDict, total=False):
     plugins: Sequence[str]
     swap_space: float
     kv_cache_dtype: str
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int
 
 
 @dataclass(frozen=True)
@@ -310,11 +336,15 @@ class EngineConfig:
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     extensions: ExtensionConfig = field(default_factory=ExtensionConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     place: RankPlace = field(default_factory=RankPlace)
     """Of this process among the ranks; no option."""
 
     def __post_init__(self) -> None:
         self._check_ranks()
+        if self.adapters.enable_lora and self.model.cpu_offload_gb:
+            hint = "layers whose weights come and go take no adapters"
+            raise ConfigError("enable_lora", True, "False with cpu_offload_gb", hint)
         if self.model.deterministic and self.cache.kv_cache_dtype in SCALED_CACHE_DTYPES:
             hint = "a token's key is rounded to a scale that later tokens of its block may raise"
             raise ConfigError("kv_cache_dtype", self.cache.kv_cache_dtype, "auto or bfloat16 with deterministic", hint)
@@ -330,6 +360,7 @@ class EngineConfig:
             "quantization": self.model.quantization is not None,
             "cpu_offload_gb": bool(self.model.cpu_offload_gb),
             "a draft model": self.speculation.method == "draft_model",
+            "enable_lora": self.adapters.enable_lora,
         }
         for name, is_set in refused.items():
             if size > 1 and is_set:
@@ -360,6 +391,7 @@ class EngineConfig:
             executor=ExecutorConfig(**groups["executor"]),
             parallel=ParallelConfig(**groups["parallel"]),
             extensions=ExtensionConfig(**groups["extensions"]),
+            adapters=AdapterConfig(**groups["adapters"]),
         )
 
 
@@ -371,6 +403,7 @@ _GROUPS = {
     "executor": tuple(f.name for f in fields(ExecutorConfig)),
     "parallel": tuple(f.name for f in fields(ParallelConfig)),
     "extensions": tuple(f.name for f in fields(ExtensionConfig)),
+    "adapters": tuple(f.name for f in fields(AdapterConfig)),
 }
 
 

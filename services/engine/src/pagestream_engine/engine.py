@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pagestream_engine.adapters.registry import AdapterRegistry
 from pagestream_engine.cache.block_pool import BlockPool
 from pagestream_engine.cache.eviction.select import make_eviction_order
 from pagestream_engine.cache.fragmentation import fragmentation
@@ -15,12 +16,13 @@ from pagestream_engine.cache.invariants import check_cache
 from pagestream_engine.cache.manager import CacheManager
 from pagestream_engine.capacity import fit_model_len
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import InvalidRequest, InvariantViolation, OutOfMemory
+from pagestream_engine.errors import AdapterUnavailable, InvalidRequest, InvariantViolation, OutOfMemory
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner, make_tier
 from pagestream_engine.executor.pipeline import StepPipeline
 from pagestream_engine.executor.select import make_executor
 from pagestream_engine.models.folder import load_tokenizer, resolve_model
 from pagestream_engine.plugins import import_plugins
+from pagestream_engine.request.adapter import Adapter
 from pagestream_engine.request.generation import Generation, Taken
 from pagestream_engine.request.intake import Intake
 from pagestream_engine.request.outputs import EngineStats, StepOutput
@@ -68,6 +70,8 @@ class Engine:
         self.folder = folder = resolve_model(model)
         self.config = config
         self.tokenizer = load_tokenizer(folder)
+        self.adapters = AdapterRegistry(folder, config.adapters)
+        """LoRA adapters by name, which requests are given."""
         self._make_runner = make_runner
         executor = make_executor(make_runner, folder, config)
         facts = executor.facts
@@ -89,7 +93,10 @@ class Engine:
         tier = make_tier(self._pool, facts, config.scheduler)
         caching = config.cache.enable_prefix_caching
         self._cache = CacheManager(self._pool, facts.kv_layout, enable_prefix_caching=caching, tier=tier)
-        self._scheduler = Scheduler(config.scheduler, self._cache, policy, facts.num_speculative_tokens)
+        max_loras = config.adapters.max_loras
+        self._scheduler = Scheduler(
+            config.scheduler, self._cache, policy, facts.num_speculative_tokens, max_loras=max_loras
+        )
         is_async = config.executor.async_scheduling
         plans = PlanBuilder(config.scheduler.max_num_seqs, self._cache.layout)
         num_ahead = int(executor.overlaps if is_async is None else is_async)
@@ -134,6 +141,7 @@ class Engine:
         priority: int = 0,
         tenant: str = "",
         cache_salt: bytes = b"",
+        adapter: Adapter | None = None,
     ) -> None:
         """Queue one sequence.
 
@@ -146,13 +154,16 @@ class Engine:
             priority: its class, 0 first, for policies that look at it.
             tenant: whose it is, likewise.
             cache_salt: the prefix cache is shared only with sequences of the same salt.
+            adapter: of `adapters`, that computes its tokens; the prefix cache is shared within its revision only.
 
         Raises:
             InvalidRequest: names what is wrong (a `ValueError`). The engine is unhurt.
             PromptTooLong: the prompt leaves no room for a new token.
         """
         siblings = (Sibling(request_id, params, output_token_ids),)
-        self.add_group(prompt_token_ids, siblings, priority=priority, tenant=tenant, cache_salt=cache_salt)
+        self.add_group(
+            prompt_token_ids, siblings, priority=priority, tenant=tenant, cache_salt=cache_salt, adapter=adapter
+        )
 
     def add_group(
         self,
@@ -162,6 +173,7 @@ class Engine:
         priority: int = 0,
         tenant: str = "",
         cache_salt: bytes = b"",
+        adapter: Adapter | None = None,
     ) -> None:
         """Queue the choices of one prompt: it is computed once, its blocks are shared, and a block that is not full is
         copied when they part. They are admitted, preempted and resumed together, and end one by one.
@@ -176,12 +188,15 @@ class Engine:
             priority: as for `add_request`.
             tenant: as for `add_request`.
             cache_salt: as for `add_request`.
+            adapter: as for `add_request`.
 
         Raises:
             InvalidRequest: names what is wrong (a `ValueError`). The engine is unhurt.
             PromptTooLong: the prompt leaves no room for a new token.
         """
-        for _ in self.adding_group(prompt_token_ids, siblings, priority=priority, tenant=tenant, cache_salt=cache_salt):
+        for _ in self.adding_group(
+            prompt_token_ids, siblings, priority=priority, tenant=tenant, cache_salt=cache_salt, adapter=adapter
+        ):
             pass
 
     def adding_group(
@@ -194,6 +209,7 @@ class Engine:
         tenant: str = "",
         weight: float = 1.0,
         cache_salt: bytes = b"",
+        adapter: Adapter | None = None,
     ) -> Iterator[None]:
         """Do `add_group` in parts, between which steps may run: each takes at most `REPLAY_TOKENS` output tokens.
 
@@ -208,11 +224,14 @@ class Engine:
             tenant: as for `add_group`.
             weight: its tenant's among the tenants.
             cache_salt: as for `add_group`.
+            adapter: as for `add_group`.
         """
         seq_ids = [sibling.seq_id for sibling in siblings]
         if not seq_ids or len(set(seq_ids)) < len(seq_ids):
             raise InvalidRequest(f"siblings: given sequence ids {seq_ids}, expected at least one, and all different")
         self._check_are_new(siblings)
+        if adapter is not None and not self.adapters.is_enabled:
+            raise InvalidRequest(f"adapter: given {adapter.name}, expected none without enable_lora")
 
         def make(sibling: Sibling, arrival: int) -> Generation:
             return self._intake.make(
@@ -224,6 +243,7 @@ class Engine:
                 tenant=tenant,
                 weight=weight,
                 cache_salt=cache_salt,
+                adapter=adapter,
             )
 
         if siblings[0].params.use_beam_search:
@@ -296,8 +316,8 @@ class Engine:
         the new one runs. The first call has no step to wait for.
 
         A step that runs out of memory gives nothing, and smaller ones follow; a request that does not fit alone ends
-        with finish_reason "error". What else the runner raises comes through. The steps in flight count for nothing
-        then, and can be run again; no request has moved.
+        with finish_reason "error", and so do those whose adapter can't be read. What else the runner raises comes
+        through. The steps in flight count for nothing then, and can be run again; no request has moved.
 
         Returns:
             An output for each new token, after those without one: the ends of requests whose output was complete when
@@ -311,7 +331,7 @@ class Engine:
         if steps.should_collect(launched):
             try:
                 step, result = steps.collect()
-            except OutOfMemory as error:
+            except (OutOfMemory, AdapterUnavailable) as error:
                 return self._contests.take(self._end_unfit(error))
             with counts.scheduling:
                 tokens = result.tokens()
@@ -435,13 +455,18 @@ class Engine:
             if sibling.seq_id in self._generations or sibling.seq_id in self._searches:
                 raise InvalidRequest(f"seq_id: given {sibling.seq_id!r}, which is running; expected a new one")
 
-    def _end_unfit(self, error: OutOfMemory) -> list[StepOutput]:
-        """End the request that ran out of memory alone, if there is one, after a step that did. Return what ended."""
-        _log.warning("%s; smaller steps follow", error)
+    def _end_unfit(self, error: OutOfMemory | AdapterUnavailable) -> list[StepOutput]:
+        """End what a step can't run after it has failed: the request that ran out of memory alone, if there is one, or
+        those of an adapter that can't be read. Return what ended."""
         outputs, self._already_ended = self._already_ended, []
-        unfit = [seq for seq in self._steps.unfit if seq.state is not SequenceState.FINISHED]
-        reason = f"out of memory, although it ran alone: {error}"
-        for seq in unfit:
+        if isinstance(error, AdapterUnavailable):
+            _log.warning("%s", error)
+            unfit = [seq for seq in self._scheduler.sequences() if seq.adapter_revision == error.revision]
+            reason = str(error)
+        else:
+            _log.warning("%s; smaller steps follow", error)
+            unfit, reason = self._steps.unfit, f"out of memory, although it ran alone: {error}"
+        for seq in [seq for seq in unfit if seq.state is not SequenceState.FINISHED]:
             if seq.seq_id in self._searches:
                 outputs += self._searches.fail(seq.seq_id, reason)
             elif not seq.params.use_beam_search:  # else its search has failed with another beam

@@ -97,6 +97,40 @@ class ModelTooLarge(ModelError):  # noqa: N818
         )
 
 
+class AdapterError(EngineError, ValueError):
+    """Root of the errors in a LoRA adapter. It concerns those alone who name that adapter."""
+
+
+class AdapterFileError(AdapterError):
+    """A file of an adapter is missing, unreadable or malformed."""
+
+
+class UnsupportedAdapter(AdapterError):  # noqa: N818
+    """An adapter has something that this engine does not support; the message names it."""
+
+
+class AdapterMismatch(AdapterError):  # noqa: N818
+    """An adapter was trained for another model."""
+
+
+class AdapterChanged(AdapterError):  # noqa: N818
+    """The files of an adapter are not those that a request was accepted for: its tokens would be others."""
+
+    def __init__(self, name: str, expected: str, found: str) -> None:
+        super().__init__(
+            f"adapter {name}: given files of revision {found}, expected {expected}, by which the request began; "
+            "restore them, or load the changed adapter anew and send the request again"
+        )
+
+
+class AdapterUnavailable(AdapterError):  # noqa: N818
+    """A step wants an adapter whose matrices can't be read any more; its requests end, the others go on."""
+
+    def __init__(self, revision: str, reason: str) -> None:
+        self.revision = revision
+        super().__init__(reason)
+
+
 class NativeBuildError(EngineError):
     """A C++ source can't be compiled on this machine."""
 

@@ -14,6 +14,7 @@ from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner
 from pagestream_engine.progress_line import ProgressLine
+from pagestream_engine.request.adapter import Adapter, LoRARequest
 from pagestream_engine.request.outputs import CompletionOutput, Logprob, RequestOutput, StepOutput, TokenLogprob
 from pagestream_engine.request.sampling_params import SamplingParams
 from pagestream_engine.request.sequence import Sibling
@@ -51,6 +52,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Run prompts to their end, all together.
 
@@ -58,14 +60,16 @@ class LLM:
             prompts: one prompt or a list of them.
             sampling_params: for all prompts, or one for each; None is `SamplingParams()`.
             use_tqdm: whether to show progress on stderr, where that is a terminal.
+            lora_request: the adapter of all prompts, or one, or None, for each; needs `enable_lora`.
 
         Returns:
             One output for each prompt, in order. A choice that failed has finish_reason "error"; the others go on.
 
         Raises:
             InvalidRequest: a prompt or its parameters can't be run (a `ValueError`). Nothing has been run then.
+            AdapterError: an adapter can't be used (a `ValueError`), likewise.
         """
-        requests = self._make_requests(_as_list(prompts), sampling_params)
+        requests = self._make_requests(_as_list(prompts), sampling_params, lora_request)
         progress = ProgressLine(len(requests), enabled=use_tqdm)
         try:
             for request in requests:
@@ -88,15 +92,21 @@ class LLM:
             progress.note(tokens=len(outputs), finished=finished)
 
     def _make_requests(
-        self, prompts: list[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: list[Prompt],
+        given: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[_Request]:
         params = _params_for(len(prompts), given)
+        take = self.engine.adapters.take
+        wanted = _adapters_for(len(prompts), lora_request)
+        adapters = [None if each is None else take(each) for each in wanted]
         texts, token_ids = zip(*map(self._parse, prompts), strict=True) if prompts else ((), ())
         encoded = iter(self._encode([text for text in texts if text is not None]))
         requests = []
-        for text, ids, param in zip(texts, token_ids, params, strict=True):
+        for text, ids, param, adapter in zip(texts, token_ids, params, adapters, strict=True):
             prompt_ids = next(encoded) if ids is None else ids
-            requests.append(_Request.make(str(self._num_requests), text, prompt_ids, param))
+            requests.append(_Request.make(str(self._num_requests), text, prompt_ids, param, adapter))
             self._num_requests += 1
         return requests
 
@@ -135,22 +145,25 @@ class _Request:
     output: RequestOutput
     params: SamplingParams
     choices: dict[str, CompletionOutput]
+    adapter: Adapter | None = None
     texts: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, request_id: str, text: str | None, token_ids: list[int], params: SamplingParams) -> _Request:
+    def make(
+        cls, request_id: str, text: str | None, token_ids: list[int], params: SamplingParams, adapter: Adapter | None
+    ) -> _Request:
         outputs = [CompletionOutput(index) for index in range(params.n)]
         output = RequestOutput(request_id, text, token_ids, outputs, finished=False)
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]
-        return cls(output, params, {f"{request_id}/{choice.index}": choice for choice in outputs})
+        return cls(output, params, {f"{request_id}/{choice.index}": choice for choice in outputs}, adapter)
 
     def add_to(self, engine: Engine) -> None:
         params = self.params
         seed = engine.draw_seed() if params.seed is None else params.seed
         siblings = [Sibling(seq_id, params.for_child(seed, choice.index)) for seq_id, choice in self.choices.items()]
         self.texts = {seq_id: [] for seq_id in self.choices}
-        engine.add_group(self.output.prompt_token_ids, siblings)
+        engine.add_group(self.output.prompt_token_ids, siblings, adapter=self.adapter)
 
     def abort_in(self, engine: Engine) -> None:
         for seq_id, choice in self.choices.items():
@@ -206,3 +219,15 @@ def _params_for(num_prompts: int, given: SamplingParams | Sequence[SamplingParam
             f"sampling_params: given {len(given)}, expected one, or one for each of {num_prompts} prompts"
         )
     return list(given)
+
+
+def _adapters_for(
+    num_prompts: int, given: LoRARequest | Sequence[LoRARequest | None] | None
+) -> Sequence[LoRARequest | None]:
+    if given is None or isinstance(given, LoRARequest):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequest(
+            f"lora_request: given {len(given)}, expected one, or one for each of {num_prompts} prompts"
+        )
+    return given

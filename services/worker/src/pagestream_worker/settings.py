@@ -114,6 +114,10 @@ _ENGINE_OPTIONS = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "plugins",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "max_cpu_loras",
 )
 
 
@@ -165,6 +169,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-speculative-tokens", type=int, metavar="N", help="most drafts of a sequence in a step")
     group.add_argument("--prompt-lookup-min", type=int, metavar="TOKENS", help="that must have stood before (ngram)")
     group.add_argument("--prompt-lookup-max", type=int, metavar="TOKENS", help="most that are compared (ngram)")
+    group.add_argument("--enable-lora", action=argparse.BooleanOptionalAction, help="let requests name LoRA adapters")
+    group.add_argument("--max-loras", type=int, metavar="N", help="adapters that run at once")
+    group.add_argument("--max-lora-rank", type=int, metavar="N", help="largest rank of an adapter")
+    group.add_argument("--max-cpu-loras", type=int, metavar="N", help="adapters that stay in host memory")
     group.add_argument("--executor", choices=EXECUTORS, help="where steps run: in the engine's process or in another")
     group.add_argument(
         "--async-scheduling",

@@ -15,11 +15,13 @@ import write_source_digests as digests  # noqa: E402
 DECIDING_FOLDERS = (
     *(
         f"pagestream_engine.{name}"
-        for name in ("attention", "layers", "models", "parallel", "request", "runner", "sampler", "text")
+        for name in ("adapters", "attention", "layers", "models", "parallel", "request", "runner", "sampler", "text")
     ),
     "pagestream_kernels",
 )
 NOT_DECIDING = {
+    "pagestream_engine.adapters.native.levels": "names how the kernel is compiled, with the same bits at each level",
+    "pagestream_engine.adapters.registry": "names adapters; a request's revision is pinned with it",
     "pagestream_engine.attention.native.levels": "finds a library; its name is part of the fingerprint",
     "pagestream_engine.attention.native.library": "builds a library; compiler and flags are part of the fingerprint",
     "pagestream_engine.attention.select": "chooses a backend; its name is part of the fingerprint",

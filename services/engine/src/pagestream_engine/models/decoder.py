@@ -206,6 +206,9 @@ class DecoderModel(Model):
     def linears(self) -> Sequence[Linear]:
         return self._parameters.linears()
 
+    def named_linears(self) -> Mapping[str, Linear]:
+        return self._parameters.named_linears()
+
     def weight_bytes(self) -> int:
         return self._parameters.num_bytes()
 

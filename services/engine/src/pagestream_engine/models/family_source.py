@@ -31,6 +31,7 @@ class FamilySource(ModelSource):
         self.plugin_digest = plugin_digest(family)
         self._config = family.read(file)
         self.routes_tokens = isinstance(self._config, DecoderConfig) and self._config.experts is not None
+        self.weights: WeightMap = family.weights(self._config)
         super().__init__(folder, self._config.info)
 
     def weight_bytes(self, target: Target) -> int:
@@ -58,7 +59,7 @@ class FamilySource(ModelSource):
         return model
 
     def _weights(self, target: Target) -> WeightMap:
-        ranks, weights = target.ranks, self._family.weights(self._config)
+        ranks, weights = target.ranks, self.weights
         if ranks.size == 1:
             return weights
         return sharding.shard_weights(weights, self._config, ranks.rank, ranks.size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -51,6 +51,10 @@ class Model(ABC):
     @abstractmethod
     def linears(self) -> Sequence[Linear]:
         """All linears, the head last."""
+
+    def named_linears(self) -> Mapping[str, Linear]:
+        """The linears of a family's `WeightMap`, by their names there; none where the model has no such map."""
+        return {}
 
     @abstractmethod
     def weight_bytes(self) -> int:

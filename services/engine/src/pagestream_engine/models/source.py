@@ -15,6 +15,7 @@ from pagestream_engine.models.config import ModelInfo
 from pagestream_engine.models.model import Model
 from pagestream_engine.models.offload.layers import OffloadTarget
 from pagestream_engine.models.safetensors_file import read_folder
+from pagestream_engine.models.weights import WeightMap
 from pagestream_engine.parallel.ranks import ONE_RANK, Ranks
 
 
@@ -51,6 +52,9 @@ class ModelSource(ABC):
     """Whether it can keep weights in host memory: `Target.offload`."""
     plugin_digest: str = ""
     """Of the source files of a plugin that compute the model; empty where there are none."""
+
+    weights: WeightMap | None = None
+    """What fills the parameters of a model of a family; None for another, which takes no adapters."""
 
     def __init__(self, folder: Path, info: ModelInfo) -> None:
         self.folder = folder

@@ -142,6 +142,10 @@ class Parameters:
         """Return a declared linear."""
         return _get(self._linears, name, "linear")
 
+    def named_linears(self) -> Mapping[str, Linear]:
+        """All linears by their names."""
+        return self._linears
+
     def linears(self) -> list[Linear]:
         """All linears, in the order of the declaration."""
         return list(self._linears.values())

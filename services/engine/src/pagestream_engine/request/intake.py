@@ -9,6 +9,7 @@ from dataclasses import replace
 from tokenizers import Tokenizer
 
 from pagestream_engine.errors import InvalidRequest, PromptTooLong
+from pagestream_engine.request.adapter import Adapter, salted
 from pagestream_engine.request.generation import Generation
 from pagestream_engine.request.sampling_params import ALL_LOGPROBS, SamplingParams
 from pagestream_engine.request.sequence import Sibling, TokenSequence
@@ -69,6 +70,7 @@ class Intake:
         tenant: str,
         weight: float,
         cache_salt: bytes,
+        adapter: Adapter | None = None,
     ) -> Generation:
         """Make a choice's sequence, and the state of its text before `Generation.replay`.
 
@@ -81,6 +83,7 @@ class Intake:
             tenant: as for `Engine.add_request`.
             weight: as for `Engine.adding_group`.
             cache_salt: as for `Engine.add_request`.
+            adapter: as for `Engine.add_request`.
 
         Raises:
             InvalidRequest: names what is wrong.
@@ -106,7 +109,8 @@ class Intake:
             aged_classes=aged_classes,
             tenant=tenant,
             weight=weight,
-            cache_salt=cache_salt,
+            cache_salt=salted(cache_salt, adapter),
+            adapter=adapter,
             end_token_ids=end_token_ids,
             num_kv_groups=self._num_kv_groups,
         )

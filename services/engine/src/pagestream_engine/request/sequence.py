@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from pagestream_engine.request.adapter import Adapter
 from pagestream_engine.request.sampling_params import SamplingParams
 
 
@@ -64,6 +65,7 @@ class TokenSequence:
     """
 
     __slots__ = (
+        "adapter",
         "aged_classes",
         "arrival",
         "block_hashes",
@@ -107,6 +109,7 @@ class TokenSequence:
         tenant: str = "",
         weight: float = 1.0,
         cache_salt: bytes = b"",
+        adapter: Adapter | None = None,
         end_token_ids: frozenset[int] = frozenset(),
         num_kv_groups: int = 1,
     ) -> None:
@@ -132,6 +135,8 @@ class TokenSequence:
         """Prompt and output together: where it ends with "length". Of a beam what its search allows: see `Searches`."""
         self.cache_salt = cache_salt
         """Adapter, tenant: what must not share blocks although the tokens are equal."""
+        self.adapter = adapter
+        """That it is computed with; its revision is part of `cache_salt`."""
         self.end_token_ids = end_token_ids
         """Tokens that end it: stop tokens, and the model's own unless ignored. Not to be chosen before min_tokens."""
         self.state = SequenceState.WAITING
@@ -160,6 +165,11 @@ class TokenSequence:
     def __len__(self) -> int:
         """Tokens, those included that steps in flight sample."""
         return len(self.token_ids) + self.num_output_placeholders
+
+    @property
+    def adapter_revision(self) -> str | None:
+        """Its adapter's; None without one."""
+        return None if self.adapter is None else self.adapter.revision
 
     @property
     def num_output_tokens(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from pagestream_engine.adapters.pool import attach_adapters
 from pagestream_engine.attention import prefers_triton
 from pagestream_engine.cache.host_tier import HostMemory
 from pagestream_engine.config import EngineConfig
@@ -125,8 +126,8 @@ class ModelRunner:
             blocks = TargetBlocks(self.kv_layout, self._backend.store)
             draft = None if draft_dir is None else load_draft(draft_dir, config, target, info, blocks)
         self._draft_bytes = 0 if draft is None else draft.model.weight_bytes()
-        self._model_dir = model_dir
-        self._plugin_digest = source.plugin_digest
+        self._adapters = attach_adapters(source, self._model, config.adapters, target)
+        self._model_dir, self._plugin_digest = model_dir, source.plugin_digest
         self._num_blocks = 0
         self._host_pages: HostPages | None = None
         # Graphs with exchanges between ranks have not been tried.
@@ -313,6 +314,8 @@ class ModelRunner:
         self._batch.apply(plan)
         self._prompt_rows.apply(plan)
         _edit_sampling(self._sampling, plan)
+        if self._adapters is not None:
+            self._adapters.apply(plan)
         if self._host_pages is not None:
             self._host_pages.launch(plan.saves.tolist(), plan.loads.tolist())
         if len(plan.copies):
@@ -324,14 +327,18 @@ class ModelRunner:
     def _execute(self, plan: StepPlan, drafts: Drafts | None = None) -> PendingResult:
         if not len(plan.rows):
             return pending_result(plan.step_id, None, None)
-        if self._graphs is not None and self._graphs.takes(plan):
+        adapted = None if self._adapters is None else self._adapters.begin_step(plan)
+        if self._graphs is not None and adapted is None and self._graphs.takes(plan):
             rows, hidden = self._graphs.run(plan.rows, self._batch.count_computed(plan))
             return self._sample(plan, self._model.logits(hidden), rows, None)
         inputs = self._batch.inputs(plan, drafts)
         context = self._backend.prepare_step(inputs.attention)
         prompts = self._prompt_rows.take(plan)
         wanted = inputs.sample_places if prompts is None else prompts.wanted
-        hidden = self._model.forward(inputs.token_ids, wanted, context)
+        if adapted is not None:
+            hidden = adapted.forward(self._model, inputs.token_ids, wanted, context)
+        else:
+            hidden = self._model.forward(inputs.token_ids, wanted, context)
         reported = None
         if prompts is not None:
             ranked = prompts.ranked(hidden, self._model.logits, self.model_info.vocab_size)
@@ -356,6 +363,8 @@ class ModelRunner:
     def forget_rows(self) -> None:
         max_num_seqs, info = self._config.scheduler.max_num_seqs, self.model_info
         self._batch.forget_rows()
+        if self._adapters is not None:
+            self._adapters.forget_rows()
         self._prompt_rows = PromptRows(info.vocab_size, self.device)
         self._sampling = SamplingBatch(max_num_seqs, info.vocab_size, self.device)
 

@@ -63,10 +63,11 @@ class Admission:
         decode: DecodeSet,
         *,
         restore_cost: RestoreCost | None,
+        max_loras: int = 1,
         on_start: Callable[[TokenSequence], None],
     ) -> None:
-        """Take groups from `waiting` and start them in `prefill`, within the limits of `config` for all that run; call
-        `on_start` for each sequence."""
+        """Take groups from `waiting` and start them in `prefill`, within the limits of `config` and of `max_loras`
+        adapters for all that run; call `on_start` for each sequence."""
         self._on_start = on_start
         self.seats = Seats(config.max_num_seqs)
         self._max_chunk = config.max_num_batched_tokens
@@ -75,6 +76,7 @@ class Admission:
         self._prefill = prefill
         self._decode = decode
         self._restore_cost = restore_cost
+        self._max_loras = max_loras
         self._shortage: Shortage | None = None
 
     def admit(self, chunks: list[ScheduledSequence], budget: ChunkBudget) -> None:
@@ -84,7 +86,11 @@ class Admission:
         coming = self._coming_hashes()
         while budget.limit(0) > 0:
             group = self._waiting.peek()
-            if group is None or self._surely_lacks_room(group, promised):
+            if (
+                group is None
+                or self._surely_lacks_room(group, promised)
+                or has_too_many_adapters(group, self._prefill, self._decode, self._max_loras)
+            ):
                 return
             leader = group.choose_leader()
             found = self._prefill.get_computed_blocks(group, leader)
@@ -225,3 +231,12 @@ class Admission:
         """Own blocks of a follower; one without output needs room for its first token at once."""
         num_tokens = max(len(seq), seq.num_prompt_tokens + 1)
         return self._cache.num_own_blocks(seq.num_prompt_tokens, num_tokens, self._max_chunk)
+
+
+def has_too_many_adapters(group: SequenceGroup, prefill: PrefillSet, decode: DecodeSet, max_loras: int) -> bool:
+    """Whether a group's adapter is one too many beside those that run: it waits until one of them has no more."""
+    revision = group.members[0].adapter_revision
+    if revision is None:
+        return False
+    running = {seq.adapter_revision for seq in (*prefill, *(entry.seq for entry in decode.entries))} - {None}
+    return revision not in running and len(running) >= max_loras

@@ -32,9 +32,15 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheManager, policy: SchedulingPolicy, num_speculative_tokens: int = 0
+        self,
+        config: SchedulerConfig,
+        cache: CacheManager,
+        policy: SchedulingPolicy,
+        num_speculative_tokens: int = 0,
+        *,
+        max_loras: int = 1,
     ) -> None:
-        """Plan steps in which a decode has up to `num_speculative_tokens` drafts."""
+        """Plan steps in which a decode has up to `num_speculative_tokens` drafts, of up to `max_loras` adapters."""
         self._num_speculative_tokens = num_speculative_tokens
         self.num_preemptions = 0
         """Groups that lost their blocks for want of free ones."""
@@ -57,6 +63,7 @@ class Scheduler:
             self._prefill,
             self._decode,
             restore_cost=cost,
+            max_loras=max_loras,
             on_start=policy.scheduled,
         )
         self._in_flight = StepsInFlight(cache, self._prefill, self._decode)

@@ -137,6 +137,7 @@ class PlanBuilder:
             end_token_ids=tuple(sorted(seq.end_token_ids)),
             block_tables=tuple(np.maximum(_int32(table), 0) for table in seq.block_tables),
             num_prompt_logprobs=seq.params.prompt_logprobs if seq.wants_prompt_logprobs else None,
+            adapter=seq.adapter,
         )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from pagestream_engine.request.adapter import Adapter
 from pagestream_engine.request.sampling_params import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
@@ -49,6 +50,8 @@ class NewSequence:
     num_prompt_logprobs: int | None = None
     """How many of the likeliest tokens are wanted in the place of each prompt token but the first, beside its own log
     probability; -1: all. None: no log probabilities of the prompt."""
+    adapter: Adapter | None = None
+    """That its tokens are computed with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,6 +34,9 @@ ENGINE_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ),
     ("--speculative-method", "NAME", "of drafts that a step checks together: ngram (default: none)"),
     ("--num-speculative-tokens", "N", "most drafts of a sequence in a step"),
+    ("--max-loras", "N", "LoRA adapters that run at once"),
+    ("--max-lora-rank", "N", "largest rank of an adapter"),
+    ("--max-cpu-loras", "N", "adapters that stay in host memory"),
     ("--plugins", "MODULES", "modules with policies and model families of your own, such as a.policies,b.families"),
     ("--partitions", "N", "partitions of a model that is new to Redis"),
 )
@@ -126,6 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="share the KV blocks of equal prefixes"
     )
+    engine.add_argument("--enable-lora", action=argparse.BooleanOptionalAction, help="let requests name LoRA adapters")
     engine.add_argument(
         "--deterministic", action=argparse.BooleanOptionalAction, help="bit-identical logits in any batch, on a CPU"
     )
@@ -171,6 +175,8 @@ def _engine_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:
         given.append("--enable-prefix-caching" if arguments.enable_prefix_caching else "--no-enable-prefix-caching")
     if arguments.deterministic is not None:
         given.append("--deterministic" if arguments.deterministic else "--no-deterministic")
+    if arguments.enable_lora is not None:
+        given.append("--enable-lora" if arguments.enable_lora else "--no-enable-lora")
     return tuple(given)
 
 

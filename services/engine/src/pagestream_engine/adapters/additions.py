@@ -1,0 +1,112 @@
+"""What adapters add to one linear: the matrices of the slots, and the kernel that multiplies with them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagestream_engine.adapters.files import ModuleWeights
+from pagestream_engine.adapters.modules import ModuleSlice
+from pagestream_engine.adapters.native.library import PART, NativeLora
+from pagestream_engine.adapters.rows import AdapterRows
+
+
+class CurrentRows:
+    """The adapters of the step that runs; all linears of a model look here."""
+
+    __slots__ = ("is_exact", "rows")
+
+    def __init__(self, *, is_exact: bool) -> None:
+        self.is_exact = is_exact
+        """Whether a row has to have the same bits in any batch."""
+        self.rows: AdapterRows | None = None
+        """None where no row has an adapter."""
+
+
+class LinearAdapters(ABC):
+    """The matrices that the slots' adapters have for one linear: `Linear.adapters`."""
+
+    def __init__(self, current: CurrentRows, modules: Sequence[ModuleSlice], num_slots: int) -> None:
+        """Take the linear's modules in the order of their rows."""
+        self._current = current
+        self.modules = modules
+        self._slots: list[Sequence[ModuleWeights | None]] = [()] * num_slots
+
+    @property
+    def splits_gates(self) -> bool:
+        """Whether gates and what they gate are wanted as they are: for rows with adapters, and where another row's
+        adapter must not change a row's bits, always. Fused gates differ from others in the last bit."""
+        return self._current.is_exact or self._current.rows is not None
+
+    def add(self, y: Tensor, x: Tensor) -> Tensor:
+        """Add to a product y = x W^T + b, in place, what the rows' adapters give, and return it.
+
+        Args:
+            y: (rows, out features).
+            x: (rows, in features); rows are those of the step.
+        """
+        rows = self._current.rows
+        if rows is not None:
+            self._add(y, x if x.stride(1) == 1 else x.contiguous(), rows)
+        return y
+
+    def put(self, slot: int, weights: Sequence[ModuleWeights | None]) -> None:
+        """Let a slot have an adapter's matrices, on the linear's device; None for a module that it leaves as it is."""
+        self._slots[slot] = weights
+
+    @abstractmethod
+    def _add(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None: ...
+
+
+class NativeAdditions(LinearAdapters):
+    """By the C++ kernel, which reads matrices where they lie. A row has the same bits in any batch."""
+
+    def __init__(
+        self, current: CurrentRows, modules: Sequence[ModuleSlice], num_slots: int, kernel: NativeLora
+    ) -> None:
+        super().__init__(current, modules, num_slots)
+        self._kernel = kernel
+        self._table = np.zeros((num_slots, len(modules)), PART)
+        self._table["first"] = [module.first_row for module in modules]
+        self._table["rows"] = [module.rows for module in modules]
+
+    def put(self, slot: int, weights: Sequence[ModuleWeights | None]) -> None:
+        super().put(slot, weights)
+        for place, each in enumerate(weights):
+            entry = self._table[slot, place]
+            entry["rank"] = 0 if each is None else each.a.shape[0]
+            if each is not None:
+                entry["a"], entry["b"], entry["scale"] = each.a.data_ptr(), each.b.data_ptr(), each.scale
+
+    def _add(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
+        self._kernel.add(y, x, self._table, rows)
+
+
+class TorchAdditions(LinearAdapters):
+    """By torch's operations, for dtypes and machines without the C++ kernel."""
+
+    def __init__(
+        self, current: CurrentRows, modules: Sequence[ModuleSlice], num_slots: int, *, row_by_row: bool
+    ) -> None:
+        """`row_by_row` multiplies each row alone: it then has the same bits in any batch."""
+        super().__init__(current, modules, num_slots)
+        self._row_by_row = row_by_row
+
+    def _add(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
+        for group, slot in enumerate(rows.slot_list):
+            order = rows.order[rows.bounds[group] : rows.bounds[group + 1]]
+            given = x[order]
+            for module, weights in zip(self.modules, self._slots[slot], strict=True):
+                if weights is not None:
+                    columns = y[:, module.first_row : module.first_row + module.rows]
+                    columns.index_add_(0, order, self._product(given, weights))
+
+    def _product(self, x: Tensor, weights: ModuleWeights) -> Tensor:
+        if not self._row_by_row:
+            return x @ weights.a.T @ weights.b * weights.scale
+        # A row of its own memory: libraries may choose by alignment.
+        return torch.stack([row.clone() @ weights.a.T @ weights.b * weights.scale for row in x])

@@ -1,0 +1,1 @@
+"""The C++ kernel of adapters."""

@@ -1,0 +1,178 @@
+"""The adapters that a runner has at hand: matrices in host memory, and those of the running rows in slots."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagestream_engine.adapters.additions import CurrentRows, LinearAdapters, NativeAdditions, TorchAdditions
+from pagestream_engine.adapters.files import ModuleWeights, read_adapter
+from pagestream_engine.adapters.modules import ModuleSlice, adaptable_modules
+from pagestream_engine.adapters.native.library import native_lora
+from pagestream_engine.adapters.rows import NO_SLOT, group_rows
+from pagestream_engine.attention import StepContext
+from pagestream_engine.config import AdapterConfig
+from pagestream_engine.errors import AdapterError, AdapterUnavailable, InvariantViolation, UnsupportedOption
+from pagestream_engine.layers.linear import Linear
+from pagestream_engine.models.model import Model
+from pagestream_engine.models.source import ModelSource, Target
+from pagestream_engine.request.adapter import Adapter
+from pagestream_engine.step.records import Int64Array, StepPlan
+
+Weights = Mapping[str, ModuleWeights]
+
+
+class AdapterPool:
+    """Reads adapters when a row first wants them, and sets the linears up for each step.
+
+    Matrices stay in host memory until `max_cpu_loras` others were used after them, and in a slot until `max_loras`
+    were. On a CPU a slot's matrices are those in host memory.
+
+    Args:
+        linears: of the model, by parameter.
+        modules: that adapters may change, by their names in the checkpoint.
+        config: settings.
+        dtype: of the model.
+        device: that computes.
+        exact: whether a row has to have the same bits in any batch.
+    """
+
+    def __init__(
+        self,
+        linears: Mapping[str, Linear],
+        modules: Mapping[str, ModuleSlice],
+        config: AdapterConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        exact: bool,
+    ) -> None:
+        self._modules = modules
+        self._dtype = dtype
+        self._device = device
+        self._exact = exact
+        self._max_host = config.max_cpu_loras
+        self._current = CurrentRows(is_exact=exact)
+        self._host: OrderedDict[str, Weights] = OrderedDict()
+        """By revision, the least recently used one first."""
+        self._slot_of: OrderedDict[str, int] = OrderedDict()
+        """By revision, likewise."""
+        self._free_slots = list(range(config.max_loras))
+        self._of_row: dict[int, Adapter] = {}
+        """The adapter of each row of the batch that has one."""
+        self._names: dict[str, list[str]] = {}
+        """Of each linear, its modules."""
+        for name, module in sorted(modules.items(), key=lambda item: (item[1].parameter, item[1].part)):
+            self._names.setdefault(module.parameter, []).append(name)
+        self._linears = {parameter: self._attach(linears[parameter], names) for parameter, names in self._names.items()}
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take the rows that a plan removes and adds.
+
+        Raises:
+            AdapterUnavailable: the matrices of a new row can't be read. The next plan resets.
+        """
+        for row in plan.removed.tolist():
+            self._of_row.pop(row, None)
+        added = [(new.row, new.adapter) for new in plan.added if new.adapter is not None]
+        self._of_row.update(added)  # First all: what a row has is not dropped for the adapter of another.
+        for _, adapter in added:
+            self._fetch(adapter)
+
+    def forget_rows(self) -> None:
+        """Free all rows."""
+        self._of_row.clear()
+        self._current.rows = None
+
+    def begin_step(self, plan: StepPlan) -> AdapterPool | None:
+        """Set the linears up for a plan that was applied; return itself where one of its rows has an adapter."""
+        self._current.rows = None
+        if self._of_row:
+            rows = plan.rows.tolist()
+            wanted = {row: self._of_row[row] for row in rows if row in self._of_row}
+            self._fill_slots({adapter.revision: adapter for adapter in wanted.values()})
+            slots = [self._slot_of[wanted[row].revision] if row in wanted else NO_SLOT for row in rows]
+            of_tokens: Int64Array = np.repeat(np.array(slots, np.int64), plan.num_new_tokens)
+            self._current.rows = group_rows(of_tokens, self._device)
+        return None if self._current.rows is None else self
+
+    def forward(self, model: Model, token_ids: Tensor, wanted: Tensor, context: StepContext) -> Tensor:
+        """Run all layers of a step with adapters as `Model.forward`: the last one for all tokens too, since a linear
+        finds the adapter of a row by its place among them. Then the linears compute without adapters again."""
+        hidden = model.forward(token_ids, torch.arange(len(token_ids), device=self._device), context)
+        self._current.rows = None
+        return hidden[wanted]
+
+    def _fetch(self, adapter: Adapter) -> Weights:
+        """Return an adapter's matrices, read if they are not in host memory."""
+        weights = self._host.get(adapter.revision)
+        if weights is None:
+            try:
+                weights = read_adapter(adapter, self._modules, self._dtype)
+            except AdapterError as error:
+                raise AdapterUnavailable(adapter.revision, str(error)) from error
+            self._host[adapter.revision] = weights
+            used = {each.revision for each in self._of_row.values()}
+            unused = [each for each in self._host if each not in used]
+            for revision in unused[: max(0, len(self._host) - self._max_host)]:
+                del self._host[revision]
+        self._host.move_to_end(adapter.revision)
+        return weights
+
+    def _fill_slots(self, wanted: Mapping[str, Adapter]) -> None:
+        for revision in wanted:
+            if revision in self._slot_of:
+                self._slot_of.move_to_end(revision)
+        for revision, adapter in wanted.items():
+            if revision not in self._slot_of:
+                slot = self._take_slot(wanted)
+                self._put(slot, self._fetch(adapter))
+                self._slot_of[revision] = slot
+
+    def _take_slot(self, wanted: Mapping[str, Adapter]) -> int:
+        if self._free_slots:
+            return self._free_slots.pop()
+        oldest = next((revision for revision in self._slot_of if revision not in wanted), None)
+        if oldest is None:
+            raise InvariantViolation(f"adapters: given {len(wanted)} in a step, expected at most {len(self._slot_of)}")
+        return self._slot_of.pop(oldest)
+
+    def _put(self, slot: int, weights: Weights) -> None:
+        for parameter, names in self._names.items():
+            self._linears[parameter].put(slot, [self._on_device(weights.get(name)) for name in names])
+
+    def _on_device(self, weights: ModuleWeights | None) -> ModuleWeights | None:
+        if weights is None or self._device.type == "cpu":
+            return weights
+        return ModuleWeights(weights.a.to(self._device), weights.b.to(self._device), weights.scale)
+
+    def _attach(self, linear: Linear, names: Sequence[str]) -> LinearAdapters:
+        modules, num_slots = [self._modules[name] for name in names], len(self._free_slots)
+        kernel = native_lora(self._dtype) if self._device.type == "cpu" else None
+        made: LinearAdapters
+        if kernel is not None:
+            made = NativeAdditions(self._current, modules, num_slots, kernel)
+        else:
+            made = TorchAdditions(self._current, modules, num_slots, row_by_row=self._exact)
+        linear.adapters = made
+        return made
+
+
+def attach_adapters(source: ModelSource, model: Model, config: AdapterConfig, target: Target) -> AdapterPool | None:
+    """Let a model's linears take adapters; None where they are off.
+
+    Raises:
+        UnsupportedOption: the model is none of a family.
+    """
+    if not config.enable_lora:
+        return None
+    if source.weights is None:
+        hint = "its code is not this engine's own"
+        raise UnsupportedOption("enable_lora", True, f"False for {source.info.architecture}", hint)
+    modules = adaptable_modules(source.weights)
+    linears, exact = model.named_linears(), target.exact_linears
+    return AdapterPool(linears, modules, config, target.dtype, target.device, exact=exact)

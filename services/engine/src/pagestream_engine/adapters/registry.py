@@ -1,0 +1,80 @@
+"""The adapters that an engine knows by name, checked against its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pagestream_engine.config import AdapterConfig
+from pagestream_engine.errors import AdapterChanged, AdapterError, UnsupportedAdapter
+from pagestream_engine.request.adapter import Adapter, LoRARequest
+
+
+class AdapterRegistry:
+    """Adapters by name. Their matrices are read when a request first wants them.
+
+    `load` reads files, and may be called on another thread than the engine's.
+    """
+
+    def __init__(self, folder: Path, config: AdapterConfig) -> None:
+        """`folder` is the model's."""
+        self._folder = folder
+        self._config = config
+        self._adapters: dict[str, Adapter] = {}
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the engine takes adapters."""
+        return self._config.enable_lora
+
+    def load(self, name: str, folder: str | Path, revision: str | None = None) -> Adapter:
+        """Check an adapter's files, and know it by a name from now on, in place of an earlier one.
+
+        Args:
+            name: that requests give.
+            folder: with `adapter_config.json` and `adapter_model.safetensors`.
+            revision: that it must have. One that is known by this revision is returned as it is.
+
+        Raises:
+            AdapterChanged: it has another revision.
+            AdapterError: it can't be used; the message says why.
+        """
+        if not self.is_enabled:
+            raise UnsupportedAdapter(f"adapter {name}: given to an engine without adapters, expected enable_lora")
+        known = self._adapters.get(name)
+        if known is not None and known.revision == revision and known.folder == str(folder):
+            return known
+        # Where torch is loaded anyway: a core whose executor is another process need not.
+        from pagestream_engine.adapters.files import open_adapter
+        from pagestream_engine.adapters.modules import adaptable_modules
+        from pagestream_engine.models.select import open_model
+
+        source = open_model(self._folder)
+        if source.weights is None:
+            raise UnsupportedAdapter(f"adapter {name}: given for {source.info.architecture}, which takes no adapters")
+        modules = adaptable_modules(source.weights)
+        adapter = open_adapter(name, Path(folder), modules, self._config.max_lora_rank)
+        if revision is not None and adapter.revision != revision:
+            raise AdapterChanged(name, revision, adapter.revision)
+        self._adapters[name] = adapter
+        return adapter
+
+    def take(self, request: LoRARequest) -> Adapter:
+        """Return the adapter of a request, loaded unless its name and path are known; raises as `load`."""
+        known = self._adapters.get(request.lora_name)
+        if known is not None and known.folder == request.lora_path:
+            return known
+        return self.load(request.lora_name, request.lora_path)
+
+    def unload(self, name: str) -> None:
+        """Forget a name. Requests that have the adapter go on with it.
+
+        Raises:
+            AdapterError: no adapter has this name.
+        """
+        if self._adapters.pop(name, None) is None:
+            raise AdapterError(f"adapter {name}: not loaded, expected one of {', '.join(sorted(self._adapters))}")
+
+    def loaded(self) -> Mapping[str, Adapter]:
+        """Return the adapters by name."""
+        return dict(self._adapters)

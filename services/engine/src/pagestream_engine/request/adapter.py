@@ -1,0 +1,44 @@
+"""A LoRA adapter, as requests name it and as records carry it to the runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+
+from pagestream_engine.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter as vLLM's `LLM.generate` takes it; `lora_int_id` means nothing here."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not self.lora_name or not isinstance(self.lora_path, str):
+            raise InvalidRequest(
+                f"lora_request: given name {self.lora_name!r} and path {self.lora_path!r}, expected two strings"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter whose files were checked."""
+
+    name: str
+    """That requests give."""
+    folder: str
+    """Where `adapter_config.json` and `adapter_model.safetensors` are."""
+    revision: str
+    """32 hexadecimal digits of a SHA-256 of both files: other weights are another adapter."""
+    rank: int
+    """The largest of its matrices'."""
+
+
+def salted(cache_salt: bytes, adapter: Adapter | None) -> bytes:
+    """Return the extra key of a prefix cache for a caller's salt and an adapter's revision; without one, the salt."""
+    if adapter is None:
+        return cache_salt
+    return sha256(b"adapter\0" + adapter.revision.encode() + b"\0" + cache_salt, usedforsecurity=False).digest()

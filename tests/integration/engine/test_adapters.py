@@ -1,0 +1,223 @@
+"""Requests with LoRA adapters, many in one batch: the logits of `transformers` with the weights that PEFT merges."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pagestream_engine import LLM, SamplingParams
+from pagestream_engine.errors import AdapterError, ConfigError, InvalidRequest
+from pagestream_engine.request.adapter import LoRARequest
+from pagestream_engine.request.outputs import RequestOutput
+from pagestream_engine.runner.speculation.draft_lengths import DraftLengths
+from support.engines.lora_adapters import ATTENTION, MLP, make_adapter, merged_model
+from support.engines.tiny_models import VOCAB_SIZE, make_model, random_prompts, reference_model
+from torch import Tensor
+
+NUM_TOKENS = 10
+TOLERANCE = 1e-4
+ALL = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=VOCAB_SIZE)
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+FAMILIES: dict[str, list[str]] = {
+    "qwen2": [*ATTENTION, *MLP],
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "gemma2": ["q_proj", "v_proj", "gate_proj"],
+    "qwen3-moe": ATTENTION,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose gates the exact linears fuse."""
+    return make_model(tmp_path_factory.mktemp("llama") / "model", "llama", intermediate_size=128)
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest]:
+    folder = tmp_path_factory.mktemp("adapters")
+    made = [
+        make_adapter(model, folder / "small", seed=1),
+        make_adapter(model, folder / "root", seed=2, r=64, use_rslora=True, target_modules=["k_proj", "down_proj"]),
+        make_adapter(model, folder / "large", seed=3, r=256, lora_alpha=64, rank_pattern={"v_proj": 8}),
+    ]
+    return [LoRARequest(path.name, number, str(path)) for number, path in enumerate(made, 1)]
+
+
+def start(model: Path, **options: Any) -> LLM:
+    given = {"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 256, "block_size": 8, **options}
+    return LLM(model, enable_lora=True, max_logprobs=-1, **given)
+
+
+def logprobs(output: RequestOutput) -> Tensor:
+    rows = output.outputs[0].logprobs
+    assert rows is not None
+    return torch.tensor([[row[token].logprob for token in range(VOCAB_SIZE)] for row in rows])
+
+
+def token_ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def check(outputs: Sequence[RequestOutput], references: Sequence[Any]) -> None:
+    for output, reference in zip(outputs, references, strict=True):
+        ids = output.prompt_token_ids + output.outputs[0].token_ids
+        with torch.inference_mode():
+            logits = reference(torch.tensor([ids[:-1]])).logits[0, len(output.prompt_token_ids) - 1 :].float()
+        torch.testing.assert_close(logprobs(output), logits.log_softmax(-1), atol=TOLERANCE, rtol=0)
+
+
+def test_a_mixed_batch_equals_the_merged_models(model: Path, adapters: list[LoRARequest]) -> None:
+    prompts = random_prompts([5, 17, 33, 64, 9])
+    wanted = [None, *adapters, adapters[0]]
+    llm = start(model, max_num_batched_tokens=40)
+    outputs = llm.generate(prompts, ALL, lora_request=wanted)
+    merged = {each.lora_name: merged_model(model, Path(each.lora_path)) for each in adapters}
+    check(outputs, [reference_model(model) if each is None else merged[each.lora_name] for each in wanted])
+    llm.engine.check_invariants()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", name)
+    folder = make_adapter(model, tmp_path / "adapter", r=8, target_modules=FAMILIES[name])
+    outputs = start(model).generate(random_prompts([30, 9]), ALL, lora_request=[LoRARequest("a", 1, str(folder)), None])
+    check(outputs, [merged_model(model, folder), reference_model(model)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_mode(dtype: str, model: Path, adapters: list[LoRARequest]) -> None:
+    """A row has the same bits beside rows with other adapters, and one without an adapter beside rows that have one."""
+    prompts = random_prompts([5, 17, 33, 64])
+    wanted = [None, *adapters]
+    llm = start(model, dtype=dtype, deterministic=True)
+    together = llm.generate(prompts, ALL, lora_request=wanted)
+    alone = [llm.generate([p], ALL, lora_request=each)[0] for p, each in zip(prompts, wanted, strict=True)]
+    plain = LLM(model, dtype=dtype, device="cpu", deterministic=True, max_logprobs=-1).generate(prompts[:1], GREEDY)
+    assert [torch.equal(logprobs(a), logprobs(b)) for a, b in zip(together, alone, strict=True)] == [True] * 4
+    assert token_ids(plain) == token_ids(together[:1])
+
+
+def test_the_prefix_cache_knows_the_adapter(model: Path, adapters: list[LoRARequest]) -> None:
+    (prompt,) = random_prompts([40])
+    llm = start(model)
+    first = [llm.generate([prompt], GREEDY, lora_request=each)[0] for each in (None, *adapters)]
+    again = [llm.generate([prompt], GREEDY, lora_request=each)[0] for each in (None, *adapters)]
+    assert [output.num_cached_tokens for output in first] == [0] * 4
+    assert [output.num_cached_tokens for output in again] == [32] * 4
+    assert token_ids(first) == token_ids(again)
+    assert len({tuple(each) for each in token_ids(first)}) == 4
+
+
+def test_preemption_and_small_steps(model: Path, adapters: list[LoRARequest]) -> None:
+    prompts = random_prompts([30, 25, 33, 28, 31])
+    wanted = [None, *adapters, adapters[1]]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
+    roomy = start(model).generate(prompts, params, lora_request=wanted)
+    tight = start(model, num_gpu_blocks_override=14, max_model_len=64, max_num_batched_tokens=16)
+    assert token_ids(tight.generate(prompts, params, lora_request=wanted)) == token_ids(roomy)
+    assert tight.engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.9, n=3, seed=1, max_tokens=8, ignore_eos=True),
+        SamplingParams(use_beam_search=True, beam_width=2, n=2, temperature=0, max_tokens=6),
+        SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=2),
+    ],
+    ids=["choices", "beams", "prompt logprobs"],
+)
+def test_kinds_of_requests(params: SamplingParams, model: Path, adapters: list[LoRARequest]) -> None:
+    prompts = random_prompts([21, 14])
+    llm = start(model)
+    together = llm.generate(prompts, params, lora_request=adapters[:2])
+    alone = [llm.generate([p], params, lora_request=each)[0] for p, each in zip(prompts, adapters, strict=False)]
+    plain = llm.generate(prompts, params)
+    for mixed, one, base in zip(together, alone, plain, strict=True):
+        chosen = [choice.token_ids for choice in mixed.outputs]
+        assert chosen == [choice.token_ids for choice in one.outputs]
+        assert chosen != [choice.token_ids for choice in base.outputs]
+
+
+def test_speculation_changes_no_token(
+    model: Path, adapters: list[LoRARequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftLengths, "wanted", lambda self, _: self._most)
+    (part,) = random_prompts([8])
+    prompts, params = [part * 4] * 3, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    wanted = [None, *adapters[:2]]
+    plain = start(model).generate(prompts, params, lora_request=wanted)
+    llm = start(model, speculative_method="ngram", prompt_lookup_min=1)
+    assert token_ids(llm.generate(prompts, params, lora_request=wanted)) == token_ids(plain)
+    assert llm.engine.stats().num_draft_tokens > 0
+
+
+def test_more_adapters_than_slots_and_memory(model: Path, adapters: list[LoRARequest]) -> None:
+    prompts = random_prompts([12, 13, 14, 15, 16, 17])
+    wanted = [*adapters, *adapters]
+    roomy = start(model).generate(prompts, GREEDY, lora_request=wanted)
+    llm = start(model, max_loras=2, max_cpu_loras=2)
+    running: list[int] = []
+
+    def count(_: object) -> None:
+        sequences = llm.engine._scheduler.running()
+        running.append(len({seq.adapter for seq in sequences}))
+
+    llm.engine.on_schedule = count
+    assert token_ids(llm.generate(prompts, GREEDY, lora_request=wanted)) == token_ids(roomy)
+    assert max(running) == 2
+
+
+@pytest.mark.parametrize("executor", ["inline", "process"])
+def test_files_that_are_gone_fail_their_requests_alone(
+    executor: str, model: Path, adapters: list[LoRARequest], tmp_path: Path
+) -> None:
+    prompts = random_prompts([12, 20, 30])
+    lost = Path(shutil.copytree(adapters[0].lora_path, tmp_path / "lost"))
+    llm = start(model, executor=executor)
+    try:
+        wanted = [adapters[1], LoRARequest("lost", 9, str(lost)), None]
+        llm.engine.adapters.load("lost", str(lost))
+        (lost / "adapter_model.safetensors").unlink()
+        outputs = llm.generate(prompts, GREEDY, lora_request=wanted)
+        assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+        assert "adapter_model.safetensors" in (outputs[1].outputs[0].error or "")
+        alone = [llm.generate([prompts[i]], GREEDY, lora_request=wanted[i])[0] for i in (0, 2)]
+        assert token_ids([outputs[0], outputs[2]]) == token_ids(alone)
+        llm.engine.check_invariants()
+    finally:
+        llm.engine.close()
+
+
+def test_refusals(model: Path, adapters: list[LoRARequest], tmp_path: Path) -> None:
+    llm = start(model)
+    with pytest.raises(AdapterError, match="no such file"):
+        llm.generate([[1, 2]], GREEDY, lora_request=LoRARequest("none", 1, str(tmp_path / "none")))
+    with pytest.raises(AdapterError, match="not loaded"):
+        llm.engine.adapters.unload("none")
+    with pytest.raises(InvalidRequest, match="2, expected one"):
+        llm.generate([[1, 2]], GREEDY, lora_request=adapters[:2])
+    adapter = llm.engine.adapters.take(adapters[0])
+    without = LLM(model, dtype="float32", device="cpu")
+    with pytest.raises(AdapterError, match="enable_lora"):
+        without.generate([[1, 2]], GREEDY, lora_request=adapters[0])
+    with pytest.raises(InvalidRequest, match="enable_lora"):
+        without.engine.add_request("a", [1, 2], GREEDY, adapter=adapter)
+    with pytest.raises(ConfigError, match="max_cpu_loras"):
+        start(model, max_loras=8, max_cpu_loras=7)
+    with pytest.raises(ConfigError, match="cpu_offload_gb"):
+        start(model, cpu_offload_gb=1.0)
+    with pytest.raises(ConfigError, match="enable_lora"):
+        start(model, tensor_parallel_size=2)

@@ -1,0 +1,144 @@
+"""An adapter is checked by its configuration and its header, and refused by the name of what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pagestream_engine.adapters.files import open_adapter, read_adapter
+from pagestream_engine.adapters.modules import adaptable_modules
+from pagestream_engine.errors import AdapterChanged, AdapterError, AdapterFileError, AdapterMismatch, UnsupportedAdapter
+from pagestream_engine.models.weights import LinearWeight, Part, TensorWeight
+from safetensors.torch import save_file
+
+MODULES = adaptable_modules(
+    {
+        "embedding": TensorWeight.of("model.embed_tokens.weight", 50, 12),
+        "0.qkv": LinearWeight(
+            (Part("model.layers.0.self_attn.q_proj", 10), Part("model.layers.0.self_attn.v_proj", 6)), 12
+        ),
+        "0.experts.1.down": LinearWeight.of("model.layers.0.mlp.experts.1.down_proj", 12, 8),
+        "head": LinearWeight.of("lm_head", 50, 12),
+    }
+)
+QUERY, VALUE = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1}
+
+
+def write(folder: Path, shapes: dict[str, tuple[int, int, int]] | None = None, **config: Any) -> Path:
+    """Write an adapter: (rank, in features, out features) of each module."""
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}))
+    tensors = {}
+    for module, (rank, inputs, outputs) in (shapes or {QUERY: (4, 12, 10), VALUE: (4, 12, 6)}).items():
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, inputs)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(outputs, rank)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def cut_off(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def as_pickle(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
+def with_tensor(name: str) -> Callable[[Path], None]:
+    def add(folder: Path) -> None:
+        save_file({name: torch.randn(4)}, folder / "adapter_model.safetensors")
+
+    return add
+
+
+def without_b(folder: Path) -> None:
+    name = f"base_model.model.{QUERY}.lora_A.weight"
+    save_file({name: torch.randn(4, 12)}, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("config", "damage", "error", "names"),
+    [
+        ({"use_dora": True}, None, UnsupportedAdapter, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, None, UnsupportedAdapter, "modules_to_save"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, None, UnsupportedAdapter, "target_parameters"),
+        ({"a_field_of_tomorrow": {"on": 1}}, None, UnsupportedAdapter, "a_field_of_tomorrow"),
+        ({"peft_type": "IA3"}, None, UnsupportedAdapter, "peft_type"),
+        ({"bias": "all"}, None, UnsupportedAdapter, "bias"),
+        ({"init_lora_weights": "pissa"}, None, UnsupportedAdapter, "init_lora_weights"),
+        ({"r": 0}, None, AdapterFileError, "r 0"),
+        ({"rank_pattern": {"(": 4}}, None, AdapterFileError, "rank_pattern"),
+        ({"r": 16}, None, AdapterMismatch, r"\(16, 12\)"),
+        ({}, cut_off, AdapterFileError, "expected the size"),
+        ({}, as_pickle, UnsupportedAdapter, "adapter_model.bin"),
+        ({}, without_b, AdapterFileError, "no lora_B"),
+        ({}, with_tensor(f"base_model.model.{QUERY}.lora_magnitude_vector"), UnsupportedAdapter, "magnitude"),
+    ],
+    ids=lambda given: getattr(given, "__name__", str(given)[:30]),
+)
+def test_refusals(
+    config: dict[str, Any],
+    damage: Callable[[Path], None] | None,
+    error: type[AdapterError],
+    names: str,
+    tmp_path: Path,
+) -> None:
+    folder = write(tmp_path / "a", **config)
+    if damage is not None:
+        damage(folder)
+    with pytest.raises(error, match=names):
+        open_adapter("a", folder, MODULES, 64)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "names"),
+    [
+        ({QUERY: (4, 16, 10)}, "lora_A"),
+        ({QUERY: (4, 12, 11)}, "lora_B"),
+        ({"model.layers.1.self_attn.q_proj": (4, 12, 10)}, "layers.1"),
+        ({"lm_head": (4, 12, 50)}, "lm_head"),
+        ({"model.layers.0.mlp.experts.1.down_proj": (4, 8, 12)}, "experts"),
+    ],
+    ids=["inputs", "outputs", "layer", "head", "experts"],
+)
+def test_another_models_adapter(shapes: dict[str, tuple[int, int, int]], names: str, tmp_path: Path) -> None:
+    with pytest.raises(AdapterMismatch, match=names):
+        open_adapter("a", write(tmp_path / "a", shapes), MODULES, 64)
+
+
+def test_a_rank_that_is_too_large(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    assert open_adapter("a", folder, MODULES, 4).rank == 4
+    with pytest.raises(UnsupportedAdapter, match="max_lora_rank"):
+        open_adapter("a", folder, MODULES, 3)
+
+
+def test_ranks_and_scales_by_module(tmp_path: Path) -> None:
+    patterns = {"rank_pattern": {"v_proj": 9}, "alpha_pattern": {r".*\.0\.self_attn\.v_proj": 6}}
+    folder = write(tmp_path / "a", {QUERY: (4, 12, 10), VALUE: (9, 12, 6)}, use_rslora=True, **patterns)
+    adapter = open_adapter("a", folder, MODULES, 64)
+    weights = read_adapter(adapter, MODULES, torch.float32)
+    assert adapter.rank == 9
+    assert {module: (tuple(each.a.shape), tuple(each.b.shape)) for module, each in weights.items()} == {
+        QUERY: ((4, 12), (4, 10)),
+        VALUE: ((9, 12), (9, 6)),
+    }
+    assert weights[QUERY].scale == pytest.approx(8 / math.sqrt(4))
+    assert weights[VALUE].scale == pytest.approx(6 / math.sqrt(9))
+
+
+def test_files_that_have_changed_since(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    adapter = open_adapter("a", folder, MODULES, 64)
+    read_adapter(adapter, MODULES, torch.float32)
+    write(folder, lora_alpha=9)
+    assert open_adapter("a", folder, MODULES, 64).revision != adapter.revision
+    with pytest.raises(AdapterChanged, match=adapter.revision):
+        read_adapter(adapter, MODULES, torch.float32)
