@@ -32,6 +32,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"scaling": {"panic": {"threshold": 1}}}, "should be greater than 1"),
     ({"rollout": {"maxSurge": 0, "maxUnavailable": "0%"}}, "write `maxUnavailable: 1`"),
     ({"template": {"env": [{"name": "PAGESTREAM_ENGINE__SEED", "value": "1"}]}}, "are written in `spec.engine`"),
+    ({"template": {"gpu": {"count": 2}}}, "template.gpu.count is parallel.tensor, a GPU for each rank"),
+    ({"parallel": {"tensor": 2}, "template": {"gpu": {"count": 1}}}, "template.gpu.count is parallel.tensor"),
+    ({"parallel": {"tensor": 0}}, "should be greater than or equal to 1"),
     ({"template": {"labels": {"pagestream.dev/pool": "x"}}}, "choose another prefix"),
     (
         {
@@ -74,7 +77,7 @@ def test_a_spec_with_every_part_is_accepted(pools: PoolWorld) -> None:
             "schedulingPolicy": "shortest_prompt_first",
         },
         template={
-            "gpu": {"count": 1, "type": "NVIDIA-H200"},
+            "gpu": {"count": 4, "type": "NVIDIA-H200"},
             "resources": {"requests": {"cpu": "1500m", "memory": 4096}, "limits": {"memory": "8Gi"}},
             "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
             "volumes": [{"name": "cache", "emptyDir": {"sizeLimit": "1Gi"}}],
@@ -82,6 +85,7 @@ def test_a_spec_with_every_part_is_accepted(pools: PoolWorld) -> None:
             "env": [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}],
             "tolerations": [{"operator": "Exists"}],
         },
+        parallel={"tensor": 4},
         scaling={"kvUtilization": {"target": 0.7, "low": 0.4}, "idle": {"afterSeconds": 60}},
         rollout={"maxSurge": "25%", "maxUnavailable": 0},
         minReplicas=0,

@@ -91,6 +91,13 @@ def test_the_deployment_says_nothing_of_replicas() -> None:
     assert "replicas" not in by_kind(children(pool(replicas=3), DEFAULTS))["Deployment"]["spec"]
 
 
+def test_a_parallel_engine_has_a_gpu_for_each_rank() -> None:
+    made = by_kind(children(pool(parallel={"tensor": 4}, template={"gpu": {"count": 4}}), DEFAULTS))
+    assert made["ConfigMap"]["data"]["PAGESTREAM_ENGINE__TENSOR_PARALLEL_SIZE"] == "4"
+    [engine] = made["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert engine["resources"]["limits"]["nvidia.com/gpu"] == "4"
+
+
 @pytest.mark.parametrize(
     "spec",
     [

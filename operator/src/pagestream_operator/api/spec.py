@@ -17,6 +17,14 @@ ControllerClass = Annotated[str, Field(max_length=253, pattern=r"^[a-z0-9]([-a-z
 Replicas = Annotated[int, Field(ge=0, le=10_000)]
 
 
+class Parallel(ApiModel):
+    """How many processes of a pod compute each step together."""
+
+    tensor: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks among which each layer of the model is divided: a GPU each, or a part of the pod's processors each. It
+    divides the model's attention heads and the width of its MLPs. A change replaces the pods, one by one."""
+
+
 class EnginePoolSpec(ApiModel):
     """The desired state of a pool of engines."""
 
@@ -27,6 +35,8 @@ class EnginePoolSpec(ApiModel):
     sees the pool, which is then in `status.controllerClass`."""
     engine: EngineOptions = Field(default_factory=EngineOptions)
     """Options of the engine, under the names of `pagestream-engine`'s flags."""
+    parallel: Parallel = Field(default_factory=Parallel)
+    """How an engine is divided among processes, each with its own GPU."""
     template: PodTemplate = Field(default_factory=PodTemplate)
     """The configurable parts of an engine pod: resources, GPUs, placement, volumes."""
     replicas: Replicas | None = None
@@ -64,5 +74,11 @@ class EnginePoolSpec(ApiModel):
             "template.volumeMounts can't use /models/volume, model.source.volume is mounted there: choose "
             "another mountPath",
             ".template.volumeMounts",
+        ),
+        Rule(
+            "!has(self.template.gpu) || self.template.gpu.count == 0 || "
+            "self.template.gpu.count == self.parallel.tensor",
+            "template.gpu.count is parallel.tensor, a GPU for each rank, or 0 for ranks on a CPU: set both alike",
+            ".template.gpu.count",
         ),
     )

@@ -31,8 +31,13 @@ def config_map(pool: EnginePool, defaults: EngineDefaults) -> Manifest:
     It can't be changed, and its name is that of its content: a pod template names what its pods read, also those that
     restart while another template is being rolled out.
     """
-    data = {**defaults.shared, **pool.spec.engine.to_environment()}
+    data = {**defaults.shared, **pool.spec.engine.to_environment(), **_parallel(pool)}
     return manifest(pool, "v1", "ConfigMap", config_map_name(pool.name, data), {"immutable": True, "data": data})
+
+
+def _parallel(pool: EnginePool) -> dict[str, str]:
+    tensor = pool.spec.parallel.tensor
+    return {"PAGESTREAM_ENGINE__TENSOR_PARALLEL_SIZE": str(tensor)} if tensor > 1 else {}
 
 
 def service(pool: EnginePool) -> Manifest:
