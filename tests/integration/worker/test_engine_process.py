@@ -25,6 +25,7 @@ from support.engines.arithmetic_worker import (
     running_worker,
     tokens,
 )
+from support.processes.waiting import children_of, is_running
 from support.protocol.token_streams import eventually
 
 NUM_TOKENS = 300
@@ -63,6 +64,35 @@ async def test_requests_of_a_killed_engine_go_on_elsewhere(redis_url: str, tmp_p
             check(await asyncio.gather(*(read(gateway, spec) for spec in specs)))
             await second.end()
         assert {(await broker.view(spec.request_id, spec.tenant)).attempts for spec in specs} == {2}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_requests_of_an_engine_that_lost_a_rank_go_on_elsewhere(
+    redis_url: str, tmp_path: Path, number: signal.Signals
+) -> None:
+    """The rank's end, or that the others wait for it, ends the group, the engine and the worker."""
+    ranks = {"tensor_parallel_size": 2}
+    async with await Broker.connect(redis_url, PATIENT) as broker, GatewaySession(broker) as gateway:
+        async with running_worker(broker, tmp_path, SlowRunner, engine_core="process", **ranks) as first:
+            specs = await all_accepted(gateway)
+            await eventually(lambda: first.worker.load()["running"] == NUM_REQUESTS)
+            await eventually(lambda: first.core.figures.stats.num_generated_tokens > 10 * NUM_REQUESTS)
+            assert isinstance(first.core, EngineProcess)
+            pids = [pid for pid in children_of(first.core.pid) if b"spawn_main" in command_of(pid)]
+            assert len(pids) == 2
+            os.kill(pids[1], number)
+            async with asyncio.timeout(LIMIT_S):
+                with pytest.raises(EngineFailed, match=r"rank [01] of 2"):
+                    await first.task
+            await eventually(lambda: not any(map(is_running, pids)))
+        async with running_worker(broker, tmp_path) as second:
+            check(await asyncio.gather(*(read(gateway, spec) for spec in specs)))
+            await second.end()
+        assert {(await broker.view(spec.request_id, spec.tenant)).attempts for spec in specs} == {2}
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 async def test_a_stopped_engine_goes_on_when_it_is_continued(redis_url: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.executor.base import ExecutorFacts, RunnerFactory, facts_of, make_model_runner
+from pagestream_engine.executor.select import make_executor
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.plugins import import_plugins
 
@@ -30,7 +31,7 @@ class Capacity:
 def measure_capacity(
     model: str | Path, config: EngineConfig, *, make_runner: RunnerFactory = make_model_runner
 ) -> Capacity:
-    """Load a model and run what sizes its KV pool, without allocating that.
+    """Load a model and run what sizes its KV pool, without allocating that, where it is not divided among ranks.
 
     Args:
         model: a model folder, or the name of a Hugging Face repository.
@@ -41,12 +42,20 @@ def measure_capacity(
         EngineError: an engine with these settings would not start, for this reason.
     """
     import_plugins(config.extensions.plugins)
-    runner = make_runner(resolve_model(model), config)
-    num_blocks = config.cache.num_gpu_blocks_override or runner.profile_num_blocks()
-    facts = facts_of(runner, num_blocks)
+    facts = _measure(resolve_model(model), config, make_runner)
+    num_blocks = facts.num_blocks
     longest = fit_model_len(config, facts)
     held = facts.kv_layout.num_blocks_for(longest, config.scheduler.max_num_batched_tokens)
     return Capacity(longest, facts.max_position_embeddings, max(1, num_blocks // held))
+
+
+def _measure(folder: Path, config: EngineConfig, make_runner: RunnerFactory) -> ExecutorFacts:
+    if config.parallel.tensor_parallel_size > 1:
+        executor = make_executor(make_runner, folder, config)
+        executor.close()
+        return executor.facts
+    runner = make_runner(folder, config)
+    return facts_of(runner, config.cache.num_gpu_blocks_override or runner.profile_num_blocks())
 
 
 def fit_model_len(config: EngineConfig, facts: ExecutorFacts) -> int:
